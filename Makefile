@@ -1,0 +1,101 @@
+# `make` lists the targets. `make run` and `make test` set themselves up on a fresh machine.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The environment. VENV= (empty) takes the interpreter PYTHON as it is, with its own torch; only tfla_tk is installed.
+VENV ?= .venv
+PYTHON ?=
+# More arguments for pip (an index, say), for the program behind a target, and for pytest's worker processes.
+PIP_ARGS ?=
+ARGS ?=
+WORKERS ?= 2
+SANITIZER ?= memcheck
+# The results that the README shows.
+RECORD := bench/results/h200.json
+
+FIND_PYTHON = for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
+	if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo "$$candidate"; break; fi; \
+	done
+
+ifeq ($(strip $(VENV)),)
+PY := $(shell command -v $(or $(PYTHON),python3))
+STAMP := build/.installed$(subst /,-,$(PY))
+DEV_STAMP := $(STAMP)
+else
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+endif
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: run
+run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
+	@$(PY) -m tfla_tk compare $(ARGS)
+
+.PHONY: test
+test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+.PHONY: kernels
+kernels: $(STAMP) ## compile every kernel into the cache (needs nvcc, no GPU)
+	@$(PY) -m tfla_tk build $(ARGS)
+
+.PHONY: bench
+bench: $(STAMP) ## time the benchmark shapes on this GPU, record them and the README's tables
+	@$(PY) -m tfla_tk compare --update-results $(ARGS)
+	@[ ! -f $(RECORD) ] || $(PY) -m tfla_tk.bench readme $(RECORD) README.md
+
+.PHONY: lint
+# mypy sees the layout of the installed package: reference/ and bench/ below tfla_tk/
+lint: $(DEV_STAMP) ## ruff, mypy and clang-format
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@rm -rf build/typing && mkdir -p build/typing && cp -rs "$(CURDIR)/tfla_tk" build/typing
+	@for part in reference bench; do cp -rs "$(CURDIR)/$$part" build/typing/tfla_tk; done
+	@cd build/typing && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml --package tfla_tk
+	@find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
+		xargs --no-run-if-empty $(PY) -m clang_format --dry-run --Werror
+
+.PHONY: sass
+sass: $(STAMP) ## write cubin, SASS and ptxas log of every kernel to build/sass
+	@$(PY) -m tfla_tk build --sass build/sass $(ARGS)
+
+.PHONY: ncu
+ncu: $(STAMP) ## profile the comparison with Nsight Compute into build/ncu (ARGS choose the shape)
+	@mkdir -p build/ncu
+	@ncu --set full --import-source yes --force-overwrite --export build/ncu/report $(PY) -m tfla_tk compare $(ARGS)
+
+.PHONY: sanitize
+sanitize: $(STAMP) ## run the tests marked sanitize under compute-sanitizer (SANITIZER=racecheck, synccheck, ...)
+	@compute-sanitizer --tool $(SANITIZER) --error-exitcode 1 $(PY) -m pytest -m sanitize $(ARGS)
+
+.PHONY: clean
+clean: ## remove build products and tool caches; .venv and the kernel cache stay
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+ifeq ($(strip $(VENV)),)
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation $(PIP_ARGS) --editable .
+	@mkdir -p $(@D)
+else
+	@python="$$($(FIND_PYTHON))"; \
+	if [ -z "$$python" ]; then echo "tfla_tk needs Python 3.10 or newer: name one with PYTHON=..." >&2; exit 1; fi; \
+	echo "setting up $(VENV) with $$("$$python" --version) (the first time PyTorch is downloaded)"; \
+	"$$python" -m venv $(VENV) || \
+		{ echo "$$python cannot make a virtual environment: install python3-venv, or name another PYTHON=..." >&2; exit 1; }
+	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,baselines]'
+endif
+	@touch $@
+
+ifneq ($(strip $(VENV)),)
+$(DEV_STAMP): $(STAMP)
+	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+endif
