@@ -1,0 +1,72 @@
+"""Reference operators in plain PyTorch: every operator in recurrent, parallel and chunkwise form.
+
+The recurrent form of each operator is its specification; the others equal it up to rounding. Everything is
+differentiable by autograd and computed in the inputs' dtype, at least fp32.
+"""
+
+from __future__ import annotations
+
+from .delta_rule import (
+    delta_rule_chunkwise,
+    delta_rule_parallel,
+    delta_rule_recurrent,
+    gated_delta_rule_chunkwise,
+    gated_delta_rule_parallel,
+    gated_delta_rule_recurrent,
+)
+from .gla import gla_chunkwise, gla_parallel, gla_recurrent
+from .mlstm import mlstm_chunkwise, mlstm_parallel, mlstm_recurrent, mlstm_step
+from .mlstm_backward import (
+    MLSTMBackward,
+    MLSTMChunkGrads,
+    MLSTMGrads,
+    mlstm_backward,
+    mlstm_backward_terms,
+    mlstm_siging_backward,
+)
+from .mlstm_chunk import MLSTMChunk
+from .mlstm_siging import (
+    mlstm_siging_chunkwise,
+    mlstm_siging_parallel,
+    mlstm_siging_recurrent,
+    mlstm_siging_step,
+)
+from .simple_gla import (
+    lightning_log_decay,
+    retention_log_decay,
+    simple_gla_chunkwise,
+    simple_gla_parallel,
+    simple_gla_recurrent,
+)
+
+__all__ = [
+    "MLSTMBackward",
+    "MLSTMChunk",
+    "MLSTMChunkGrads",
+    "MLSTMGrads",
+    "delta_rule_chunkwise",
+    "delta_rule_parallel",
+    "delta_rule_recurrent",
+    "gated_delta_rule_chunkwise",
+    "gated_delta_rule_parallel",
+    "gated_delta_rule_recurrent",
+    "gla_chunkwise",
+    "gla_parallel",
+    "gla_recurrent",
+    "lightning_log_decay",
+    "mlstm_backward",
+    "mlstm_backward_terms",
+    "mlstm_chunkwise",
+    "mlstm_parallel",
+    "mlstm_recurrent",
+    "mlstm_siging_backward",
+    "mlstm_siging_chunkwise",
+    "mlstm_siging_parallel",
+    "mlstm_siging_recurrent",
+    "mlstm_siging_step",
+    "mlstm_step",
+    "retention_log_decay",
+    "simple_gla_chunkwise",
+    "simple_gla_parallel",
+    "simple_gla_recurrent",
+]

@@ -1,0 +1,121 @@
+"""What every operator family shares: compute dtype, gate sums, walks over tokens, chunks and sequences.
+
+Inside the reference every tensor is head-first: tokens are [B, H, T, ...] and states [B, H, ...].
+A form maps ``(*tokens, *states)`` to ``(output [B, H, T, V], states)``; tokens start with q, k, v.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+States = tuple[Tensor, ...]
+Form = Callable[..., tuple[Tensor, States]]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep autocast out of ``function``: products accumulate in the promoted dtype, at least fp32."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The common dtype of ``tensors``, at least float32."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def promote(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All of ``tensors`` in their common dtype, at least float32."""
+    dtype = compute_dtype(*tensors)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def segment_sum(x: Tensor) -> Tensor:
+    """Log decay from token j to token t: ``out[..., t, j] = x[..., j+1] + ... + x[..., t]``, -inf for j > t.
+
+    Summed directly, not as a difference of cumulative sums, so that -inf and 1e4 cost no precision.
+
+    Args:
+        x: [..., L] log gates.
+
+    Returns:
+        [..., L, L].
+    """
+    ones = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool, device=x.device)
+    sums = torch.where(ones.tril(-1), x[..., :, None], 0.0).cumsum(-2)
+    return torch.where(ones.tril(), sums, -torch.inf)
+
+
+def scan_tokens(step: Form, tokens: Sequence[Tensor], states: States) -> tuple[Tensor, States]:
+    """Apply ``step`` token by token; its tokens are [B, H, ...] without the time dimension."""
+    outputs = []
+    for t in range(tokens[0].shape[2]):
+        out, states = step(*(x[:, :, t] for x in tokens), *states)
+        outputs.append(out)
+    # no token: v stands for the empty output
+    return (torch.stack(outputs, dim=2) if outputs else tokens[2].clone()), states
+
+
+def scan_chunks(chunk: Form, tokens: Sequence[Tensor], states: States, size: int) -> tuple[Tensor, States]:
+    """Apply ``chunk`` to pieces of ``size`` tokens; the last piece may be shorter."""
+    if size < 1:
+        raise ValueError(f"chunk_size: expected a positive integer, got {size}")
+    outputs = []
+    for start in range(0, tokens[0].shape[2], size):
+        out, states = chunk(*(x[:, :, start : start + size] for x in tokens), *states)
+        outputs.append(out)
+    return (torch.cat(outputs, dim=2) if outputs else tokens[2].clone()), states
+
+
+def sequence_bounds(cu_seqlens: Tensor, batch: int, length: int) -> list[tuple[int, int]]:
+    """(start, end) of every packed sequence.
+
+    Raises:
+        ValueError: batch is not 1, or ``cu_seqlens`` does not rise from 0 to ``length``.
+    """
+    if batch != 1:
+        raise ValueError(f"cu_seqlens: expected batch 1 (packed sequences), got batch {batch}")
+    ends = [int(x) for x in cu_seqlens.tolist()]
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != length or ends != sorted(ends):
+        raise ValueError(f"cu_seqlens: expected offsets rising from 0 to {length}, got {ends}")
+    return list(itertools.pairwise(ends))
+
+
+def scan_sequences(
+    form: Form, tokens: Sequence[Tensor], states: States, cu_seqlens: Tensor | None
+) -> tuple[Tensor, States]:
+    """Apply ``form`` to the batch, or to each packed sequence with its own row of the states."""
+    if cu_seqlens is None:
+        return form(*tokens, *states)
+    bounds = sequence_bounds(cu_seqlens, tokens[0].shape[0], tokens[0].shape[2])
+    results = [
+        form(*(x[:, :, start:end] for x in tokens), *(s[row : row + 1] for s in states))
+        for row, (start, end) in enumerate(bounds)
+    ]
+    outputs, lasts = zip(*results, strict=True)
+    return torch.cat(outputs, dim=2), tuple(torch.cat(rows) for rows in zip(*lasts, strict=True))
+
+
+def sequence_count(batch: int, cu_seqlens: Tensor | None) -> int:
+    """Leading dimension of the states: the batch, or the number of packed sequences."""
+    return batch if cu_seqlens is None else cu_seqlens.numel() - 1

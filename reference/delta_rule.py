@@ -1,0 +1,202 @@
+"""DeltaNet and gated DeltaNet.
+
+Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (2024) and
+"Gated Delta Networks" (2025). One head, with log decay g_t (0 for DeltaNet), writing strength beta_t and
+scale s::
+
+    S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T
+    o_t = s q_t^T S_t
+
+The chunkwise form solves for the writes U of a whole chunk (UT transform); it is well conditioned
+for keys of norm 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import repeat
+from torch import Tensor, einsum
+
+from .common import Form, States, full_precision, scan_chunks, scan_tokens, segment_sum
+from .linear import run_linear
+
+
+@full_precision
+def gated_delta_rule_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule token by token: the specification of the operator.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. Any float dtype; computed in the common dtype, at least fp32.
+            HV is a multiple of H; head h of q and k serves heads h HV/H to (h + 1) HV/H - 1 of v.
+        g: [B, T, HV] natural-log decay. beta: [B, T, HV] writing strength.
+        scale: factor on q; None is K^-1/2.
+        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
+        output_final_state: return the last state instead of None.
+        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+
+    Returns:
+        (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None).
+
+    Raises:
+        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        return scan_tokens(gated_delta_step, args[:5], args[5:])
+
+    return run_gated_delta(form, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+@full_precision
+def gated_delta_rule_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule as one [T, T] triangular solve plus the term of the initial state.
+
+    Arguments, result and errors as in :func:`gated_delta_rule_recurrent`.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        return scan_chunks(gated_delta_chunk, args[:5], args[5:], max(args[0].shape[2], 1))
+
+    return run_gated_delta(form, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+@full_precision
+def gated_delta_rule_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated delta rule in chunks: a triangular solve inside a chunk, recurrent from chunk to chunk.
+
+    Arguments, result and errors as in :func:`gated_delta_rule_recurrent`; ``chunk_size`` is any positive
+    number of tokens and the last chunk may be shorter.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        return scan_chunks(gated_delta_chunk, args[:5], args[5:], chunk_size)
+
+    return run_gated_delta(form, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def delta_rule_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule token by token; arguments as in :func:`gated_delta_rule_recurrent`, without decay."""
+    g = torch.zeros_like(beta)
+    return gated_delta_rule_recurrent(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def delta_rule_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule as one [T, T] triangular solve; arguments as in :func:`gated_delta_rule_recurrent`."""
+    g = torch.zeros_like(beta)
+    return gated_delta_rule_parallel(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def delta_rule_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Delta rule in chunks; arguments as in :func:`gated_delta_rule_chunkwise`, without decay."""
+    g = torch.zeros_like(beta)
+    return gated_delta_rule_chunkwise(
+        q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size
+    )
+
+
+def gated_delta_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
+) -> tuple[Tensor, States]:
+    """One token, q scaled: q, k [B, H, K], v [B, H, V], g, beta [B, H], s [B, H, K, V]."""
+    s = torch.exp(g)[..., None, None] * s
+    u = beta[..., None] * (v - einsum("bhk,bhkv->bhv", k, s))
+    s = s + einsum("bhk,bhv->bhkv", k, u)
+    return einsum("bhk,bhkv->bhv", q, s), (s,)
+
+
+def gated_delta_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
+) -> tuple[Tensor, States]:
+    """One chunk, q scaled: q, k [B, H, L, K], v [B, H, L, V], g, beta [B, H, L], s [B, H, K, V]."""
+    decay = torch.exp(segment_sum(g))
+    through = torch.exp(g.cumsum(-1))[..., None]
+    beta = beta[..., None]
+    # writes: (I + strict_tril(beta decay K K^T)) U = beta (V - e^b K S)
+    overlap = (beta * decay * einsum("bhtk,bhjk->bhtj", k, k)).tril(-1)
+    unwritten = beta * (v - through * einsum("bhtk,bhkv->bhtv", k, s))
+    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device)
+    u = torch.linalg.solve_triangular(identity + overlap, unwritten, upper=False, unitriangular=True)
+    # reads
+    scores = decay * einsum("bhtk,bhjk->bhtj", q, k)
+    o = einsum("bhtj,bhjv->bhtv", scores, u) + through * einsum("bhtk,bhkv->bhtv", q, s)
+    k_end = decay[..., -1, :, None] * k
+    return o, (through[..., -1:, :] * s + einsum("bhjk,bhjv->bhkv", k_end, u),)
+
+
+def run_gated_delta(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Repeat the heads of q and k to those of v and run ``form``."""
+    groups, rest = divmod(v.shape[2], q.shape[2])
+    if rest:
+        raise ValueError(f"v: expected a multiple of q's {q.shape[2]} heads, got {v.shape[2]}")
+    q, k = (repeat(x, "b t h k -> b t (h n) k", n=groups) for x in (q, k))
+    return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)

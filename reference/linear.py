@@ -1,0 +1,44 @@
+"""The frame around the operators in [B, T, H, D]: scale, default state, packed sequences, layout."""
+
+from __future__ import annotations
+
+from einops import rearrange
+from torch import Tensor
+
+from .common import Form, compute_dtype, promote, scan_sequences, sequence_count
+
+
+def run_linear(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, ...],
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Apply ``form`` over (scale * q, k, v, *gates, state), head-first and promoted, to every sequence.
+
+    Args:
+        form: maps tokens [N, H, T, ...] and a state [N, H, K, V] to (o [N, H, T, V], (state,)).
+        q, k: [B, T, H, K]. v: [B, T, H, V]. gates: each [B, T, H, ...].
+        scale: factor on q; None is K^-1/2.
+        initial_state: [N, H, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
+        output_final_state: return the last state instead of None.
+        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one.
+
+    Returns:
+        (o [B, T, H, V] in q's dtype, state [N, H, K, V] of at least fp32 or None).
+    """
+    batch, _, heads, dim_v = v.shape
+    dim_qk = q.shape[-1]
+    if initial_state is None:
+        count = sequence_count(batch, cu_seqlens)
+        initial_state = q.new_zeros(count, heads, dim_qk, dim_v, dtype=compute_dtype(q, k, v, *gates))
+    *tokens, state = promote(q, k, v, *gates, initial_state)
+    tokens = [rearrange(x, "b t h ... -> b h t ...") for x in tokens]
+    tokens[0] = tokens[0] * (dim_qk**-0.5 if scale is None else scale)
+    o, (last,) = scan_sequences(form, tokens, (state,), cu_seqlens)
+    return rearrange(o, "b h t v -> b t h v").to(q.dtype), last if output_final_state else None

@@ -1,0 +1,220 @@
+"""mLSTM with exponential input gate (mLSTMexp): step, recurrent, parallel and chunkwise form.
+
+Source: Beck et al., "xLSTM: Extended Long Short-Term Memory" (2024), and Beck et al., "Tiled Flash Linear
+Attention" (2025). One head, with lf_t = logsigmoid(f_t) and s = K^-1/2::
+
+    m_t = max(lf_t + m_{t-1}, i_t)
+    C_t = e^{lf_t + m_{t-1} - m_t} C_{t-1} + e^{i_t - m_t} k_t v_t^T
+    n_t = e^{lf_t + m_{t-1} - m_t} n_{t-1} + e^{i_t - m_t} k_t
+    h_t = s q_t^T C_t / (max(|s q_t.n_t|, e^{-m_t}) + eps)
+
+m is a stabiliser: differentiation takes it as a constant, which is exact for h and for whatever is computed
+from e^m C and e^m n. The initial state is C = 0, n = 0, m = 0.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, einsum
+from torch.nn.functional import logsigmoid
+
+from .common import (
+    Form,
+    States,
+    compute_dtype,
+    full_precision,
+    promote,
+    scan_chunks,
+    scan_sequences,
+    scan_tokens,
+    sequence_count,
+)
+from .mlstm_chunk import mlstm_chunk
+
+MLSTMState = tuple[Tensor, Tensor, Tensor]
+
+
+@full_precision
+def mlstm_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor,
+    eps: float = 1e-6,
+) -> tuple[Tensor, MLSTMState]:
+    """One token of the recurrence: the specification of the operator.
+
+    Args:
+        q, k: [B, NH, K]. v: [B, NH, V]. Any float dtype.
+        i, f: [B, NH, 1] gate pre-activations.
+        c: [B, NH, K, V]. n: [B, NH, K]. m: [B, NH, 1].
+        eps: added to the normaliser after the maximum.
+
+    Returns:
+        h [B, NH, V] in q's dtype and (c, n, m), at least fp32.
+    """
+    dtype = q.dtype
+    q, k, v, i, f, c, n, m = promote(q, k, v, i, f, c, n, m)
+    scale = q.shape[-1] ** -0.5
+    log_f = logsigmoid(f)
+
+    m_old, m = m.detach(), torch.maximum(log_f + m, i).detach()
+    forget = torch.exp(log_f + m_old - m)
+    write = torch.exp(i - m)
+    c = forget[..., None] * c + einsum("bhk,bhv->bhkv", write * k, v)
+    n = forget * n + write * k
+
+    d = scale * einsum("bhk,bhk->bh", q, n)[..., None]
+    floor = torch.exp(-m)
+    w = torch.where(d.abs() > floor, d.abs(), floor) + eps
+    h = scale * einsum("bhk,bhkv->bhv", q, c) / w
+    return h.to(dtype), (c, n, m)
+
+
+@full_precision
+def mlstm_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, MLSTMState]:
+    """mLSTM token by token.
+
+    Args:
+        q, k: [B, NH, S, K]. v: [B, NH, S, V]. Any float dtype; computed in their common dtype, at least fp32.
+        i, f: [B, NH, S] gate pre-activations.
+        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1]. All three or none (zeros);
+            N is B, or the number of sequences with ``cu_seqlens``.
+        return_last_states: also return the state after the last token.
+        eps: added to the normaliser after the maximum.
+        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+
+    Returns:
+        h [B, NH, S, V] in q's dtype, or (h, (c, n, m)) with states of at least fp32.
+
+    Raises:
+        ValueError: only some initial states, or ``cu_seqlens`` that does not fit.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        q, k, v, i, f, *state = args
+        return scan_tokens(partial(mlstm_step, eps=eps), (q, k, v, i[..., None], f[..., None]), tuple(state))
+
+    h, state = run(form, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
+    return (h, state) if return_last_states else h
+
+
+@full_precision
+def mlstm_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, MLSTMState]:
+    """mLSTM as one masked [S, S] product plus the term of the initial state.
+
+    Arguments, result and errors as in :func:`mlstm_recurrent`.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        return scan_chunks(chunk_form(eps), args[:5], args[5:], max(args[0].shape[2], 1))
+
+    h, state = run(form, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
+    return (h, state) if return_last_states else h
+
+
+@full_precision
+def mlstm_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    chunk_size: int = 64,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, MLSTMState]:
+    """mLSTM in chunks: parallel inside a chunk, recurrent from chunk to chunk.
+
+    Arguments, result and errors as in :func:`mlstm_recurrent`; ``chunk_size`` is any positive number of
+    tokens and the last chunk may be shorter.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        return scan_chunks(chunk_form(eps), args[:5], args[5:], chunk_size)
+
+    h, state = run(form, (q, k, v, i, f), (c_initial, n_initial, m_initial), cu_seqlens)
+    return (h, state) if return_last_states else h
+
+
+def chunk_form(eps: float) -> Form:
+    """One chunk as a form over (q, k, v, i, f, c, n, m)."""
+
+    def chunk(
+        q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor
+    ) -> tuple[Tensor, States]:
+        out = mlstm_chunk(q, k, v, i, logsigmoid(f), c, n, m, stabilise=True, normalize=True, eps=eps)
+        return out.h, (out.c, out.n, out.m)
+
+    return chunk
+
+
+def run(
+    form: Form,
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    initial: tuple[Tensor | None, Tensor | None, Tensor | None],
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, MLSTMState]:
+    """Promote, fill in the initial state, apply ``form`` per sequence; h comes back in q's dtype."""
+    q = tokens[0]
+    state = initial_state(tokens, initial, sequence_count(q.shape[0], cu_seqlens))
+    promoted = promote(*tokens, *state)
+    h, (c, n, m) = scan_sequences(form, promoted[:5], promoted[5:], cu_seqlens)
+    return h.to(q.dtype), (c, n, m)
+
+
+def initial_state(
+    tokens: tuple[Tensor, ...], initial: tuple[Tensor | None, Tensor | None, Tensor | None], count: int
+) -> MLSTMState:
+    """(c, n, m) as given, or zeros for ``count`` sequences."""
+    c, n, m = initial
+    if c is not None and n is not None and m is not None:
+        return c, n, m
+    if any(x is not None for x in initial):
+        given = [name for name, x in zip("cnm", initial, strict=True) if x is not None]
+        raise ValueError(f"initial states: expected c, n and m together or none of them, got only {given}")
+    q, _, v, *_ = tokens
+    heads, dim_qk, dim_v = q.shape[1], q.shape[-1], v.shape[-1]
+    dtype = compute_dtype(*tokens)
+    return (
+        q.new_zeros(count, heads, dim_qk, dim_v, dtype=dtype),
+        q.new_zeros(count, heads, dim_qk, dtype=dtype),
+        q.new_zeros(count, heads, 1, dtype=dtype),
+    )

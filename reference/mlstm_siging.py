@@ -1,0 +1,214 @@
+"""mLSTM with sigmoid input gate (mLSTMsig): step, recurrent, parallel and chunkwise form.
+
+Source: Beck et al., "Tiled Flash Linear Attention" (2025). One head, with s = K^-1/2::
+
+    C_t = sigmoid(f_t) C_{t-1} + sigmoid(i_t) k_t v_t^T
+    n_t = sigmoid(f_t) n_{t-1} + sigmoid(i_t) k_t
+    h_t = s q_t^T C_t / (max(|s q_t.n_t|, 1) + eps)        normalize=True
+    h_t = s q_t^T C_t                                      normalize=False
+
+Both gates are at most 1: no stabiliser. Without normalisation there is no n: an initial n is ignored and the
+last n is zeros (mlstm_kernels 2.0.6 returns uninitialised memory there).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, einsum
+from torch.nn.functional import logsigmoid
+
+from .common import (
+    Form,
+    States,
+    full_precision,
+    promote,
+    scan_chunks,
+    scan_sequences,
+    scan_tokens,
+    sequence_count,
+)
+from .mlstm import initial_state
+from .mlstm_chunk import mlstm_chunk
+
+SigingState = tuple[Tensor, Tensor]
+
+
+@full_precision
+def mlstm_siging_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    eps: float = 1e-6,
+    normalize: bool = True,
+) -> tuple[Tensor, SigingState]:
+    """One token of the recurrence: the specification of the operator.
+
+    Args:
+        q, k: [B, NH, K]. v: [B, NH, V]. Any float dtype.
+        i, f: [B, NH, 1] gate pre-activations.
+        c: [B, NH, K, V]. n: [B, NH, K], passed through if ``normalize`` is False.
+        eps: added to the normaliser after the maximum.
+        normalize: divide by the normaliser.
+
+    Returns:
+        h [B, NH, V] in q's dtype and (c, n), at least fp32.
+    """
+    dtype = q.dtype
+    q, k, v, i, f, c, n = promote(q, k, v, i, f, c, n)
+    scale = q.shape[-1] ** -0.5
+    forget, write = torch.sigmoid(f), torch.sigmoid(i)
+
+    c = forget[..., None] * c + einsum("bhk,bhv->bhkv", write * k, v)
+    h = scale * einsum("bhk,bhkv->bhv", q, c)
+    if normalize:
+        n = forget * n + write * k
+        d = scale * einsum("bhk,bhk->bh", q, n)[..., None]
+        h = h / (torch.where(d.abs() > 1, d.abs(), 1.0) + eps)
+    return h.to(dtype), (c, n)
+
+
+@full_precision
+def mlstm_siging_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    normalize: bool = True,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, SigingState]:
+    """mLSTMsig token by token.
+
+    Args:
+        q, k: [B, NH, S, K]. v: [B, NH, S, V]. Any float dtype; computed in their common dtype, at least fp32.
+        i, f: [B, NH, S] gate pre-activations.
+        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. Both or none (zeros), except that n_initial is
+            ignored if ``normalize`` is False; N is B, or the number of sequences with ``cu_seqlens``.
+        return_last_states: also return the state after the last token.
+        eps: added to the normaliser after the maximum.
+        normalize: divide by the normaliser.
+        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+
+    Returns:
+        h [B, NH, S, V] in q's dtype, or (h, (c, n)) with states of at least fp32; n is zeros if ``normalize``
+        is False.
+
+    Raises:
+        ValueError: only one initial state, or ``cu_seqlens`` that does not fit.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        q, k, v, i, f, *state = args
+        step = partial(mlstm_siging_step, eps=eps, normalize=normalize)
+        return scan_tokens(step, (q, k, v, i[..., None], f[..., None]), tuple(state))
+
+    h, state = run(form, (q, k, v, i, f), c_initial, n_initial, cu_seqlens, normalize)
+    return (h, state) if return_last_states else h
+
+
+@full_precision
+def mlstm_siging_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    normalize: bool = True,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, SigingState]:
+    """mLSTMsig as one masked [S, S] product plus the term of the initial state.
+
+    Arguments, result and errors as in :func:`mlstm_siging_recurrent`.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        return scan_chunks(chunk_form(eps, normalize), args[:5], args[5:], max(args[0].shape[2], 1))
+
+    h, state = run(form, (q, k, v, i, f), c_initial, n_initial, cu_seqlens, normalize)
+    return (h, state) if return_last_states else h
+
+
+@full_precision
+def mlstm_siging_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    normalize: bool = True,
+    chunk_size: int = 64,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, SigingState]:
+    """mLSTMsig in chunks: parallel inside a chunk, recurrent from chunk to chunk.
+
+    Arguments, result and errors as in :func:`mlstm_siging_recurrent`; ``chunk_size`` is any positive number
+    of tokens and the last chunk may be shorter.
+    """
+
+    def form(*args: Tensor) -> tuple[Tensor, States]:
+        return scan_chunks(chunk_form(eps, normalize), args[:5], args[5:], chunk_size)
+
+    h, state = run(form, (q, k, v, i, f), c_initial, n_initial, cu_seqlens, normalize)
+    return (h, state) if return_last_states else h
+
+
+def chunk_form(eps: float, normalize: bool) -> Form:
+    """One chunk as a form over (q, k, v, i, f, c, n)."""
+
+    def chunk(
+        q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor
+    ) -> tuple[Tensor, States]:
+        gates = logsigmoid(i), logsigmoid(f)
+        m = torch.zeros_like(n[..., :1])
+        out = mlstm_chunk(q, k, v, *gates, c, n, m, stabilise=False, normalize=normalize, eps=eps)
+        return out.h, (out.c, out.n)
+
+    return chunk
+
+
+def run(
+    form: Form,
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    c: Tensor | None,
+    n: Tensor | None,
+    cu_seqlens: Tensor | None,
+    normalize: bool,
+) -> tuple[Tensor, SigingState]:
+    """Promote, fill in the initial state, apply ``form`` per sequence; h comes back in q's dtype."""
+    q = tokens[0]
+    c, n = siging_initial_state(tokens, c, n, sequence_count(q.shape[0], cu_seqlens), normalize)
+    promoted = promote(*tokens, c, n)
+    h, (c_last, n_last) = scan_sequences(form, promoted[:5], promoted[5:], cu_seqlens)
+    return h.to(q.dtype), (c_last, n_last)
+
+
+def siging_initial_state(
+    tokens: tuple[Tensor, ...], c: Tensor | None, n: Tensor | None, count: int, normalize: bool
+) -> SigingState:
+    """(c, n) as given, or zeros for ``count`` sequences; n is zeros without normalisation."""
+    if normalize and (c is None) != (n is None):
+        given = "c" if n is None else "n"
+        raise ValueError(f"initial states: expected c and n together or none of them, got only {given}")
+    c_zero, n_zero, _ = initial_state(tokens, (None, None, None), count)
+    return c_zero if c is None else c, n if normalize and n is not None else n_zero

@@ -1,0 +1,143 @@
+"""The explicit backward formulas of mLSTM, term by term, against autograd of the recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tfla_tk import reference
+from tfla_tk.reference.mlstm_chunk import mlstm_chunk
+
+Tensors = list[Tensor]
+Draw = Callable[..., tuple[Tensors, Tensors]]
+Check = Callable[..., None]
+
+GATES = ["exp", "sig", "sig_unnormalised"]
+
+
+def explicit(
+    gate: str, tokens: Tensors, state: Sequence[Tensor | None], *grads: Tensor, **options: Any
+) -> reference.MLSTMGrads:
+    if gate == "exp":
+        return reference.mlstm_backward(*tokens, *state, *grads, **options)
+    return reference.mlstm_siging_backward(*tokens, *state[:2], *grads, normalize=gate == "sig", **options)
+
+
+def autograd(
+    gate: str, tokens: Tensors, state: Tensors, dh: Tensor, dc_last: Tensor, dn_last: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the recurrence in the order of MLSTMGrads; n_initial is absent without normalisation."""
+    inputs = [x.clone().requires_grad_() for x in (*tokens, *state[:2])]
+    if gate == "exp":
+        h, (c, n, _) = reference.mlstm_recurrent(*inputs, state[2], return_last_states=True)
+    else:
+        h, (c, n) = reference.mlstm_siging_recurrent(
+            *inputs, return_last_states=True, normalize=gate == "sig"
+        )
+    if gate == "sig_unnormalised":
+        return torch.autograd.grad((h, c), inputs[:6], (dh, dc_last))
+    return torch.autograd.grad((h, c, n), inputs, (dh, dc_last, dn_last))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("length", [1, 63, 65, 100])
+@pytest.mark.parametrize("chunk_size", [16, 64, 128])
+@pytest.mark.parametrize("with_last", [False, True], ids=["h", "h_and_state"])
+def test_gradients(
+    gate: str, length: int, chunk_size: int, with_last: bool, mlstm_inputs: Draw, assert_close: Check
+) -> None:
+    tokens, state = mlstm_inputs(length)
+    dh, dc, dn = torch.randn_like(tokens[2]), torch.randn_like(state[0]), torch.randn_like(state[1])
+    if not with_last:
+        dc, dn = torch.zeros_like(dc), torch.zeros_like(dn)
+    expected = autograd(gate, tokens, state, dh, dc, dn)
+    actual = explicit(gate, tokens, state, dh, *((dc, dn) if with_last else ()), chunk_size=chunk_size)
+    for name, grad, want in zip(actual._fields, actual, expected, strict=False):
+        assert_close(grad, want, name=name)
+    if gate == "sig_unnormalised":
+        assert torch.equal(actual.n_initial, torch.zeros_like(state[1]))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_without_initial_state(gate: str, mlstm_inputs: Draw, assert_close: Check) -> None:
+    tokens, state = mlstm_inputs(50)
+    zeros = [torch.zeros_like(x) for x in state]
+    dh = torch.randn_like(tokens[2])
+    actual = explicit(gate, tokens, (None, None, None), dh)
+    for grad, want in zip(actual, explicit(gate, tokens, zeros, dh), strict=True):
+        assert torch.equal(grad, want)
+
+
+def test_gradients_have_the_dtype_of_their_input(mlstm_inputs: Draw) -> None:
+    (q, k, v, i, f), (c, n, m) = mlstm_inputs(20)
+    low = [x.bfloat16() for x in (q, k, v)] + [i.float(), f.float(), c.bfloat16(), n.float()]
+    grads = reference.mlstm_backward(*low, m.float(), torch.randn_like(low[2]))
+    assert [g.dtype for g in grads] == [x.dtype for x in low]
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_terms_of_one_chunk(gate: str, mlstm_inputs: Draw, assert_close: Check) -> None:
+    """num, d, S = Q K^T and the incoming state get exactly the gradients dnum, dd, dS, dC_in, dn_in."""
+    (q, k, v, i, f), (c, n, m) = mlstm_inputs(12)
+    stabilise, normalize = gate == "exp", gate != "sig_unnormalised"
+    m = m if stabilise else torch.zeros_like(m)
+    log_i, log_f = (i if stabilise else logsigmoid(i)), logsigmoid(f)
+    c, n = c.requires_grad_(), n.requires_grad_()
+    forward = mlstm_chunk(q, k, v, log_i, log_f, c, n, m, stabilise=stabilise, normalize=normalize, eps=1e-6)
+    # the chunk again, from S = Q K^T, num and d as leaves
+    scale = q.shape[-1] ** -0.5
+    products = (q @ k.mT).requires_grad_()
+    scores = scale * forward.gates * products
+    inter = scale * forward.inter[..., None] * q
+    num = scores @ v + inter @ c
+    d = scores.sum(-1) + (inter * n[..., None, :]).sum(-1)
+    floor = torch.exp(-forward.m_t)
+    w = torch.maximum(d.abs(), floor) + 1e-6 if normalize else torch.ones_like(d)
+    h = num / w[..., None]
+    assert_close(forward.h, h)
+    assert_close(forward.num, num)
+    dh = torch.randn_like(h)
+    leaves = (num, d, products, c, n) if normalize else (num, products, c)
+    expected = torch.autograd.grad((h * dh).sum(), leaves)
+
+    terms = reference.mlstm_backward_terms(
+        q, k, v, i, f, c.detach(), n.detach(), m, dh, sigmoid_gate=not stabilise, normalize=normalize
+    ).backward[0]
+    names = ("dnum", "dd", "ds", "dc", "dn") if normalize else ("dnum", "ds", "dc")
+    for name, want in zip(names, expected, strict=True):
+        assert_close(getattr(terms, name), want, name=name)
+
+
+def test_gate_gradients_come_from_their_terms(mlstm_inputs: Draw, assert_close: Check) -> None:
+    """di = k.dk and dlf = reversed cumsum of q.dq - k.dk plus <dC_T, C_T> + <dn_T, n_T>."""
+    tokens, state = mlstm_inputs(100)
+    dh, dc, dn = torch.randn_like(tokens[2]), torch.randn_like(state[0]), torch.randn_like(state[1])
+    result = reference.mlstm_backward_terms(*tokens, *state, dh, dc, dn, chunk_size=16)
+    _, (c_last, n_last, _) = reference.mlstm_recurrent(*tokens, *state, return_last_states=True)
+    state_term = (dc * c_last).sum((-1, -2)) + (dn * n_last).sum(-1)
+    assert_close(result.state_term[..., 0], state_term)
+    assert_close(result.grads.i, result.k_dk)
+
+    log_f = logsigmoid(tokens[4]).requires_grad_()
+    # f = -log(e^{-lf} - 1) inverts logsigmoid
+    f = -torch.log(torch.expm1(-log_f))
+    h, (c, n, _) = reference.mlstm_recurrent(*tokens[:4], f, *state, return_last_states=True)
+    (dlog_f,) = torch.autograd.grad((h, c, n), log_f, (dh, dc, dn))
+    assert_close(result.dlog_f, dlog_f)
+
+
+def test_per_token_terms_do_not_depend_on_the_chunk(mlstm_inputs: Draw, assert_close: Check) -> None:
+    tokens, state = mlstm_inputs(100)
+    dh = torch.randn_like(tokens[2])
+    results = [reference.mlstm_backward_terms(*tokens, *state, dh, chunk_size=size) for size in (16, 128)]
+    for name in ("num", "d", "w", "m_t"):
+        cut, whole = (torch.cat([getattr(x, name) for x in r.forward], dim=2) for r in results)
+        assert_close(cut, whole, name=name)
+    for name in ("dnum", "dd"):
+        cut, whole = (torch.cat([getattr(x, name) for x in r.backward], dim=2) for r in results)
+        assert_close(cut, whole, name=name)
