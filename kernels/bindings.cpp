@@ -1,0 +1,64 @@
+// pybind11 module of one kernel instance: integers in, one launch out. No Torch header: pointers, strides,
+// stream.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+
+#include "tfla_tk/params.h"
+
+namespace {
+
+using OperandTuple = std::array<std::int64_t, 4>;  // pointer, batch, head and row stride in elements
+using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
+using StateTuple = std::array<std::int64_t, 3>;    // pointers to c, n, m; 0 where there is none
+
+tfla_tk::Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }
+
+tfla_tk::Gate gate(const GateTuple& x) {
+    return {reinterpret_cast<const void*>(x[0]), x[1], x[2], x[3], static_cast<tfla_tk::DType>(x[4])};
+}
+
+float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
+
+void mlstm_fwd(const OperandTuple& q, const OperandTuple& k, const OperandTuple& v, const OperandTuple& h,
+               const GateTuple& i, const GateTuple& f, const StateTuple& initial, const StateTuple& last,
+               const std::array<int, 5>& sizes, float scale, float eps, bool half, bool sigmoid_gate,
+               bool normalize, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmFwdParams params{operand(q),
+                                         operand(k),
+                                         operand(v),
+                                         operand(h),
+                                         gate(i),
+                                         gate(f),
+                                         pointer(initial[0]),
+                                         pointer(initial[1]),
+                                         pointer(initial[2]),
+                                         pointer(last[0]),
+                                         pointer(last[1]),
+                                         pointer(last[2]),
+                                         sizes[0],
+                                         sizes[1],
+                                         sizes[2],
+                                         sizes[3],
+                                         sizes[4],
+                                         scale,
+                                         eps,
+                                         half,
+                                         sigmoid_gate,
+                                         normalize,
+                                         device};
+    tfla_tk::mlstm_fwd(params, reinterpret_cast<void*>(stream));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TFLA_MODULE, m) {
+    namespace py = pybind11;
+    m.def("mlstm_fwd", &mlstm_fwd, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("h"), py::arg("i"),
+          py::arg("f"), py::arg("initial"), py::arg("last"), py::arg("sizes"), py::arg("scale"),
+          py::arg("eps"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("normalize"), py::arg("device"),
+          py::arg("stream"),
+          "Launches the mLSTM forward on a stream. sizes: batch, heads, seq, dim_qk, dim_v.");
+}

@@ -1,0 +1,64 @@
+// Pipeline pieces: ring positions, barrier waits, named barriers.
+#pragma once
+
+#include "kittens.cuh"
+
+namespace tfla_tk {
+
+// The `index`-th use of a ring of `kSlots` slots: its slot and the phase bit of the slot's barriers.
+// NOTES: computed, not carried: a carried position costs registers that the accumulators need.
+template <int kSlots> struct Use {
+    int slot;
+    uint32_t phase;
+
+    __device__ inline explicit Use(int index)
+        : slot(static_cast<unsigned>(index) % kSlots), phase((static_cast<unsigned>(index) / kSlots) & 1) {}
+};
+
+// This thread's lane, read anew at every call.
+// NOTES: kittens::laneid() is one value for the whole kernel, kept in a register that full roles do not have.
+__device__ inline int fresh_laneid() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// Waits for the completion of phase `phase`. NOTES: kittens::wait carries no "memory" clobber.
+__device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
+    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra.uni DONE;\n"
+        "bra.uni WAIT;\n"
+        "DONE:\n"
+        "}\n" ::"r"(address),
+        "r"(phase)
+        : "memory");
+}
+
+// A producer finds every slot free on its first lap: it waits for the phase before the consumers'.
+__device__ inline void wait_free(kittens::semaphore& barrier, uint32_t phase) { wait(barrier, phase ^ 1); }
+
+// One arrival per warp, after all its lanes are done; `count` weighs it.
+__device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count = 1) {
+    __syncwarp();
+    if (fresh_laneid() == 0) kittens::arrive(barrier, count);
+}
+
+// Makes generic shared-memory writes visible to wgmma and the TMA engine.
+__device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+enum class NamedBarrier : int { gemm_turn = 1 };
+
+template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier) {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(static_cast<int>(barrier)), "n"(kThreads) : "memory");
+}
+
+template <int kThreads> __device__ inline void named_arrive(NamedBarrier barrier) {
+    asm volatile("bar.arrive %0, %1;\n" ::"r"(static_cast<int>(barrier)), "n"(kThreads) : "memory");
+}
+
+}  // namespace tfla_tk

@@ -1,0 +1,195 @@
+// Register-tile pieces that ThunderKittens does not have: pins, transposed and scaled A operands, partial-K
+// accumulation, conversion into shared panels, state tiles in global memory.
+//
+// Element map of a row-layout 16 x 16 register subtile (one warp): data[k] holds row lane/4 + 8 (k % 2),
+// columns 2 (lane % 4) + 8 (k / 2) + {0, 1}.
+#pragma once
+
+#include "kittens.cuh"
+#include "tfla_tk/tma.cuh"
+
+namespace tfla_tk {
+
+// Pins every register of a tile at this point of the program (no instruction).
+// NOTES: keeps initialisers out of open wgmma stages (C7515), and keeps the A registers of a wgmma in flight
+// from being reused before its wait.
+template <kittens::ducks::rt::all Tile> __device__ inline void pin(Tile& tile) {
+#pragma unroll
+    for (int i = 0; i < Tile::height; i++)
+#pragma unroll
+        for (int j = 0; j < Tile::width; j++)
+#pragma unroll
+            for (int k = 0; k < Tile::packed_per_tile; k++) {
+                auto& data = tile.tiles[i][j].data[k];
+                if constexpr (std::is_same_v<typename Tile::T, float>)
+                    asm volatile("" : "+f"(data.x), "+f"(data.y)::"memory");
+                else
+                    asm volatile("" : "+r"(reinterpret_cast<uint32_t&>(data))::"memory");
+            }
+}
+
+// Ends the life of a tile's values (no instruction), before a GEMM that overwrites them.
+// NOTES: a wgmma's accumulators are read-write operands, so the old values would stay live up to it.
+template <kittens::ducks::rt::all Tile> __device__ inline void forget(Tile& tile) {
+#pragma unroll
+    for (int j = 0; j < Tile::width; j++)
+#pragma unroll
+        for (int k = 0; k < Tile::packed_per_tile; k++) {
+            auto& data = tile.tiles[0][j].data[k];
+            asm volatile("" : "=f"(data.x), "=f"(data.y));
+        }
+}
+
+template <class T2> __device__ inline float2 to_float2(T2 x) {
+    return kittens::base_types::convertor<float2, T2>::convert(x);
+}
+template <class T2> __device__ inline T2 from_float2(float2 x) {
+    return kittens::base_types::convertor<T2, float2>::convert(x);
+}
+
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(0xffffffff, x, 1);
+    return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Byte offset of (row, 16-byte unit) in a 64-column panel under the 128-byte swizzle.
+__device__ inline uint32_t panel_offset(uint32_t row, uint32_t unit) {
+    return row * (kPanelColumns * 2) + ((unit ^ (row % 8)) * 16);
+}
+
+// This lane's row address for load_scaled_transposed, relative to the panel: columns [16 warp, 16 warp + 16).
+__device__ inline uint32_t transposed_lane_offset(int warp) {
+    const uint32_t lane = kittens::laneid();
+    return panel_offset(lane % 8 + (lane / 16) * 8, 2 * warp + (lane / 8) % 2);
+}
+
+// A = (K_slice . key_scale)^T for 16 A::width tokens from `first_token` and 16 rows of K^T. `address` is the
+// panel plus transposed_lane_offset. Adds this lane's part of the row sums, before rounding, to `sums`.
+template <class A>
+__device__ inline void load_scaled_transposed(A& a, float2& sums, uint32_t address, const float* key_scale,
+                                              int first_token) {
+    using T2 = typename A::dtype;
+#pragma unroll
+    for (int j = 0; j < A::width; j++) {
+        auto& x = a.tiles[0][j].data;
+        const int token = first_token + 16 * j;
+        kittens::move<T2>::ldsm4t(x[0], x[1], x[2], x[3], address + token * kPanelColumns * 2);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 s =
+                *reinterpret_cast<const float2*>(&key_scale[token + 8 * half + 2 * (kittens::laneid() % 4)]);
+            const float2 upper = to_float2(x[2 * half]), lower = to_float2(x[2 * half + 1]);
+            const float2 u{upper.x * s.x, upper.y * s.y}, l{lower.x * s.x, lower.y * s.y};
+            sums.x += u.x + u.y;
+            sums.y += l.x + l.y;
+            x[2 * half] = from_float2<T2>(u);
+            x[2 * half + 1] = from_float2<T2>(l);
+        }
+    }
+}
+
+struct Fragment {
+    uint32_t words[4];
+};
+
+// A fragment of mma.m16n8k16: rows [row, row + 16), columns [column, column + 16) of a panel tile at `base`.
+template <class T>
+__device__ inline Fragment load_rows_16x16(uint32_t base, int tile_rows, int row, int column) {
+    const int lane = kittens::laneid();
+    const uint32_t panel = base + (column / kPanelColumns) * tile_rows * kPanelColumns * sizeof(T);
+    const uint32_t address = panel + panel_offset(row + lane % 16, (column % kPanelColumns) / 8 + lane / 16);
+    Fragment a;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(a.words[0]), "=r"(a.words[1]), "=r"(a.words[2]), "=r"(a.words[3])
+                 : "r"(address)
+                 : "memory");
+    return a;
+}
+
+// d += A B of one warp, fp32 accumulation.
+template <class T>
+__device__ inline void mma_16x8x16(float (&d)[4], const Fragment& a, const uint32_t (&b)[2]) {
+#define TFLA_MMA(type)                                                                    \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                   \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                         \
+                 : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]), "r"(b[0]), "r"(b[1]))
+    if constexpr (std::is_same_v<T, kittens::bf16>)
+        TFLA_MMA("bf16");
+    else
+        TFLA_MMA("f16");
+#undef TFLA_MMA
+}
+
+// D_n += A B_n[first_row : first_row + 16 A::width] for the column tiles D_n of D and B = [rows, kTiles
+// D::cols] in shared memory; one committed wgmma group.
+template <class D, int kTiles, class A, class B>
+__device__ inline void mma_partial_AB(D (&d)[kTiles], const A& a, B& b, int first_row) {
+    using wgmma = kittens::detail::wgmma::base<float, typename A::T, D::cols, 0, 1>;
+#pragma unroll
+    for (int n = 0; n < kTiles; n++) {
+        kittens::st_descriptor<std::remove_reference_t<decltype(b.template subtile<D::cols>(n))>, 1> rows(
+            b.template subtile<D::cols>(n));
+        pin(d[n]);
+        if (n == 0) asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < A::width; k++)
+            wgmma::rt_st(d[n], a.tiles[0][k], rows.chunk_descriptor(first_row / 16 + k), 1);
+    }
+    kittens::warpgroup::mma_commit_group();
+}
+
+// Writes this warp's 16 rows of a tile, converted to T, at row `first_row` of a [kRows, *] panel tile at
+// `base`.
+template <class T, int kRows, class Tile>
+__device__ inline void store_panels(uint32_t base, int first_row, const Tile& tile) {
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    constexpr uint32_t kPanelBytes = kRows * kPanelColumns * sizeof(T);
+    const uint32_t lane = kittens::laneid();
+    const uint32_t address = base + panel_offset(first_row + lane % 16, lane / 16);
+#pragma unroll
+    for (int j = 0; j < Tile::width; j++) {
+        T2 x[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
+        kittens::move<T2>::stsm4((address ^ ((j % 4) * 32)) + (j / 4) * kPanelBytes, x[0], x[1], x[2], x[3]);
+    }
+}
+
+// Visits this thread's column pairs of a tile: body(pair, row, column) for an fp32 tile whose rows start at
+// `row0`.
+template <class Tile, class Body>
+__device__ inline void for_each_pair(Tile& tile, int row0, int column0, Body body) {
+    const int lane = kittens::laneid();
+#pragma unroll
+    for (int j = 0; j < Tile::width; j++)
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            body(tile.tiles[0][j].data[k], row0 + lane / 4 + 8 * (k % 2),
+                 column0 + 16 * j + 8 * (k / 2) + 2 * (lane % 4));
+}
+
+// State tile from a [rows, columns] fp32 matrix in global memory; zeros outside it.
+template <class Tile>
+__device__ inline void load_state(Tile& tile, const float* matrix, int row0, int column0, int rows,
+                                  int columns) {
+    for_each_pair(tile, row0, column0, [&](float2& x, int r, int c) {
+        const bool inside = r < rows && c < columns;
+        x = inside ? *reinterpret_cast<const float2*>(&matrix[static_cast<int64_t>(r) * columns + c])
+                   : float2{0.f, 0.f};
+    });
+}
+
+template <class Tile>
+__device__ inline void store_state(float* matrix, Tile& tile, int row0, int column0, int rows, int columns) {
+    for_each_pair(tile, row0, column0, [&](float2& x, int r, int c) {
+        if (r < rows && c < columns)
+            *reinterpret_cast<float2*>(&matrix[static_cast<int64_t>(r) * columns + c]) = x;
+    });
+}
+
+}  // namespace tfla_tk

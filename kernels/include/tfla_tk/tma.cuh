@@ -1,0 +1,81 @@
+// TMA over strided [B, H, S, D] operands, one 64-column panel at a time.
+//
+// ThunderKittens' own descriptors assume packed tensors whose D is a multiple of the swizzle; these take any
+// strides, zero-fill columns past D and rows past S on loads, and clip them on stores.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "kittens.cuh"
+#include "tfla_tk/params.h"
+
+namespace tfla_tk {
+
+constexpr int kPanelColumns = 64;  // 128 bytes of bf16: the swizzle width
+
+struct TensorMap {
+    CUtensorMap map;
+
+    // Boxes of `box_rows` x 64 columns, 128-byte swizzle: the panel layout of kittens::st<T, R, C>.
+    __host__ TensorMap(const Operand& x, int batch, int heads, int seq, int dim, int box_rows, bool half) {
+        constexpr uint64_t kBytes = 2;
+        const cuuint64_t sizes[4] = {(cuuint64_t)dim, (cuuint64_t)seq, (cuuint64_t)heads, (cuuint64_t)batch};
+        const cuuint64_t strides[3] = {x.row_stride * kBytes, x.head_stride * kBytes,
+                                       x.batch_stride * kBytes};
+        const cuuint32_t box[4] = {kPanelColumns, (cuuint32_t)box_rows, 1, 1};
+        const cuuint32_t step[4] = {1, 1, 1, 1};
+        const CUresult result = cuTensorMapEncodeTiled(
+            &map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, x.data, sizes,
+            strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (result != CUDA_SUCCESS) {
+            const char* reason = "unknown";
+            cuGetErrorString(result, &reason);
+            throw std::runtime_error(std::string("cuTensorMapEncodeTiled refused a tensor: ") + reason);
+        }
+    }
+
+    __device__ inline void prefetch() const {
+        asm volatile("prefetch.tensormap [%0];\n" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
+    }
+
+    // Starts the copy of one panel; its bytes count on `arrived`.
+    __device__ inline void load_panel(void* dst, kittens::semaphore& arrived, int column, int row, int head,
+                                      int batch) const {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+            " [%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(
+                static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
+            "l"(reinterpret_cast<uint64_t>(&map)),
+            "r"(static_cast<uint32_t>(__cvta_generic_to_shared(&arrived))), "r"(column), "r"(row), "r"(head),
+            "r"(batch)
+            : "memory");
+    }
+
+    // Starts the copy of one panel to global memory, in the thread's current bulk group.
+    __device__ inline void store_panel(uint32_t src, int column, int row, int head, int batch) const {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::
+                "l"(reinterpret_cast<uint64_t>(&map)),
+            "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch)
+            : "memory");
+    }
+};
+
+// Loads all panels of a [rows, columns] tile; `first_column` is a column of the operand.
+template <class Tile>
+__device__ inline void load_tile(Tile& tile, const TensorMap& map, kittens::semaphore& arrived,
+                                 int first_column, int row, int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::cols / kPanelColumns; panel++)
+        map.load_panel(&tile.data[panel * Tile::rows * kPanelColumns], arrived,
+                       first_column + panel * kPanelColumns, row, head, batch);
+}
+
+__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+
+// Until the sources of all committed stores have been read.
+__device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
+
+}  // namespace tfla_tk

@@ -1,0 +1,120 @@
+// Tiles, warpgroup roles, register split and shared-memory plan of the fused mLSTM forward.
+#pragma once
+
+#include "kittens.cuh"
+#include "tfla_tk/gates.cuh"
+#include "tfla_tk/sync.cuh"
+#include "tfla_tk/tma.cuh"
+
+namespace tfla_tk::mlstm {
+
+// How the GEMMs of a chunk are ordered against the rest of its work.
+//   sequential: every GEMM is waited for before the next step; output and state warpgroups take turns
+//   overlapped: scores of the next chunk and Q C are in flight while the current scores are gated
+//   pingpong:   overlapped, and the state GEMM is issued when the output warpgroup starts to gate
+enum class Schedule : int { sequential = 0, overlapped = 1, pingpong = 2 };
+
+// Registers per thread of each role; a column of the register file has 512, 65536 / (128 threads).
+struct Registers {
+    int producer, state, output;
+};
+
+struct Tiling {
+    int qk_slots, v_stages, gate_stages;
+    int ctas_per_sm;
+    Registers registers;
+};
+
+// One row per (K, V slice). The comment names what limits the row.
+constexpr Tiling tiling(int dim_qk, int v_slice) {
+    if (dim_qk == 256) return {3, 2, 4, 1, {48, 160, 144}};  // smem: 4 Q/K slots do not fit
+    if (dim_qk == 128 && v_slice == 256)
+        return {4, 2, 4, 1, {48, 160, 144}};                  // registers: the state takes 128
+    if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};   // smem: one CTA per SM
+    if (v_slice == 256) return {4, 2, 4, 1, {48, 232, 224}};  // smem: one CTA per SM
+    return {4, 2, 4, 1, {48, 168, 168}};                      // registers: two CTAs per SM
+}
+
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct Config {
+    using T = T_;
+    static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
+    static constexpr int kSliceV = kSliceV_;  // columns of V and of the state that one CTA owns
+    static constexpr bool kNormalize = kNormalize_;
+    static constexpr Schedule kSchedule = kSchedule_;
+    static constexpr Tiling kTiling = tiling(kDimQK, kSliceV);
+
+    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates, warps 2 and 3 q n), then the state's, then
+    // the output's.
+    static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
+    static constexpr int kStateBlocks = kDimQK / 64 / kStateWarpgroups;  // 64-row blocks of C per warpgroup
+    static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
+    static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
+    static constexpr int kStateWarps = 4 * kStateWarpgroups;
+    static constexpr int kNormWarps = 2;
+
+    // Arrivals that free a K or Q slot, and how much an arrival of each reading warp counts. One ring holds
+    // both, and the state's warps read only K, the norm warps only Q: others arrive on their behalf.
+    static constexpr int kQKArrivals = 4 * (2 + kStateWarpgroups);
+    static constexpr int kKeyArrivalsOutput = 2, kKeyArrivalsState = 1;
+    static constexpr int kQueryArrivalsNorm = 2,
+                         kQueryArrivalsOutput = kNormalize ? 1 + kStateWarpgroups : 2 + kStateWarpgroups;
+
+    // The output warpgroup walks its V slice in passes, so that its accumulator stays at 64 registers.
+    static constexpr int kPassV = kSliceV == 256 ? 128 : kSliceV;
+    static constexpr int kPasses = kSliceV / kPassV;
+
+    // Ring positions of a chunk's tiles; K and Q share one ring: K_0, Q_0, K_1, Q_1, ...
+    using QKUse = Use<kTiling.qk_slots>;
+    __device__ static inline QKUse key(int chunk) { return QKUse(2 * chunk); }
+    __device__ static inline QKUse query(int chunk) { return QKUse(2 * chunk + 1); }
+    __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
+    __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
+
+    using QKTile = kittens::st<T, kChunk, kDimQK>;
+    using VTile = kittens::st<T, kChunk, kSliceV>;
+    using StateTile = kittens::st<T, kDimQK, kSliceV>;
+    using OutTile = kittens::st<T, kChunk, kPassV>;
+};
+
+// All shared memory of a CTA.
+template <class C> struct SharedMemoryPlan {
+    typename C::QKTile qk[C::kTiling.qk_slots];
+    typename C::VTile v[C::kTiling.v_stages];
+    typename C::StateTile state;  // C at the chunk's start, rounded, as Q C reads it
+    typename C::OutTile out;      // h on its way to global memory, 16 rows per warp
+    float norm[2][C::kDimQK];     // n at the start of even and odd chunks
+    float qn[kChunk];             // q n, unscaled
+    GateStage gates[C::kTiling.gate_stages];
+
+    kittens::semaphore qk_arrived[C::kTiling.qk_slots], qk_free[C::kTiling.qk_slots];
+    kittens::semaphore v_arrived[C::kTiling.v_stages], v_free[C::kTiling.v_stages];
+    kittens::semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
+    kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];  // pass 0: n too
+    kittens::semaphore qn_ready, qn_free;
+
+    // Every warp that reads a buffer arrives on its *_free barrier.
+    __device__ inline void init_barriers() {
+        constexpr int kReaders = 4 + C::kStateWarps;
+        for (int i = 0; i < C::kTiling.qk_slots; i++) {
+            kittens::init_semaphore(qk_arrived[i], 1);
+            kittens::init_semaphore(qk_free[i], C::kQKArrivals);
+        }
+        for (int i = 0; i < C::kTiling.v_stages; i++) {
+            kittens::init_semaphore(v_arrived[i], 1);
+            kittens::init_semaphore(v_free[i], kReaders);
+        }
+        for (int i = 0; i < C::kTiling.gate_stages; i++) {
+            kittens::init_semaphore(gates_ready[i], 1);
+            kittens::init_semaphore(gates_free[i], kReaders);
+        }
+        for (int i = 0; i < C::kPasses; i++) {
+            kittens::init_semaphore(state_ready[i], C::kStateWarps);
+            kittens::init_semaphore(state_free[i], C::kNormalize && i == 0 ? 4 + C::kNormWarps : 4);
+        }
+        kittens::init_semaphore(qn_ready, C::kNormWarps);
+        kittens::init_semaphore(qn_free, 4);
+        asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+    }
+};
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,238 @@
+"""Compiled modules are kept under a key of all that made them, verified when read and published whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tfla_tk.build import BuildError, Instance, cache
+from tfla_tk.build.thunderkittens import ThunderKittens
+from tfla_tk.build.toolchain import Toolchain
+
+KEY = "0" * 32
+
+
+class Compiler:
+    """Writes a module's bytes and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, scratch: Path) -> tuple[Path, str]:
+        self.calls += 1
+        module = scratch / "toy.so"
+        module.write_bytes(b"module" * 100)
+        return module, "log"
+
+
+@pytest.fixture
+def compiler(isolated_environment: Path) -> Compiler:
+    return Compiler()
+
+
+# each edit changes one thing that the compiled module depends on
+EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
+    "name": lambda a, root, mp: a.update(instance=dataclasses.replace(a["instance"], name="other")),
+    "define": lambda a, root, mp: a.update(
+        instance=dataclasses.replace(a["instance"], defines=(("ANSWER", "2"),))
+    ),
+    "kernel": lambda a, root, mp: (root / "toy/toy.cu").write_text("changed"),
+    "family header": lambda a, root, mp: (root / "toy/config.cuh").write_text("changed"),
+    "new family header": lambda a, root, mp: (root / "toy/new.cuh").write_text(""),
+    "shared header": lambda a, root, mp: (root / "include/tfla_tk/params.h").write_text("changed"),
+    "bindings": lambda a, root, mp: (root / "bindings.cpp").write_text("changed"),
+    "driver shim": lambda a, root, mp: (root / "driver_shim.cpp").write_text("changed"),
+    "ThunderKittens": lambda a, root, mp: a.update(
+        kittens=dataclasses.replace(a["kittens"], identity="other")
+    ),
+    "compiler": lambda a, root, mp: a.update(
+        toolchain=dataclasses.replace(a["toolchain"], identity="nvcc 13.1")
+    ),
+    "flags": lambda a, root, mp: mp.setattr(cache, "DEVICE_FLAGS", (*cache.DEVICE_FLAGS, "-G")),
+    "nvcc's environment": lambda a, root, mp: mp.setenv("NVCC_APPEND_FLAGS", "-G"),
+    "Python's ABI": lambda a, root, mp: mp.setattr(sysconfig, "get_config_var", lambda name: "cpython-999"),
+    "pybind11": lambda a, root, mp: mp.setattr(cache.pybind11, "__version__", "0"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_the_key_changes_with(
+    edit: str,
+    isolated_environment: Path,
+    kernel_sources: Path,
+    toy: Instance,
+    toolchain: Toolchain,
+    kittens: ThunderKittens,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments: dict[str, Any] = {"instance": toy, "toolchain": toolchain, "kittens": kittens}
+    before = cache.cache_key(**arguments)
+    assert before == cache.cache_key(**arguments)
+    EDITS[edit](arguments, kernel_sources, monkeypatch)
+    assert cache.cache_key(**arguments) != before
+
+
+def test_the_key_ignores_other_families_and_places(
+    isolated_environment: Path,
+    kernel_sources: Path,
+    toy: Instance,
+    toolchain: Toolchain,
+    kittens: ThunderKittens,
+) -> None:
+    before = cache.cache_key(toy, toolchain, kittens)
+    (kernel_sources / "other/other.cu").write_text("changed")
+    moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
+    assert cache.cache_key(toy, moved, kittens) == before
+
+
+def test_an_entry_is_compiled_once_and_private(compiler: Compiler, toy: Instance) -> None:
+    first = cache.find_or_build(toy, KEY, compiler)
+    second = cache.find_or_build(toy, KEY, compiler)
+    assert (first.built, second.built, compiler.calls) == (True, False, 1)
+    assert first.module == second.module
+    assert (first.ptxas_log, second.ptxas_log) == ("log", "log")
+    assert stat.S_IMODE(cache.modules_dir().stat().st_mode) == 0o700
+    assert not list(cache.modules_dir().glob(".*"))
+
+
+def test_a_lax_directory_is_made_private(compiler: Compiler, toy: Instance) -> None:
+    cache.modules_dir().mkdir(parents=True, mode=0o755)
+    cache.modules_dir().chmod(0o777)
+    cache.find_or_build(toy, KEY, compiler)
+    assert stat.S_IMODE(cache.modules_dir().stat().st_mode) == 0o700
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "truncated module": lambda module: module.write_bytes(module.read_bytes()[:100]),
+    "emptied module": lambda module: module.write_bytes(b""),
+    "altered module": lambda module: module.write_bytes(b"M" + module.read_bytes()[1:]),
+    "lost module": lambda module: module.unlink(),
+    "lost log": lambda module: (module.parent / cache.PTXAS_LOG).unlink(),
+    "truncated manifest": lambda module: (module.parent / cache.MANIFEST).write_text('{"key": '),
+    "manifest of another shape": lambda module: (module.parent / cache.MANIFEST).write_text("[]"),
+    "manifest of no file": lambda module: (module.parent / cache.MANIFEST).write_text(
+        json.dumps({"key": KEY, "module": module.name, "files": {}})
+    ),
+    "lost manifest": lambda module: (module.parent / cache.MANIFEST).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_compiled_again(damage: str, compiler: Compiler, toy: Instance) -> None:
+    module = cache.find_or_build(toy, KEY, compiler).module
+    whole = module.read_bytes()
+    DAMAGE[damage](module)
+    assert cache.find_entry(toy, KEY) is None
+    assert cache.find_or_build(toy, KEY, compiler).built
+    assert module.read_bytes() == whole
+    assert compiler.calls == 2
+
+
+def test_a_failed_compilation_leaves_nothing_and_is_tried_again(compiler: Compiler, toy: Instance) -> None:
+    def fail(scratch: Path) -> tuple[Path, str]:
+        (scratch / "kernel.o").write_bytes(b"half")
+        raise BuildError("the compiler fails")
+
+    with pytest.raises(BuildError, match="the compiler fails"):
+        cache.find_or_build(toy, KEY, fail)
+    assert [path.suffix for path in cache.modules_dir().iterdir()] == [".lock"]
+    assert cache.find_or_build(toy, KEY, compiler).built
+
+
+def test_a_file_in_place_of_the_cache_directory(
+    compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(BuildError, match=r"cache directory .*file.* cannot be used") as caught:
+        cache.find_or_build(toy, KEY, compiler)
+    assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
+    assert compiler.calls == 0
+
+
+def test_an_unwritable_cache_directory(
+    compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(BuildError, match="Permission denied") as caught:
+        cache.find_or_build(toy, KEY, compiler)
+    assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+def test_a_cache_of_another_user_is_refused(
+    compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.modules_dir().mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(BuildError, match="belongs to user id"):
+        cache.find_or_build(toy, KEY, compiler)
+
+
+# a process that builds KEY slowly and notes in the file it is given when its compiler starts
+BUILDER = """
+import sys, time
+from pathlib import Path
+from tfla_tk.build import Instance, cache
+
+def compile_into(scratch):
+    with open(sys.argv[1], "a") as notes:
+        notes.write("started\\n")
+    time.sleep(float(sys.argv[2]))
+    module = scratch / "toy.so"
+    module.write_bytes(b"module")
+    return module, "log"
+
+entry = cache.find_or_build(Instance("toy", "toy/toy.cu", ()), "0" * 32, compile_into)
+print(entry.built, entry.module)
+"""
+
+
+def start_builder(notes: Path, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", BUILDER, str(notes), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def test_two_processes_compile_once(isolated_environment: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    builders = [start_builder(notes, 1.0) for _ in range(2)]
+    answers = [builder.communicate(timeout=120)[0].split(maxsplit=1) for builder in builders]
+    assert notes.read_text() == "started\n"
+    assert sorted(built for built, _ in answers) == ["False", "True"]
+    assert answers[0][1] == answers[1][1]
+
+
+def test_a_killed_process_releases_the_lock(
+    isolated_environment: Path, compiler: Compiler, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes"
+    builder = start_builder(notes, 600)
+    wait_for(notes)
+    builder.send_signal(signal.SIGKILL)
+    builder.communicate(timeout=60)
+    toy = Instance("toy", "toy/toy.cu", ())
+    assert list(cache.modules_dir().glob(".*"))
+    assert cache.find_or_build(toy, KEY, compiler).built
+    assert not list(cache.modules_dir().glob(".*"))

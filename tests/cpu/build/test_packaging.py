@@ -1,0 +1,81 @@
+"""The package as it is installed: every directory listed, the kernel sources found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tfla_tk
+import tfla_tk.bench
+import tfla_tk.reference
+from tfla_tk import env
+from tfla_tk.build import BuildError, sources
+
+ROOT = Path(__file__).parents[3]
+MAPPED = {"tfla_tk": "tfla_tk", "reference": "tfla_tk.reference", "bench": "tfla_tk.bench"}
+
+
+def test_every_package_is_listed_in_pyproject() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join((MAPPED[top], *init.parent.relative_to(ROOT / top).parts))
+        for top in MAPPED
+        for init in (ROOT / top).rglob("__init__.py")
+    }
+    assert set(listed) == found | {"tfla_tk._kernels"}
+
+
+def test_the_readme_names_every_environment_variable() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [variable.name for variable in env.VARIABLES if f"`{variable.name}`" not in text] == []
+
+
+def test_kernel_sources_of_the_checkout() -> None:
+    assert sources.kernels_root() == ROOT / "kernels"
+
+
+def test_kernel_sources_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "site-packages/tfla_tk"
+    monkeypatch.setattr(tfla_tk, "__file__", str(package / "__init__.py"))
+    with pytest.raises(BuildError, match="kernel sources"):
+        sources.kernels_root()
+    (package / "_kernels").mkdir(parents=True)
+    (package / "_kernels" / sources.COMMIT_FILE).write_text("0\n")
+    assert sources.kernels_root() == package / "_kernels"
+
+
+def test_no_torch_header_below_kernels() -> None:
+    files = [path for path in (ROOT / "kernels").rglob("*") if path.suffix in {".cu", ".cuh", ".cpp", ".h"}]
+    assert files
+    for path in files:
+        includes = [line for line in path.read_text().splitlines() if line.lstrip().startswith("#include")]
+        assert not [line for line in includes if "torch" in line or "ATen" in line or "c10" in line], path
+
+
+@pytest.mark.parametrize(
+    "set_to, expected",
+    [
+        ({}, "{home}/.cache/tfla_tk"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/tfla_tk"),
+        ({"TFLA_TK_CACHE_DIR": "/c"}, "/c"),
+    ],
+)
+def test_cache_directory(
+    set_to: dict[str, str], expected: str, isolated_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    assert str(env.cache_dir()) == expected.format(home=Path.home())
+
+
+def test_build_jobs(isolated_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert env.build_jobs() >= 1
+    monkeypatch.setenv("TFLA_TK_JOBS", "3")
+    assert env.build_jobs() == 3
+    for wrong in ("0", "-1", "many"):
+        monkeypatch.setenv("TFLA_TK_JOBS", wrong)
+        with pytest.raises(ValueError, match="TFLA_TK_JOBS: expected a positive integer"):
+            env.build_jobs()

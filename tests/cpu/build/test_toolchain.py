@@ -1,0 +1,104 @@
+"""nvcc is looked up by TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit, PATH; only with its headers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tfla_tk.build import BuildError, find_toolchain, toolchain
+
+Make = Callable[..., Path]
+OnPath = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def only_fakes(isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(toolchain, "pip_toolkits", list)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+
+
+def test_each_look_up_comes_before_the_next(
+    make_toolkit: Make, monkeypatch: pytest.MonkeyPatch, on_path: OnPath, tmp_path: Path
+) -> None:
+    named, home, pip, path = (make_toolkit(tmp_path / name) for name in ("named", "home", "pip", "path"))
+    on_path(path / "bin")
+    assert find_toolchain().origin == "PATH"
+    monkeypatch.setattr(toolchain, "pip_toolkits", lambda: [pip])
+    assert find_toolchain().nvcc == pip / "bin/nvcc"
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert find_toolchain().nvcc == home / "bin/nvcc"
+    monkeypatch.setenv("TFLA_TK_NVCC", str(named / "bin/nvcc"))
+    found = find_toolchain()
+    assert (found.nvcc, found.origin) == (named / "bin/nvcc", "TFLA_TK_NVCC")
+    assert found.version == (13, 0)
+    assert found.include == named / "include"
+    assert "13.0.88" in found.identity
+
+
+def test_a_toolkit_without_headers_is_passed_over(
+    make_toolkit: Make, monkeypatch: pytest.MonkeyPatch, on_path: OnPath, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "bare", headers=False)))
+    on_path(make_toolkit(tmp_path / "full") / "bin")
+    assert find_toolchain().nvcc == tmp_path / "full/bin/nvcc"
+
+
+def test_a_wrapper_on_path_leads_to_the_toolkit_behind_it(
+    make_toolkit: Make, on_path: OnPath, tmp_path: Path
+) -> None:
+    real = make_toolkit(tmp_path / "real")
+    wrapper = tmp_path / "wrappers/nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {real}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    on_path(wrapper.parent)
+    found = find_toolchain()
+    assert found.nvcc == wrapper
+    assert found.include == real / "include"
+
+
+def test_an_nvcc_asked_for_by_name_is_never_replaced(
+    make_toolkit: Make, monkeypatch: pytest.MonkeyPatch, on_path: OnPath, tmp_path: Path
+) -> None:
+    on_path(make_toolkit(tmp_path / "path") / "bin")
+    monkeypatch.setenv("TFLA_TK_NVCC", str(tmp_path / "nowhere/nvcc"))
+    with pytest.raises(BuildError, match=r"TFLA_TK_NVCC: .*nowhere/nvcc does not exist"):
+        find_toolchain()
+
+
+def test_an_old_toolkit_is_refused_with_both_versions(
+    make_toolkit: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "old", version="12.4")))
+    with pytest.raises(BuildError, match=r"is CUDA 12\.4, ThunderKittens needs 12\.8"):
+        find_toolchain()
+
+
+@pytest.mark.parametrize("body, said", [("exit 3", "fails"), ("echo hello", "does not name a CUDA release")])
+def test_a_broken_nvcc_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, said: str
+) -> None:
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{body}\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("TFLA_TK_NVCC", str(nvcc))
+    with pytest.raises(BuildError, match=said):
+        find_toolchain()
+
+
+def test_without_nvcc_the_error_names_the_look_ups_and_the_remedy() -> None:
+    with pytest.raises(BuildError) as caught:
+        find_toolchain()
+    for place in ("TFLA_TK_NVCC", "CUDA_HOME", "pip-installed toolkit", "PATH"):
+        assert place in caught.value.reason
+    assert "CUDA_HOME" in caught.value.remedy
+
+
+def test_pip_toolkits_are_found_newest_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    for name in ("cu98", "cu99"):
+        (tmp_path / "nvidia" / name).mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert toolchain.pip_toolkits()[:2] == [tmp_path / "nvidia/cu99", tmp_path / "nvidia/cu98"]

@@ -1,0 +1,30 @@
+"""The one build path of the kernels: ahead of time (``make kernels``) and on a kernel's first call.
+
+``load(instance)`` gives the Python module of an instance and compiles it where the cache lacks it;
+``ensure(instances)`` compiles many in parallel; ``compile_cubin`` and ``disassemble`` serve the tests and
+``make sass``.
+"""
+
+from tfla_tk.build.builder import Built, cache_key, compile_cubin, ensure, load
+from tfla_tk.build.disassembly import disassemble
+from tfla_tk.build.errors import BuildError
+from tfla_tk.build.gate import check_ptxas_log, parse_ptxas_log
+from tfla_tk.build.instances import Instance, shipped_instances
+from tfla_tk.build.thunderkittens import find_thunderkittens
+from tfla_tk.build.toolchain import find_toolchain
+
+__all__ = [
+    "BuildError",
+    "Built",
+    "Instance",
+    "cache_key",
+    "check_ptxas_log",
+    "compile_cubin",
+    "disassemble",
+    "ensure",
+    "find_thunderkittens",
+    "find_toolchain",
+    "load",
+    "parse_ptxas_log",
+    "shipped_instances",
+]

@@ -1,0 +1,130 @@
+"""The look-up of ThunderKittens: THUNDERKITTENS_ROOT, the cache, a clone of the pinned commit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfla_tk import env
+from tfla_tk.build import sources
+from tfla_tk.build.errors import BuildError
+from tfla_tk.build.locking import explain_os_errors, file_lock, private_directory, scratch_directory
+
+URL = "https://github.com/HazyResearch/ThunderKittens.git"
+_HEADER = Path("include/kittens.cuh")
+_CLONE_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class ThunderKittens:
+    """A ThunderKittens tree.
+
+    Attributes:
+        root: Its top directory; the headers lie in ``root / "include"``.
+        identity: The pinned commit, or for a tree of the user's a digest of its headers; in the cache key.
+        origin: Which look-up found it.
+    """
+
+    root: Path
+    identity: str
+    origin: str
+
+    @property
+    def include(self) -> Path:
+        """The directory to compile with ``-I``."""
+        return self.root / "include"
+
+
+def find_thunderkittens(clone: bool = True) -> ThunderKittens:
+    """The first of THUNDERKITTENS_ROOT, the cached tree and a fresh clone of the pinned commit.
+
+    Args:
+        clone: Whether the third look-up may go to the network.
+
+    Raises:
+        BuildError: None is there, or THUNDERKITTENS_ROOT holds no ThunderKittens.
+    """
+    commit = sources.thunderkittens_commit()
+    chosen = env.THUNDERKITTENS_ROOT.get()
+    if chosen:
+        root = Path(chosen).expanduser().absolute()
+        if not (root / _HEADER).is_file():
+            raise BuildError(
+                f"{env.THUNDERKITTENS_ROOT.name}={chosen} holds no {_HEADER}",
+                f"point it at a ThunderKittens checkout (commit {commit}) or unset it",
+            )
+        return ThunderKittens(root, _headers_digest(root / "include"), env.THUNDERKITTENS_ROOT.name)
+    root = cached_root(commit)
+    if (root / _HEADER).is_file():
+        return ThunderKittens(root, commit, "cache")
+    if not clone:
+        raise _not_found(commit, root, "git clone: not tried")
+    _clone(commit, root)
+    return ThunderKittens(root, commit, "git clone")
+
+
+def cached_root(commit: str) -> Path:
+    """Where the pinned commit is kept."""
+    return env.cache_dir() / "thunderkittens" / commit
+
+
+def _headers_digest(include: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in include.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(include)}:{len(content)}:".encode())
+        digest.update(content)
+    return f"headers {digest.hexdigest()}"
+
+
+def _clone(commit: str, root: Path) -> None:
+    """Fetch one commit into a scratch directory and rename it into place."""
+    url = env.THUNDERKITTENS_URL.get() or URL
+    with explain_os_errors(root.parent):
+        private_directory(root.parent)
+        with file_lock(root.parent / f"{commit}.lock"), scratch_directory(root.parent, commit) as scratch:
+            if (root / _HEADER).is_file():
+                return
+            tree = scratch / "tree"
+            steps = (
+                ["init", "--quiet", str(tree)],
+                ["-C", str(tree), "fetch", "--quiet", "--depth", "1", url, commit],
+                ["-C", str(tree), "-c", "advice.detachedHead=false", "checkout", "--quiet", "FETCH_HEAD"],
+            )
+            for step in steps:
+                _git(step, commit, root, url)
+            if not (tree / _HEADER).is_file():
+                raise _not_found(commit, root, f"git clone: {url} has no {_HEADER} at that commit")
+            if root.exists():
+                shutil.rmtree(root)
+            tree.rename(root)
+
+
+def _git(arguments: list[str], commit: str, root: Path, url: str) -> None:
+    quiet = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, env=quiet, timeout=_CLONE_TIMEOUT_S
+        )
+    except FileNotFoundError as error:
+        raise _not_found(commit, root, "git clone: git is not installed") from error
+    except subprocess.TimeoutExpired as error:
+        raise _not_found(commit, root, f"git clone: {url} did not answer in {_CLONE_TIMEOUT_S} s") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise _not_found(commit, root, f"git clone of {url}: {lines[-1] if lines else 'failed'}")
+
+
+def _not_found(commit: str, root: Path, clone_fault: str) -> BuildError:
+    return BuildError(
+        "ThunderKittens was not found by any of the three look-ups:\n"
+        f"  1. {env.THUNDERKITTENS_ROOT.name}: not set\n"
+        f"  2. the cache: no {_HEADER} in {root}\n"
+        f"  3. {clone_fault}",
+        f"on a machine without network, copy a ThunderKittens checkout (commit {commit}) here and set "
+        f"{env.THUNDERKITTENS_ROOT.name} to it, or put it at {root}",
+    )

@@ -1,0 +1,157 @@
+"""The look-up of nvcc: TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit, PATH."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tfla_tk import env
+from tfla_tk.build.errors import BuildError
+
+# ThunderKittens needs CUDA 12.8
+MINIMUM_CUDA = (12, 8)
+# nv/target belongs to CCCL, below include/cccl since CUDA 13
+_HEADERS = ("cuda.h", "cuda_runtime.h", "crt/host_config.h", "nv/target")
+REMEDY = (
+    "install CUDA 12.8 or newer and set CUDA_HOME, or `pip install 'tfla_tk[cuda]'`, "
+    "or name an nvcc in TFLA_TK_NVCC"
+)
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """An nvcc whose headers exist.
+
+    Attributes:
+        nvcc: The compiler.
+        include, lib: The toolkit's headers and libraries.
+        version: CUDA release, for instance (13, 0).
+        identity: Full compiler version, nvcc's and the host compiler's: part of the cache key.
+        origin: Which look-up found it.
+    """
+
+    nvcc: Path
+    include: Path
+    lib: Path
+    version: tuple[int, int]
+    identity: str
+    origin: str
+
+
+def find_toolchain() -> Toolchain:
+    """The first usable nvcc of TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit and PATH.
+
+    Raises:
+        BuildError: None is usable, or the one that TFLA_TK_NVCC names is not. The message lists each place
+            and its fault.
+    """
+    chosen = env.NVCC.get()
+    if chosen:
+        return _probe(Path(chosen), env.NVCC.name)
+    faults: list[str] = []
+    for origin, nvcc in _candidates():
+        try:
+            return _probe(nvcc, origin)
+        except BuildError as error:
+            faults.append(error.reason)
+    places = f"{env.NVCC.name} (unset), {env.CUDA_HOME.name}, the pip-installed toolkit and PATH"
+    listed = "".join(f"\n  {fault}" for fault in faults)
+    raise BuildError(f"no usable nvcc: looked at {places}{listed}", REMEDY)
+
+
+def pip_toolkits() -> list[Path]:
+    """Toolkit roots installed by pip (``nvidia/cu13`` of site-packages), the newest first."""
+    spec = importlib.util.find_spec("nvidia")
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    roots = [root for place in spec.submodule_search_locations for root in Path(place).glob("cu[0-9]*")]
+    return sorted(roots, key=lambda root: int(re.sub(r"\D", "", root.name)), reverse=True)
+
+
+def _candidates() -> Iterator[tuple[str, Path]]:
+    home = env.CUDA_HOME.get()
+    if home:
+        yield env.CUDA_HOME.name, Path(home) / "bin" / "nvcc"
+    for root in pip_toolkits():
+        if (root / "bin" / "nvcc").exists():
+            yield "pip-installed toolkit", root / "bin" / "nvcc"
+    on_path = shutil.which("nvcc")
+    if on_path:
+        yield "PATH", Path(on_path)
+
+
+def _probe(nvcc: Path, origin: str) -> Toolchain:
+    """Check that nvcc runs, is new enough and has its headers; the reason of the error names the origin."""
+    if not nvcc.is_file():
+        raise BuildError(f"{origin}: {nvcc} does not exist", REMEDY)
+    text = _output(nvcc, "--version", origin)
+    match = re.search(r"release (\d+)\.(\d+), V([\d.]+)", text)
+    if not match:
+        raise BuildError(f"{origin}: {nvcc} --version does not name a CUDA release", REMEDY)
+    version = (int(match[1]), int(match[2]))
+    if version < MINIMUM_CUDA:
+        needed = ".".join(map(str, MINIMUM_CUDA))
+        raise BuildError(
+            f"{origin}: {nvcc} is CUDA {match[1]}.{match[2]}, ThunderKittens needs {needed}", REMEDY
+        )
+    root = _toolkit_root(nvcc, origin)
+    include = _first_with(root, ("include",), _HEADERS)
+    if include is None:
+        raise BuildError(f"{origin}: {nvcc} has no headers ({', '.join(_HEADERS)}) below {root}", REMEDY)
+    lib = _first_with(root, ("lib64", "lib"), ("libcudart_static.a",))
+    if lib is None:
+        raise BuildError(f"{origin}: {nvcc} has no libcudart_static.a below {root}", REMEDY)
+    return Toolchain(nvcc, include, lib, version, f"nvcc {match[3]}; {_host_compiler()}", origin)
+
+
+def _toolkit_root(nvcc: Path, origin: str) -> Path:
+    """The toolkit that nvcc itself uses: a wrapper script on PATH tells nothing by its own place."""
+    match = re.search(r"^#\$ TOP=(.+)$", _output(nvcc, "--dryrun -x cu -c /dev/null", origin), re.MULTILINE)
+    return Path(match[1].strip()).resolve() if match else nvcc.resolve().parent.parent
+
+
+def _first_with(root: Path, folders: tuple[str, ...], files: tuple[str, ...]) -> Path | None:
+    """The first of the toolkit's folders of these names that holds every file."""
+    for folder in folders:
+        for place in (root / folder, *sorted(root.glob(f"targets/*-linux/{folder}"))):
+            if all((place / file).is_file() or (place / "cccl" / file).is_file() for file in files):
+                return place
+    return None
+
+
+def _output(nvcc: Path, arguments: str, origin: str) -> str:
+    return _cached_output(nvcc, nvcc.stat().st_mtime_ns, arguments, origin)
+
+
+@functools.lru_cache(maxsize=32)
+def _cached_output(nvcc: Path, mtime_ns: int, arguments: str, origin: str) -> str:
+    try:
+        done = subprocess.run([str(nvcc), *arguments.split()], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{origin}: {nvcc} does not run: {error}", REMEDY) from error
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        said = lines[-1] if lines else "no output"
+        raise BuildError(f"{origin}: {nvcc} {arguments} fails: {said}", REMEDY)
+    return done.stdout + done.stderr
+
+
+def _host_compiler() -> str:
+    """The first line of the host compiler's version."""
+    name = env.NVCC_CCBIN.get() or "g++"
+    path = shutil.which(name)
+    if path is None:
+        return f"no host compiler {name}"
+    return _host_version(path)
+
+
+@functools.lru_cache(maxsize=8)
+def _host_version(path: str) -> str:
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    return done.stdout.splitlines()[0] if done.stdout else path
