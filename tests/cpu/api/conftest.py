@@ -1,0 +1,68 @@
+"""Inputs and a stand-in for the tk backend, shared by the API tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import tfla_tk.backends
+from tfla_tk import Support
+from tfla_tk.validation import MLSTMCall
+
+Inputs = dict[str, Tensor]
+
+
+@pytest.fixture
+def make_inputs() -> Callable[..., Inputs]:
+    """Random q, k, v, i, f by name, and on request an initial state."""
+
+    def make(
+        batch: int = 2,
+        heads: int = 3,
+        seq: int = 40,
+        dim_qk: int = 16,
+        dim_v: int = 32,
+        dtype: torch.dtype = torch.float32,
+        states: tuple[str, ...] = (),
+        seed: int = 0,
+    ) -> Inputs:
+        g = torch.Generator().manual_seed(seed)
+        shapes = {
+            "q": (batch, heads, seq, dim_qk),
+            "k": (batch, heads, seq, dim_qk),
+            "v": (batch, heads, seq, dim_v),
+            "i": (batch, heads, seq),
+            "f": (batch, heads, seq),
+            "c_initial": (batch, heads, dim_qk, dim_v),
+            "n_initial": (batch, heads, dim_qk),
+            "m_initial": (batch, heads, 1),
+        }
+        wanted = ("q", "k", "v", "i", "f", *states)
+        inputs = {name: torch.randn(shapes[name], generator=g, dtype=torch.float64) for name in wanted}
+        inputs["f"] += 3
+        return {name: t.to(dtype) for name, t in inputs.items()}
+
+    return make
+
+
+class FakeTk(ModuleType):
+    """The tk backend's module with a verdict that a test chooses; the registered ops compute on the CPU."""
+
+    verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
+
+    def supports_mlstm(self, call: MLSTMCall) -> Support:
+        return self.verdict
+
+
+@pytest.fixture(autouse=True)
+def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
+    """Replaces tfla_tk.backends.tk, which asks the machine; by default it refuses every call."""
+    module = FakeTk("tfla_tk.backends.tk")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(tfla_tk.backends, "tk", module, raising=False)
+    return module

@@ -1,0 +1,313 @@
+"""Runs the Triton adapters on a CPU in Triton's interpreter and prints what it measured as JSON.
+
+Started by test_triton_interpreted.py in a process of its own: TRITON_INTERPRET is read when triton is
+imported and must not leak into other tests. Usage: python interpreted.py <case> ...; each case maps names
+to numbers, most of them relative Frobenius errors against the fp64 reference.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+# mlstm_kernels compiles its gate arithmetic, which the interpreter does not need
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import builtins
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tfla_tk
+from tfla_tk import reference
+from tfla_tk.backends import triton as adapters
+
+HEADS, DIM_QK, DIM_V = 2, 16, 32
+MLSTM = {"exp": tfla_tk.mlstm_chunkwise, "sig": tfla_tk.mlstm_siging_chunkwise}
+INPUTS = ("q", "k", "v", "i", "f")
+
+Loss = Callable[[Any], Tensor]
+Numbers = dict[str, float]
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error; 0 where both are zero."""
+    difference, norm = (actual.double() - expected.double()).norm(), expected.double().norm()
+    return float(difference / norm) if norm > 0 else float(difference)
+
+
+def double(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.double() for t in tensors]
+
+
+def mlstm_inputs(seq: int, dim_qk: int = DIM_QK) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seq)
+    shapes = [(1, HEADS, seq, dim_qk)] * 2 + [(1, HEADS, seq, DIM_V)] + [(1, HEADS, seq)] * 2
+    q, k, v, i, f = (torch.randn(shape, generator=g) for shape in shapes)
+    return [q, k, v, i, f + 3]
+
+
+def mlstm_state(gate: str) -> list[Tensor]:
+    g = torch.Generator().manual_seed(1)
+    c, n, m = (torch.randn(1, HEADS, *dims, generator=g) for dims in ((DIM_QK, DIM_V), (DIM_QK,), (1,)))
+    return [c, n, m] if gate == "exp" else [c, n]
+
+
+def projection(out: Tensor) -> Tensor:
+    """A plain loss: a fixed random projection."""
+    g = torch.Generator().manual_seed(2)
+    return (out * torch.randn(out.shape, generator=g).to(out.dtype)).sum()
+
+
+def after_norm(out: Tensor) -> Tensor:
+    """The loss behind a scale-invariant norm, as in xLSTM's block."""
+    return projection(out / out.pow(2).mean(-1, keepdim=True).sqrt())
+
+
+def gradients(function: Callable[..., Any], inputs: list[Tensor], loss: Loss, **options: Any) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    loss(function(*leaves, **options)).backward()
+    return [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+
+
+def gradient_errors(
+    function: Callable[..., Any],
+    inputs: list[Tensor],
+    names: tuple[str, ...],
+    loss: Loss,
+    variant: str,
+    **options: Any,
+) -> Numbers:
+    actual = gradients(function, inputs, loss, backend=variant, **options)
+    expected = gradients(function, double(inputs), loss, backend="reference", **options)
+    return {f"d{name}": error(a, e) for name, a, e in zip(names, actual, expected, strict=True)}
+
+
+def mlstm_forward(gate: str, variant: str, seq: int, normalize: bool = True) -> Numbers:
+    """h and the last state, from an initial state."""
+    options: dict[str, Any] = {"return_last_states": True} | (
+        {"normalize": normalize} if gate == "sig" else {}
+    )
+    inputs = mlstm_inputs(seq) + mlstm_state(gate)
+    h, last = MLSTM[gate](*inputs, backend=variant, **options)
+    h_ref, last_ref = MLSTM[gate](*double(inputs), backend="reference", **options)
+    return {"h": error(h, h_ref)} | {
+        name: error(a, e) for name, a, e in zip("cnm"[: len(last)], last, last_ref, strict=True)
+    }
+
+
+def mlstm_gradients(gate: str, variant: str, seq: int, loss: Loss, normalize: bool = True) -> Numbers:
+    options = {"normalize": normalize} if gate == "sig" else {}
+    return gradient_errors(MLSTM[gate], mlstm_inputs(seq), INPUTS, loss, variant, **options)
+
+
+def mlstm_last_state_gradients(gate: str, variant: str, which: int) -> Numbers:
+    """A loss on C (0) or n (1) of the last state alone."""
+    options: dict[str, Any] = {"return_last_states": True} | ({"normalize": False} if gate == "sig" else {})
+    return gradient_errors(
+        MLSTM[gate], mlstm_inputs(128), INPUTS, lambda out: projection(out[1][which]), variant, **options
+    )
+
+
+def xl_chunk_256_gradients() -> Numbers:
+    """mlstm_kernels itself: the adapter refuses this call."""
+    from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+
+    inputs = mlstm_inputs(512)
+    actual = gradients(mlstm_chunkwise__xl_chunk, inputs, after_norm, chunk_size=256)
+    expected = gradients(MLSTM["exp"], double(inputs), after_norm, backend="reference")
+    return {f"d{name}": error(a, e) for name, a, e in zip(INPUTS, actual, expected, strict=True)}
+
+
+def refused() -> Numbers:
+    """Which calls the adapter refuses: 1 for refused."""
+    calls = {
+        "xl_chunk_256 with gradient": ("triton:xl_chunk_256", 512, DIM_QK, True),
+        "xl_chunk_256 without gradient": ("triton:xl_chunk_256", 512, DIM_QK, False),
+        "xl_chunk_256, one chunk": ("triton:xl_chunk_256", 256, DIM_QK, True),
+        "DHQK 48": ("triton", 64, 48, False),
+        "S 63": ("triton", 63, DIM_QK, False),
+        "S 192, chunk 128": ("triton:xl_chunk_128", 192, DIM_QK, False),
+    }
+    result = {}
+    for name, (variant, seq, dim_qk, requires_grad) in calls.items():
+        inputs = [t.requires_grad_(requires_grad) for t in mlstm_inputs(seq, dim_qk)]
+        try:
+            MLSTM["exp"](*inputs, backend=variant)
+            result[name] = 0.0
+        except tfla_tk.UnsupportedError as refusal:
+            assert refusal.reason and refusal.remedy
+            result[name] = 1.0
+    return result
+
+
+def written_out_of_bounds(dim_qk: int) -> Numbers:
+    """Elements past the end of a tensor that mlstm_kernels writes to, called directly."""
+    from mlstm_kernels.torch.chunkwise.triton_xl_chunk import mlstm_chunkwise__xl_chunk
+
+    empty, margin, mark = torch.empty, 512, 12345.0
+    buffers: list[Tensor] = []
+
+    def guarded(*size: Any, **options: Any) -> Tensor:
+        plain = empty(*size, **options)
+        buffer = torch.full((plain.numel() + margin,), mark, dtype=plain.dtype)
+        buffers.append(buffer)
+        return buffer[: plain.numel()].view(plain.shape)
+
+    torch.empty = guarded
+    try:
+        mlstm_chunkwise__xl_chunk(*mlstm_inputs(64, dim_qk))
+    finally:
+        torch.empty = empty
+    return {"elements": float(sum((b[-margin:] != mark).sum() for b in buffers))}
+
+
+def auto_choice() -> Numbers:
+    """ "auto" leaves the interpreter alone."""
+    choice = tfla_tk.which("mlstm_chunkwise", *mlstm_inputs(64))
+    return {
+        "reference": float(choice.backend == "reference"),
+        "triton ok": float(choice.reasons["triton"].ok),
+    }
+
+
+# fla
+
+
+class InterpretedIndex(int):
+    """A loop index with the one method of a Triton scalar that fla's kernels use on it."""
+
+    def to(self, dtype: Any) -> Any:
+        import triton.language as tl
+
+        return tl.full((), int(self), dtype)
+
+
+def interpreted_range(*bounds: Any) -> Iterator[InterpretedIndex]:
+    plain = (int(b.handle.data.item()) if hasattr(b, "handle") else int(b) for b in bounds)
+    return (InterpretedIndex(i) for i in builtins.range(*plain))
+
+
+def prepare_fla() -> None:
+    """Let fla run without a driver: the first autotuning configuration wins, loop indices act as scalars."""
+    import importlib
+
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner._bench = lambda self, *args, config, **meta: [0.0, 0.0, 0.0]
+    for module in adapters.FLA_OPS.values():
+        importlib.import_module(module)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.ops."):
+            module.__dict__["range"] = interpreted_range
+
+
+def fla_inputs(op: str, seq: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Differentiable inputs [1, T, H, D] and other arguments."""
+    g = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, seq, HEADS, *shape, generator=g)
+
+    tensors = {"q": normal(DIM_QK), "k": F.normalize(normal(DIM_QK), dim=-1), "v": normal(DIM_V)}
+    if op in ("chunk_gla", "chunk_simple_gla", "chunk_gated_delta_rule"):
+        tensors["g"] = F.logsigmoid(normal(DIM_QK) if op == "chunk_gla" else normal())
+    if "delta" in op:
+        tensors["beta"] = torch.sigmoid(normal())
+    tensors = {name: t if name == "g" else t.to(dtype) for name, t in tensors.items()}
+    tensors["initial_state"] = torch.randn(1, HEADS, DIM_QK, DIM_V, generator=g)
+    options = {"layer_idx": 1, "num_layers": 4} if op == "chunk_lightning_attn" else {}
+    return tensors, options
+
+
+def fla_expected(op: str, options: dict[str, Any], **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference of the same operator."""
+    if op == "chunk_retention":
+        tensors["g_gamma"] = reference.retention_log_decay(HEADS).double()
+    if op == "chunk_lightning_attn":
+        tensors["g_gamma"] = reference.lightning_log_decay(HEADS, **options).double()
+    name = {"chunk_retention": "simple_gla", "chunk_lightning_attn": "simple_gla"}.get(
+        op, op.removeprefix("chunk_")
+    )
+    result: tuple[Tensor, Tensor] = getattr(reference, f"{name}_chunkwise")(
+        **tensors, output_final_state=True
+    )
+    return result
+
+
+def fla(op: str, seq: int, dtype: torch.dtype) -> Numbers:
+    """Output, final state and all gradients under a loss on both."""
+    prepare_fla()
+    tensors, options = fla_inputs(op, seq, dtype)
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+    leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
+    o, state = adapters.run_variant("triton:fla", op, **leaves, **options, output_final_state=True)
+    o_ref, state_ref = fla_expected(op, options, **leaves64)
+    (projection(o.float()) + projection(state)).backward()
+    (projection(o_ref) + projection(state_ref)).backward()
+    return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
+        f"d{name}": error(leaves[name].grad, leaves64[name].grad) for name in leaves
+    }
+
+
+CASES: dict[str, Callable[[], Numbers]] = {
+    "refused": refused,
+    "auto": auto_choice,
+    "norm/xl_chunk_256": xl_chunk_256_gradients,
+    "out_of_bounds/48": lambda: written_out_of_bounds(48),
+    "out_of_bounds/64": lambda: written_out_of_bounds(64),
+}
+for gate, variant, seq in (
+    ("exp", "triton", 128),
+    ("exp", "triton", 16),
+    ("exp", "triton", 96),
+    ("exp", "triton:xl_chunk", 128),
+    ("exp", "triton:xl_chunk_256", 512),
+    ("exp", "triton:limit_chunk_64", 128),
+    ("sig", "triton", 128),
+    ("sig", "triton", 64),
+    ("sig", "triton:siging_xl_64", 128),
+):
+    CASES[f"forward/{gate}/{variant}/{seq}"] = lambda g=gate, v=variant, s=seq: mlstm_forward(g, v, s)
+CASES["forward/sig/unnormalised"] = lambda: mlstm_forward("sig", "triton", 128, normalize=False)
+for gate, variant in (
+    ("exp", "triton:xl_chunk_64"),
+    ("exp", "triton:limit_chunk_64"),
+    ("sig", "triton:siging_xl_64"),
+):
+    CASES[f"plain/{gate}/{variant}"] = lambda g=gate, v=variant: mlstm_gradients(g, v, 128, projection)
+    CASES[f"norm/{gate}/{variant}"] = lambda g=gate, v=variant: mlstm_gradients(g, v, 128, after_norm)
+CASES["norm/exp/triton:xl_chunk_256/one chunk"] = lambda: mlstm_gradients(
+    "exp", "triton:xl_chunk_256", 256, after_norm
+)
+CASES["plain/sig/unnormalised"] = lambda: mlstm_gradients(
+    "sig", "triton:siging_xl_256", 512, projection, False
+)
+for gate, variant in (
+    ("exp", "triton:xl_chunk_64"),
+    ("exp", "triton:limit_chunk_64"),
+    ("sig", "triton:siging_xl_64"),
+):
+    CASES[f"last_c/{gate}/{variant}"] = lambda g=gate, v=variant: mlstm_last_state_gradients(g, v, 0)
+CASES["last_n/exp"] = lambda: mlstm_last_state_gradients("exp", "triton", 1)
+for op in adapters.FLA_OPS:
+    dtype = torch.float16 if op == "chunk_delta_rule" else torch.float32
+    CASES[f"fla/{op}"] = lambda op=op, dtype=dtype: fla(op, 100, dtype)
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    print(json.dumps({name: CASES[name]() for name in names or CASES}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,273 @@
+"""The support table: what auto takes, what a named backend does, what which() tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tfla_tk
+from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, which
+from tfla_tk.backends import triton
+from tfla_tk.validation import MLSTMCall
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def gpu_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlstm_kernels and fla count as installed."""
+    monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", None)
+    monkeypatch.setattr(triton, "FLA_MISSING", None)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+
+
+def gpu_call(**changes: Any) -> MLSTMCall:
+    """A call as validation describes it for tensors on a GPU."""
+    fields: dict[str, Any] = {
+        "device": torch.device("cuda", 0),
+        "dtype": torch.bfloat16,
+        "batch": 8,
+        "heads": 16,
+        "seq": 8192,
+        "dim_qk": 128,
+        "dim_v": 256,
+        "sigmoid_gate": False,
+        "normalize": True,
+        "return_last_states": False,
+        "has_initial_state": False,
+        "requires_grad": False,
+        "chunk_size": 64,
+        "eps": 1e-6,
+    }
+    return MLSTMCall(**fields | changes)
+
+
+def test_auto_on_cpu_is_the_reference(make_inputs: Make) -> None:
+    choice = which("mlstm_chunkwise", **make_inputs())
+    assert choice.backend == "reference"
+    assert list(choice.reasons) == ["tk", "triton", "reference"]
+    assert "compute capability" in choice.reasons["tk"].reason
+    assert "GPU" in choice.reasons["triton"].reason and choice.reasons["triton"].remedy
+    assert choice.reasons["reference"].ok
+
+
+def test_which_reads_as_a_table(make_inputs: Make) -> None:
+    lines = str(which(mlstm_chunkwise, **make_inputs())).splitlines()
+    assert lines[0] == "reference"
+    assert lines[1] == "  tk         no: no GPU of compute capability 9.0 (run on a Hopper GPU)"
+    assert lines[3] == "  reference  yes"
+
+
+def test_which_takes_positional_arguments_and_variants(make_inputs: Make) -> None:
+    inputs = make_inputs()
+    choice = which("mlstm_siging_chunkwise", *inputs.values(), backend="reference:parallel")
+    assert choice.backend == "reference:parallel" and choice.reasons["reference:parallel"].ok
+
+
+def test_which_rejects_unknown_operators(make_inputs: Make) -> None:
+    with pytest.raises(ValueError, match=r"op: expected one of mlstm_chunkwise, .*, got 'softmax'"):
+        which("softmax", **make_inputs())
+    with pytest.raises(ValueError, match="op: expected one of"):
+        which(torch.softmax, **make_inputs())
+
+
+def test_auto_takes_tk_first(make_inputs: Make, fake_tk: Any) -> None:
+    fake_tk.verdict = Support(True)
+    assert which("mlstm_chunkwise", **make_inputs()).backend == "tk"
+
+
+def test_auto_skips_results_that_are_not_exact(make_inputs: Make, fake_tk: Any) -> None:
+    fake_tk.verdict = Support(True, "its gradient is rounded", auto=False)
+    inputs = make_inputs()
+    choice = which("mlstm_chunkwise", **inputs)
+    assert choice.backend == "reference"
+    assert str(choice.reasons["tk"]) == "by name only: its gradient is rounded"
+    assert which("mlstm_chunkwise", **inputs, backend="tk").backend == "tk"
+
+
+@pytest.mark.parametrize("backend", ["tk", "tk:pingpong", "triton", "triton:limit_chunk_64"])
+def test_named_backend_that_cannot_serve_raises(backend: str, make_inputs: Make) -> None:
+    with pytest.raises(UnsupportedError, match=f"mlstm_chunkwise on backend '{backend}'") as caught:
+        mlstm_chunkwise(**make_inputs(), backend=backend)
+    assert caught.value.reason and caught.value.remedy
+    assert caught.value.reason in str(caught.value) and caught.value.remedy in str(caught.value)
+    with pytest.raises(UnsupportedError):
+        which("mlstm_chunkwise", **make_inputs(), backend=backend)
+
+
+def test_unsupported_error_is_public_and_a_runtime_error() -> None:
+    error = UnsupportedError("mlstm_chunkwise on backend 'tk'", "no nvcc")
+    assert isinstance(error, RuntimeError) and error.remedy == ""
+    assert str(error) == "mlstm_chunkwise on backend 'tk': no nvcc"
+    assert tfla_tk.UnsupportedError is UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("NVIDIA A100 has compute capability 8.0, the kernels need 9.0", "run on a Hopper GPU"),
+        ("no nvcc", "install the CUDA toolkit"),
+        ("no ThunderKittens", "set THUNDERKITTENS_ROOT"),
+    ],
+)
+def test_reasons_of_the_machine_reach_the_user(
+    reason: str, remedy: str, make_inputs: Make, fake_tk: Any
+) -> None:
+    fake_tk.verdict = Support(False, reason, remedy)
+    with pytest.raises(UnsupportedError) as caught:
+        mlstm_chunkwise(**make_inputs(), backend="tk")
+    assert (caught.value.reason, caught.value.remedy) == (reason, remedy)
+    assert mlstm_chunkwise(**make_inputs()).shape == make_inputs()["v"].shape
+
+
+# the Triton backend's table
+
+
+def test_triton_serves_inference(gpu_triton: None) -> None:
+    assert triton.supports_mlstm(gpu_call()) == Support(True)
+    assert triton.default_variant(gpu_call()) == ("xl_chunk", 128)
+    assert triton.supports_mlstm(gpu_call(sigmoid_gate=True)) == Support(True)
+    assert triton.default_variant(gpu_call(sigmoid_gate=True)) == ("siging_xl", 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "auto"),
+    [
+        ({"requires_grad": True}, False),
+        ({"requires_grad": True, "sigmoid_gate": True}, False),
+        ({"requires_grad": True, "sigmoid_gate": True, "normalize": False}, True),
+        (
+            {"requires_grad": True, "sigmoid_gate": True, "normalize": False, "return_last_states": True},
+            False,
+        ),
+    ],
+)
+def test_triton_gradients_that_are_not_exact_are_by_name_only(
+    changes: dict[str, Any], auto: bool, gpu_triton: None
+) -> None:
+    verdict = triton.supports_mlstm(gpu_call(**changes))
+    assert verdict.ok and verdict.auto == auto
+    assert bool(verdict.reason) != auto
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant", "reason"),
+    [
+        ({"device": torch.device("cpu")}, None, "the tensors are on cpu"),
+        ({"dtype": torch.float64}, None, "float64"),
+        ({"dim_qk": 24}, None, "DHQK = 24"),
+        ({"dim_qk": 48}, None, "DHQK = 48"),
+        ({"dim_qk": 96}, None, "DHQK = 96"),
+        ({"dim_qk": 160}, None, "DHQK = 160"),
+        ({"dim_qk": 8}, None, "DHQK = 8 is below"),
+        ({"dim_v": 8}, None, "DHHV = 8 is below"),
+        ({"seq": 63}, None, "S = 63 is no multiple"),
+        ({"seq": 1000}, None, "S = 1000 is no multiple"),
+        ({"seq": 1, "sigmoid_gate": True}, None, "S = 1"),
+        ({"seq": 192}, "xl_chunk_128", "S = 192 is no multiple of the chunk size 128"),
+        ({"seq": 48}, "xl_chunk_16", "xl_chunk needs S >= 128"),
+        ({"chunk_size": 48}, "limit_chunk", "chunk_size = 48"),
+        ({"requires_grad": True}, "xl_chunk_256", "wrong gradients"),
+        ({"requires_grad": True, "chunk_size": 512}, "xl_chunk", "wrong gradients"),
+        ({"sigmoid_gate": True}, "xl_chunk_64", "exponential input gate"),
+        ({}, "siging_xl_64", "sigmoid input gate"),
+        # 131,072 tokens at 256/512 in chunks of 64: one past the last safe length
+        (
+            {"batch": 1, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512},
+            "limit_chunk_64",
+            "int32 offsets wrap",
+        ),
+        ({"batch": 64, "heads": 16, "seq": 16384}, None, "int32 offsets wrap"),
+    ],
+)
+def test_triton_refuses(changes: dict[str, Any], variant: str | None, reason: str, gpu_triton: None) -> None:
+    verdict = triton.supports_mlstm(gpu_call(**changes), variant)
+    assert not verdict.ok and reason in verdict.reason and verdict.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant"),
+    [
+        ({"dim_qk": 16}, None),
+        ({"dim_qk": 192, "dim_v": 48}, None),
+        ({"seq": 16}, None),
+        ({"seq": 48}, None),
+        ({"seq": 8192 + 64}, None),
+        ({"requires_grad": True, "seq": 256}, "xl_chunk_256"),
+        ({"requires_grad": True, "sigmoid_gate": True}, "siging_xl_256"),
+        ({"batch": 1, "heads": 8, "seq": 131072 - 64, "dim_qk": 256, "dim_v": 512}, "limit_chunk_64"),
+        ({"batch": 1, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}, "xl_chunk_128"),
+    ],
+)
+def test_triton_accepts(changes: dict[str, Any], variant: str | None, gpu_triton: None) -> None:
+    assert triton.supports_mlstm(gpu_call(**changes), variant).ok
+
+
+def test_triton_default_follows_the_length(gpu_triton: None) -> None:
+    expected = {
+        8192: ("xl_chunk", 128),
+        192: ("xl_chunk", 64),
+        96: ("limit_chunk", 32),
+        48: ("limit_chunk", 16),
+    }
+    assert {seq: triton.default_variant(gpu_call(seq=seq)) for seq in expected} == expected
+
+
+def test_triton_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = triton._missing("no_such_package", "no-such-package")
+    assert (
+        missing is not None
+        and missing.reason == "no-such-package is not installed"
+        and "pip" in missing.remedy
+    )
+    monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", missing)
+    assert triton.supports_mlstm(gpu_call()) == missing
+    monkeypatch.setattr(triton.importlib.metadata, "version", lambda _: "3.9.0")
+    too_new = triton._missing("torch", "mlstm-kernels")
+    if triton.importlib.util.find_spec("triton") is not None:
+        assert too_new is not None and "triton 3.9.0 has no block pointers" in too_new.reason
+
+
+def test_triton_variants() -> None:
+    assert triton.variants("mlstm_chunkwise") == [
+        "triton:limit_chunk_64",
+        "triton:xl_chunk_64",
+        "triton:xl_chunk_128",
+        "triton:xl_chunk_256",
+    ]
+    assert triton.variants("mlstm_siging_chunkwise") == [
+        f"triton:siging_xl_{size}" for size in (64, 128, 256)
+    ]
+    assert all(triton.variants(op) == ["triton:fla"] for op in triton.FLA_OPS)
+    with pytest.raises(ValueError, match=r"op: expected one of mlstm_chunkwise, .*, got 'softmax'"):
+        triton.variants("softmax")
+
+
+def test_run_variant_refuses_as_the_public_function(make_inputs: Make) -> None:
+    inputs = make_inputs()
+    with pytest.raises(UnsupportedError, match="on backend 'triton:xl_chunk_64'"):
+        triton.run_variant("triton:xl_chunk_64", "mlstm_chunkwise", **inputs)
+    with pytest.raises(UnsupportedError, match="chunk_gla on backend 'triton'"):
+        triton.run_variant("triton:fla", "chunk_gla", inputs["q"], inputs["k"], inputs["v"], inputs["q"])
+    with pytest.raises(
+        ValueError, match="variant: expected 'triton:fla' for chunk_gla, got 'triton:xl_chunk_64'"
+    ):
+        triton.run_variant("triton:xl_chunk_64", "chunk_gla")
+    with pytest.raises(ValueError, match="op: expected one of"):
+        triton.run_variant("triton:xl_chunk_64", "softmax", **inputs)
+
+
+def test_fla_table(gpu_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "INTERPRETED", True)
+    q = torch.empty(1, 1, 1, 16)
+    assert triton.supports_fla("chunk_gla", q).ok
+    assert "float64" in triton.supports_fla("chunk_gla", q.double()).reason
+    assert "float32" in triton.supports_fla("chunk_delta_rule", q).reason
+    assert triton.supports_fla("chunk_delta_rule", q.bfloat16()).ok
+    monkeypatch.setattr(triton, "_gated_backward_is_guarded", lambda: True)
+    assert "miscompiles" in triton.supports_fla("chunk_simple_gla", q, requires_grad=True).reason
+    assert triton.supports_fla("chunk_retention", q, requires_grad=True).ok
+    assert triton.supports_fla("chunk_simple_gla", q).ok

@@ -1,0 +1,226 @@
+"""The public mLSTM functions on a CPU: values, states, layouts, empty inputs, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference, which
+from tfla_tk.dispatch import OPERATORS
+
+Make = Callable[..., dict[str, Tensor]]
+STATES = ("c_initial", "n_initial", "m_initial")
+GATES = {"exp": mlstm_chunkwise, "sig": mlstm_siging_chunkwise}
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", ["chunkwise", "parallel", "recurrent"])
+def test_reference_forms_by_name(form: str, make_inputs: Make) -> None:
+    x = make_inputs(dtype=torch.float64, states=STATES)
+    expected, states = reference.mlstm_recurrent(**x, return_last_states=True)
+    h, last = mlstm_chunkwise(**x, return_last_states=True, backend=f"reference:{form}", chunk_size=16)
+    close(h, expected)
+    for actual, state in zip(last, states, strict=True):
+        close(actual, state)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_siging_is_the_reference(normalize: bool, make_inputs: Make) -> None:
+    x = make_inputs(dtype=torch.float64, states=STATES[:2])
+    expected, states = reference.mlstm_siging_recurrent(**x, return_last_states=True, normalize=normalize)
+    h, last = mlstm_siging_chunkwise(**x, return_last_states=True, normalize=normalize)
+    close(h, expected)
+    assert len(last) == 2
+    for actual, state in zip(last, states, strict=True):
+        close(actual, state)
+
+
+def test_positional_order_is_that_of_mlstm_kernels(make_inputs: Make) -> None:
+    x = make_inputs(dtype=torch.float64, states=STATES)
+    named = mlstm_chunkwise(**x, return_last_states=True, eps=1e-3, chunk_size=32)
+    positional = mlstm_chunkwise(*x.values(), True, 1e-3, 32)
+    assert torch.equal(named[0], positional[0])
+    named_sig = mlstm_siging_chunkwise(**x, return_last_states=True, eps=1e-3, normalize=False, chunk_size=32)
+    positional_sig = mlstm_siging_chunkwise(*x.values(), True, 1e-3, False, 32)
+    assert torch.equal(named_sig[0], positional_sig[0])
+
+
+def test_return_types(make_inputs: Make) -> None:
+    x = make_inputs(dtype=torch.bfloat16)
+    assert isinstance(mlstm_chunkwise(**x), Tensor)
+    h, (c, n, m) = mlstm_chunkwise(**x, return_last_states=True)
+    assert h.dtype == torch.bfloat16 and h.shape == (2, 3, 40, 32)
+    assert {c.dtype, n.dtype, m.dtype} == {torch.float32}
+    assert (c.shape, n.shape, m.shape) == ((2, 3, 16, 32), (2, 3, 16), (2, 3, 1))
+
+
+@pytest.mark.parametrize("backend", ["auto", "tk"])
+@pytest.mark.parametrize("gate", GATES)
+def test_two_calls_equal_one(gate: str, backend: str, make_inputs: Make, fake_tk: Any) -> None:
+    fake_tk.verdict = Support(backend == "tk")
+    x = make_inputs(dtype=torch.float64)
+    first, second = ({n: t[:, :, s] for n, t in x.items()} for s in (slice(0, 23), slice(23, 40)))
+    whole, last = GATES[gate](**x, return_last_states=True, backend=backend)
+    h1, state = GATES[gate](**first, return_last_states=True, backend=backend)
+    h2, last2 = GATES[gate](
+        **second, **dict(zip(STATES, state, strict=False)), return_last_states=True, backend=backend
+    )
+    close(torch.cat([h1, h2], 2), whole)
+    for actual, expected in zip(last2, last, strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "tk", "tk:sequential", "tk:overlapped", "tk:pingpong"])
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_and_states_of_any_dtype(gate: str, backend: str, make_inputs: Make, fake_tk: Any) -> None:
+    """They are read in fp32 whatever they come in; q, k, v decide the dtype of h."""
+    fake_tk.verdict = Support(True)
+    x = make_inputs(dtype=torch.bfloat16, states=STATES)
+    wide = {n: t if n in "qkv" else t.float() for n, t in x.items()}
+    h, last = GATES[gate](**x, return_last_states=True, backend=backend)
+    expected, expected_last = GATES[gate](**wide, return_last_states=True, backend="reference")
+    assert h.dtype == torch.bfloat16 and all(t.dtype == torch.float32 for t in last)
+    close(h, expected, 1e-2)
+    for actual, state in zip(last, expected_last, strict=True):
+        close(actual, state, 1e-5)
+
+
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"heads": 0}, {"seq": 0}, {"batch": 0, "seq": 0}])
+@pytest.mark.parametrize("backend", ["auto", "tk"])
+@pytest.mark.parametrize("gate", GATES)
+def test_empty_inputs(
+    gate: str, backend: str, shape: dict[str, int], make_inputs: Make, fake_tk: Any
+) -> None:
+    """An empty h that keeps the graph, and for S = 0 the initial state."""
+    fake_tk.verdict = Support(backend == "tk")
+    names = STATES if gate == "exp" else STATES[:2]
+    x = make_inputs(**shape, states=names)
+    x = {n: t if n == "m_initial" else t.requires_grad_() for n, t in x.items()}
+    h, last = GATES[gate](**x, return_last_states=True, backend=backend)
+    assert h.shape == x["v"].shape and h.numel() == 0 and h.requires_grad
+    for name, state in zip(names, last, strict=True):
+        torch.testing.assert_close(state, x[name])
+    (h.sum() + last[0].sum()).backward()
+    torch.testing.assert_close(x["c_initial"].grad, torch.ones_like(x["c_initial"]))
+
+
+def test_empty_sequence_without_a_state_gives_zeros(make_inputs: Make) -> None:
+    _, last = mlstm_chunkwise(**make_inputs(seq=0), return_last_states=True)
+    assert [t.shape for t in last] == [(2, 3, 16, 32), (2, 3, 16), (2, 3, 1)]
+    assert all(bool((t == 0).all()) for t in last)
+
+
+@pytest.mark.parametrize("seq", [1, 15, 63, 64, 65])
+def test_any_length(seq: int, make_inputs: Make) -> None:
+    x = make_inputs(seq=seq, dtype=torch.float64)
+    close(mlstm_chunkwise(**x), reference.mlstm_recurrent(**x))
+
+
+def test_views_are_read_in_place(make_inputs: Make, fake_tk: Any) -> None:
+    """[B, S, NH, D] in memory; the op hands h back in v's memory order."""
+    fake_tk.verdict = Support(True)
+    x = make_inputs()
+    views = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in x.items()}
+    h = mlstm_chunkwise(**views, backend="tk")
+    assert h.stride() == views["v"].stride() and not h.is_contiguous()
+    torch.testing.assert_close(h, mlstm_chunkwise(**x, backend="reference"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tk"])
+@pytest.mark.parametrize("gate", GATES)
+def test_backends_agree_on_gradients(gate: str, backend: str, make_inputs: Make, fake_tk: Any) -> None:
+    """tk's op takes the explicit formulas on a CPU, the recurrence plain autograd; states included."""
+    fake_tk.verdict = Support(True)
+    names = STATES if gate == "exp" else STATES[:2]
+    x = make_inputs(dtype=torch.float64, states=names)
+    weights = [torch.randn_like(x[n]) for n in ("v", "c_initial", "n_initial")]
+
+    def gradients(which: str) -> list[Tensor | None]:
+        leaves = {n: t.clone().requires_grad_(n != "m_initial") for n, t in x.items()}
+        h, (c, n, *_) = GATES[gate](**leaves, return_last_states=True, backend=which)
+        sum((a * w).sum() for a, w in zip((h, c, n), weights, strict=True)).backward()
+        return [t.grad for n, t in leaves.items() if n != "m_initial"]
+
+    for actual, expected in zip(gradients(backend), gradients("reference:recurrent"), strict=True):
+        assert actual is not None and expected is not None
+        close(actual, expected, 1e-9)
+
+
+def test_gradient_goes_only_where_it_is_needed(make_inputs: Make, fake_tk: Any) -> None:
+    fake_tk.verdict = Support(True)
+    x = make_inputs()
+    x["i"].requires_grad_()
+    h, (c, n, m) = mlstm_chunkwise(**x, return_last_states=True, backend="tk")
+    assert h.requires_grad and c.requires_grad and n.requires_grad and not m.requires_grad
+    c.sum().backward()
+    assert x["i"].grad is not None and x["q"].grad is None
+    with torch.no_grad():
+        assert not mlstm_chunkwise(**x, backend="tk").requires_grad
+
+
+# autocast
+
+
+def test_autocast_casts_q_k_v(make_inputs: Make) -> None:
+    """To the region's dtype, or autocast_kernel_dtype; the arithmetic inside stays the backend's own."""
+    x = make_inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h, (c, _, _) = mlstm_chunkwise(**x, return_last_states=True)
+        half = mlstm_chunkwise(**x, autocast_kernel_dtype=torch.float16)
+        full = mlstm_chunkwise(**x, autocast_kernel_dtype=torch.float32)
+    assert (h.dtype, c.dtype, half.dtype) == (torch.bfloat16, torch.float32, torch.float16)
+    cast = {n: t.bfloat16() if n in "qkv" else t for n, t in x.items()}
+    assert torch.equal(h, mlstm_chunkwise(**cast))
+    assert torch.equal(full, mlstm_chunkwise(**x))
+
+
+def test_autocast_accepts_mixed_dtypes(make_inputs: Make, fake_tk: Any) -> None:
+    x = make_inputs()
+    mixed = x | {"v": x["v"].bfloat16(), "q": x["q"].half()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mlstm_siging_chunkwise(**mixed).dtype == torch.bfloat16
+        fake_tk.verdict = Support(True)
+        assert mlstm_chunkwise(**mixed, backend="tk").dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="expected dtype"):
+        mlstm_chunkwise(**mixed)
+
+
+def test_autocast_gradients_reach_the_uncast_inputs(make_inputs: Make) -> None:
+    x = {n: t.requires_grad_() for n, t in make_inputs().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mlstm_chunkwise(**x).sum().backward()
+    assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in x.values())
+
+
+def test_autocast_leaves_float64_alone_and_kernel_dtype_is_for_autocast(make_inputs: Make) -> None:
+    x = make_inputs(dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mlstm_chunkwise(**x).dtype == torch.float64
+    assert mlstm_chunkwise(**make_inputs(), autocast_kernel_dtype=torch.bfloat16).dtype == torch.float32
+
+
+def test_which_sees_the_autocast_dtype(make_inputs: Make) -> None:
+    described = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            arguments = make_inputs() | {
+                "c_initial": None,
+                "n_initial": None,
+                "m_initial": None,
+                "return_last_states": False,
+                "eps": 1e-6,
+                "chunk_size": 64,
+                "recompute_states_in_bw": True,
+                "autocast_kernel_dtype": None,
+                "backend": "auto",
+            }
+            described.append(OPERATORS["mlstm_chunkwise"].describe(**arguments)[1].dtype)
+    assert described == [torch.float32, torch.bfloat16]
+    assert which("mlstm_chunkwise", **make_inputs()).backend == "reference"

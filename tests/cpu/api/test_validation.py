@@ -1,0 +1,220 @@
+"""Bad input raises before any backend runs; the message names the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tfla_tk
+from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
+
+STATES = ("c_initial", "n_initial", "m_initial")
+meta = torch.device("meta")
+
+Case = tuple[dict[str, Any], type[Exception], str]
+
+# argument replacements (a callable takes the good inputs), exception, pattern of the message
+CASES: dict[str, Case] = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, "q: expected a tensor .*, got list"),
+    "q of rank 3": ({"q": lambda x: x["q"][0]}, ValueError, "q: expected 4 dimensions .*, got 3 with shape"),
+    "v of rank 5": ({"v": lambda x: x["v"][None]}, ValueError, "v: expected 4 dimensions .*, got 5"),
+    "i of rank 4": (
+        {"i": lambda x: x["i"][..., None]},
+        ValueError,
+        r"i: expected 3 dimensions \[B, NH, S\], got 4",
+    ),
+    "k of another B": (
+        {"k": lambda x: x["k"][:1]},
+        ValueError,
+        r"k: expected shape .* = \(2, 3, 40, 16\), got \(1, 3",
+    ),
+    "k of another NH": ({"k": lambda x: x["k"][:, :2]}, ValueError, r"k: .*, got \(2, 2, 40, 16\)"),
+    "k of another DHQK": ({"k": lambda x: x["k"][..., :8]}, ValueError, r"k: .*, got \(2, 3, 40, 8\)"),
+    "v of another S": ({"v": lambda x: x["v"][:, :, 1:]}, ValueError, r"v: .* got \(2, 3, 39, 32\)"),
+    "v of another B": ({"v": lambda x: x["v"][:1]}, ValueError, r"v: .* got \(1, 3, 40, 32\)"),
+    "i of another S": (
+        {"i": lambda x: x["i"][..., 1:]},
+        ValueError,
+        r"i: expected shape .* got \(2, 3, 39\)",
+    ),
+    "f of another NH": ({"f": lambda x: x["f"][:, 1:]}, ValueError, r"f: expected shape .* got \(2, 2, 40\)"),
+    "no DHQK": (
+        {n: lambda x, n=n: x[n][..., :0] for n in "qk"},
+        ValueError,
+        "q: expected a head dimension of at least 1",
+    ),
+    "no DHHV": ({"v": lambda x: x["v"][..., :0]}, ValueError, "v: expected a head dimension of at least 1"),
+    "integer q": ({"q": lambda x: x["q"].int()}, TypeError, "q: expected dtype .*, got torch.int32"),
+    "complex v": ({"v": lambda x: x["v"].cfloat()}, TypeError, "v: expected dtype .*, got torch.complex64"),
+    "boolean f": ({"f": lambda x: x["f"] > 0}, TypeError, "f: expected dtype .*, got torch.bool"),
+    "sparse k": (
+        {"k": lambda x: x["k"].to_sparse()},
+        TypeError,
+        "k: expected a dense .*, got torch.sparse_coo",
+    ),
+    "mixed dtypes": (
+        {"v": lambda x: x["v"].bfloat16()},
+        TypeError,
+        "v: expected dtype torch.float32.*got torch.bfloat16",
+    ),
+    "k on another device": (
+        {"k": lambda x: x["k"].to(meta)},
+        ValueError,
+        "k: expected device cpu.*, got meta",
+    ),
+    "gates on another device": (
+        {"i": lambda x: x["i"].to(meta)},
+        ValueError,
+        "i: expected device cpu.*, got meta",
+    ),
+    "state on another device": (
+        {"n_initial": lambda x: x["n_initial"].to(meta)},
+        ValueError,
+        "n_initial: expected device cpu.*, got meta",
+    ),
+    "c of the wrong shape": (
+        {"c_initial": lambda x: x["c_initial"].mT},
+        ValueError,
+        r"c_initial: expected shape \[B, NH, DHQK, DHHV\] = \(2, 3, 16, 32\), got \(2, 3, 32, 16\)",
+    ),
+    "n of the wrong rank": (
+        {"n_initial": lambda x: x["n_initial"][..., None]},
+        ValueError,
+        "n_initial: expected 3 dim",
+    ),
+    "m without its last dimension": (
+        {"m_initial": lambda x: x["m_initial"][..., 0]},
+        ValueError,
+        "m_initial: expected 3",
+    ),
+    "integer state": ({"c_initial": lambda x: x["c_initial"].long()}, TypeError, "c_initial: expected dtype"),
+    "only c": (
+        {"n_initial": None, "m_initial": None},
+        ValueError,
+        "initial state: expected all of .*, got only c_initial",
+    ),
+    "no m": ({"m_initial": None}, ValueError, "initial state: .* got only c_initial, n_initial"),
+    "only m": ({"c_initial": None, "n_initial": None}, ValueError, "initial state: .* got only m_initial"),
+    "m requires grad": (
+        {"m_initial": lambda x: x["m_initial"].requires_grad_()},
+        ValueError,
+        "m_initial: expected no requires_grad",
+    ),
+    "chunk_size 0": ({"chunk_size": 0}, ValueError, "chunk_size: expected a positive multiple of 16, got 0"),
+    "chunk_size -64": ({"chunk_size": -64}, ValueError, "chunk_size: .* got -64"),
+    "chunk_size 40": ({"chunk_size": 40}, ValueError, "chunk_size: .* got 40"),
+    "chunk_size 64.0": (
+        {"chunk_size": 64.0},
+        TypeError,
+        "chunk_size: expected an int, got 64.0 of type float",
+    ),
+    "chunk_size True": ({"chunk_size": True}, TypeError, "chunk_size: expected an int, got True"),
+    "eps 0": ({"eps": 0.0}, ValueError, "eps: expected a positive finite number, got 0.0"),
+    "eps negative": ({"eps": -1e-6}, ValueError, "eps: .* got -1e-06"),
+    "eps nan": ({"eps": float("nan")}, ValueError, "eps: .* got nan"),
+    "eps inf": ({"eps": float("inf")}, ValueError, "eps: .* got inf"),
+    "eps is text": ({"eps": "1e-6"}, TypeError, "eps: expected a number, got '1e-6' of type str"),
+    "return_last_states 1": (
+        {"return_last_states": 1},
+        TypeError,
+        "return_last_states: expected a bool, got 1",
+    ),
+    "recompute 0": (
+        {"recompute_states_in_bw": 0},
+        TypeError,
+        "recompute_states_in_bw: expected a bool, got 0",
+    ),
+    "kernel dtype": (
+        {"autocast_kernel_dtype": torch.float64},
+        ValueError,
+        "autocast_kernel_dtype: .* got torch.float64",
+    ),
+    "backend cuda": (
+        {"backend": "cuda"},
+        ValueError,
+        "backend: expected one of auto, tk, triton, reference.*'cuda'",
+    ),
+    "backend None": ({"backend": None}, TypeError, "backend: expected a str, got None"),
+    "variant of auto": ({"backend": "auto:fast"}, ValueError, "backend: .*'auto:fast'"),
+    "unknown schedule": (
+        {"backend": "tk:fast"},
+        ValueError,
+        "backend: expected 'tk' or 'tk:' and one of .*'tk:fast'",
+    ),
+    "unknown form": (
+        {"backend": "reference:fast"},
+        ValueError,
+        "backend: expected 'reference:chunkwise'.*got",
+    ),
+    "unknown family": (
+        {"backend": "triton:fast_64"},
+        ValueError,
+        "backend: expected 'triton:' and one of .*fast_64",
+    ),
+}
+
+
+def replaced(inputs: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return inputs | {name: change(inputs) if callable(change) else change for name, change in changes.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mlstm_chunkwise_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) -> None:
+    changes, error, pattern = CASES[name]
+    arguments = replaced(make_inputs(states=STATES), changes)
+    with pytest.raises(error, match=pattern):
+        mlstm_chunkwise(**arguments)
+    with pytest.raises(error, match=pattern):
+        tfla_tk.which("mlstm_chunkwise", **arguments)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("only c", "no m", "only m")])
+def test_mlstm_siging_chunkwise_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) -> None:
+    changes, error, pattern = CASES[name]
+    with pytest.raises(error, match=pattern):
+        mlstm_siging_chunkwise(**replaced(make_inputs(states=STATES), changes))
+
+
+def test_siging_initial_state_is_c_and_n(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    inputs = make_inputs(states=("c_initial",))
+    with pytest.raises(
+        ValueError, match="initial state: expected all of c_initial, n_initial or none, got only c_initial"
+    ):
+        mlstm_siging_chunkwise(**inputs)
+    with pytest.raises(ValueError, match="got only n_initial"):
+        mlstm_siging_chunkwise(**make_inputs(states=("n_initial",)))
+    with pytest.raises(TypeError, match="normalize: expected a bool, got 1"):
+        mlstm_siging_chunkwise(**make_inputs(), normalize=1)
+    # without the normaliser there is no n
+    h = mlstm_siging_chunkwise(**inputs, normalize=False)
+    assert h.shape == inputs["v"].shape
+
+
+def test_stabiliser_of_an_earlier_call_is_accepted(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    inputs = {name: t.requires_grad_() for name, t in make_inputs().items()}
+    _, (c, n, m) = mlstm_chunkwise(**inputs, return_last_states=True)
+    graphed = m + 0 * c.sum()
+    h = mlstm_chunkwise(**inputs, c_initial=c, n_initial=n, m_initial=graphed)
+    h.sum().backward()
+    assert inputs["q"].grad is not None and bool(inputs["q"].grad.isfinite().all())
+
+
+def test_validation_reads_no_data(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    """Meta tensors have none; NaN and infinity pass through."""
+    inputs = {name: t.to(meta) for name, t in make_inputs(states=STATES).items()}
+    assert tfla_tk.which("mlstm_chunkwise", **inputs).backend == "reference"
+    inputs = make_inputs()
+    inputs["q"][0, 0, 0, 0] = float("nan")
+    h = mlstm_chunkwise(**inputs)
+    assert bool(h[0, 0].isnan().any()) and not bool(h[1].isnan().any())
+
+
+def test_messages_name_all_three(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    for changes, error, _ in CASES.values():
+        with pytest.raises(error) as caught:
+            mlstm_chunkwise(**replaced(make_inputs(states=STATES), changes))
+        assert re.fullmatch(r"[\w ]+: expected .+, got .+", str(caught.value)), str(caught.value)

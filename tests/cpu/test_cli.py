@@ -1,0 +1,153 @@
+"""The commands and their exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tfla_tk import build, doctor
+from tfla_tk.bench import compare
+from tfla_tk.build import Built, Instance
+from tfla_tk.build.compiler import CompileResult
+from tfla_tk.cli import main
+
+SHIPPED = [Instance(f"toy_{name}", "toy/toy.cu", ()) for name in ("a", "b")]
+LOG = "ptxas info : Used 168 registers"
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
+    """Two shipped instances whose compilation is only noted: the list of those asked for."""
+    asked: list[Instance] = []
+
+    def ensure(instances: list[Instance], jobs: int, progress: Callable[[Built], None]) -> list[Built]:
+        asked.extend(instances)
+        built = [Built(instance, Path("module.so"), LOG, True, 1.5) for instance in instances]
+        for one in built:
+            progress(one)
+        return built
+
+    monkeypatch.setattr(build, "shipped_instances", lambda: SHIPPED)
+    monkeypatch.setattr(build, "ensure", ensure)
+    return asked
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["build", "--jobs", "0"], ["build", "--jobs", "x"]])
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: tfla-tk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["doctor", "--help"], ["build", "--help"], ["compare", "--help"]]
+)
+def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 0
+    assert "usage: tfla-tk" in capsys.readouterr().out
+
+
+def test_python_m_gives_the_installed_version() -> None:
+    command = [sys.executable, "-m", "tfla_tk", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == f"tfla_tk {doctor.version('tfla_tk')}\n"
+
+
+def test_doctor_prints_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "ThunderKittens".lower() in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["libraries"]["torch"]
+
+
+def test_build_compiles_what_is_shipped(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build"]) == 0
+    assert shipped == SHIPPED
+    out = capsys.readouterr().out
+    assert "toy_a: 1.5 s, registers 168" in out
+    assert "2 kernels ready" in out
+
+
+def test_build_takes_the_names_that_match(shipped: list[Instance]) -> None:
+    assert main(["build", "--match", "*_b"]) == 0
+    assert shipped == SHIPPED[1:]
+
+
+def test_build_lists_without_compiling(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--list"]) == 0
+    assert capsys.readouterr().out.split() == ["toy_a", "toy_b"]
+    assert shipped == []
+
+
+def test_a_name_that_matches_nothing(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--match", "gla_*"]) == 1
+    assert "no kernel is named 'gla_*'; there are toy_a, toy_b" in capsys.readouterr().err
+
+
+def test_build_writes_sass(
+    shipped: list[Instance],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        build,
+        "compile_cubin",
+        lambda instance, folder: CompileResult(folder / f"{instance.name}.cubin", LOG, 0.5),
+    )
+    monkeypatch.setattr(build, "disassemble", lambda cubin: f"SASS of {cubin.name}")
+    assert main(["build", "--sass", str(tmp_path)]) == 0
+    assert (tmp_path / "toy_a.sass").read_text() == "SASS of toy_a.cubin"
+    assert (tmp_path / "toy_b.ptxas.log").read_text() == LOG
+    assert "2 kernels ready" in capsys.readouterr().out
+
+
+def test_build_without_nvcc_exits_with_1(
+    isolated_environment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(build, "shipped_instances", lambda: SHIPPED)
+    monkeypatch.setenv("TFLA_TK_NVCC", str(tmp_path / "nvcc"))
+    assert main(["build"]) == 1
+    error = capsys.readouterr().err
+    assert "does not exist" in error
+    assert "Remedy:" in error
+
+
+def test_a_wrong_environment_variable_exits_with_1(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TFLA_TK_JOBS", "many")
+    assert main(["build"]) == 1
+    assert "TFLA_TK_JOBS: expected a positive integer, got 'many'" in capsys.readouterr().err
+
+
+def test_compare_is_run_and_its_status_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def run(arguments: argparse.Namespace) -> int:
+        seen.append(arguments)
+        return 3
+
+    monkeypatch.setattr(compare, "run", run)
+    assert main(["compare"]) == 3
+    assert len(seen) == 1
+
+
+def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "report", interrupt)
+    assert main(["doctor"]) == 130

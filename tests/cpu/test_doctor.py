@@ -1,0 +1,95 @@
+"""The doctor's report: facts where something is found, an error with its remedy where not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tfla_tk import doctor, env
+from tfla_tk.dispatch import OPERATORS
+
+
+def test_there_is_an_example_call_for_every_operator() -> None:
+    assert set(doctor.EXAMPLES) == set(OPERATORS)
+
+
+def test_the_report_is_plain_values() -> None:
+    found = doctor.report()
+    assert json.loads(json.dumps(found)) == found
+    assert found["libraries"]["torch"]
+    assert set(found["environment"]) == {variable.name for variable in env.VARIABLES}
+    for name, uses in found["operators"].items():
+        assert set(uses) == {"inference", "training"}, name
+        for choice in uses.values():
+            assert choice["backend"] in choice["reasons"]
+            assert all(choice["reasons"].values())
+
+
+def test_the_text_tells_the_choice_and_why() -> None:
+    found = doctor.report()
+    text = doctor.render(found)
+    for name, uses in found["operators"].items():
+        for use, choice in uses.items():
+            assert f"{name}, {use}: {choice['backend']}" in text
+            assert all(verdict in text for verdict in choice["reasons"].values())
+
+
+def test_what_is_missing_is_told_with_its_remedy(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TFLA_TK_NVCC", str(tmp_path / "nvcc"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = doctor.report()
+    assert found["gpus"] == []
+    assert "does not exist" in found["nvcc"]["error"]
+    assert "not tried" in found["thunderkittens"]["error"]
+    assert found["cache"] == {"path": str(isolated_environment), "writable": True, "modules": 0}
+    text = doctor.render(found)
+    assert "GPU                         none" in text
+    for part in ("nvcc", "thunderkittens"):
+        assert found[part]["remedy"] in text
+    assert f"TFLA_TK_NVCC                {tmp_path / 'nvcc'}" in text
+
+
+def test_what_is_found_is_told_with_its_look_up(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/kittens.cuh").touch()
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(tmp_path))
+    found = doctor.report()["thunderkittens"]
+    assert (found["path"], found["found_by"]) == (str(tmp_path), "THUNDERKITTENS_ROOT")
+
+
+def test_gpus_are_read_from_nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho 'NVIDIA H200, 580.1, 9.0, 143771 MiB'\necho 'NVIDIA L4, 580.1, 8.9, 23034 MiB'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    found = doctor.report()
+    assert [gpu["compute_cap"] for gpu in found["gpus"]] == ["9.0", "8.9"]
+    text = doctor.render(found)
+    assert "NVIDIA H200, compute capability 9.0, driver 580.1" in text
+    assert "NVIDIA L4, compute capability 8.9; the tk kernels need 9.0, driver 580.1" in text
+
+
+def test_a_failing_nvidia_smi_means_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert doctor.report()["gpus"] == []
+
+
+def test_a_cache_that_cannot_be_written(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(tmp_path / "file"))
+    found = doctor.report()
+    assert found["cache"]["writable"] is False
+    assert "not writable" in doctor.render(found)

@@ -1,0 +1,25 @@
+"""tfla_tk: chunkwise linear attention on Hopper GPUs, written with ThunderKittens.
+
+Importing this package touches no GPU and compiles nothing. Public names:
+
+    mlstm_chunkwise, mlstm_siging_chunkwise    mLSTM with exponential and with sigmoid input gate
+    which                                      the backend that a call would use, and why
+    UnsupportedError                           a backend asked for by name cannot serve the call
+
+The subpackage tfla_tk.reference holds every operator in pure PyTorch; import it by name.
+"""
+
+from __future__ import annotations
+
+from tfla_tk.dispatch import Choice, Support, which
+from tfla_tk.errors import UnsupportedError
+from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
+
+__all__ = [
+    "Choice",
+    "Support",
+    "UnsupportedError",
+    "mlstm_chunkwise",
+    "mlstm_siging_chunkwise",
+    "which",
+]

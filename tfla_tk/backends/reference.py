@@ -1,0 +1,56 @@
+"""The reference as a backend: pure PyTorch, plain autograd, any device and floating dtype, any shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import tfla_tk.reference as forms
+from tfla_tk.dispatch import SUPPORTED, Support
+from tfla_tk.validation import MLSTMCall, fail
+
+VARIANTS = ("chunkwise", "parallel", "recurrent")
+
+_MLSTM = {
+    "chunkwise": forms.mlstm_chunkwise,
+    "parallel": forms.mlstm_parallel,
+    "recurrent": forms.mlstm_recurrent,
+}
+_MLSTM_SIGING = {
+    "chunkwise": forms.mlstm_siging_chunkwise,
+    "parallel": forms.mlstm_siging_parallel,
+    "recurrent": forms.mlstm_siging_recurrent,
+}
+
+
+def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Everything is supported; ValueError for a variant that is none of VARIANTS."""
+    if variant is not None and variant not in VARIANTS:
+        fail("backend", " or ".join(f"'reference:{name}'" for name in VARIANTS), repr(f"reference:{variant}"))
+    return SUPPORTED
+
+
+def mlstm(
+    call: MLSTMCall,
+    variant: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None,
+    n_initial: Tensor | None,
+    m_initial: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n)."""
+    form = variant or "chunkwise"
+    options: dict[str, Any] = {"return_last_states": True, "eps": call.eps}
+    if form == "chunkwise":
+        options["chunk_size"] = call.chunk_size
+    if call.sigmoid_gate:
+        options["normalize"] = call.normalize
+        h, last = _MLSTM_SIGING[form](q, k, v, i, f, c_initial, n_initial, **options)
+    else:
+        h, last = _MLSTM[form](q, k, v, i, f, c_initial, n_initial, m_initial, **options)
+    return h, last

@@ -1,0 +1,124 @@
+"""The command line: ``tfla-tk doctor``, ``tfla-tk build``, ``tfla-tk compare``.
+
+Exit status: 0 done, 1 failed (the message says why and what to do), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import tfla_tk
+from tfla_tk import build, doctor, env
+from tfla_tk.bench import compare
+from tfla_tk.errors import UnsupportedError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+        return status
+    except (build.BuildError, UnsupportedError, ValueError) as error:
+        print(f"tfla-tk: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tfla-tk: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tfla-tk", description=(tfla_tk.__doc__ or "").splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"tfla_tk {doctor.version('tfla_tk')}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    command = commands.add_parser(
+        "doctor", help="what this machine offers, and the backend each operator would use"
+    )
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.set_defaults(run=_doctor)
+
+    command = commands.add_parser("build", help="compile the kernels ahead of their first call")
+    command.add_argument("--match", default="*", metavar="GLOB", help="only the instances of this name")
+    command.add_argument(
+        "--jobs", type=_positive, help="compiler processes at a time (default: the CPU cores)"
+    )
+    command.add_argument("--list", action="store_true", help="print the names and compile nothing")
+    command.add_argument(
+        "--sass", type=Path, metavar="DIR", help="write cubin, SASS and ptxas log there instead"
+    )
+    command.set_defaults(run=_build)
+
+    command = commands.add_parser("compare", help="time the backends side by side")
+    compare.add_arguments(command)
+    command.set_defaults(run=compare.run)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return value
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    found = doctor.report()
+    print(json.dumps(found, indent=2) if arguments.json else doctor.render(found))
+    return 0
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    shipped = build.shipped_instances()
+    chosen = [instance for instance in shipped if fnmatch.fnmatch(instance.name, arguments.match)]
+    if shipped and not chosen:
+        names = ", ".join(instance.name for instance in shipped)
+        raise ValueError(f"--match: no kernel is named {arguments.match!r}; there are {names}")
+    if arguments.list:
+        print("\n".join(instance.name for instance in chosen))
+        return 0
+    jobs = arguments.jobs or env.build_jobs()
+    console = Console()
+    with _progress(console) as progress:
+        task = progress.add_task("compiling", total=len(chosen))
+
+        def done(line: str) -> None:
+            progress.console.print(line, highlight=False, markup=False)
+            progress.advance(task)
+
+        if arguments.sass is not None:
+            with ThreadPoolExecutor(jobs) as pool:
+                for line in pool.map(lambda instance: _write_sass(instance, arguments.sass), chosen):
+                    done(line)
+        else:
+            build.ensure(chosen, jobs, lambda built: done(_built_line(built)))
+    console.print(f"{len(chosen)} kernels ready", highlight=False)
+    return 0
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _built_line(built: build.Built) -> str:
+    took = f"{built.seconds:.1f} s" if built.compiled else "cached"
+    registers = [str(kernel.registers) for kernel in build.parse_ptxas_log(built.ptxas_log)]
+    return f"{built.instance.name}: {took}, registers {', '.join(registers)}"
+
+
+def _write_sass(instance: build.Instance, folder: Path) -> str:
+    compiled = build.compile_cubin(instance, folder)
+    listing = compiled.cubin.with_suffix(".sass")
+    listing.write_text(build.disassemble(compiled.cubin))
+    compiled.cubin.with_suffix(".ptxas.log").write_text(compiled.ptxas_log)
+    return f"{listing}: {compiled.seconds:.1f} s"

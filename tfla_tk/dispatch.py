@@ -1,0 +1,167 @@
+"""Which backend serves a call, and why: the support table behind `backend=` and `which`.
+
+A backend module exposes `supports_<op>(call, variant)` and the function itself. "auto" takes the first
+backend that serves the call exactly, in the order of BACKENDS; a backend asked for by name serves the call
+or raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, TypeVar
+
+from tfla_tk.errors import UnsupportedError
+from tfla_tk.ops import SCHEDULES
+from tfla_tk.validation import fail
+
+BACKENDS = ("tk", "triton", "reference")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a backend serves a call.
+
+    Attributes:
+        ok: it does, when asked for by name.
+        reason: what stands in the way; with ok, what to know about the result.
+        remedy: what to change; empty where nothing helps.
+        auto: "auto" may take it too. False for results that are not exact: those are never chosen silently.
+    """
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+    auto: bool = True
+
+    def __str__(self) -> str:
+        verdict = "no" if not self.ok else "yes" if self.auto else "by name only"
+        detail = self.reason + (f" ({self.remedy})" if self.remedy else "")
+        return f"{verdict}: {detail}" if detail else verdict
+
+
+SUPPORTED = Support(True)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call, with the verdict on each one that was considered.
+
+    Attributes:
+        backend: as it can be passed to `backend=`, for example "reference" or "triton:xl_chunk_128".
+        reasons: verdict per backend name, in the order they are tried.
+    """
+
+    backend: str
+    reasons: dict[str, Support] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.reasons), default=0)
+        table = [f"  {name:<{width}}  {support}" for name, support in self.reasons.items()]
+        return "\n".join([self.backend, *table])
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A public function and the step that turns its arguments into (kernel name, call description)."""
+
+    function: Callable[..., Any]
+    describe: Callable[..., tuple[str, Any]]
+
+
+OPERATORS: dict[str, Operator] = {}
+
+
+def operator(describe: Callable[..., tuple[str, Any]]) -> Callable[[Function], Function]:
+    """Register a public function for `which`; `describe` takes all of its arguments by keyword."""
+
+    def register(function: Function) -> Function:
+        OPERATORS[function.__name__] = Operator(function, describe)
+        return function
+
+    return register
+
+
+def load_backend(name: str) -> ModuleType:
+    """The module of a backend, imported on its first use."""
+    if name == "tk":
+        from tfla_tk.backends import tk
+
+        return tk
+    if name == "triton":
+        from tfla_tk.backends import triton
+
+        return triton
+    from tfla_tk.backends import reference
+
+    return reference
+
+
+def split_backend(backend: str) -> tuple[str, str | None]:
+    """Split "name" or "name:variant"; ValueError for a name that is no backend."""
+    if not isinstance(backend, str):
+        fail("backend", "a str", f"{backend!r} of type {type(backend).__name__}", TypeError)
+    name, colon, variant = backend.partition(":")
+    if name not in BACKENDS and backend != "auto":
+        fail("backend", f"one of {', '.join(('auto', *BACKENDS))}, or name:variant", repr(backend))
+    return name, variant if colon else None
+
+
+def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
+    """The verdict of one backend on one call."""
+    supports = getattr(load_backend(name), f"supports_{kernel}")
+    if name == "tk" and variant is not None and variant not in SCHEDULES:
+        fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", f"'tk:{variant}'")
+    verdict: Support = supports(call) if name == "tk" or variant is None else supports(call, variant)
+    return verdict
+
+
+def choose(op: str, kernel: str, call: Any, backend: str) -> tuple[str, str | None]:
+    """The backend and variant that serve the call.
+
+    Raises:
+        UnsupportedError: a backend asked for by name cannot serve it, or under "auto" none can.
+    """
+    name, variant = split_backend(backend)
+    if name == "auto":
+        for candidate in BACKENDS:
+            verdict = support(candidate, kernel, call)
+            if verdict.ok and verdict.auto:
+                return candidate, None
+        raise UnsupportedError(op, "no backend serves this call", f"see tfla_tk.which({op!r}, ...)")
+    verdict = support(name, kernel, call, variant)
+    if not verdict.ok:
+        raise UnsupportedError(f"{op} on backend {backend!r}", verdict.reason, verdict.remedy)
+    return name, variant
+
+
+def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
+    """Say which backend a call would use, and why not the others. Nothing is computed.
+
+    Args:
+        op: a public function of this package or its name, for example "mlstm_chunkwise".
+        args, kwargs: the arguments of that call; tensors on the meta device or fake tensors serve as well.
+
+    Returns:
+        The choice with a verdict per backend; `print` it to read it.
+
+    Raises:
+        UnsupportedError, ValueError, TypeError: whatever the call itself would raise before computing.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in OPERATORS:
+        fail("op", f"one of {', '.join(sorted(OPERATORS))}", repr(name))
+    entry = OPERATORS[name]
+    bound = inspect.signature(entry.function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    backend = bound.arguments["backend"]
+    kernel, call = entry.describe(**bound.arguments)
+    chosen, variant = choose(name, kernel, call, backend)
+    reasons = {candidate: support(candidate, kernel, call) for candidate in BACKENDS}
+    label = chosen if variant is None else f"{chosen}:{variant}"
+    reasons.setdefault(label, support(chosen, kernel, call, variant))
+    return Choice(label, reasons)

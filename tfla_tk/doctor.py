@@ -1,0 +1,164 @@
+"""What this machine offers (GPU, compilers, libraries), and the backend that each operator would use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk import env
+from tfla_tk.build.cache import modules_dir
+from tfla_tk.build.errors import BuildError
+from tfla_tk.build.thunderkittens import find_thunderkittens
+from tfla_tk.build.toolchain import find_toolchain
+from tfla_tk.dispatch import OPERATORS, which
+
+LIBRARIES = ("torch", "triton", "einops", "pybind11", "mlstm_kernels", "fla-core", "xlstm")
+_GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
+_SMI_TIMEOUT_S = 30
+
+
+def report() -> dict[str, Any]:
+    """Everything that ``tfla-tk doctor`` prints, as plain values that JSON can hold.
+
+    Nothing is compiled or fetched. What cannot be found is an entry with ``error`` and ``remedy``.
+    """
+    return {
+        "tfla_tk": version("tfla_tk"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpus": _gpus(),
+        "torch_cuda": torch.version.cuda,
+        "torch_sees_gpu": torch.cuda.is_available(),
+        "libraries": {name: version(name) for name in LIBRARIES},
+        "nvcc": _described(_nvcc),
+        "thunderkittens": _described(_thunderkittens),
+        "cache": _cache(),
+        "environment": {variable.name: variable.get() for variable in env.VARIABLES},
+        "operators": {name: _choices(name) for name in sorted(OPERATORS)},
+    }
+
+
+def render(found: dict[str, Any]) -> str:
+    """A report as text, one fact per line."""
+    lines = [
+        _line("tfla_tk", f"{found['tfla_tk']}, Python {found['python']}, {found['platform']}"),
+        *(_line("GPU", _gpu_text(gpu)) for gpu in found["gpus"]),
+    ]
+    if not found["gpus"]:
+        lines.append(_line("GPU", "none (nvidia-smi reports no device)"))
+    cuda = found["torch_cuda"] or "none, a CPU build"
+    sees = "sees a GPU" if found["torch_sees_gpu"] else "sees no GPU"
+    lines.append(_line("torch CUDA", f"{cuda}; torch {sees}"))
+    lines += [_line(name, version or "not installed") for name, version in found["libraries"].items()]
+    lines += [_line(name, _found_text(found[name])) for name in ("nvcc", "thunderkittens")]
+    cache = found["cache"]
+    state = "writable" if cache["writable"] else "not writable"
+    lines.append(_line("cache", f"{cache['path']} ({state}, {cache['modules']} compiled kernels)"))
+    lines += [_line(name, value) for name, value in found["environment"].items() if value]
+    for name, uses in found["operators"].items():
+        for use, choice in uses.items():
+            lines += ["", f"{name}, {use}: {choice['backend']}"]
+            lines += [f"  {backend:<10} {verdict}" for backend, verdict in choice["reasons"].items()]
+    return "\n".join(lines)
+
+
+def version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<28}" + text.replace("\n", "\n" + " " * 28)
+
+
+def _gpu_text(gpu: dict[str, str]) -> str:
+    hopper = "" if gpu["compute_cap"] == "9.0" else "; the tk kernels need 9.0"
+    return f"{gpu['name']}, compute capability {gpu['compute_cap']}{hopper}, driver {gpu['driver_version']}"
+
+
+def _found_text(entry: dict[str, str]) -> str:
+    if "error" in entry:
+        return f"not found: {entry['error']}\nremedy: {entry['remedy']}"
+    return f"{entry['path']} ({entry['version']}; found by {entry['found_by']})"
+
+
+def _gpus() -> list[dict[str, str]]:
+    """One entry per GPU, as nvidia-smi tells it: it needs no CUDA build of torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)]
+
+
+def _described(find: Callable[[], dict[str, str]]) -> dict[str, str]:
+    try:
+        return find()
+    except BuildError as error:
+        return {"error": error.reason, "remedy": error.remedy}
+
+
+def _nvcc() -> dict[str, str]:
+    toolchain = find_toolchain()
+    return {"path": str(toolchain.nvcc), "version": toolchain.identity, "found_by": toolchain.origin}
+
+
+def _thunderkittens() -> dict[str, str]:
+    kittens = find_thunderkittens(clone=False)
+    return {"path": str(kittens.root), "version": kittens.identity, "found_by": kittens.origin}
+
+
+def _cache() -> dict[str, Any]:
+    path = env.cache_dir()
+    modules = modules_dir()
+    count = sum(1 for _ in modules.glob("*/manifest.json")) if modules.is_dir() else 0
+    return {"path": str(path), "writable": _writable(path), "modules": count}
+
+
+def _writable(path: Path) -> bool:
+    """Whether files can be made there, or in the nearest parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+
+
+def _choices(name: str) -> dict[str, dict[str, Any]]:
+    uses: dict[str, dict[str, Any]] = {}
+    for use, requires_grad in (("inference", False), ("training", True)):
+        choice = which(name, *EXAMPLES[name](requires_grad))
+        reasons = {backend: str(support) for backend, support in choice.reasons.items()}
+        uses[use] = {"backend": choice.backend, "reasons": reasons}
+    return uses
+
+
+def _mlstm_example(requires_grad: bool) -> list[Tensor]:
+    """q, k, v, i, f of a small call: one batch entry, one head, 64 tokens, head dims 128 and 256."""
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    operands = [torch.zeros(1, 1, 64, dim, device=device, dtype=dtype) for dim in (128, 128, 256)]
+    gates = [torch.zeros(1, 1, 64, device=device) for _ in range(2)]
+    return [tensor.requires_grad_(requires_grad) for tensor in (*operands, *gates)]
+
+
+EXAMPLES: dict[str, Callable[[bool], list[Tensor]]] = {
+    "mlstm_chunkwise": _mlstm_example,
+    "mlstm_siging_chunkwise": _mlstm_example,
+}

@@ -1,0 +1,80 @@
+"""Every environment variable that tfla_tk reads, in one place.
+
+The package reads the environment through this module only. An empty value counts as unset.
+``python -m tfla_tk doctor`` prints the values in force.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name and what it changes."""
+
+    name: str
+    meaning: str
+
+    def get(self) -> str | None:
+        """The value, or None when it is unset or empty."""
+        return os.environ.get(self.name) or None
+
+
+NVCC = Variable("TFLA_TK_NVCC", "the nvcc to compile kernels with; nothing else is tried when it is set")
+CUDA_HOME = Variable("CUDA_HOME", "a CUDA toolkit, used when it holds bin/nvcc and the CUDA headers")
+THUNDERKITTENS_ROOT = Variable(
+    "THUNDERKITTENS_ROOT", "a ThunderKittens checkout to compile against, in place of the pinned commit"
+)
+THUNDERKITTENS_URL = Variable(
+    "TFLA_TK_THUNDERKITTENS_URL", "git URL that the pinned ThunderKittens commit is fetched from (a mirror)"
+)
+CACHE_DIR = Variable(
+    "TFLA_TK_CACHE_DIR", "where compiled kernels and ThunderKittens are kept (default ~/.cache/tfla_tk)"
+)
+JOBS = Variable("TFLA_TK_JOBS", "compiler processes at a time (default: the CPU cores this process may use)")
+XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "replaces ~/.cache in the default cache directory")
+NVCC_CCBIN = Variable("NVCC_CCBIN", "the host compiler, read by nvcc itself (default g++)")
+NVCC_PREPEND_FLAGS = Variable("NVCC_PREPEND_FLAGS", "read by nvcc itself; part of the cache key")
+NVCC_APPEND_FLAGS = Variable("NVCC_APPEND_FLAGS", "read by nvcc itself; part of the cache key")
+
+VARIABLES = (
+    NVCC,
+    CUDA_HOME,
+    THUNDERKITTENS_ROOT,
+    THUNDERKITTENS_URL,
+    CACHE_DIR,
+    JOBS,
+    XDG_CACHE_HOME,
+    NVCC_CCBIN,
+    NVCC_PREPEND_FLAGS,
+    NVCC_APPEND_FLAGS,
+)
+
+
+def cache_dir() -> Path:
+    """The cache directory: TFLA_TK_CACHE_DIR, or tfla_tk below XDG_CACHE_HOME or ~/.cache.
+
+    It is not created here.
+    """
+    chosen = CACHE_DIR.get()
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    base = XDG_CACHE_HOME.get()
+    return (Path(base) if base else Path.home() / ".cache") / "tfla_tk"
+
+
+def build_jobs() -> int:
+    """How many compiler processes may run at a time (TFLA_TK_JOBS, or the usable CPU cores).
+
+    Raises:
+        ValueError: TFLA_TK_JOBS is no positive integer.
+    """
+    value = JOBS.get()
+    if value is None:
+        return len(os.sched_getaffinity(0))
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"{JOBS.name}: expected a positive integer, got {value!r}")
+    return int(value)

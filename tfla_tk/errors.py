@@ -1,0 +1,17 @@
+"""Exceptions of tfla_tk. Bad arguments raise the builtin ValueError and TypeError."""
+
+from __future__ import annotations
+
+
+class UnsupportedError(RuntimeError):
+    """A backend asked for by name cannot serve the call.
+
+    Attributes:
+        reason: what about the call, the machine or the installation stands in the way.
+        remedy: what to change; empty where nothing helps.
+    """
+
+    def __init__(self, what: str, reason: str, remedy: str = "") -> None:
+        self.reason = reason
+        self.remedy = remedy
+        super().__init__(f"{what}: {reason}" + (f" ({remedy})" if remedy else ""))

@@ -1,0 +1,210 @@
+"""mLSTM with exponential and with sigmoid input gate: the public functions.
+
+Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile parameters are not taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tfla_tk import ops
+from tfla_tk.dispatch import choose, load_backend, operator
+from tfla_tk.validation import MLSTMCall, check_bool, check_kernel_dtype, check_mlstm
+
+ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
+SigState: TypeAlias = tuple[Tensor, Tensor]
+
+
+def _describe_exp(**arguments: Any) -> tuple[str, MLSTMCall]:
+    return "mlstm", _check(sigmoid_gate=False, normalize=True, **arguments)
+
+
+def _describe_sig(**arguments: Any) -> tuple[str, MLSTMCall]:
+    return "mlstm", _check(sigmoid_gate=True, **arguments)
+
+
+@operator(_describe_exp)
+def mlstm_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    chunk_size: int = 64,
+    *,
+    recompute_states_in_bw: bool = True,
+    autocast_kernel_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ExpState]:
+    """mLSTM with exponential input gate (mLSTMexp), chunkwise.
+
+    Per head, with s = DHQK^-1/2 and m only a stabiliser::
+
+        m_t = max(logsigmoid(f_t) + m_{t-1}, i_t)
+        C_t = e^{logsigmoid(f_t) + m_{t-1} - m_t} C_{t-1} + e^{i_t - m_t} k_t v_t^T   (n_t likewise from k_t)
+        h_t = s q_t^T C_t / (max(|s q_t.n_t|, e^{-m_t}) + eps)
+
+    Source: Beck et al., "Tiled Flash Linear Attention" (2025).
+
+    Args:
+        q, k: queries and keys [B, NH, S, DHQK], any view, of one dtype: float16, bfloat16, float32 or
+            float64.
+        v: values [B, NH, S, DHHV], q's dtype.
+        i, f: pre-activations of input and forget gate [B, NH, S], any floating dtype (fp32 is best).
+        c_initial, n_initial, m_initial: state before the first step, any floating dtype, [B, NH, DHQK, DHHV],
+            [B, NH, DHQK], [B, NH, 1]; all or none (zeros). m_initial is a constant of the differentiation.
+        return_last_states: also return the state after the last step.
+        eps: added to the normaliser after the maximum; positive.
+        chunk_size: time steps per chunk, a positive multiple of 16. The result does not depend on it beyond
+            rounding. Used by the reference and by the Triton variants named without a size; the tk kernels
+            and backend="triton" choose their own.
+        recompute_states_in_bw: Triton only: recompute the chunk states in the backward pass instead of
+            storing them.
+        autocast_kernel_dtype: dtype of q, k, v under torch.autocast: float16, bfloat16, float32, or None
+            for the autocast region's dtype. Gates and states keep theirs. Without autocast it has no
+            effect.
+        backend: "auto" takes the first of tk, triton, reference that serves the call exactly
+            (`tfla_tk.which` says which and why); a name, or name:variant such as "triton:xl_chunk_128" or
+            "tk:pingpong", takes that one or raises.
+
+    Returns:
+        h [B, NH, S, DHHV] in q's dtype, or (h, (c, n, m)) with the state after the last step, shaped as
+        above, fp32 (fp64 for fp64 inputs). Empty inputs give an empty h and, for S = 0, the initial state.
+
+    Raises:
+        TypeError, ValueError: bad arguments, before anything is computed.
+        UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
+    """
+    h, state = _run(
+        "mlstm_chunkwise",
+        backend,
+        q=q,
+        k=k,
+        v=v,
+        i=i,
+        f=f,
+        c_initial=c_initial,
+        n_initial=n_initial,
+        m_initial=m_initial,
+        sigmoid_gate=False,
+        normalize=True,
+        return_last_states=return_last_states,
+        eps=eps,
+        chunk_size=chunk_size,
+        recompute_states_in_bw=recompute_states_in_bw,
+        autocast_kernel_dtype=autocast_kernel_dtype,
+    )
+    if not return_last_states:
+        return h
+    c, n, m = state
+    return h, (c, n, m)
+
+
+@operator(_describe_sig)
+def mlstm_siging_chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    normalize: bool = True,
+    chunk_size: int = 64,
+    *,
+    recompute_states_in_bw: bool = True,
+    autocast_kernel_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, SigState]:
+    """mLSTM with sigmoid input gate (mLSTMsig), chunkwise.
+
+    Per head, with s = DHQK^-1/2::
+
+        C_t = sigmoid(f_t) C_{t-1} + sigmoid(i_t) k_t v_t^T     (n_t likewise, from k_t)
+        h_t = s q_t^T C_t / (max(|s q_t.n_t|, 1) + eps)         normalize=True
+        h_t = s q_t^T C_t                                       normalize=False
+
+    Arguments, errors and the choice of the backend as in `mlstm_chunkwise`; m_initial is checked but unused
+    (it keeps the positional order), and with normalize=False n_initial may be left out and is unused.
+
+    Args:
+        normalize: divide by the normaliser.
+
+    Returns:
+        h [B, NH, S, DHHV] in q's dtype, or (h, (c, n)) with c [B, NH, DHQK, DHHV] and n [B, NH, DHQK], fp32
+        (fp64 for fp64 inputs); n is zeros with normalize=False.
+    """
+    h, state = _run(
+        "mlstm_siging_chunkwise",
+        backend,
+        q=q,
+        k=k,
+        v=v,
+        i=i,
+        f=f,
+        c_initial=c_initial,
+        n_initial=n_initial,
+        m_initial=m_initial,
+        sigmoid_gate=True,
+        normalize=normalize,
+        return_last_states=return_last_states,
+        eps=eps,
+        chunk_size=chunk_size,
+        recompute_states_in_bw=recompute_states_in_bw,
+        autocast_kernel_dtype=autocast_kernel_dtype,
+    )
+    if not return_last_states:
+        return h
+    c, n = state
+    return h, (c, n)
+
+
+def _check(
+    *, autocast_kernel_dtype: Any, recompute_states_in_bw: Any, backend: Any, **arguments: Any
+) -> MLSTMCall:
+    """Validate all arguments of a public function; `choose` checks backend."""
+    check_kernel_dtype(autocast_kernel_dtype)
+    check_bool("recompute_states_in_bw", recompute_states_in_bw)
+    return check_mlstm(**arguments, autocast_dtype=_autocast_dtype(arguments["q"], autocast_kernel_dtype))
+
+
+def _autocast_dtype(q: Any, kernel_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that q, k, v are cast to; None where autocast is off for q's device; fp64 is never cast."""
+    if not isinstance(q, Tensor) or q.dtype == torch.float64:
+        return None
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return kernel_dtype or torch.get_autocast_dtype(device)
+
+
+def _run(op: str, backend: str, **arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Validate, choose the backend, apply: h and the last state."""
+    call = _check(backend=backend, **arguments)
+    name, variant = choose(op, "mlstm", call, backend)
+    if call.is_empty:
+        # nothing to launch: the reference carries the initial state and the graph through
+        name, variant = "reference", None
+    # no-ops but under autocast
+    qkv = tuple(arguments[x].to(call.dtype) for x in ("q", "k", "v"))
+    rest = tuple(arguments[x] for x in ("i", "f", "c_initial", "n_initial", "m_initial"))
+    if name == "tk":
+        return ops.mlstm(call, variant or "auto", *qkv, *rest)
+    result: tuple[Tensor, tuple[Tensor, ...]]
+    if name == "triton":
+        recompute = arguments["recompute_states_in_bw"]
+        result = load_backend(name).mlstm(call, variant, *qkv, *rest, recompute_states_in_bw=recompute)
+    else:
+        result = load_backend(name).mlstm(call, variant, *qkv, *rest)
+    return result

@@ -1,0 +1,208 @@
+"""Argument checks of the public functions, on metadata alone: no tensor data is read, no device is touched.
+
+Every message names the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CHUNK_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class MLSTMCall:
+    """What a backend needs to know about one mLSTM call to accept or refuse it.
+
+    heads counts the heads of one batch entry, seq the time steps, dim_qk and dim_v the head dims of q/k and
+    of v; requires_grad says that a gradient will be recorded.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    seq: int
+    dim_qk: int
+    dim_v: int
+    sigmoid_gate: bool
+    normalize: bool
+    return_last_states: bool
+    has_initial_state: bool
+    requires_grad: bool
+    chunk_size: int
+    eps: float
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is no token to compute."""
+        return self.batch * self.heads * self.seq == 0
+
+
+def fail(name: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise `error` with the one message format of this package."""
+    raise error(f"{name}: expected {expected}, got {got}")
+
+
+def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
+    """A dense floating-point tensor of the given rank; `layout` spells its dimensions for the message."""
+    if not isinstance(value, Tensor):
+        fail(name, f"a tensor {layout}", type(value).__name__, TypeError)
+    if value.dtype not in FLOAT_DTYPES:
+        fail(name, "dtype float16, bfloat16, float32 or float64", value.dtype, TypeError)
+    if value.layout is not torch.strided:
+        fail(name, "a dense (strided) tensor", value.layout, TypeError)
+    if value.dim() != rank:
+        fail(name, f"{rank} dimensions {layout}", f"{value.dim()} with shape {tuple(value.shape)}")
+
+
+def check_shape(name: str, value: Tensor, expected: tuple[int, ...], layout: str) -> None:
+    """The exact shape; `layout` spells its dimensions for the message."""
+    if value.shape != expected:
+        fail(name, f"shape {layout} = {tuple(expected)}", tuple(value.shape))
+
+
+def check_device(name: str, value: Tensor, device: torch.device) -> None:
+    """The device of q."""
+    if value.device != device:
+        fail(name, f"device {device}, the device of q", value.device)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """A bool, not merely something truthy."""
+    if not isinstance(value, bool):
+        fail(name, "a bool", f"{value!r} of type {type(value).__name__}", TypeError)
+
+
+def check_chunk_size(value: Any) -> None:
+    """A positive multiple of CHUNK_MULTIPLE."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        fail("chunk_size", "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+    if value <= 0 or value % CHUNK_MULTIPLE != 0:
+        fail("chunk_size", f"a positive multiple of {CHUNK_MULTIPLE}", value)
+
+
+def check_eps(value: Any) -> None:
+    """A positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        fail("eps", "a number", f"{value!r} of type {type(value).__name__}", TypeError)
+    if not 0 < value < math.inf:
+        fail("eps", "a positive finite number", value)
+
+
+def check_kernel_dtype(value: Any) -> None:
+    """autocast_kernel_dtype: None or one of KERNEL_DTYPES."""
+    if value is not None and value not in KERNEL_DTYPES:
+        fail("autocast_kernel_dtype", "None, torch.float16, torch.bfloat16 or torch.float32", value)
+
+
+def check_mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None,
+    n_initial: Tensor | None,
+    m_initial: Tensor | None,
+    *,
+    sigmoid_gate: bool,
+    normalize: bool,
+    return_last_states: bool,
+    eps: float,
+    chunk_size: int,
+    autocast_dtype: torch.dtype | None = None,
+) -> MLSTMCall:
+    """Check one mLSTM call and describe it.
+
+    Args:
+        q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
+        i, f: gate pre-activations [B, NH, S].
+        c_initial, n_initial, m_initial: initial state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1].
+        autocast_dtype: the dtype that q, k and v will be cast to, where autocast is on; they may differ then.
+
+    Raises:
+        TypeError: not a tensor, not a floating dtype, mixed dtypes, wrong Python type.
+        ValueError: wrong rank, shape, device or value, an incomplete initial state.
+    """
+    check_tensor("q", q, 4, "[B, NH, S, DHQK]")
+    batch, heads, seq, dim_qk = q.shape
+    check_tensor("k", k, 4, "[B, NH, S, DHQK]")
+    check_shape("k", k, (batch, heads, seq, dim_qk), "[B, NH, S, DHQK] of q")
+    check_tensor("v", v, 4, "[B, NH, S, DHHV]")
+    dim_v = v.shape[3]
+    check_shape("v", v, (batch, heads, seq, dim_v), "[B, NH, S] of q and [DHHV]")
+    if dim_qk == 0:
+        fail("q", "a head dimension of at least 1", f"shape {tuple(q.shape)}")
+    if dim_v == 0:
+        fail("v", "a head dimension of at least 1", f"shape {tuple(v.shape)}")
+    for name, gate in (("i", i), ("f", f)):
+        check_tensor(name, gate, 3, "[B, NH, S]")
+        check_shape(name, gate, (batch, heads, seq), "[B, NH, S] of q")
+    for name, value in (("k", k), ("v", v), ("i", i), ("f", f)):
+        check_device(name, value, q.device)
+    if autocast_dtype is None:
+        for name, value in (("k", k), ("v", v)):
+            if value.dtype != q.dtype:
+                fail(name, f"dtype {q.dtype}, the dtype of q", value.dtype, TypeError)
+    has_initial_state = _check_initial_state(
+        q, dim_v, c_initial, n_initial, m_initial, needs_n=normalize, needs_m=not sigmoid_gate
+    )
+    check_bool("normalize", normalize)
+    check_bool("return_last_states", return_last_states)
+    check_eps(eps)
+    check_chunk_size(chunk_size)
+    inputs = (q, k, v, i, f, c_initial, n_initial)
+    return MLSTMCall(
+        device=q.device,
+        dtype=q.dtype if autocast_dtype is None else autocast_dtype,
+        batch=batch,
+        heads=heads,
+        seq=seq,
+        dim_qk=dim_qk,
+        dim_v=dim_v,
+        sigmoid_gate=sigmoid_gate,
+        normalize=normalize,
+        return_last_states=return_last_states,
+        has_initial_state=has_initial_state,
+        requires_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs),
+        chunk_size=chunk_size,
+        eps=float(eps),
+    )
+
+
+def _check_initial_state(
+    q: Tensor,
+    dim_v: int,
+    c: Tensor | None,
+    n: Tensor | None,
+    m: Tensor | None,
+    *,
+    needs_n: bool,
+    needs_m: bool,
+) -> bool:
+    """All of the state or none of it; returns whether there is one."""
+    batch, heads, _, dim_qk = q.shape
+    given = [name for name, t in (("c_initial", c), ("n_initial", n), ("m_initial", m)) if t is not None]
+    needed = ["c_initial"] + ["n_initial"] * needs_n + ["m_initial"] * needs_m
+    if given and not set(needed) <= set(given):
+        fail("initial state", f"all of {', '.join(needed)} or none", f"only {', '.join(given)}")
+    for name, t, shape, layout in (
+        ("c_initial", c, (batch, heads, dim_qk, dim_v), "[B, NH, DHQK, DHHV]"),
+        ("n_initial", n, (batch, heads, dim_qk), "[B, NH, DHQK]"),
+        ("m_initial", m, (batch, heads, 1), "[B, NH, 1]"),
+    ):
+        if t is not None:
+            check_tensor(name, t, len(shape), layout)
+            check_shape(name, t, shape, layout)
+            check_device(name, t, q.device)
+    if m is not None and m.requires_grad and m.is_leaf and torch.is_grad_enabled():
+        fail("m_initial", "no requires_grad (m is a constant of the differentiation)", "a leaf that has it")
+    return bool(given)
