@@ -1,0 +1,247 @@
+"""`tfla-tk compare`: time the backends side by side, with errors against fp64.
+
+On a CUDA GPU: the ThunderKittens kernels, the Triton kernels and the PyTorch reference at the benchmark
+shapes. Without one: the reference's forms at small shapes, and what is missing for the rest.
+
+Exit status: 0 done; 1 where one of this package's backends, or any backend named by --backends, computes a
+wrong result or raises; a named backend that cannot serve the call counts as well. A baseline that fails is
+shown and not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import environment, plots, report, results
+from .ceilings import measure_ceilings
+from .inputs import DTYPES, LAYOUTS
+from .operators import OPERATORS
+from .runner import FAILED, RECORD_REPEATS, UNSUPPORTED, Outcome, Settings, run_contest, steps_of
+from .shapes import PASSES, SETS, Shape, parse_shapes
+from .timing import CpuStopwatch, CudaStopwatch, Plan
+from .variants import FAMILIES, SCHEDULES, Variant, find_variants
+
+GPU_PLAN = Plan(repeats=50, budget_ms=5000)
+GPU_QUICK = Plan(repeats=10, budget_ms=500)
+CPU_PLAN = Plan(repeats=7, budget_ms=1000)
+CPU_QUICK = Plan(repeats=3, budget_ms=200)
+
+PIPED_WIDTH = 140
+
+Parsed = TypeVar("Parsed")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `tfla-tk compare`."""
+    ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
+    add = parser.add_argument
+    add(
+        "--op",
+        type=_names("op", OPERATORS),
+        default=list(OPERATORS),
+        metavar="OP,..",
+        help=f"of {ops} (default: all)",
+    )
+    add(
+        "--shapes",
+        type=_argument(parse_shapes),
+        metavar="SHAPES",
+        help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256 "
+        "(default: main on a GPU, small without one)",
+    )
+    add(
+        "--pass",
+        dest="passes",
+        type=_names("pass", PASSES),
+        default=["fwd"],
+        metavar="PASS,..",
+        help="of fwd, fwdbwd (default: fwd)",
+    )
+    add("--dtype", choices=list(DTYPES), help="of q, k, v (default: bf16 on a GPU, fp32 without one)")
+    add(
+        "--backends",
+        type=_split,
+        metavar="NAME,..",
+        help=f"of {', '.join(FAMILIES)} and variants such as triton:xl_chunk_128 "
+        "(default: all on a GPU, reference without one)",
+    )
+    add(
+        "--schedules",
+        type=_names("schedules", SCHEDULES),
+        default=["auto"],
+        metavar="NAME,..",
+        help=f"of the tk kernels: {', '.join(SCHEDULES)} (default: auto)",
+    )
+    add(
+        "--layout",
+        choices=LAYOUTS,
+        default=LAYOUTS[0],
+        help="memory order of q, k, v: bnsd contiguous (default), bsnd as models pass them",
+    )
+    add("--json", type=Path, metavar="PATH", help="write the rows of this run as JSON")
+    add("--csv", type=Path, metavar="PATH", help="write the rows of this run as CSV")
+    add("--plot", type=Path, metavar="PATH", help="draw the rows of this run (png, svg or pdf)")
+    add("--update-results", action="store_true", help="merge the rows into bench/results/<gpu>.json")
+    add(
+        "--commit",
+        metavar="HASH",
+        help="what is measured, recorded in the rows where this is no git checkout",
+    )
+    add("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    add("--quick", action="store_true", help="the first of the shapes only, and fewer repeats")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the comparison that the options describe; returns the exit status.
+
+    Raises:
+        ValueError: options that do not go together.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    on_gpu = torch.cuda.is_available()
+    record = _record_path(args, on_gpu)
+    settings = _settings(args, on_gpu)
+    shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
+    shapes = shapes[:1] if args.quick else shapes
+    variants = {
+        op: find_variants(OPERATORS[op], args.backends, args.schedules, on_gpu=on_gpu) for op in args.op
+    }
+    _print_head(console, settings, on_gpu)
+    outcomes = _run_all(args, shapes, variants, settings, console)
+    rows = [outcome.row for outcome in outcomes if outcome.row is not None]
+    if args.json:
+        results.write(args.json, rows)
+    if args.csv:
+        report.write_csv(args.csv, rows)
+    if args.plot and rows:
+        plots.write_plot(args.plot, rows)
+    if record is not None:
+        results.write(record, results.merge(results.load(record), rows))
+        console.print(f"{len(rows)} rows merged into {record.name}")
+    lacking = environment.missing()
+    if lacking:
+        console.print("Missing for the full comparison:")
+        for line in lacking:
+            console.print(f"  - {line}", markup=False, soft_wrap=True)
+    return 1 if any(_counts_as_failure(outcome) for outcome in outcomes) else 0
+
+
+def _run_all(
+    args: argparse.Namespace,
+    shapes: Sequence[Shape],
+    variants: dict[str, list[Variant]],
+    settings: Settings,
+    console: Console,
+) -> list[Outcome]:
+    """Every contest in turn, its table printed as soon as it is done."""
+    contests = [(op, which, shape) for op in args.op for which in args.passes for shape in shapes]
+    outcomes: list[Outcome] = []
+    # on stderr, so that the tables can be piped
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with bar:
+        task = bar.add_task("", total=sum(steps_of(variants[op]) for op, _, _ in contests))
+        for op, which, shape in contests:
+            title = f"{op} {which} {shape}"
+
+            def advance(label: str, title: str = title) -> None:
+                bar.update(task, advance=1, description=f"{title}: {label}")
+
+            found = run_contest(OPERATORS[op], shape, which, variants[op], settings, advance)
+            outcomes += found
+            console.print(report.contest_table(found))
+            for line in report.reasons(found):
+                console.print(f"  {line}", markup=False, soft_wrap=True)
+            console.print()
+    return outcomes
+
+
+def _settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    plan = (GPU_QUICK if args.quick else GPU_PLAN) if on_gpu else (CPU_QUICK if args.quick else CPU_PLAN)
+    return Settings(
+        device=device,
+        dtype=args.dtype or ("bf16" if on_gpu else "fp32"),
+        layout=args.layout,
+        seed=args.seed,
+        plan=plan,
+        stopwatch=CudaStopwatch(device) if on_gpu else CpuStopwatch(),
+        provenance=environment.provenance(device, args.commit),
+        ceilings=measure_ceilings(device) if on_gpu else None,
+    )
+
+
+def _record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
+    """Where --update-results writes; refuses figures that are not fit for the record."""
+    if not args.update_results:
+        return None
+    if not on_gpu:
+        raise ValueError("--update-results: expected a CUDA GPU, found none")
+    if args.quick:
+        raise ValueError(f"--update-results: --quick runs fewer than {RECORD_REPEATS} times")
+    if args.layout != LAYOUTS[0]:
+        raise ValueError(f"--update-results: expected --layout {LAYOUTS[0]}, got {args.layout}")
+    if not (args.commit or environment.git_commit(environment.ROOT)):
+        raise ValueError("--update-results: this is no git checkout, name what is measured with --commit")
+    return results.record_path(torch.cuda.get_device_name())
+
+
+def _print_head(console: Console, settings: Settings, on_gpu: bool) -> None:
+    facts = settings.provenance
+    place = facts["gpu"] if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    console.print(
+        f"{place}; torch {facts['torch']}; triton {facts['triton']}; {settings.dtype}; run {facts['run']}"
+    )
+    if settings.ceilings is not None:
+        console.print(f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct Triton variant.")
+    else:
+        console.print("No CUDA GPU: the forms of the PyTorch reference.")
+    console.print(
+        "Error: relative Frobenius against the fp64 reference on the same inputs; h, worst gradient."
+    )
+    console.print()
+
+
+def _counts_as_failure(outcome: Outcome) -> bool:
+    ours = outcome.variant.family in ("tk", "reference")
+    if outcome.status == FAILED:
+        return ours or outcome.variant.named
+    return outcome.status == UNSUPPORTED and outcome.variant.named
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _names(what: str, allowed: Collection[str]) -> Callable[[str], list[str]]:
+    """Parser of a comma-separated list; "all" takes every name."""
+
+    def parse(text: str) -> list[str]:
+        names = list(allowed) if text == "all" else _split(text)
+        unknown = [name for name in names if name not in allowed]
+        if unknown or not names:
+            got = ", ".join(unknown) or "nothing"
+            raise argparse.ArgumentTypeError(f"{what}: expected {', '.join(allowed)} or all, got {got}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+def _argument(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+    """A parser whose ValueError message argparse shows."""
+
+    def parsed(text: str) -> Parsed:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed

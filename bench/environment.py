@@ -1,0 +1,82 @@
+"""Where figures come from (versions, commit, run id), and what this machine lacks for the full comparison."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tfla_tk import build, doctor
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def provenance(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """What all rows of one run share: run, gpu, torch, triton, nvcc, commit, date.
+
+    Args:
+        commit: what was measured, where this is no git checkout.
+    """
+    now = datetime.now(timezone.utc)
+    return {
+        "run": f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}",
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "torch": torch.__version__,
+        "triton": doctor.version("triton"),
+        "nvcc": _nvcc_version(),
+        "commit": commit or git_commit(ROOT),
+        "date": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+    }
+
+
+def _nvcc_version() -> str | None:
+    try:
+        identity = build.find_toolchain().identity
+    except build.BuildError:
+        return None
+    match = re.search(r"nvcc ([\d.]+)", identity)
+    return match[1] if match else identity
+
+
+def git_commit(root: Path) -> str | None:
+    """The checked-out commit, "-dirty" where files differ from it; None where `root` is no git checkout."""
+    if not (root / ".git").exists():
+        return None
+    head = _git(root, "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    return head + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def missing() -> list[str]:
+    """What keeps this machine from the full comparison, one line each; empty where nothing does."""
+    found = doctor.report()
+    lines = []
+    if not found["torch_sees_gpu"]:
+        reason = "torch is a CPU build" if found["gpus"] else "nvidia-smi reports no device"
+        lines.append(f"no CUDA GPU ({reason}): the ThunderKittens and the Triton kernels cannot run")
+    elif torch.cuda.get_device_capability() != (9, 0):
+        lines.append(f"no Hopper GPU ({torch.cuda.get_device_name()}): the ThunderKittens kernels cannot run")
+    for key, what in (("nvcc", "nvcc"), ("thunderkittens", "ThunderKittens")):
+        if "error" in found[key]:
+            first = found[key]["error"].splitlines()[0]
+            lines.append(f"no {what}, the kernels cannot be compiled: {first}; {found[key]['remedy']}")
+    absent = [name for name in ("triton", "mlstm_kernels", "fla-core") if not found["libraries"][name]]
+    if absent:
+        lines.append(f"no Triton baselines ({', '.join(absent)} missing): pip install 'tfla_tk[baselines]'")
+    return lines

@@ -1,0 +1,72 @@
+"""The operators that the comparison knows: how to make inputs, call a backend and compute the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tfla_tk
+from tfla_tk import reference
+
+from .inputs import mlstm_inputs
+from .shapes import Cost, Shape, cost
+
+MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of the comparison.
+
+    Attributes:
+        name: as it stands in a results row.
+        function: the public function of tfla_tk, which takes `backend=`.
+        options: its keyword arguments besides the inputs and the backend.
+        inputs: makes the inputs, in the order of the function's parameters.
+        truth: the reference's chunkwise form; it is called with fp64 inputs and `options`.
+        forms: variants of the reference backend, all of which are compared where there is no GPU.
+        baseline_omits_normaliser: the Triton backward leaves out the gradient through the normaliser; it can
+            only be checked with an output gradient that is orthogonal to the output (see `accuracy`).
+    """
+
+    name: str
+    function: str
+    inputs: MakeInputs
+    truth: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    forms: tuple[str, ...] = ("recurrent", "parallel", "chunkwise")
+    baseline_omits_normaliser: bool = False
+
+    def call(self, backend: str, *tensors: Tensor) -> Tensor:
+        """The output of the public function on one backend, without states."""
+        output: Tensor = getattr(tfla_tk, self.function)(*tensors, backend=backend, **self.options)
+        return output
+
+    def cost(self, shape: Shape, which: str, itemsize: int) -> Cost:
+        """FLOP and minimum bytes of one call."""
+        return cost(self.name, shape, which, itemsize)
+
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        Operator(
+            "mlstm_exp",
+            "mlstm_chunkwise",
+            mlstm_inputs,
+            reference.mlstm_chunkwise,
+            baseline_omits_normaliser=True,
+        ),
+        Operator(
+            "mlstm_sig",
+            "mlstm_siging_chunkwise",
+            mlstm_inputs,
+            reference.mlstm_siging_chunkwise,
+            options={"normalize": False},
+        ),
+    )
+}

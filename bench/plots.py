@@ -1,0 +1,77 @@
+"""Plots of results rows: bars per shape, or lines over the sequence length where only that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .report import PASS_TITLES, TITLES, name_of
+from .results import Row, shape_of
+
+LEAST_SWEEP = 3
+
+
+def write_plot(path: Path, rows: Sequence[Row]) -> None:
+    """Draw one panel per operator and pass into a file; its suffix picks the format (png, svg, pdf).
+
+    Raises:
+        ValueError: there are no rows, or matplotlib is not installed or cannot write the format.
+    """
+    if not rows:
+        raise ValueError("plot: expected at least one row, got none")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        panels.setdefault((row["op"], row["pass"]), []).append(row)
+    figure = Figure(figsize=(9, 4.5 * len(panels)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, ((op, which), chosen) in zip(
+        figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
+    ):
+        axes.set_title(
+            f"{TITLES[op]}, {PASS_TITLES[which]}, {', '.join(sorted({row['dtype'] for row in chosen}))}"
+        )
+        if is_sweep(chosen):
+            _lines(axes, chosen)
+        else:
+            _bars(axes, chosen)
+        axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def is_sweep(rows: Sequence[Row]) -> bool:
+    """Whether the rows are one sweep: several lengths at one number of tokens, heads and head dims alike."""
+    shapes = {shape_of(row) for row in rows}
+    alike = {(shape.B * shape.T, shape.H, shape.K, shape.V) for shape in shapes}
+    return len(alike) == 1 and len(shapes) >= LEAST_SWEEP
+
+
+def _lines(axes: Any, rows: Sequence[Row]) -> None:
+    for name in dict.fromkeys(name_of(row) for row in rows):
+        points = sorted((shape_of(row).T, row["ms"]) for row in rows if name_of(row) == name)
+        axes.plot([length for length, _ in points], [ms for _, ms in points], marker="o", label=name)
+    shape = shape_of(rows[0])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel(f"sequence length at {shape.B * shape.T:,} tokens, {shape.H} heads, {shape.K}/{shape.V}")
+    axes.set_ylabel("ms")
+
+
+def _bars(axes: Any, rows: Sequence[Row]) -> None:
+    shapes = list(dict.fromkeys(shape_of(row) for row in rows))
+    names = list(dict.fromkeys(name_of(row) for row in rows))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        found = {shape_of(row): row["ms"] for row in rows if name_of(row) == name}
+        places = [at for at, shape in enumerate(shapes) if shape in found]
+        offset = (number - (len(names) - 1) / 2) * width
+        axes.bar([at + offset for at in places], [found[shapes[at]] for at in places], width, label=name)
+    axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize="small")
+    axes.set_yscale("log")
+    axes.set_ylabel("ms")

@@ -1,0 +1,267 @@
+"""One contest: every variant of an operator on one shape and pass, checked first, then timed side by side."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.errors import UnsupportedError
+
+from . import accuracy, timing
+from .accuracy import ORTHOGONAL, RANDOM, Truth
+from .ceilings import Ceilings
+from .inputs import DTYPES
+from .operators import Operator
+from .results import Row, rounded
+from .shapes import Shape
+from .variants import Variant
+
+RECORD_REPEATS = 30
+QUADRATIC_BYTES = 2**29
+OK, FAILED, UNSUPPORTED = "ok", "FAILED", "unsupported"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all contests of one run share.
+
+    Attributes:
+        provenance: run, gpu, torch, triton, nvcc, commit and date of the rows.
+        ceilings: None where there is no GPU.
+    """
+
+    device: torch.device
+    dtype: str
+    layout: str
+    seed: int
+    plan: timing.Plan
+    stopwatch: timing.Stopwatch
+    provenance: Mapping[str, Any]
+    ceilings: Ceilings | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of one variant: a row, or the reason why there is none.
+
+    errors are against fp64; incomplete says that they cover a part of the heads.
+    """
+
+    op: str
+    shape: Shape
+    which: str
+    variant: Variant
+    status: str = OK
+    reason: str = ""
+    row: Row | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    incomplete: bool = False
+
+    def stop(self, status: str, reason: str) -> None:
+        """No row: it failed, or nothing serves the call."""
+        self.status, self.reason = status, reason
+
+
+def run_contest(
+    operator: Operator,
+    shape: Shape,
+    which: str,
+    variants: Sequence[Variant],
+    settings: Settings,
+    advance: Callable[[str], object] = lambda label: None,
+) -> list[Outcome]:
+    """Check each variant on this very shape, then time those that passed.
+
+    Args:
+        which: the pass, "fwd" or "fwdbwd".
+        advance: called with a label after each step of the work; `steps_of` says how many there are.
+
+    Returns:
+        An outcome per variant, in their order. A variant that is wrong or raises is not timed.
+    """
+    outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
+    inputs = operator.inputs(shape, DTYPES[settings.dtype], settings.device, settings.layout, settings.seed)
+    kinds = list(dict.fromkeys(cotangent_kind(operator, variant, which) for variant in variants))
+    truth = accuracy.compute_truth(operator, inputs, shape, which, kinds=kinds, seed=settings.seed + 1)
+    _release(settings.device)
+    advance("fp64 reference")
+    for outcome in outcomes:
+        _guard(outcome, partial(_check, operator, outcome, inputs, truth, settings))
+        _release(settings.device)
+        advance(outcome.variant.call)
+    cotangent = next(iter(truth.cotangents.values()), None)
+    del truth
+    _time(operator, outcomes, inputs, cotangent, settings, advance)
+    return outcomes
+
+
+def steps_of(variants: Sequence[Variant]) -> int:
+    """How often `run_contest` calls `advance`: the reference, and per variant its check and its warm-up."""
+    return 1 + 2 * len(variants)
+
+
+def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
+    """The output gradient that a variant's gradients are checked with."""
+    omits = operator.baseline_omits_normaliser and variant.family == "triton" and which == "fwdbwd"
+    return ORTHOGONAL if omits else RANDOM
+
+
+def make_step(
+    operator: Operator, variant: Variant, inputs: Mapping[str, Tensor], cotangent: Tensor | None
+) -> Callable[[], dict[str, Tensor]]:
+    """One call of the pass: h and, given an output gradient, each input's gradient; nothing accumulates."""
+    if cotangent is None:
+        tensors = list(inputs.values())
+
+        def forward() -> dict[str, Tensor]:
+            with torch.no_grad():
+                return {"h": operator.call(variant.call, *tensors)}
+
+        return forward
+
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+
+    def forward_backward() -> dict[str, Tensor]:
+        output = operator.call(variant.call, *leaves.values())
+        grads = torch.autograd.grad(output, list(leaves.values()), cotangent)
+        return {"h": output.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+
+    return forward_backward
+
+
+def _check(
+    operator: Operator, outcome: Outcome, inputs: Mapping[str, Tensor], truth: Truth, settings: Settings
+) -> None:
+    """Fill the outcome's errors, and stop it where they exceed the tolerance."""
+    _refuse_quadratic(outcome)
+    kind = cotangent_kind(operator, outcome.variant, outcome.which)
+    step = make_step(operator, outcome.variant, inputs, truth.cotangents.get(kind))
+    accuracy.poison(inputs["v"].numel() * inputs["v"].element_size(), settings.device)
+    outcome.errors = truth.errors(kind, step())
+    outcome.incomplete = truth.partial
+    table = accuracy.BASELINE_TOLERANCES if outcome.variant.family == "triton" else accuracy.TOLERANCES
+    wrong = accuracy.failures(outcome.errors, table[settings.dtype])
+    if wrong:
+        outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
+
+
+def _refuse_quadratic(outcome: Outcome) -> None:
+    """The parallel form has matrices [S, S]; long sequences would fill the memory."""
+    shape = outcome.shape
+    matrix = 4 * shape.B * shape.H * shape.T**2
+    if outcome.variant.call == "reference:parallel" and matrix > QUADRATIC_BYTES:
+        raise UnsupportedError(
+            "reference:parallel", f"one of its [S, S] matrices takes {matrix / 1e9:.0f} GB"
+        )
+
+
+def _time(
+    operator: Operator,
+    outcomes: Sequence[Outcome],
+    inputs: Mapping[str, Tensor],
+    cotangent: Tensor | None,
+    settings: Settings,
+    advance: Callable[[str], object],
+) -> None:
+    """Warm up, measure memory, time in rounds, and make the rows."""
+    steps: dict[str, timing.Step] = {}
+    repeats: dict[str, int] = {}
+    memory: dict[str, int | None] = {}
+
+    def prepare(outcome: Outcome) -> None:
+        name = outcome.variant.call
+        step = make_step(operator, outcome.variant, inputs, cotangent)
+        estimate = timing.warm_up(step, settings.stopwatch, settings.plan.budget_ms)
+        memory[name] = timing.peak_memory(step, settings.device)
+        repeats[name] = settings.plan.repeats_for(estimate)
+        steps[name] = step
+
+    for outcome in outcomes:
+        if outcome.status == OK:
+            _guard(outcome, partial(prepare, outcome))
+        advance(outcome.variant.call)
+    found = timing.interleave(steps, repeats, settings.stopwatch)
+    for outcome in outcomes:
+        name = outcome.variant.call
+        if outcome.status == OK:
+            graph = _graph_ms(steps[name], found[name], settings)
+            outcome.row = make_row(operator, outcome, settings, found[name], memory[name], graph)
+
+
+def _graph_ms(step: timing.Step, found: timing.Timing, settings: Settings) -> float | None:
+    """Median of CUDA-graph replays, for a step so short that its launches may dominate."""
+    if settings.device.type != "cuda" or found.ms >= timing.GRAPH_BELOW_MS:
+        return None
+    replay = timing.capture(step, settings.device)
+    if replay is None:
+        return None
+    timing.warm_up(replay, settings.stopwatch)
+    return timing.interleave({"replay": replay}, {"replay": settings.plan.repeats}, settings.stopwatch)[
+        "replay"
+    ].ms
+
+
+def make_row(
+    operator: Operator,
+    outcome: Outcome,
+    settings: Settings,
+    found: timing.Timing,
+    peak_bytes: int | None,
+    graph_ms: float | None = None,
+) -> Row:
+    """The results row of a timed variant."""
+    cost = operator.cost(outcome.shape, outcome.which, DTYPES[settings.dtype].itemsize)
+    ceilings = settings.ceilings
+    row: Row = {
+        "op": operator.name,
+        "shape": outcome.shape.as_dict(),
+        "pass": outcome.which,
+        "backend": outcome.variant.backend,
+        "schedule": outcome.variant.schedule,
+        "dtype": settings.dtype,
+        "ms": rounded(found.ms),
+        "ms_p20": rounded(found.p20),
+        "ms_p80": rounded(found.p80),
+        "tflops": rounded(cost.flops / found.ms / 1e9),
+        "gbps": rounded(cost.bytes / found.ms / 1e6),
+        "roofline": None if ceilings is None else rounded(ceilings.roofline_ms(cost) / found.ms, 3),
+        "peak_mem_mb": None if peak_bytes is None else rounded(peak_bytes / 2**20),
+        "rel_err": {name: rounded(error, 3) for name, error in outcome.errors.items()},
+        **settings.provenance,
+    }
+    if graph_ms is not None:
+        row["graph_ms"] = rounded(graph_ms)
+    if found.repeats < RECORD_REPEATS:
+        row["repeats"] = found.repeats
+    notes = []
+    if cotangent_kind(operator, outcome.variant, outcome.which) == ORTHOGONAL:
+        notes.append("gradients without the normaliser's part, checked with dh orthogonal to h")
+    if outcome.incomplete:
+        notes.append("error on a part of the heads")
+    if notes:
+        row["note"] = "; ".join(notes)
+    return row
+
+
+def _guard(outcome: Outcome, work: Callable[[], object]) -> None:
+    """Run one variant's work; whatever it raises is its outcome, and the others go on."""
+    try:
+        work()
+    except UnsupportedError as error:
+        outcome.stop(UNSUPPORTED, error.reason + (f" ({error.remedy})" if error.remedy else ""))
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        outcome.stop(FAILED, f"{type(error).__name__}: {text[0] if text else 'no message'}")
+
+
+def _release(device: torch.device) -> None:
+    """Give back what a check or a failed call left, so that it is in no variant's peak memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,151 @@
+"""Benchmark shapes, and the least work and traffic of each operator on them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+CHUNK = 64  # L of the FLOP formulas
+PASSES = ("fwd", "fwdbwd")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """B sequences of T tokens, H heads, head dims K of q and k and V of v."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"shape {name}: expected a positive integer, got {value}")
+
+    def __str__(self) -> str:
+        return f"B{self.B} T{self.T} H{self.H} {self.K}/{self.V}"
+
+    @property
+    def head_tokens(self) -> int:
+        """Tokens times heads: what the formulas per token and head are multiplied by."""
+        return self.B * self.T * self.H
+
+    def as_dict(self) -> dict[str, int]:
+        """The shape as it stands in a results row."""
+        return asdict(self)
+
+
+MAIN = (
+    Shape(8, 8192, 16, 128, 256),
+    Shape(8, 8192, 8, 256, 512),
+    Shape(32, 2048, 16, 128, 256),
+    Shape(1, 65536, 16, 128, 256),
+    Shape(1, 8192, 8, 256, 512),
+)
+SWEEP_TOKENS = 65536
+SWEEP = tuple(Shape(SWEEP_TOKENS // length, length, 16, 128, 256) for length in (2**n for n in range(9, 17)))
+SMALL = (
+    Shape(1, 256, 2, 32, 64),
+    Shape(2, 512, 4, 64, 64),
+    Shape(1, 1000, 2, 64, 128),
+)
+SETS: dict[str, tuple[Shape, ...]] = {"main": MAIN, "sweep": SWEEP, "small": SMALL}
+
+_SHAPE = re.compile(r"B?(\d+)x[TS]?(\d+)xH?(\d+)x(?:K?(\d+)xV?(\d+)|(\d+)/(\d+))", re.IGNORECASE)
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Shapes of a comma-separated list of sets (main, sweep, small) and of shapes such as 8x8192x16x128x256.
+
+    Args:
+        text: for example "main" or "1x4096x8x64x128,small"; the numbers are B x T x H x K x V.
+
+    Raises:
+        ValueError: neither a set nor a shape.
+    """
+    found: dict[Shape, None] = {}
+    for item in (part.strip() for part in text.split(",")):
+        match = _SHAPE.fullmatch(item)
+        if item in SETS:
+            found.update(dict.fromkeys(SETS[item]))
+        elif match:
+            found[Shape(*(int(number) for number in match.groups() if number is not None))] = None
+        else:
+            raise ValueError(f"shapes: expected one of {', '.join(SETS)} or BxTxHxKxV, got {item!r}")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least that a call must do.
+
+    Attributes:
+        flops: multiplications and additions of the chunkwise form with fused chunks of CHUNK tokens.
+        bytes: traffic with device memory.
+    """
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes)
+
+
+def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
+    """The least work and traffic of one call.
+
+    Args:
+        op: a name of COSTS.
+        which: "fwd", or "fwdbwd" for the sum of forward and backward.
+        itemsize: bytes per element of q, k, v.
+
+    Raises:
+        ValueError: no formula stands for the operator, or no such pass.
+    """
+    if op not in COSTS:
+        raise ValueError(f"op: expected one of {', '.join(COSTS)}, got {op!r}")
+    if which not in PASSES:
+        raise ValueError(f"pass: expected one of {', '.join(PASSES)}, got {which!r}")
+    forward, backward = COSTS[op](shape, itemsize)
+    each = forward if which == "fwd" else forward + backward
+    return Cost(each.flops * shape.head_tokens, each.bytes * shape.head_tokens)
+
+
+def _scalar_decay(numbers: int) -> Callable[[Shape, int], tuple[Cost, Cost]]:
+    """Formulas per token and head of mLSTM and of the scalar-decay family.
+
+    Forward, fused: q, k, v, h once, and `numbers` fp32 gate values. Backward: two sweeps, dq forward in
+    time, dk and dv backward in time, with no state in memory.
+    """
+
+    def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+        intra = (CHUNK + 64) * (shape.K + shape.V)
+        state = shape.K * shape.V
+        dims = itemsize * (shape.K + shape.V)
+        return Cost(intra + 4 * state, 2 * dims + 4 * numbers), Cost(3 * intra + 10 * state, 5 * dims)
+
+    return per_token
+
+
+def _gla(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    """Formulas per token and head of GLA, its gate per key channel in q's dtype.
+
+    Backward: q, k, g, v, do and the gradients of the four inputs once.
+    """
+    intra = (CHUNK + 64) * (shape.K + shape.V)
+    state = shape.K * shape.V
+    forward = Cost(intra + 4 * state, itemsize * (3 * shape.K + 2 * shape.V))
+    return forward, Cost(3 * intra + 8 * state, itemsize * (6 * shape.K + 3 * shape.V))
+
+
+# three numbers: i, f and m; one: the log decay of the token; none: one decay per head
+COSTS: dict[str, Callable[[Shape, int], tuple[Cost, Cost]]] = {
+    "mlstm_exp": _scalar_decay(3),
+    "mlstm_sig": _scalar_decay(3),
+    "simple_gla": _scalar_decay(1),
+    "retention": _scalar_decay(0),
+    "gla": _gla,
+}

@@ -1,0 +1,172 @@
+"""Timing: variants interleaved round-robin, the L2 cache flushed, medians and percentiles of single runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+FLUSH_BYTES = 2**28  # five times the L2 of an H200
+GRAPH_BELOW_MS = 0.1
+LEAST_REPEATS = 3
+WARM_UP = 2
+
+Step = Callable[[], object]
+
+
+class Stopwatch(Protocol):
+    """Times single runs."""
+
+    def run(self, step: Step) -> Callable[[], float]:
+        """Run the step; the result gives its time in ms once `wait` has returned."""
+
+    def wait(self) -> None:
+        """Wait for everything that was run."""
+
+
+class CudaStopwatch:
+    """CUDA events around the step, after a write that flushes the L2 cache and lets the host enqueue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+
+    def run(self, step: Step) -> Callable[[], float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.zero_()
+        start.record()
+        step()
+        end.record()
+        return lambda: float(start.elapsed_time(end))
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class CpuStopwatch:
+    """The host's clock."""
+
+    def run(self, step: Step) -> Callable[[], float]:
+        start = time.perf_counter()
+        step()
+        elapsed = (time.perf_counter() - start) * 1e3
+        return lambda: elapsed
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure.
+
+    Attributes:
+        repeats: timed runs of each variant.
+        budget_ms: time that one variant may take in all; a slower one is run less often.
+    """
+
+    repeats: int
+    budget_ms: float
+
+    def repeats_for(self, estimate_ms: float) -> int:
+        """Timed runs of a variant: at least LEAST_REPEATS, but one where that alone spends the budget."""
+        if estimate_ms > self.budget_ms:
+            return 1
+        affordable = math.floor(self.budget_ms / max(estimate_ms, 1e-6))
+        return min(self.repeats, max(LEAST_REPEATS, affordable))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Single runs of one variant: median, 20th and 80th percentile in ms, and how many there were."""
+
+    ms: float
+    p20: float
+    p80: float
+    repeats: int
+
+    @classmethod
+    def of(cls, times: list[float]) -> Timing:
+        """The statistics of at least one time."""
+        if len(times) == 1:
+            return cls(times[0], times[0], times[0], 1)
+        cuts = statistics.quantiles(times, n=5, method="inclusive")
+        return cls(statistics.median(times), cuts[0], cuts[3], len(times))
+
+
+def warm_up(step: Step, stopwatch: Stopwatch, budget_ms: float = math.inf) -> float:
+    """Run a step until it is warm (compiled, allocator filled); the time of its last run in ms.
+
+    A step whose first run spends the budget is taken as warm.
+    """
+    elapsed = math.inf
+    for _ in range(WARM_UP + 1):
+        read = stopwatch.run(step)
+        stopwatch.wait()
+        elapsed = read()
+        if elapsed > budget_ms:
+            break
+    return elapsed
+
+
+def interleave(
+    steps: Mapping[str, Step],
+    repeats: Mapping[str, int],
+    stopwatch: Stopwatch,
+    advance: Callable[[], object] = lambda: None,
+) -> dict[str, Timing]:
+    """Time warm steps in rounds, each round one run of every step, so that drift meets all of them alike.
+
+    Args:
+        steps: by name.
+        repeats: runs per name; a step with fewer runs than the others takes part in rounds spread evenly.
+        stopwatch: times each run.
+        advance: called after each round.
+    """
+    rounds = max(repeats.values(), default=0)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        due = [
+            name for name in steps if (turn + 1) * repeats[name] // rounds > turn * repeats[name] // rounds
+        ]
+        reads = [(name, stopwatch.run(steps[name])) for name in due]
+        stopwatch.wait()
+        for name, read in reads:
+            times[name].append(read())
+        advance()
+    return {name: Timing.of(found) for name, found in times.items()}
+
+
+def capture(step: Step, device: torch.device) -> Step | None:
+    """The step as replays of a CUDA graph, or None where it cannot be captured."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            step()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError:
+        torch.cuda.synchronize(device)
+        return None
+    return graph.replay
+
+
+def peak_memory(step: Step, device: torch.device) -> int | None:
+    """Bytes that a warm step allocates at its peak beyond what is allocated already; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

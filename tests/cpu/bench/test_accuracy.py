@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tfla_tk import reference
+from tfla_tk.bench import accuracy
+from tfla_tk.bench.accuracy import ORTHOGONAL, RANDOM, compute_truth, failures
+from tfla_tk.bench.inputs import DTYPES, mlstm_inputs
+from tfla_tk.bench.operators import OPERATORS
+from tfla_tk.bench.shapes import Shape
+
+CPU = torch.device("cpu")
+SHAPE = Shape(2, 80, 3, 16, 32)
+EXP, SIG = OPERATORS["mlstm_exp"], OPERATORS["mlstm_sig"]
+
+
+@pytest.fixture
+def inputs() -> dict[str, torch.Tensor]:
+    return mlstm_inputs(SHAPE, torch.bfloat16, CPU, seed=3)
+
+
+def test_inputs_do_not_depend_on_the_layout() -> None:
+    plain = mlstm_inputs(SHAPE, torch.bfloat16, CPU, "bnsd", seed=1)
+    swapped = mlstm_inputs(SHAPE, torch.bfloat16, CPU, "bsnd", seed=1)
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, swapped[name])
+    assert plain["q"].is_contiguous() and swapped["q"].transpose(1, 2).is_contiguous()
+    assert swapped["v"].shape == (2, 3, 80, 32)
+    assert plain["i"].dtype == plain["f"].dtype == torch.float32
+    assert plain["f"].mean().item() == pytest.approx(3.0, abs=0.3)
+    assert not torch.equal(plain["q"], mlstm_inputs(SHAPE, torch.bfloat16, CPU, seed=2)["q"])
+    with pytest.raises(ValueError, match="layout"):
+        mlstm_inputs(SHAPE, torch.bfloat16, CPU, "sbnd")
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 2**28])
+def test_error_of_an_exact_result_is_zero_and_of_a_scaled_one_known(inputs, monkeypatch, slice_bytes) -> None:
+    # with one byte every pair is its own slice
+    monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
+    truth = compute_truth(EXP, inputs, SHAPE, "fwd")
+    h = reference.mlstm_chunkwise(*(tensor.double() for tensor in inputs.values()))
+    assert not truth.partial
+    assert truth.errors(RANDOM, {"h": h})["h"] < 1e-14
+    assert truth.errors(RANDOM, {"h": 1.25 * h})["h"] == pytest.approx(0.25)
+
+
+def test_the_truth_sees_the_rounded_inputs(inputs) -> None:
+    truth = compute_truth(SIG, inputs, SHAPE, "fwd")
+    h = reference.mlstm_siging_recurrent(*(tensor.double() for tensor in inputs.values()), normalize=False)
+    assert truth.errors(RANDOM, {"h": h})["h"] < 1e-12
+
+
+def test_gradients_are_those_of_the_cotangent(inputs) -> None:
+    truth = compute_truth(EXP, inputs, SHAPE, "fwdbwd", seed=9)
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in inputs.items()}
+    h = reference.mlstm_recurrent(*leaves.values())
+    grads = torch.autograd.grad(h, list(leaves.values()), truth.cotangents[RANDOM].double())
+    errors = truth.errors(RANDOM, {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)})
+    assert list(errors) == ["dq", "dk", "dv", "di", "df"]
+    assert max(errors.values()) < 1e-10
+
+
+def test_orthogonal_cotangent_hides_the_normaliser(inputs) -> None:
+    truth = compute_truth(EXP, inputs, SHAPE, "fwdbwd", kinds=(RANDOM, ORTHOGONAL))
+    along = (truth.cotangents[ORTHOGONAL].double() * truth.values[RANDOM]["h"].unflatten(0, (2, 3))).sum(-1)
+    random = (truth.cotangents[RANDOM].double() * truth.values[RANDOM]["h"].unflatten(0, (2, 3))).sum(-1)
+    assert along.norm() < 0.01 * random.norm()
+    # a backward without the normaliser's part, as the Triton kernels have it
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in inputs.items()}
+    found = {}
+    for kind in (RANDOM, ORTHOGONAL):
+        h = _without_normaliser_gradient(*leaves.values())
+        grads = torch.autograd.grad(h, list(leaves.values()), truth.cotangents[kind].double())
+        found[kind] = truth.errors(kind, {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)})
+    assert found[RANDOM]["dq"] > 0.1 and found[RANDOM]["dk"] > 0.1
+    assert found[ORTHOGONAL]["dq"] < 0.01 and found[ORTHOGONAL]["dk"] < 0.01
+    assert found[RANDOM]["dv"] < 1e-10
+
+
+def _without_normaliser_gradient(q, k, v, i, f) -> torch.Tensor:
+    # the numerator by its definition, divided by a normaliser that is held constant
+    h = reference.mlstm_chunkwise(q, k, v, i, f)
+    log_f = torch.nn.functional.logsigmoid(f).cumsum(-1)
+    log_gate = (log_f[..., :, None] - log_f[..., None, :] + i[..., None, :]).tril()
+    gate = torch.exp(log_gate).tril()
+    num = (q.shape[-1] ** -0.5 * q @ k.transpose(-1, -2) * gate) @ v
+    return num * (h / num).detach()
+
+
+def test_a_part_of_the_heads_where_all_would_take_too_long(inputs, monkeypatch) -> None:
+    flops = EXP.cost(SHAPE, "fwd", 2).flops
+    monkeypatch.setitem(accuracy.FLOP_LIMIT, "cpu", flops / 2)
+    truth = compute_truth(EXP, inputs, SHAPE, "fwd")
+    assert truth.partial
+    pairs = list(zip(truth.batch.tolist(), truth.head.tolist(), strict=True))
+    assert pairs == [(0, 0), (0, 2), (1, 1)]
+    h = reference.mlstm_chunkwise(*(tensor.double() for tensor in inputs.values()))
+    # what was not picked is not looked at
+    h[0, 1] = 0
+    assert truth.errors(RANDOM, {"h": h})["h"] < 1e-14
+    h[1, 1] = 0
+    assert truth.errors(RANDOM, {"h": h})["h"] > 0.1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_result_that_is_not_finite_never_passes(inputs, bad: float) -> None:
+    truth = compute_truth(EXP, inputs, SHAPE, "fwd")
+    h = torch.zeros(2, 3, 80, 32)
+    h[1, 2, 79, 31] = bad
+    errors = truth.errors(RANDOM, {"h": h})
+    assert math.isnan(errors["h"])
+    assert failures(errors, {"h": 1e9}) == ["h is not finite"]
+
+
+def test_failures_name_what_exceeds() -> None:
+    errors = {"h": 4e-3, "dq": 2e-2, "df": 0.5}
+    assert failures(errors, accuracy.TOLERANCES["bf16"]) == ["dq 2.0e-02 > 8.0e-03", "df 5.0e-01 > 1.0e-02"]
+    # the baselines' df is not checked
+    assert failures(errors, accuracy.BASELINE_TOLERANCES["bf16"]) == []
+
+
+def test_every_dtype_has_tolerances() -> None:
+    assert set(accuracy.TOLERANCES) == set(DTYPES) == set(accuracy.BASELINE_TOLERANCES)
+
+
+def test_benchmark_shapes_fit_in_memory_slices() -> None:
+    long = Shape(1, 65536, 16, 128, 256)
+    assert accuracy.pick_pairs(EXP, long, "fwdbwd", torch.device("cuda")) == list(range(16))
+    kept = 8 * (65536 * (6 * 384 + 6 * 64) + 1025 * 4 * 128 * 256)
+    assert accuracy.slice_size(long, torch.device("cuda")) == 16 * 2**30 // kept

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tfla_tk import UnsupportedError, doctor, mlstm_chunkwise, reference
+from tfla_tk.bench import compare, environment, operators, results
+from tfla_tk.bench.operators import OPERATORS
+from tfla_tk.bench.variants import Variant, find_variants
+
+REPORT = {
+    "gpus": [],
+    "torch_sees_gpu": False,
+    "nvcc": {"error": "no usable nvcc: looked everywhere\n  PATH: nothing", "remedy": "set CUDA_HOME"},
+    "thunderkittens": {"error": "not found", "remedy": "set THUNDERKITTENS_ROOT"},
+    "libraries": {"triton": "3.7.1", "mlstm_kernels": None, "fla-core": None},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "report", lambda: REPORT)
+
+
+def parse(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    compare.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+def run(*options: str) -> int:
+    return compare.run(parse(*options))
+
+
+def patch_backend(monkeypatch: pytest.MonkeyPatch, function) -> None:
+    """Every backend of mLSTMexp computes this function."""
+    monkeypatch.setattr(operators.tfla_tk, "mlstm_chunkwise", lambda *tensors, backend: function(*tensors))
+
+
+def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "rows.json"
+    options = ("--shapes", "1x48x2x16x32", "--pass", "all", "--quick", "--json", str(path))
+    assert run(*options, "--csv", str(tmp_path / "rows.csv")) == 0
+    rows = results.load(path)
+    forms = [f"reference:{form}" for form in ("recurrent", "parallel", "chunkwise")]
+    assert [row["backend"] for row in rows] == forms * 4
+    assert [row["op"] for row in rows] == ["mlstm_exp"] * 6 + ["mlstm_sig"] * 6
+    assert len({row["run"] for row in rows}) == 1
+    assert max(row["rel_err"]["h"] for row in rows) < 1e-5
+    assert all(row["dtype"] == "fp32" and row["gpu"] is None and row["roofline"] is None for row in rows)
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + len(rows)
+    out = capsys.readouterr().out
+    assert "mLSTM, sigmoid input gate, forward + backward, B1 T48 H2 16/32" in out
+    assert "no CUDA GPU (nvidia-smi reports no device)" in out
+    assert "no nvcc, the kernels cannot be compiled: no usable nvcc: looked everywhere; set CUDA_HOME" in out
+    assert "no ThunderKittens" in out and "set THUNDERKITTENS_ROOT" in out
+    assert "no Triton baselines (mlstm_kernels, fla-core missing): pip install 'tfla_tk[baselines]'" in out
+
+
+def test_quick_takes_the_first_shape(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    shapes = "1x32x1x16x16,1x48x1x16x16"
+    assert run("--op", "mlstm_sig", "--shapes", shapes, "--quick", "--json", str(path)) == 0
+    assert {row["shape"]["T"] for row in json.loads(path.read_text())} == {32}
+
+
+def test_a_wrong_result_of_ours_is_the_exit_status(monkeypatch, tmp_path: Path, capsys) -> None:
+    patch_backend(monkeypatch, lambda *tensors: 2 * reference.mlstm_chunkwise(*tensors))
+    path = tmp_path / "rows.json"
+    options = ("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick", "--json", str(path))
+    assert run(*options, "--plot", str(tmp_path / "rows.png")) == 1
+    assert json.loads(path.read_text()) == []
+    assert not (tmp_path / "rows.png").exists()
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "reference:chunkwise: FAILED: error against fp64: h 1.0e+00 > 1.0e-04" in out
+
+
+@pytest.mark.parametrize(
+    ("backend", "status"),
+    [("triton", 0), ("triton:xl_chunk_64", 1), ("tk", 1), ("tk:pingpong", 1)],
+)
+def test_an_unsupported_backend_counts_only_when_it_was_named(monkeypatch, backend: str, status: int) -> None:
+    def refuse(*tensors):
+        raise UnsupportedError("mlstm_chunkwise", "no GPU")
+
+    patch_backend(monkeypatch, refuse)
+    options = ("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick")
+    assert run(*options, "--backends", backend) == status
+
+
+def test_a_wrong_baseline_counts_only_when_it_was_named(monkeypatch) -> None:
+    patch_backend(monkeypatch, lambda *tensors: 2 * reference.mlstm_chunkwise(*tensors))
+    options = ("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick", "--backends")
+    assert run(*options, "triton") == 0
+    assert run(*options, "triton:xl_chunk_64") == 1
+
+
+def test_update_results_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="--update-results: expected a CUDA GPU"):
+        run("--update-results")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--quick",), "--quick runs fewer than 30 times"),
+        (("--layout", "bsnd"), "expected --layout bnsd, got bsnd"),
+        ((), "name what is measured with --commit"),
+    ],
+)
+def test_update_results_refuses_what_is_not_fit_for_the_record(monkeypatch, options, message) -> None:
+    monkeypatch.setattr(environment, "git_commit", lambda root: None)
+    args = parse("--update-results", *options)
+    with pytest.raises(ValueError, match=message):
+        compare._record_path(args, on_gpu=True)
+
+
+def test_update_results_names_the_file_for_the_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(compare.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    args = parse("--update-results", "--commit", "abc")
+    assert compare._record_path(args, on_gpu=True) == results.FOLDER / "h200.json"
+    assert compare._record_path(parse(), on_gpu=True) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--op", "softmax"),
+        ("--shapes", "large"),
+        ("--pass", "bwd"),
+        ("--dtype", "fp8"),
+        ("--schedules", "fast"),
+        ("--op", ","),
+    ],
+)
+def test_wrong_usage(options: tuple[str, str], capsys) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(*options)
+    assert stop.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_variants_on_a_gpu() -> None:
+    found = find_variants(OPERATORS["mlstm_exp"], None, ["auto"], on_gpu=True)
+    assert [variant.call for variant in found] == [
+        "tk:auto",
+        "triton:limit_chunk_64",
+        "triton:xl_chunk_64",
+        "triton:xl_chunk_128",
+        "triton:xl_chunk_256",
+        "reference",
+    ]
+    assert {variant.family for variant in found} == {"tk", "triton", "reference"}
+    assert not any(variant.named for variant in found)
+
+
+def test_variants_by_name() -> None:
+    names = ["tk", "triton:xl_chunk_128", "reference:recurrent", "tk:overlapped"]
+    found = find_variants(OPERATORS["mlstm_exp"], names, ["overlapped", "pingpong"], on_gpu=True)
+    assert found == [
+        Variant("tk:overlapped", "tk", "overlapped", True),
+        Variant("tk:pingpong", "tk", "pingpong", True),
+        Variant("triton:xl_chunk_128", "triton:xl_chunk_128", None, True),
+        Variant("reference:recurrent", "reference:recurrent", None, True),
+    ]
+
+
+@pytest.mark.parametrize("name", ["cuda", "triton:", "tk:fast"])
+def test_variants_refuse_unknown_names(name: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        find_variants(OPERATORS["mlstm_exp"], [name], ["auto"], on_gpu=True)
+
+
+def test_variants_are_backends_of_the_public_function() -> None:
+    inputs = OPERATORS["mlstm_exp"].inputs
+    tensors = inputs(
+        operators.Shape(1, 64, 1, 16, 16), compare.torch.float32, compare.torch.device("cpu"), "bnsd", 0
+    )
+    for variant in find_variants(OPERATORS["mlstm_exp"], ["triton", "reference"], ["auto"], on_gpu=False):
+        if variant.family == "reference":
+            assert mlstm_chunkwise(*tensors.values(), backend=variant.call).shape == (1, 1, 64, 16)
+        else:
+            with pytest.raises(UnsupportedError, match="GPU"):
+                mlstm_chunkwise(*tensors.values(), backend=variant.call)
+
+
+def test_git_commit(tmp_path: Path) -> None:
+    assert environment.git_commit(tmp_path) is None
+
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@t")
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+    assert environment.git_commit(tmp_path) is None
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-qm", "first")
+    head = git("rev-parse", "--short=12", "HEAD")
+    assert environment.git_commit(tmp_path) == head
+    (tmp_path / "b").write_text("not tracked")
+    assert environment.git_commit(tmp_path) == head
+    (tmp_path / "a").write_text("2")
+    assert environment.git_commit(tmp_path) == f"{head}-dirty"
+
+
+def test_nothing_is_missing_where_all_is_there(monkeypatch) -> None:
+    full = {
+        "gpus": [{}],
+        "torch_sees_gpu": True,
+        "nvcc": {},
+        "thunderkittens": {},
+        "libraries": dict.fromkeys(REPORT["libraries"], "1.0"),
+    }
+    monkeypatch.setattr(doctor, "report", lambda: full)
+    monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert environment.missing() == []
+    monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(environment.torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    assert environment.missing() == ["no Hopper GPU (NVIDIA A100): the ThunderKittens kernels cannot run"]

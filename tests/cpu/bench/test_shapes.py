@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+
+from tfla_tk.bench.ceilings import Ceilings
+from tfla_tk.bench.shapes import MAIN, SETS, SWEEP, Shape, cost, parse_shapes
+
+# copy and GEMM rate of an H200
+H200 = Ceilings(copy=4.27e12, gemm=699e12)
+
+
+def test_mlstm_cost_per_token_and_head() -> None:
+    one = Shape(1, 1, 1, 128, 256)
+    forward, both = cost("mlstm_exp", one, "fwd"), cost("mlstm_exp", one, "fwdbwd")
+    assert (forward.flops, forward.bytes) == (128 * 384 + 4 * 128 * 256, 4 * 384 + 12)
+    assert both.flops - forward.flops == 3 * 128 * 384 + 10 * 128 * 256
+    assert both.bytes - forward.bytes == 10 * 384
+
+
+def test_mlstm_roofline_of_the_first_shape() -> None:
+    forward = cost("mlstm_exp", MAIN[0], "fwd")
+    assert forward.bytes == 8 * 16 * 8192 * 1548
+    assert forward.bytes / H200.copy * 1e3 == pytest.approx(0.38, abs=5e-4)
+    assert forward.flops / H200.gemm * 1e3 == pytest.approx(0.270, abs=5e-4)
+    assert H200.roofline_ms(forward) == pytest.approx(0.380, abs=5e-4)
+
+
+def test_roofline_takes_the_larger_term() -> None:
+    # 256/512: 0.379 ms of traffic, 0.467 ms of arithmetic
+    forward = cost("mlstm_exp", MAIN[1], "fwd")
+    assert forward.bytes / H200.copy * 1e3 == pytest.approx(0.379, abs=5e-4)
+    assert H200.roofline_ms(forward) == pytest.approx(0.467, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("op", "which", "flops", "nbytes"),
+    [
+        ("mlstm_sig", "fwd", 98304, 1036),
+        ("simple_gla", "fwd", 98304, 1028),
+        ("retention", "fwd", 98304, 1024),
+        ("gla", "fwd", 98304, 1280),
+        ("gla", "fwdbwd", 98304 + 229376, 1280 + 2304),
+    ],
+)
+def test_cost_at_128_128(op: str, which: str, flops: int, nbytes: int) -> None:
+    found = cost(op, Shape(1, 1, 1, 128, 128), which)
+    assert (found.flops, found.bytes) == (flops, nbytes)
+
+
+def test_cost_counts_wider_elements() -> None:
+    one = Shape(1, 1, 1, 16, 16)
+    assert cost("retention", one, "fwd", itemsize=2).bytes == 4 * 32
+    assert cost("retention", one, "fwd", itemsize=4).bytes == 8 * 32
+
+
+@pytest.mark.parametrize(("op", "which"), [("softmax", "fwd"), ("mlstm_exp", "bwd")])
+def test_cost_refuses_unknown_names(op: str, which: str) -> None:
+    with pytest.raises(ValueError, match="expected one of"):
+        cost(op, MAIN[0], which)
+
+
+def test_shape_sets() -> None:
+    assert [str(shape) for shape in MAIN] == [
+        "B8 T8192 H16 128/256",
+        "B8 T8192 H8 256/512",
+        "B32 T2048 H16 128/256",
+        "B1 T65536 H16 128/256",
+        "B1 T8192 H8 256/512",
+    ]
+    assert {shape.B * shape.T for shape in SWEEP} == {65536}
+    assert [shape.T for shape in SWEEP] == [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+
+
+def test_parse_shapes() -> None:
+    assert parse_shapes("main") == MAIN
+    assert parse_shapes("8x8192x16x128x256") == (MAIN[0],)
+    assert parse_shapes("B8xT8192xH8x256/512, 1x64x1x16x32") == (MAIN[1], Shape(1, 64, 1, 16, 32))
+    # a shape that stands in two sets is taken once
+    assert len(parse_shapes("main,sweep")) == len({*MAIN, *SWEEP})
+    assert parse_shapes("small") == SETS["small"]
+
+
+@pytest.mark.parametrize("text", ["", "big", "8x8192x16x128", "0x64x1x16x16", "main,"])
+def test_parse_shapes_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_shapes(text)

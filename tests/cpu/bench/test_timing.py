@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from tfla_tk.bench import ceilings, timing
+from tfla_tk.bench.timing import CpuStopwatch, Plan, Timing, interleave, peak_memory, warm_up
+
+
+def test_statistics() -> None:
+    found = Timing.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0])
+    assert found.ms == 3.5
+    # linear interpolation between order statistics: positions 1 and 4 of 0..5
+    assert (found.p20, found.p80) == (2.0, 5.0)
+    assert found.repeats == 6
+    assert Timing.of([7.0]) == Timing(7.0, 7.0, 7.0, 1)
+
+
+def test_rounds_are_interleaved(stopwatch) -> None:
+    steps = {name: stopwatch.step(name) for name in ("a", "b", "c")}
+    found = interleave(steps, dict.fromkeys(steps, 3), stopwatch)
+    assert "".join(stopwatch.log) == "abc|abc|abc|"
+    # 1.01, 1.02, 1.03
+    assert found["b"].ms == pytest.approx(1.02)
+
+
+def test_a_slow_step_is_spread_over_the_rounds(stopwatch) -> None:
+    steps = {name: stopwatch.step(name) for name in ("fast", "slow")}
+    found = interleave(steps, {"fast": 6, "slow": 2}, stopwatch)
+    assert (found["fast"].repeats, found["slow"].repeats) == (6, 2)
+    rounds = "".join(name[0] for name in stopwatch.log).split("|")
+    assert rounds == ["f", "f", "fs", "f", "f", "fs", ""]
+
+
+def test_advance_is_called_after_each_round(stopwatch) -> None:
+    calls: list[int] = []
+    interleave({"a": stopwatch.step("a")}, {"a": 4}, stopwatch, lambda: calls.append(len(stopwatch.ran)))
+    assert calls == [1, 2, 3, 4]
+
+
+def test_nothing_to_time(stopwatch) -> None:
+    assert interleave({}, {}, stopwatch) == {}
+
+
+@pytest.mark.parametrize(
+    ("estimate", "expected"), [(0.0, 30), (1.0, 30), (50.0, 20), (400.0, 3), (1000.0, 3), (1001.0, 1)]
+)
+def test_repeats_within_the_budget(estimate: float, expected: int) -> None:
+    assert Plan(repeats=30, budget_ms=1000).repeats_for(estimate) == expected
+
+
+def test_warm_up_gives_the_time_of_a_warm_run(stopwatch) -> None:
+    assert warm_up(stopwatch.step("a"), stopwatch) == pytest.approx(1.03)
+    assert stopwatch.ran == ["a"] * 3
+
+
+def test_warm_up_stops_when_the_budget_is_spent(stopwatch) -> None:
+    stopwatch.times["a"] = 500.0
+    assert warm_up(stopwatch.step("a"), stopwatch, budget_ms=100) == pytest.approx(500.01)
+    assert stopwatch.ran == ["a"]
+
+
+def test_cpu_stopwatch_reads_milliseconds() -> None:
+    elapsed = CpuStopwatch().run(lambda: time.sleep(0.02))()
+    assert 20 <= elapsed < 2000 and math.isfinite(elapsed)
+
+
+def test_cuda_stopwatch_flushes_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end is not self
+            return 0.25
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("wait"))
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 64)
+    stopwatch = timing.CudaStopwatch(torch.device("cpu"))
+    monkeypatch.setattr(stopwatch.flush, "zero_", lambda: log.append("flush"), raising=False)
+    found = interleave(
+        {"a": lambda: log.append("a"), "b": lambda: log.append("b")}, {"a": 1, "b": 1}, stopwatch
+    )
+    one = ["flush", "event", "a", "event"]
+    assert log == [*one, "flush", "event", "b", "event", "wait"]
+    assert found["a"] == Timing(0.25, 0.25, 0.25, 1)
+
+
+def test_the_flush_exceeds_every_l2_cache() -> None:
+    assert timing.FLUSH_BYTES >= 128 * 10**6
+
+
+def test_ceilings_count_bytes_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "COPY_BYTES", 4096)
+    monkeypatch.setattr(ceilings, "GEMM_SIZE", 16)
+    calls: list[object] = []
+    monkeypatch.setattr(ceilings, "_median_s", lambda call, device: calls.append(call()) or 1e-3)
+    ceilings.measure_ceilings.cache_clear()
+    found = ceilings.measure_ceilings(torch.device("cpu"))
+    assert (found.copy, found.gemm) == (pytest.approx(8192e3), pytest.approx(2 * 16**3 * 1e3))
+    # measured once per process
+    assert ceilings.measure_ceilings(torch.device("cpu")) is found and len(calls) == 2
+    ceilings.measure_ceilings.cache_clear()
+
+
+def test_no_peak_memory_on_a_cpu() -> None:
+    assert peak_memory(lambda: None, torch.device("cpu")) is None
