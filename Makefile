@@ -60,7 +60,7 @@ lint: $(DEV_STAMP) ## ruff, mypy and clang-format
 	@for part in reference bench; do cp -rs "$(CURDIR)/$$part" build/typing/tfla_tk; done
 	@cd build/typing && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml --package tfla_tk
 	@find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
-		xargs --no-run-if-empty $(PY) -m clang_format --dry-run --Werror
+		xargs --no-run-if-empty $(dir $(PY))clang-format --dry-run --Werror
 
 .PHONY: sass
 sass: $(STAMP) ## write cubin, SASS and ptxas log of every kernel to build/sass
