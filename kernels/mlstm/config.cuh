@@ -27,7 +27,7 @@ struct Tiling {
 
 // One row per (K, V slice). The comment names what limits the row.
 constexpr Tiling tiling(int dim_qk, int v_slice) {
-    if (dim_qk == 256) return {3, 2, 4, 1, {48, 160, 144}};  // smem: 4 Q/K slots do not fit
+    if (dim_qk == 256) return {6, 2, 4, 1, {48, 160, 144}};  // smem: 8 slots of half a tile do not fit
     if (dim_qk == 128 && v_slice == 256)
         return {4, 2, 4, 1, {48, 160, 144}};                  // registers: the state takes 128
     if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};   // smem: one CTA per SM
@@ -47,6 +47,11 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     // the output's.
     static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
     static constexpr int kStateBlocks = kDimQK / 64 / kStateWarpgroups;  // 64-row blocks of C per warpgroup
+
+    // Columns of Q and K, rows of C, come in parts, each with a block of every state warpgroup: a part's slot
+    // is refilled while the other part is still read.
+    static constexpr int kParts = kStateBlocks;
+    static constexpr int kPartQK = kDimQK / kParts;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
@@ -63,16 +68,18 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr int kPassV = kSliceV == 256 ? 128 : kSliceV;
     static constexpr int kPasses = kSliceV / kPassV;
 
-    // Ring positions of a chunk's tiles; K and Q share one ring: K_0, Q_0, K_1, Q_1, ...
+    // Ring positions of a chunk's tiles; K and Q share one ring: for every part of a chunk K, then Q.
     using QKUse = Use<kTiling.qk_slots>;
-    __device__ static inline QKUse key(int chunk) { return QKUse(2 * chunk); }
-    __device__ static inline QKUse query(int chunk) { return QKUse(2 * chunk + 1); }
+    __device__ static inline QKUse key(int chunk, int part) { return QKUse(2 * (chunk * kParts + part)); }
+    __device__ static inline QKUse query(int chunk, int part) {
+        return QKUse(2 * (chunk * kParts + part) + 1);
+    }
     __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
     __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
 
-    using QKTile = kittens::st<T, kChunk, kDimQK>;
+    using QKTile = kittens::st<T, kChunk, kPartQK>;
     using VTile = kittens::st<T, kChunk, kSliceV>;
-    using StateTile = kittens::st<T, kDimQK, kSliceV>;
+    using StateTile = kittens::st<T, kPartQK, kSliceV>;
     using OutTile = kittens::st<T, kChunk, kPassV>;
 };
 
@@ -80,10 +87,10 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
 template <class C> struct SharedMemoryPlan {
     typename C::QKTile qk[C::kTiling.qk_slots];
     typename C::VTile v[C::kTiling.v_stages];
-    typename C::StateTile state;  // C at the chunk's start, rounded, as Q C reads it
-    typename C::OutTile out;      // h on its way to global memory, 16 rows per warp
-    float norm[2][C::kDimQK];     // n at the start of even and odd chunks
-    float qn[kChunk];             // q n, unscaled
+    typename C::StateTile state[C::kParts];  // C at the chunk's start, rounded, as Q C reads it
+    typename C::OutTile out;                 // h on its way to global memory, 16 rows per warp
+    float norm[2][C::kDimQK];                // n at the start of even and odd chunks
+    float qn[kChunk];                        // q n, unscaled
     GateStage gates[C::kTiling.gate_stages];
 
     kittens::semaphore qk_arrived[C::kTiling.qk_slots], qk_free[C::kTiling.qk_slots];

@@ -49,15 +49,18 @@ struct Task {
 
 template <class C> __device__ inline void load_tiles(const Globals& g, SharedMemoryPlan<C>& smem) {
     const Task task = Task::of_block<C>(g);
-    auto load_qk = [&](const TensorMap& map, typename C::QKUse use, int row) {
+    auto load_qk = [&](const TensorMap& map, typename C::QKUse use, int part, int row) {
         wait_free(smem.qk_free[use.slot], use.phase);
         tma::expect_bytes(smem.qk_arrived[use.slot], sizeof(typename C::QKTile));
-        load_tile(smem.qk[use.slot], map, smem.qk_arrived[use.slot], 0, row, task.head, task.batch);
+        load_tile(smem.qk[use.slot], map, smem.qk_arrived[use.slot], part * C::kPartQK, row, task.head,
+                  task.batch);
     };
     for (int chunk = 0; chunk < g.chunks(); chunk++) {
         const int row = chunk * kChunk;
-        load_qk(g.k, C::key(chunk), row);
-        load_qk(g.q, C::query(chunk), row);
+        for (int part = 0; part < C::kParts; part++) {
+            load_qk(g.k, C::key(chunk, part), part, row);
+            load_qk(g.q, C::query(chunk, part), part, row);
+        }
         const auto [slot, phase] = C::value(chunk);
         wait_free(smem.v_free[slot], phase);
         tma::expect_bytes(smem.v_arrived[slot], sizeof(typename C::VTile));
@@ -82,11 +85,10 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     load(0);
     for (int chunk = 0; chunk < g.chunks(); chunk++) {
         const auto [slot, phase] = C::gate_stage(chunk);
-        const float2 i_now = i, f_now = f;
-        load(chunk + 1);
         wait_free(smem.gates_free[slot], phase);
-        scan.chunk(smem.gates[slot], i_now, f_now, g.seq - chunk * kChunk, g.scale, g.log2_scale);
+        scan.chunk(smem.gates[slot], i, f, g.seq - chunk * kChunk, g.scale, g.log2_scale);
         arrive_warp(smem.gates_ready[slot]);
+        load(chunk + 1);  // lands while the ring is full
     }
     const Task end = Task::of_block<C>(g);
     if (!kSigmoid && g.m_last && end.column == 0 && laneid() == 0) g.m_last[end.index] = scan.m * kLn2;
@@ -112,20 +114,24 @@ __device__ inline void compute_qn(const Globals& g, SharedMemoryPlan<C>& smem, i
     };
 
     for (int chunk = 0; chunk < g.chunks(); chunk++) {
-        const auto query = C::query(chunk);
         float qn[kRowTiles][4] = {};
-        wait(smem.qk_arrived[query.slot], query.phase);
         wait(smem.state_ready[0], chunk & 1);
-        const uint32_t q = shared_address(&smem.qk[query.slot]);
+        for (int part = 0; part < C::kParts; part++) {
+            const auto query = C::query(chunk, part);
+            wait(smem.qk_arrived[query.slot], query.phase);
+            const uint32_t q = shared_address(&smem.qk[query.slot]);
 #pragma unroll 4
-        for (int k = 0; k < C::kDimQK; k += 16) {
-            const auto* n = reinterpret_cast<const float2*>(&smem.norm[chunk & 1][k]) + laneid() % 4;
-            const uint32_t b[2] = {fragment_of(n[0]), fragment_of(n[4])};
+            for (int k = 0; k < C::kPartQK; k += 16) {
+                const auto* n =
+                    reinterpret_cast<const float2*>(&smem.norm[chunk & 1][part * C::kPartQK + k]) +
+                    laneid() % 4;
+                const uint32_t b[2] = {fragment_of(n[0]), fragment_of(n[4])};
 #pragma unroll
-            for (int tile = 0; tile < kRowTiles; tile++)
-                mma_16x8x16<T>(qn[tile], load_rows_16x16<T>(q, kChunk, first_row + 16 * tile, k), b);
+                for (int tile = 0; tile < kRowTiles; tile++)
+                    mma_16x8x16<T>(qn[tile], load_rows_16x16<T>(q, kChunk, first_row + 16 * tile, k), b);
+            }
+            arrive_warp(smem.qk_free[query.slot], C::kQueryArrivalsNorm);
         }
-        arrive_warp(smem.qk_free[query.slot], C::kQueryArrivalsNorm);
         arrive_warp(smem.state_free[0]);
         wait_free(smem.qn_free, chunk & 1);
         if (laneid() % 4 == 0) {
@@ -153,7 +159,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     // NOTES: 64-register tiles: an N = 256 wgmma does not compile at the 128 registers of a 512-thread
     // launch.
     rt_fl<16, C::kPassV> state[kBlocks][C::kPasses];
-    const int warp_row = warpgroup_id * kBlocks * 64 + warpgroup::warpid() * 16;
+    const int warp_row = warpgroup_id * 64 + warpgroup::warpid() * 16;  // in every part
     const int norm_row = warp_row + laneid() / 4;
 
     auto for_each_pass = [](auto body) {
@@ -167,14 +173,15 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             for_each_pass([&](int pass) {
                 auto& tile = state[block][pass];
                 if (g.c_initial)
-                    load_state(tile, g.c_initial + task.index * g.dim_qk * g.dim_v, warp_row + 64 * block,
-                               task.column + pass * C::kPassV, g.dim_qk, g.dim_v);
+                    load_state(tile, g.c_initial + task.index * g.dim_qk * g.dim_v,
+                               warp_row + C::kPartQK * block, task.column + pass * C::kPassV, g.dim_qk,
+                               g.dim_v);
                 else
                     warp::zero(tile);
                 pin(tile);
             });
             if (!C::kNormalize || laneid() % 4 != 0) continue;
-            for (int row = norm_row + 64 * block; row <= norm_row + 64 * block + 8; row += 8)
+            for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
                 smem.norm[0][row] =
                     g.n_initial && row < g.dim_qk ? g.n_initial[task.index * g.dim_qk + row] : 0.f;
         }
@@ -183,61 +190,61 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
         sums = {quad_sum(sums.x), quad_sum(sums.y)};
         const int lane = fresh_laneid();
         if (lane % 4 != 0) return;
-        const float* old_n = &smem.norm[chunk & 1][warp_row + 64 * block + lane / 4];
-        float* new_n = &smem.norm[(chunk + 1) & 1][warp_row + 64 * block + lane / 4];
+        const float* old_n = &smem.norm[chunk & 1][warp_row + C::kPartQK * block + lane / 4];
+        float* new_n = &smem.norm[(chunk + 1) & 1][warp_row + C::kPartQK * block + lane / 4];
         new_n[0] = decay * old_n[0] + sums.x;
         new_n[8] = decay * old_n[8] + sums.y;
     };
     auto publish = [&](int pass, uint32_t phase) {
-        const uint32_t panels = shared_address(&smem.state);
         wait_free(smem.state_free[pass], phase);
 #pragma unroll
         for (int block = 0; block < kBlocks; block++)
-            store_panels<T, C::kDimQK>(panels + pass * C::kPassV * C::kDimQK * sizeof(T),
-                                       warp_row + 64 * block, state[block][pass]);
+            store_panels<T, C::kPartQK>(
+                shared_address(&smem.state[block]) + pass * C::kPassV * C::kPartQK * sizeof(T), warp_row,
+                state[block][pass]);
         fence_async_proxy();
         arrive_warp(smem.state_ready[pass]);
     };
 
     load_initial();
     constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
-    const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
+    const uint32_t lane_offset = warpgroup_id * kPanelBytes + transposed_lane_offset(warpgroup::warpid());
     for (int chunk = 0; chunk < g.chunks(); chunk++) {
-        const auto key = C::key(chunk);
         const auto value = C::value(chunk);
         const auto stage = C::gate_stage(chunk);
         for_each_pass([&](int pass) { publish(pass, chunk & 1); });
 
         wait(smem.gates_ready[stage.slot], stage.phase);
-        wait(smem.qk_arrived[key.slot], key.phase);
         const GateStage& gates = smem.gates[stage.slot];
         const float decay = gates.decay;
-        const uint32_t panels =
-            shared_address(&smem.qk[key.slot]) + warpgroup_id * kBlocks * kPanelBytes + lane_offset;
         Keys keys[kKeysInFlight];
         float2 sums;  // of the block's scaled keys, this lane's part
 #pragma unroll
         for (int step = 0; step < kBlocks * kStepsPerBlock; step++) {
-            const int block = step / kStepsPerBlock, part = step % kStepsPerBlock;
+            const int block = step / kStepsPerBlock, token = step % kStepsPerBlock * kStepTokens;
+            const auto key = C::key(chunk, block);
             if (step >= kKeysInFlight) {
                 warpgroup::mma_async_wait<kKeysInFlight - 1>();
                 pin(keys[step % kKeysInFlight]);
             }
-            if (part == 0) {
+            if (token == 0) {
+                wait(smem.qk_arrived[key.slot], key.phase);
                 for_each_pass([&](int pass) { warp::mul(state[block][pass], state[block][pass], decay); });
                 sums = {0.f, 0.f};
             }
-            load_scaled_transposed(keys[step % kKeysInFlight], sums, panels + block * kPanelBytes,
-                                   gates.key_scale, kStepTokens * part);
+            load_scaled_transposed(keys[step % kKeysInFlight], sums,
+                                   shared_address(&smem.qk[key.slot]) + lane_offset, gates.key_scale, token);
             if (step == 0) {
                 wait(smem.v_arrived[value.slot], value.phase);
                 if constexpr (C::kSchedule != Schedule::overlapped)
                     named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
             }
-            if (C::kNormalize && part == kStepsPerBlock - 1) update_norm(block, sums, decay, chunk);
-            mma_partial_AB(state[block], keys[step % kKeysInFlight], smem.v[value.slot], kStepTokens * part);
+            if (token == kChunk - kStepTokens) {
+                arrive_warp(smem.qk_free[key.slot], C::kKeyArrivalsState);
+                if constexpr (C::kNormalize) update_norm(block, sums, decay, chunk);
+            }
+            mma_partial_AB(state[block], keys[step % kKeysInFlight], smem.v[value.slot], token);
         }
-        arrive_warp(smem.qk_free[key.slot], C::kKeyArrivalsState);
         arrive_warp(smem.gates_free[stage.slot]);
         warpgroup::mma_async_wait<0>();
         for (int buffer = 0; buffer < kKeysInFlight; buffer++) pin(keys[buffer]);
@@ -252,11 +259,11 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
 #pragma unroll
     for (int block = 0; block < kBlocks; block++) {
         for_each_pass([&](int pass) {
-            store_state(g.c_last + task.index * g.dim_qk * g.dim_v, state[block][pass], warp_row + 64 * block,
-                        task.column + pass * C::kPassV, g.dim_qk, g.dim_v);
+            store_state(g.c_last + task.index * g.dim_qk * g.dim_v, state[block][pass],
+                        warp_row + C::kPartQK * block, task.column + pass * C::kPassV, g.dim_qk, g.dim_v);
         });
         if (!C::kNormalize || task.column != 0 || laneid() % 4 != 0) continue;
-        for (int row = norm_row + 64 * block; row <= norm_row + 64 * block + 8; row += 8)
+        for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
             if (row < g.dim_qk) g.n_last[task.index * g.dim_qk + row] = smem.norm[g.chunks() & 1][row];
     }
 }
@@ -304,17 +311,52 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
     rt_fl<16, C::kPassV> out;
 
     auto issue_scores = [&](int chunk) {
-        const auto key = C::key(chunk), query = C::query(chunk);
-        wait(smem.qk_arrived[key.slot], key.phase);
-        wait(smem.qk_arrived[query.slot], query.phase);
-        forget(scores);
-        warpgroup::mm_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
+#pragma unroll
+        for (int part = 0; part < C::kParts; part++) {
+            const auto key = C::key(chunk, part), query = C::query(chunk, part);
+            wait(smem.qk_arrived[key.slot], key.phase);
+            wait(smem.qk_arrived[query.slot], query.phase);
+            if (part == 0) {
+                forget(scores);
+                warpgroup::mm_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
+            } else
+                warpgroup::mma_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
+        }
+    };
+    // NOTES: also after the last chunk, where there are none: without the wait there ptxas serialises
+    // (C7511).
+    auto finish_scores = [&](int chunk, auto none_constant) {
+        warpgroup::mma_async_wait<0>();
+        pin(scores);
+        if constexpr (!decltype(none_constant)::value)
+            for (int part = 0; part < C::kParts; part++)
+                arrive_warp(smem.qk_free[C::key(chunk, part).slot], C::kKeyArrivalsOutput);
     };
     auto issue_inter = [&](int pass, int chunk) {
-        const auto query = C::query(chunk);
         wait(smem.state_ready[pass], chunk & 1);
         forget(out);
-        warpgroup::mm_AB(out, smem.qk[query.slot], smem.state.template subtile<C::kPassV>(pass));
+#pragma unroll
+        for (int part = 0; part < C::kParts; part++) {
+            auto& q = smem.qk[C::query(chunk, part).slot];
+            auto& state = smem.state[part].template subtile<C::kPassV>(pass);
+            if (part == 0)
+                warpgroup::mm_AB(out, q, state);
+            else
+                warpgroup::mma_AB(out, q, state);
+        }
+    };
+    // Waits for Q C; the last pass frees each part of Q as soon as it is read.
+    auto finish_inter = [&](int pass, int chunk) {
+        if constexpr (C::kParts == 2) {
+            warpgroup::mma_async_wait<1>();
+            if (pass == C::kPasses - 1)
+                arrive_warp(smem.qk_free[C::query(chunk, 0).slot], C::kQueryArrivalsOutput);
+        }
+        warpgroup::mma_async_wait<0>();
+        pin(out);
+        if (pass == C::kPasses - 1)
+            arrive_warp(smem.qk_free[C::query(chunk, C::kParts - 1).slot], C::kQueryArrivalsOutput);
+        arrive_warp(smem.state_free[pass]);
     };
     auto store_out = [&](int pass, int chunk) {
         const uint32_t panels = shared_address(&smem.out);
@@ -367,9 +409,7 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
             gate_scores(p, scores, intra, gates, row);
             issue_inter(0, chunk);
         }
-        warpgroup::mma_async_wait<0>();
-        pin(out);
-        arrive_warp(smem.qk_free[C::key(chunk).slot], C::kKeyArrivalsOutput);
+        finish_inter(0, chunk);
         const float2 inter{gates.inter[row], gates.inter[row + 8]};
 
 #pragma unroll
@@ -377,22 +417,18 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
             const bool last_pass = pass == C::kPasses - 1;
             if (pass > 0) {
                 issue_inter(pass, chunk);
-                warpgroup::mma_async_wait<0>();
-                pin(out);
+                finish_inter(pass, chunk);
             }
-            arrive_warp(smem.state_free[pass]);
-            if (last_pass) arrive_warp(smem.qk_free[C::query(chunk).slot], C::kQueryArrivalsOutput);
             scale_rows(inter);
             if (pass == 0) wait(smem.v_arrived[value.slot], value.phase);
             warpgroup::mma_AB(out, p, smem.v[value.slot].template subtile<C::kPassV>(pass));
-            if (kOverlapped && last_pass && !kLast) {
-                issue_scores(chunk + 1);  // under this chunk's epilogue
-                if (pass == 0) final_scale = row_scale(chunk, gates, intra, inter);
-                warpgroup::mma_async_wait<1>();
-            } else {
-                if (pass == 0) final_scale = row_scale(chunk, gates, intra, inter);
+            constexpr int kScoresInFlight = kOverlapped && !kLast ? C::kParts : 0;
+            if (kScoresInFlight > 0 && last_pass) issue_scores(chunk + 1);  // under this chunk's epilogue
+            if (pass == 0) final_scale = row_scale(chunk, gates, intra, inter);
+            if (last_pass)
+                warpgroup::mma_async_wait<kScoresInFlight>();
+            else
                 warpgroup::mma_async_wait<0>();
-            }
             pin(p);
             pin(out);
             scale_rows(final_scale);
@@ -404,13 +440,11 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
             if constexpr (!kLast) issue_scores(chunk + 1);
         }
-        warpgroup::mma_async_wait<0>();
-        pin(scores);
+        finish_scores(chunk + 1, last_constant);
     };
 
     issue_scores(0);
-    warpgroup::mma_async_wait<0>();
-    pin(scores);
+    finish_scores(0, std::false_type{});
     for (int chunk = 0; chunk + 1 < g.chunks(); chunk++) step(chunk, std::false_type{});
     step(g.chunks() - 1, std::true_type{});
     if (laneid() == 0) wait_stores_read();

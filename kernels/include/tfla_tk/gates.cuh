@@ -10,6 +10,7 @@
 
 #include "kittens.cuh"
 #include "tfla_tk/params.h"
+#include "tfla_tk/sync.cuh"
 
 namespace tfla_tk {
 
@@ -50,7 +51,7 @@ __device__ inline double warp_inclusive_sum(double x) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const double other = __shfl_up_sync(0xffffffff, x, step);
-        if (kittens::laneid() >= step) x += other;
+        if (fresh_laneid() >= step) x += other;
     }
     return x;
 }
@@ -61,9 +62,12 @@ __device__ inline float warp_inclusive_max(float x) {
     return x;
 }
 
+// fmax without its care for NaN, which costs registers.
+__device__ inline double larger(double x, double y) { return x > y ? x : y; }
+
 __device__ inline double warp_max(double x) {
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = fmax(x, __shfl_xor_sync(0xffffffff, x, step));
+    for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xffffffff, x, step));
     return x;
 }
 
@@ -74,7 +78,7 @@ template <bool kSigmoid> struct GateScan {
     // i, f: pre-activations of the lane's two tokens; `tokens` of the chunk's 64 exist.
     __device__ inline void chunk(GateStage& out, float2 i, float2 f, int tokens, float scale,
                                  double log2_scale) {
-        const int lane = kittens::laneid();
+        const int lane = fresh_laneid();
         const bool exists_x = 2 * lane < tokens, exists_y = 2 * lane + 1 < tokens;
         auto log2_input = [](float x) {
             return kSigmoid ? log2_sigmoid(x) : static_cast<double>(fmaxf(x, -1e9f)) * kLog2eDouble;
@@ -86,10 +90,6 @@ template <bool kSigmoid> struct GateScan {
         const double a_x = exists_x ? log2_input(i.x) - b_x : -1e30;
         const double a_y = exists_y ? log2_input(i.y) - b_y : -1e30;
 
-        const float up_x = fmaxf(__double2float_ru(a_x), __double2float_ru(m));
-        const float row_y = warp_inclusive_max(fmaxf(up_x, __double2float_ru(a_y)));
-        const float before = __shfl_up_sync(0xffffffff, row_y, 1);
-        const float row_x = lane == 0 ? up_x : fmaxf(before, up_x);
         auto exp2_of = [](double x) { return exp2f(static_cast<float>(x)); };
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
@@ -99,18 +99,24 @@ template <bool kSigmoid> struct GateScan {
         *reinterpret_cast<float4*>(&out.column[2 * lane]) = {
             high_x, static_cast<float>(column_x - static_cast<double>(high_x)), high_y,
             static_cast<float>(column_y - static_cast<double>(high_y))};
+        const float up_x = fmaxf(__double2float_ru(a_x), __double2float_ru(m));
+        const float up_y = fmaxf(__double2float_ru(a_y), up_x);
+
+        // The state's gates are relative to the chunk's end.
+        const double m_max = kSigmoid ? 0. : larger(m, warp_max(larger(a_x, a_y)));
+        const double end = kSigmoid ? b_end : -m_max;
+        write_pair(out.key_scale, exp2_of(a_x + end), exp2_of(a_y + end));
+        if (fresh_laneid() == 0) out.decay = exp2_of(m + end);
+
+        const float row_y = warp_inclusive_max(up_y);
+        const float before = __shfl_up_sync(0xffffffff, row_y, 1);
+        const float row_x = fresh_laneid() == 0 ? up_x : fmaxf(before, up_x);
         const double m_x = b_x + static_cast<double>(row_x), m_y = b_y + static_cast<double>(row_y);
         write_pair(out.row, row_x, row_y);
         write_pair(out.inter, scale * exp2_of(m - static_cast<double>(row_x)),
                    scale * exp2_of(m - static_cast<double>(row_y)));
         write_pair(out.post, kSigmoid ? exp2_of(m_x) : 1.f, kSigmoid ? exp2_of(m_y) : 1.f);
         write_pair(out.floor, kSigmoid ? 1.f : exp2_of(-m_x), kSigmoid ? 1.f : exp2_of(-m_y));
-
-        // The state's gates are relative to the chunk's end.
-        const double m_max = kSigmoid ? 0. : fmax(m, warp_max(fmax(a_x, a_y)));
-        const double end = kSigmoid ? b_end : -m_max;
-        write_pair(out.key_scale, exp2_of(a_x + end), exp2_of(a_y + end));
-        if (lane == 0) out.decay = exp2_of(m + end);
         if constexpr (!kSigmoid) m = b_end + m_max;
     }
 };
