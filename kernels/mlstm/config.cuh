@@ -70,11 +70,13 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
 
     // Ring positions of a chunk's tiles; K and Q share one ring: for every part of a chunk K, then Q.
     using QKUse = Use<kTiling.qk_slots>;
+    static_assert(kTiling.qk_slots % 2 == 0, "a slot holds only K or only Q: its readers see every phase");
     __device__ static inline QKUse key(int chunk, int part) { return QKUse(2 * (chunk * kParts + part)); }
     __device__ static inline QKUse query(int chunk, int part) {
         return QKUse(2 * (chunk * kParts + part) + 1);
     }
     __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
+    __device__ static inline auto norm_buffer(int chunk) { return Use<2>(chunk); }
     __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
 
     using QKTile = kittens::st<T, kChunk, kPartQK>;
@@ -89,14 +91,17 @@ template <class C> struct SharedMemoryPlan {
     typename C::VTile v[C::kTiling.v_stages];
     typename C::StateTile state[C::kParts];  // C at the chunk's start, rounded, as Q C reads it
     typename C::OutTile out;                 // h on its way to global memory, 16 rows per warp
-    float norm[2][C::kDimQK];                // n at the start of even and odd chunks
-    float qn[kChunk];                        // q n, unscaled
+    // n at the start of even and odd chunks: exact, and as a high and a low part for q n
+    float norm[2][C::kDimQK];
+    typename C::T norm_parts[2][2][C::kDimQK];
+    float qn[kChunk];  // q n, unscaled
     GateStage gates[C::kTiling.gate_stages];
 
     kittens::semaphore qk_arrived[C::kTiling.qk_slots], qk_free[C::kTiling.qk_slots];
     kittens::semaphore v_arrived[C::kTiling.v_stages], v_free[C::kTiling.v_stages];
     kittens::semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
-    kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];  // pass 0: n too
+    kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];  // state_free[0]: n too
+    kittens::semaphore norm_ready[2];  // one per buffer: the state may be a chunk ahead of its reader
     kittens::semaphore qn_ready, qn_free;
 
     // Every warp that reads a buffer arrives on its *_free barrier.
@@ -118,6 +123,7 @@ template <class C> struct SharedMemoryPlan {
             kittens::init_semaphore(state_ready[i], C::kStateWarps);
             kittens::init_semaphore(state_free[i], C::kNormalize && i == 0 ? 4 + C::kNormWarps : 4);
         }
+        for (auto& barrier : norm_ready) kittens::init_semaphore(barrier, C::kStateWarps);
         kittens::init_semaphore(qn_ready, C::kNormWarps);
         kittens::init_semaphore(qn_free, 4);
         asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");

@@ -100,45 +100,41 @@ __device__ inline void compute_qn(const Globals& g, SharedMemoryPlan<C>& smem, i
     using T = typename C::T;
     constexpr int kRowTiles = kChunk / 16 / C::kNormWarps;
     const int first_row = norm_warp * kRowTiles * 16;
-    // B fragment: k = 2 (lane % 4) + {0, 1} (+ 8), column lane / 4. Column 0 is n rounded to T, column 1 the
-    // rest.
-    auto fragment_of = [&](float2 n) {
-        using T2 = typename base_types::packing<T>::packed_type;
-        const T2 high = from_float2<T2>(n);
-        const float2 rounded = to_float2(high);
-        const T2 low = from_float2<T2>(float2{n.x - rounded.x, n.y - rounded.y});
-        const int column = laneid() / 4;
-        return column == 0   ? reinterpret_cast<const uint32_t&>(high)
-               : column == 1 ? reinterpret_cast<const uint32_t&>(low)
-                             : 0u;
-    };
-
+    // B fragment: k = 2 (lane % 4) + {0, 1} (+ 8), column lane / 4: 0 is the high part of n, 1 the low part.
+    const int column = laneid() / 4;
     for (int chunk = 0; chunk < g.chunks(); chunk++) {
-        float qn[kRowTiles][4] = {};
-        wait(smem.state_ready[0], chunk & 1);
+        float qn[kRowTiles][2][4] = {};  // even and odd steps of k apart: two short chains of MMAs
+        const auto buffer = C::norm_buffer(chunk);
+        const T* n = &smem.norm_parts[buffer.slot][column & 1][2 * (laneid() % 4)];
+        wait(smem.norm_ready[buffer.slot], buffer.phase);
         for (int part = 0; part < C::kParts; part++) {
             const auto query = C::query(chunk, part);
             wait(smem.qk_arrived[query.slot], query.phase);
             const uint32_t q = shared_address(&smem.qk[query.slot]);
-#pragma unroll 4
+#pragma unroll
             for (int k = 0; k < C::kPartQK; k += 16) {
-                const auto* n =
-                    reinterpret_cast<const float2*>(&smem.norm[chunk & 1][part * C::kPartQK + k]) +
-                    laneid() % 4;
-                const uint32_t b[2] = {fragment_of(n[0]), fragment_of(n[4])};
+                uint32_t b[2] = {0, 0};
+                if (column < 2) {
+                    b[0] = *reinterpret_cast<const uint32_t*>(&n[part * C::kPartQK + k]);
+                    b[1] = *reinterpret_cast<const uint32_t*>(&n[part * C::kPartQK + k + 8]);
+                }
 #pragma unroll
                 for (int tile = 0; tile < kRowTiles; tile++)
-                    mma_16x8x16<T>(qn[tile], load_rows_16x16<T>(q, kChunk, first_row + 16 * tile, k), b);
+                    mma_16x8x16<T>(qn[tile][k / 16 % 2],
+                                   load_rows_16x16<T>(q, kChunk, first_row + 16 * tile, k), b);
             }
             arrive_warp(smem.qk_free[query.slot], C::kQueryArrivalsNorm);
         }
-        arrive_warp(smem.state_free[0]);
+        // NOTES: in this order: qn_free says that the previous phase of state_free has all its arrivals.
         wait_free(smem.qn_free, chunk & 1);
+        arrive_warp(smem.state_free[0]);
         if (laneid() % 4 == 0) {
 #pragma unroll
             for (int tile = 0; tile < kRowTiles; tile++) {
-                smem.qn[first_row + 16 * tile + laneid() / 4] = qn[tile][0] + qn[tile][1];
-                smem.qn[first_row + 16 * tile + laneid() / 4 + 8] = qn[tile][2] + qn[tile][3];
+                const auto& [even, odd] = qn[tile];
+                float* rows = &smem.qn[first_row + 16 * tile + laneid() / 4];
+                rows[0] = (even[0] + odd[0]) + (even[1] + odd[1]);
+                rows[8] = (even[2] + odd[2]) + (even[3] + odd[3]);
             }
         }
         arrive_warp(smem.qn_ready);
@@ -166,6 +162,13 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
 #pragma unroll
         for (int pass = 0; pass < C::kPasses; pass++) body(pass);
     };
+    auto write_norm = [&](int buffer, int row, float n) {
+        const T high = base_types::convertor<T, float>::convert(n);
+        smem.norm[buffer][row] = n;
+        smem.norm_parts[buffer][0][row] = high;
+        smem.norm_parts[buffer][1][row] =
+            base_types::convertor<T, float>::convert(n - base_types::convertor<float, T>::convert(high));
+    };
     auto load_initial = [&] {
         const Task task = Task::of_block<C>(g);
 #pragma unroll
@@ -182,18 +185,18 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             });
             if (!C::kNormalize || laneid() % 4 != 0) continue;
             for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
-                smem.norm[0][row] =
-                    g.n_initial && row < g.dim_qk ? g.n_initial[task.index * g.dim_qk + row] : 0.f;
+                write_norm(0, row,
+                           g.n_initial && row < g.dim_qk ? g.n_initial[task.index * g.dim_qk + row] : 0.f);
         }
     };
     auto update_norm = [&](int block, float2 sums, float decay, int chunk) {
         sums = {quad_sum(sums.x), quad_sum(sums.y)};
         const int lane = fresh_laneid();
         if (lane % 4 != 0) return;
-        const float* old_n = &smem.norm[chunk & 1][warp_row + C::kPartQK * block + lane / 4];
-        float* new_n = &smem.norm[(chunk + 1) & 1][warp_row + C::kPartQK * block + lane / 4];
-        new_n[0] = decay * old_n[0] + sums.x;
-        new_n[8] = decay * old_n[8] + sums.y;
+        const int row = warp_row + C::kPartQK * block + lane / 4;
+        const float* old_n = smem.norm[chunk & 1];
+        write_norm((chunk + 1) & 1, row, decay * old_n[row] + sums.x);
+        write_norm((chunk + 1) & 1, row + 8, decay * old_n[row + 8] + sums.y);
     };
     auto publish = [&](int pass, uint32_t phase) {
         wait_free(smem.state_free[pass], phase);
@@ -207,6 +210,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     };
 
     load_initial();
+    if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[0]);
     constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
     const uint32_t lane_offset = warpgroup_id * kPanelBytes + transposed_lane_offset(warpgroup::warpid());
     for (int chunk = 0; chunk < g.chunks(); chunk++) {
@@ -239,12 +243,12 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
                 if constexpr (C::kSchedule != Schedule::overlapped)
                     named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
             }
-            if (token == kChunk - kStepTokens) {
-                arrive_warp(smem.qk_free[key.slot], C::kKeyArrivalsState);
-                if constexpr (C::kNormalize) update_norm(block, sums, decay, chunk);
-            }
+            const bool last_of_block = token == kChunk - kStepTokens;
             mma_partial_AB(state[block], keys[step % kKeysInFlight], smem.v[value.slot], token);
+            if (last_of_block) arrive_warp(smem.qk_free[key.slot], C::kKeyArrivalsState);
+            if (C::kNormalize && last_of_block) update_norm(block, sums, decay, chunk);  // under the GEMM
         }
+        if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[C::norm_buffer(chunk + 1).slot]);
         arrive_warp(smem.gates_free[stage.slot]);
         warpgroup::mma_async_wait<0>();
         for (int buffer = 0; buffer < kKeysInFlight; buffer++) pin(keys[buffer]);
@@ -271,7 +275,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
 // ------------------------------------------------------------------------------------------------------
 // output
 
-// P = S 2^{column - row}, causal, in place; `sums` gets the row sums over the whole chunk.
+// P = S 2^{column - row}, causal; `sums` gets the row sums over the whole chunk.
 template <class P, class Scores>
 __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const GateStage& gates, int row) {
     const float2 reference{gates.row[row], gates.row[row + 8]};

@@ -99,10 +99,10 @@ def mlstm_fwd(
     if schedule == "auto":
         schedule = instances.DEFAULT_SCHEDULE
     kernel = build.load(instances.mlstm_fwd(dim_qk, dim_v, schedule))
-    q, k, v = (_rows_aligned(x) for x in (q, k, v))
     h = torch.empty_like(v)
+    q, k, v = (_rows_aligned(x) for x in (q, k, v))
     out = h if _has_aligned_rows(h) else torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    initial = [None if x is None else x.contiguous() for x in (c_initial, n_initial, m_initial)]
+    initial = [None if x is None else _state_aligned(x) for x in (c_initial, n_initial, m_initial)]
     last = _last_states(q, dim_v, sigmoid_gate, normalize, return_last_states)
     device = q.device.index
     with torch.cuda.device(device):
@@ -147,6 +147,12 @@ def _has_aligned_rows(x: Tensor) -> bool:
 
 def _rows_aligned(x: Tensor) -> Tensor:
     return x if _has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _state_aligned(x: Tensor) -> Tensor:
+    """x contiguous and at an address that 16-byte loads can take."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _operand(x: Tensor) -> tuple[int, ...]:

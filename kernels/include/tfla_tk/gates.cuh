@@ -41,11 +41,17 @@ __device__ inline float load_gate(const Gate& gate, int64_t offset) {
     }
 }
 
-// log2(sigmoid(x)); -inf is kept finite so that sums and differences stay defined.
-__device__ inline double log2_sigmoid(float x) {
-    const float y = fminf(x, 0.f) - log1pf(__expf(-fabsf(x)));
-    return static_cast<double>(fmaxf(y, -1e9f)) * kLog2eDouble;
+// Gates below this count as it: sums over a chunk then stay where fp32 still resolves about 1, so that
+// rounding a row's reference up costs no range.
+constexpr float kLeastLogGate = -2e5f;
+
+// log2(e^x), finite also for x = -inf; NaN stays NaN.
+__device__ inline double log2_exp(float x) {
+    return static_cast<double>(x < kLeastLogGate ? kLeastLogGate : x) * kLog2eDouble;
 }
+
+// log2(sigmoid(x)).
+__device__ inline double log2_sigmoid(float x) { return log2_exp(fminf(x, 0.f) - log1pf(__expf(-fabsf(x)))); }
 
 __device__ inline double warp_inclusive_sum(double x) {
 #pragma unroll
@@ -80,9 +86,7 @@ template <bool kSigmoid> struct GateScan {
                                  double log2_scale) {
         const int lane = fresh_laneid();
         const bool exists_x = 2 * lane < tokens, exists_y = 2 * lane + 1 < tokens;
-        auto log2_input = [](float x) {
-            return kSigmoid ? log2_sigmoid(x) : static_cast<double>(fmaxf(x, -1e9f)) * kLog2eDouble;
-        };
+        auto log2_input = [](float x) { return kSigmoid ? log2_sigmoid(x) : log2_exp(x); };
         const double log_f_x = exists_x ? log2_sigmoid(f.x) : 0.;
         const double log_f_y = exists_y ? log2_sigmoid(f.y) : 0.;
         const double b_y = warp_inclusive_sum(log_f_x + log_f_y), b_x = b_y - log_f_y;
@@ -102,12 +106,6 @@ template <bool kSigmoid> struct GateScan {
         const float up_x = fmaxf(__double2float_ru(a_x), __double2float_ru(m));
         const float up_y = fmaxf(__double2float_ru(a_y), up_x);
 
-        // The state's gates are relative to the chunk's end.
-        const double m_max = kSigmoid ? 0. : larger(m, warp_max(larger(a_x, a_y)));
-        const double end = kSigmoid ? b_end : -m_max;
-        write_pair(out.key_scale, exp2_of(a_x + end), exp2_of(a_y + end));
-        if (fresh_laneid() == 0) out.decay = exp2_of(m + end);
-
         const float row_y = warp_inclusive_max(up_y);
         const float before = __shfl_up_sync(0xffffffff, row_y, 1);
         const float row_x = fresh_laneid() == 0 ? up_x : fmaxf(before, up_x);
@@ -117,6 +115,11 @@ template <bool kSigmoid> struct GateScan {
                    scale * exp2_of(m - static_cast<double>(row_y)));
         write_pair(out.post, kSigmoid ? exp2_of(m_x) : 1.f, kSigmoid ? exp2_of(m_y) : 1.f);
         write_pair(out.floor, kSigmoid ? 1.f : exp2_of(-m_x), kSigmoid ? 1.f : exp2_of(-m_y));
+        // The state's gates are relative to the chunk's end.
+        const double m_max = kSigmoid ? 0. : larger(m, warp_max(larger(a_x, a_y)));
+        const double end = kSigmoid ? b_end : -m_max;
+        write_pair(out.key_scale, exp2_of(a_x + end), exp2_of(a_y + end));
+        if (fresh_laneid() == 0) out.decay = exp2_of(m + end);
         if constexpr (!kSigmoid) m = b_end + m_max;
     }
 };

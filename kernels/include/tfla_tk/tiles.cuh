@@ -128,14 +128,17 @@ __device__ inline void mma_16x8x16(float (&d)[4], const Fragment& a, const uint3
 // D_n += A B_n[first_row : first_row + 16 A::width] for the column tiles D_n of D and B = [rows, kTiles
 // D::cols] in shared memory; one committed wgmma group.
 template <class D, int kTiles, class A, class B>
-__device__ inline void mma_partial_AB(D (&d)[kTiles], const A& a, B& b, int first_row) {
+__device__ inline void mma_partial_AB(D (&d)[kTiles], A& a, B& b, int first_row) {
     using wgmma = kittens::detail::wgmma::base<float, typename A::T, D::cols, 0, 1>;
+    // everything written before the fence: accumulators and A
+    pin(a);
+#pragma unroll
+    for (int n = 0; n < kTiles; n++) pin(d[n]);
+    asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #pragma unroll
     for (int n = 0; n < kTiles; n++) {
-        kittens::st_descriptor<std::remove_reference_t<decltype(b.template subtile<D::cols>(n))>, 1> rows(
-            b.template subtile<D::cols>(n));
-        pin(d[n]);
-        if (n == 0) asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+        auto& columns = b.template subtile<D::cols>(n);
+        kittens::st_descriptor<std::remove_reference_t<decltype(columns)>, 1> rows(columns);
 #pragma unroll
         for (int k = 0; k < A::width; k++)
             wgmma::rt_st(d[n], a.tiles[0][k], rows.chunk_descriptor(first_row / 16 + k), 1);

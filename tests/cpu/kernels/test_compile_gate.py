@@ -1,0 +1,80 @@
+"""What the compiler made of every kernel: a clean ptxas log, and the wgmmas in the SASS and their order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tfla_tk import build
+from tfla_tk.build.instances import SCHEDULES, mlstm_fwd, shipped_instances
+
+CHUNK = 64
+EXPONENTIALS = CHUNK * CHUNK // 128  # gates per thread and chunk
+MAIN = [mlstm_fwd(128, 256, schedule) for schedule in SCHEDULES]
+INSTANCES = list(dict.fromkeys([*shipped_instances(), *MAIN]))
+
+Compile = Callable[[build.Instance], Any]
+
+
+@pytest.fixture(params=INSTANCES, ids=lambda instance: instance.name, scope="session")
+def compiled(request: pytest.FixtureRequest, compile_once: Compile) -> Any:
+    return compile_once(request.param)
+
+
+def passes(slice_v: int) -> int:
+    """In how many passes the output warpgroup walks its slice of V: 128 columns at most each."""
+    return 2 if slice_v == 256 else 1
+
+
+def expected_wgmmas(dim_qk: int, slice_v: int) -> int:
+    """The wgmmas of one kernel, each 16 deep.
+
+    Output warpgroup: Q K^T for the first chunk and for the next one; in each of the two copies of a chunk's
+    step (the last chunk has its own), per pass Q C and P V. State warpgroups: per 64-row block and pass one
+    GEMM over the chunk's tokens; one warpgroup at K = 64, else two.
+    """
+    scores = inter = dim_qk // 16
+    tokens = CHUNK // 16
+    blocks = max(1, dim_qk // 128)
+    return 2 * scores + passes(slice_v) * (2 * (inter + tokens) + blocks * tokens)
+
+
+def test_ptxas_reports_no_fault(compiled: Any) -> None:
+    build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
+    assert len(build.parse_ptxas_log(compiled.ptxas_log)) == 4
+
+
+def test_every_wgmma_is_there(compiled: Any) -> None:
+    defines = dict(compiled.instance.defines)
+    dims = int(defines["TFLA_DIM_QK"]), int(defines["TFLA_SLICE_V"])
+    schedule = SCHEDULES[int(defines["TFLA_SCHEDULE"])]
+    made = {(kernel.half, kernel.normalize): kernel for kernel in compiled.kernels}
+    assert set(made) == set(itertools.product((False, True), repeat=2))
+    for kernel in made.values():
+        assert (kernel.dim_qk, kernel.slice_v, kernel.schedule) == (*dims, schedule)
+        assert kernel.wgmmas == expected_wgmmas(*dims)
+
+
+def test_the_schedule_is_in_the_sass(compiled: Any) -> None:
+    """Gates under Q C, and the next chunk's scores under the epilogue, exactly where the schedule says so."""
+    for kernel in compiled.kernels:
+        stages = kernel.stages()
+        inter = [stage for stage in stages if stage["inter"]]
+        assert len(inter) == 2 * passes(kernel.slice_v)
+        # the first pass of the step and of the last chunk's step
+        gated = inter[:: passes(kernel.slice_v)]
+        # of the first chunk, then of the next one
+        under_epilogue = [bool(stage["store"]) for stage in stages if stage["scores"]]
+        turns = [bool(stage["turn"]) for stage in gated]
+        if kernel.schedule == "sequential":
+            # without a normaliser no row sum holds the gates back, and ptxas moves them down by itself
+            assert not kernel.normalize or all(stage["exp2"] == 0 for stage in inter)
+            assert under_epilogue == [False, False]
+            assert turns == [False, False]
+        else:
+            assert all(stage["exp2"] >= EXPONENTIALS // 2 for stage in gated)
+            assert under_epilogue == [False, True]
+            assert turns == [kernel.schedule == "pingpong"] * 2

@@ -1,0 +1,177 @@
+"""What tk.mlstm_fwd hands to a kernel: read in place or copied, strides, pointers; no GPU is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tfla_tk import build, ops
+from tfla_tk.backends import tk
+from tfla_tk.build import Instance
+
+B, NH, S, K, V = 2, 3, 40, 64, 128
+
+
+class Launches(list[SimpleNamespace]):
+    """Stands for a kernel module and records its launches, with the instance they were loaded for."""
+
+    instance: Instance
+
+    def load(self, instance: Instance) -> Launches:
+        self.instance = instance
+        return self
+
+    def mlstm_fwd(self, q: tuple, k: tuple, v: tuple, h: tuple, i: tuple, f: tuple, **options: Any) -> None:
+        self.append(SimpleNamespace(q=q, k=k, v=v, h=h, i=i, f=f, **options))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    recorder = Launches()
+    monkeypatch.setattr(build, "load", recorder.load)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    return recorder
+
+
+def operands(dim: int) -> dict[str, Callable[[], Tensor]]:
+    """A [B, NH, S, dim] tensor in every layout that a caller may pass, by name."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    return {
+        "contiguous": lambda: empty(B, NH, S, dim),
+        "transposed": lambda: empty(B, S, NH, dim).transpose(1, 2),
+        "fused": lambda: empty(B, S, NH, 3 * dim)[..., dim : 2 * dim].transpose(1, 2),
+        "head_last": lambda: empty(B, NH, dim, S).mT,
+        "expanded": lambda: empty(B, 1, S, dim).expand(B, NH, S, dim),
+        "shifted": lambda: empty(B, NH, S, dim + 8)[..., 1 : dim + 1],
+        "shifted_transposed": lambda: empty(B, S, NH, dim + 8)[..., 1 : dim + 1].transpose(1, 2),
+        "odd_rows": lambda: empty(B, NH, S, dim + 4)[..., :dim],
+    }
+
+
+IN_PLACE = ("contiguous", "transposed", "fused")
+COPIED = ("head_last", "expanded", "shifted", "shifted_transposed", "odd_rows")
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, states: tuple[Tensor | None, ...] = (None,) * 3, **changed: Any
+) -> ops.Output:
+    """tk.mlstm_fwd with fp32 gates and the options of a plain call, but for those in ``changed``."""
+    gates = [changed.pop(name, torch.empty(q.shape[:3])) for name in ("i", "f")]
+    options: dict[str, Any] = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6}
+    options |= {"return_last_states": False, "schedule": "auto"} | changed
+    return tk.mlstm_fwd(q, k, v, *gates, *states, **options)
+
+
+@pytest.mark.parametrize("layout", IN_PLACE)
+def test_aligned_rows_are_read_in_place(layout: str, launches: Launches) -> None:
+    q, k, v = operands(K)[layout](), operands(K)[layout](), operands(V)[layout]()
+    h, *_ = run(q, k, v)
+    (launch,) = launches
+    for tensor, operand in ((q, launch.q), (k, launch.k), (v, launch.v), (h, launch.h)):
+        assert operand == (tensor.data_ptr(), *tensor.stride()[:3])
+
+
+@pytest.mark.parametrize("layout", COPIED)
+def test_anything_else_is_copied(layout: str, launches: Launches) -> None:
+    q, k, v = operands(K)[layout](), operands(K)[layout](), operands(V)[layout]()
+    run(q, k, v)
+    (launch,) = launches
+    for tensor, operand in ((q, launch.q), (k, launch.k), (v, launch.v)):
+        pointer, *strides = operand
+        dim = tensor.shape[-1]
+        assert pointer != tensor.data_ptr() and pointer % 16 == 0
+        assert strides == [NH * S * dim, S * dim, dim]
+
+
+@pytest.mark.parametrize("layout", [*IN_PLACE, *COPIED])
+def test_h_has_the_strides_that_the_fake_op_says(layout: str, launches: Launches) -> None:
+    v = operands(V)[layout]()
+    h, *_ = run(operands(K)["contiguous"](), operands(K)["contiguous"](), v)
+    with FakeTensorMode() as mode:
+        q, i = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((B, NH, S, K), (B, NH, S)))
+        fake = ops._fwd_fake(
+            q, q, mode.from_tensor(v), i, i, None, None, None, False, True, 1e-6, False, "auto"
+        )
+    assert h.shape == v.shape
+    assert h.stride() == fake[0].stride()
+
+
+@pytest.mark.parametrize("sizes", [(1, NH, S), (B, 1, S), (B, NH, 1), (1, 1, 1)])
+def test_strides_of_single_entries_suit_the_descriptor(
+    sizes: tuple[int, int, int], launches: Launches
+) -> None:
+    """A dimension of size 1 may have any stride in PyTorch; TMA wants multiples of 16 bytes."""
+
+    def view(dim: int) -> Tensor:
+        dense = (NH * S * dim, S * dim, dim)
+        strides = (3 if size == 1 else stride for size, stride in zip(sizes, dense, strict=True))
+        return torch.empty(B * NH * S * dim, dtype=torch.bfloat16).as_strided((*sizes, dim), (*strides, 1))
+
+    q, v = view(K), view(V)
+    run(q, q, v)
+    (launch,) = launches
+    assert launch.q[0] == q.data_ptr()
+    assert all(stride > 0 and stride % 8 == 0 for x in (launch.q, launch.v, launch.h) for stride in x[1:])
+    assert launch.sizes == (*sizes, K, V)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gates_keep_their_dtype_and_strides(dtype: torch.dtype, launches: Launches) -> None:
+    q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
+    i = torch.empty(B, S, NH, dtype=dtype).transpose(1, 2)
+    f = torch.empty(B, 1, 2 * S, dtype=dtype)[..., ::2].expand(B, NH, S)
+    run(q, q, v, i=i, f=f)
+    (launch,) = launches
+    code = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype]
+    assert launch.i == (i.data_ptr(), S * NH, 1, NH, code)
+    assert launch.f == (f.data_ptr(), 2 * S, 0, 2, code)
+
+
+def test_states(launches: Launches) -> None:
+    q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
+    shapes = ((B, NH, K, V), (B, NH, K), (B, NH, 1))
+    for sigmoid_gate, normalize in ((False, True), (True, True), (True, False)):
+        _, *last = run(q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_last_states=True)
+        wanted = [(0,) if x == 2 and sigmoid_gate else shape for x, shape in enumerate(shapes)]
+        assert [tuple(t.shape) for t in last] == wanted
+        assert {t.dtype for t in last} == {torch.float32}
+        assert launches[-1].last == tuple(t.data_ptr() if t.numel() else 0 for t in last)
+        assert launches[-1].initial == (0, 0, 0)
+        assert normalize or bool((last[1] == 0).all())
+    _, *last = run(q, q, v)
+    assert [t.numel() for t in last] == [0, 0, 0]
+    assert launches[-1].last == (0, 0, 0)
+
+
+def test_initial_states_are_aligned_for_vector_loads(launches: Launches) -> None:
+    """A contiguous view may start anywhere; the kernel reads two floats at a time."""
+    q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
+    shapes = ((B, NH, K, V), (B, NH, K), (B, NH, 1))
+    shifted = tuple(torch.empty(torch.Size(shape).numel() + 1)[1:].view(shape) for shape in shapes)
+    aligned = tuple(torch.empty(shape) for shape in shapes)
+    run(q, q, v, aligned)
+    assert launches[-1].initial == tuple(t.data_ptr() for t in aligned)
+    run(q, q, v, shifted)
+    assert launches[-1].initial[0] % 8 == 0
+
+
+def test_instance_and_options(launches: Launches) -> None:
+    q, v = torch.empty(B, NH, S, 80, dtype=torch.float16), torch.empty(B, NH, S, 272, dtype=torch.float16)
+    run(q, q, v, schedule="pingpong", eps=0.5, sigmoid_gate=True, normalize=False)
+    (launch,) = launches
+    assert launches.instance.name == "mlstm_fwd_k128_v256_pingpong"
+    assert launch.sizes == (B, NH, S, 80, 272)
+    assert launch.scale == 80**-0.5
+    assert (launch.eps, launch.half, launch.sigmoid_gate, launch.normalize) == (0.5, True, True, False)
+    assert launch.stream == 7

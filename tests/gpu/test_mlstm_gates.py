@@ -1,0 +1,190 @@
+"""mLSTM forward on the GPU at extreme gates, and its error beside that of the Triton kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla_tk.backends import triton
+
+Tensors = dict[str, Tensor]
+Make = Callable[..., Tensors]
+Check = Callable[..., None]
+
+DIMS = [(64, 64), (128, 256), (256, 512)]
+# error against fp64 relative to Triton's; two roundings of the same size differ by chance
+NOISE = 1.05
+# Where one token outweighs all others h is v of that token. limit_chunk divides the gated scores by the
+# normaliser before it rounds them, and is exact there; the tk kernel divides afterwards, which leaves two
+# roundings of an operand (rms) and costs nothing anywhere else.
+ONE_TOKEN = ("i_high_f_low", "random_signs", "forget_everything", "growing", "falling")
+TWO_ROUNDINGS = 0.25  # eps of the operands' dtype
+
+
+def constant(i: float, f: float) -> Callable[[Tensors], None]:
+    def set_gates(x: Tensors) -> None:
+        x["i"].fill_(i)
+        x["f"].fill_(f)
+
+    return set_gates
+
+
+def random_signs(x: Tensors) -> None:
+    x["i"].sign_().mul_(1e4)
+    x["f"].copy_(x["i"].roll(17, dims=-1))
+
+
+def forget_everything(x: Tensors) -> None:
+    x["f"].fill_(-1e4)
+
+
+def forget_nothing(x: Tensors) -> None:
+    x["f"].fill_(1e4)
+
+
+def spike(x: Tensors) -> None:
+    half = x["i"].shape[-1] // 2
+    x["i"][..., :half] = 80.0
+    x["i"][..., half:] = -80.0
+
+
+def late_spike(x: Tensors) -> None:
+    x["i"].fill_(-80.0)
+    x["i"][..., x["i"].shape[-1] // 2 :] = 80.0
+
+
+def growing(x: Tensors) -> None:
+    """The stabiliser grows by 200 across each chunk of 64."""
+    x["i"] += torch.arange(x["i"].shape[-1], device=x["i"].device) * (200 / 64)
+
+
+def falling(x: Tensors) -> None:
+    x["i"] -= torch.arange(x["i"].shape[-1], device=x["i"].device) * (200 / 64)
+
+
+def closed_at_start(x: Tensors) -> None:
+    """Gates of a model before training: the input gate's bias is -10."""
+    x["i"] -= 10.0
+
+
+def alternating(x: Tensors) -> None:
+    x["f"][..., ::7] = -1e4
+    x["i"][..., ::5] = -1e4
+
+
+CASES: dict[str, Callable[[Tensors], None]] = {
+    "plain": lambda x: None,
+    "i_high_f_high": constant(1e4, 1e4),
+    "i_high_f_low": constant(1e4, -1e4),
+    "i_low_f_high": constant(-1e4, 1e4),
+    "i_low_f_low": constant(-1e4, -1e4),
+    "random_signs": random_signs,
+    "forget_everything": forget_everything,
+    "forget_nothing": forget_nothing,
+    "spike": spike,
+    "late_spike": late_spike,
+    "growing": growing,
+    "falling": falling,
+    "constant": constant(0.5, 2.0),
+    "closed_at_start": closed_at_start,
+    "alternating": alternating,
+}
+
+
+def positive(x: Tensors) -> None:
+    """Keep q.n away from zero, where h is a quotient of cancelled sums and every kernel loses digits."""
+    for name in ("q", "k"):
+        x[name].abs_()
+
+
+@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("case", CASES)
+def test_extreme_gates(
+    operator: Any, case: str, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(2, 3, 450, dims)
+    positive(x)
+    CASES[case](x)
+    found = operator.run(x)
+    assert all(t.isfinite().all() for t in found.values())
+    assert_accurate(found, operator.truth(x), norm_tolerance=1e-4)
+
+
+@pytest.mark.parametrize("position", [0, 1, 63, 64, 100])
+def test_a_forget_gate_of_minus_infinity_resets(
+    operator: Any, position: int, make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(seq=200)
+    x["f"][..., position] = -torch.inf
+    assert_accurate(operator.run(x), operator.truth(x))
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 150])
+def test_an_input_gate_of_minus_infinity_skips(
+    operator: Any, position: int, make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(seq=200)
+    x["i"][..., position] = -torch.inf
+    assert_accurate(operator.run(x), operator.truth(x))
+
+
+@pytest.mark.parametrize("gate", ["i", "f"])
+def test_a_nan_gate_shows(operator: Any, gate: str, make_inputs: Make) -> None:
+    x = make_inputs(seq=200)
+    x[gate][:, 1, 70] = torch.nan
+    h = operator(x)
+    assert h[:, [0, 2]].isfinite().all()
+    assert h[:, 1, 70:].isnan().all()
+
+
+@pytest.mark.parametrize("names", [("q",), ("k",), ("v",), ("q", "k", "v")], ids="".join)
+def test_zero_operands(
+    operator: Any, names: tuple[str, ...], make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs()
+    for name in names:
+        x[name].zero_()
+    found = operator.run(x)
+    assert_accurate(found, operator.truth(x))
+    assert not found["h"].any()
+
+
+def triton_variants() -> list[tuple[str, str]]:
+    """(operator, variant)."""
+    exponential, sigmoid = map(triton.variants, ("mlstm_chunkwise", "mlstm_siging_chunkwise"))
+    pairs = [("exp", exponential), ("sig", sigmoid), ("sig_unnormalised", sigmoid)]
+    return [(operator, variant) for operator, variants in pairs for variant in variants]
+
+
+@pytest.mark.skipif(triton.MLSTM_KERNELS_MISSING is not None, reason="mlstm_kernels cannot be used here")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("operator", "variant"), triton_variants(), indirect=["operator"], ids=lambda x: x.removeprefix("triton:")
+)
+def test_no_less_accurate_than_triton(
+    operator: Any,
+    dtype: torch.dtype,
+    variant: str,
+    case: str,
+    make_inputs: Make,
+    rel_err: Callable[[Tensor, Tensor], float],
+) -> None:
+    x = make_inputs(2, 4, 512, (128, 256), dtype)
+    if case != "plain":
+        positive(x)
+    CASES[case](x)
+    truth = operator.truth(x)["h"]
+    error = rel_err(operator(x), truth)
+    baseline = triton.run_variant(variant, operator.function, **x, **operator.options)
+    baseline_error = rel_err(baseline, truth)
+    assert error == error, "NaN"
+    limit = baseline_error
+    if variant.startswith("triton:limit_chunk") and case in ONE_TOKEN:
+        limit = math.hypot(limit, TWO_ROUNDINGS * torch.finfo(dtype).eps)
+    # a NaN of the baseline is larger than any error
+    assert baseline_error != baseline_error or error <= NOISE * limit

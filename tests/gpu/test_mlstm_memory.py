@@ -1,0 +1,202 @@
+"""mLSTM forward on the GPU: memory layouts read in place, what is allocated and written, large offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+Make = Callable[..., dict[str, Tensor]]
+Check = Callable[..., None]
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Rows that start 2 bytes off the alignment of TMA."""
+    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=x.device)
+    return wide[..., 1 : x.shape[-1] + 1].copy_(x)
+
+
+def odd_rows(x: Tensor) -> Tensor:
+    """Rows whose stride is no multiple of 16 bytes."""
+    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 4, dtype=x.dtype, device=x.device)
+    return wide[..., : x.shape[-1]].copy_(x)
+
+
+def shifted_transposed(x: Tensor) -> Tensor:
+    return shifted(x.transpose(1, 2)).transpose(1, 2)
+
+
+def head_last(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+COPIED = (shifted, odd_rows, shifted_transposed, head_last)
+
+
+def fuse(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """q, k, v as slices of one [B, S, NH, 2 K + V] tensor, as a fused projection leaves them."""
+    names = ("q", "k", "v")
+    fused = torch.cat([x[name] for name in names], dim=-1).transpose(1, 2).contiguous()
+    parts = fused.split([x[name].shape[-1] for name in names], dim=-1)
+    return x | {name: part.transpose(1, 2) for name, part in zip(names, parts, strict=True)}
+
+
+def relayout(x: dict[str, Tensor], layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {name: layout(t) if name in ("q", "k", "v") else t for name, t in x.items()}
+
+
+def peak_bytes(function: Callable[[], Tensor]) -> int:
+    """What a warm call asks of the allocator at its peak, its result included."""
+    function()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    function()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """PyTorch fills whatever it allocates with NaN: an element that a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1000, device="cuda").isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("layout", ["transposed", "fused"])
+def test_views_are_read_in_place(
+    operator: Any, layout: str, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(2, 4, 1000, dims)
+    plain = operator.run(x)
+    view = relayout(x, transposed) if layout == "transposed" else fuse(x)
+    found = operator.run(view)
+    assert_accurate(found, operator.truth(x))
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    # memory order of v: [B, S, NH, D]
+    assert found["h"].transpose(1, 2).is_contiguous()
+    assert peak_bytes(lambda: operator(view)) == found["h"].nbytes
+
+
+@pytest.mark.parametrize("layout", COPIED, ids=lambda layout: layout.__name__)
+def test_what_tma_cannot_address_is_copied_once(
+    operator: Any, layout: Callable[[Tensor], Tensor], make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(2, 4, 1000, (128, 128))
+    plain = operator.run(x)
+    view = relayout(x, layout)
+    found = operator.run(view)
+    assert_accurate(found, operator.truth(x))
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    assert found["h"].stride() == torch.empty_like(view["v"]).stride()
+    copies = sum(x[name].nbytes for name in ("q", "k", "v"))
+    # one more for h where its rows cannot be addressed either
+    copies += found["h"].nbytes if layout is head_last else 0
+    assert peak_bytes(lambda: operator(view)) == copies + found["h"].nbytes
+
+
+def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+    x = {
+        name: t[:, :1].expand_as(t) if name in ("q", "k", "v", "f") else t
+        for name, t in make_inputs().items()
+    }
+    assert_accurate(operator.run(x), operator.truth(x))
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_gates_of_any_dtype_and_strides(
+    operator: Any, gate_dtype: torch.dtype, make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs()
+    # i as a model's [B, S, NH] projection, f every second entry of a row
+    i = x["i"].to(gate_dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    f = x["f"].to(gate_dtype).repeat_interleave(2, dim=-1)[..., ::2]
+    x |= {"i": i, "f": f}
+    assert_accurate(operator.run(x), operator.truth(x))
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_reads_gates_of_any_dtype(
+    gate_dtype: torch.dtype, exponential: Any, make_inputs: Make, assert_accurate: Check
+) -> None:
+    """The registered op takes gates as they are; the public functions cast them before."""
+    x = make_inputs()
+    x |= {name: x[name].to(gate_dtype) for name in ("i", "f")}
+    arguments = (*x.values(), None, None, None, False, True, 1e-6, True, "auto")
+    found = dict(zip("hcnm", torch.ops.tfla_tk.mlstm_fwd(*arguments), strict=True))
+    assert_accurate(found, exponential.truth(x))
+
+
+def test_initial_states_may_start_anywhere(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+    x = make_inputs(states=operator.states)
+    truth = operator.truth(x)
+    for name in operator.states:
+        start = torch.empty(x[name].numel() + 1, device="cuda")[1:].view_as(x[name])
+        x[name] = start.copy_(x[name])
+    assert_accurate(operator.run(x), truth)
+    # strided states, in the model's dtype
+    x |= {name: x[name].bfloat16().movedim(0, -1).contiguous().movedim(-1, 0) for name in operator.states}
+    assert_accurate(operator.run(x), operator.truth(x))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("seq", [1, 63, 129])
+def test_every_element_is_written(
+    operator: Any, seq: int, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(2, 3, seq, dims)
+    for view in (x, relayout(x, transposed), relayout(x, head_last)):
+        with uninitialised_memory_is_nan():
+            found = operator.run(view)
+        assert_accurate(found, operator.truth(x))
+
+
+def test_inputs_are_left_alone(operator: Any, make_inputs: Make) -> None:
+    x = make_inputs(states=operator.states)
+    before = {name: t.clone() for name, t in x.items()}
+    operator.run(x)
+    assert all(torch.equal(x[name], before[name]) for name in x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_more_than_2_to_the_31_elements_of_q(
+    layout: str, exponential: Any, make_inputs: Make, rel_err: Callable[[Tensor, Tensor], float]
+) -> None:
+    heads, seq, tail = 8, 1_100_000, 300
+    x = make_inputs(1, heads, seq, (256, 64))
+    assert x["q"].numel() > 2**31
+    # everything before the tail is forgotten: 1e-13 of it is left
+    x["f"][..., seq - tail] = -30.0
+    if layout == "transposed":
+        for name in ("q", "k", "v"):
+            x[name] = transposed(x[name])
+    h = exponential(x)[:, :, -tail:]
+    truth = exponential.truth({name: t[:, :, -tail:] for name, t in x.items()})["h"]
+    for head in range(heads):
+        assert rel_err(h[:, head], truth[:, head]) <= 5e-3, f"head {head}"
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements_of_state(
+    exponential: Any, make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(40, 410, 2, (256, 512), states=exponential.states)
+    assert x["c_initial"].numel() > 2**31
+    found = exponential.run(x)
+    for batch, head in ((0, 0), (20, 205), (39, 409)):
+        here = slice(batch, batch + 1), slice(head, head + 1)
+        truth = exponential.truth({name: t[here] for name, t in x.items()})
+        assert_accurate({name: t[here] for name, t in found.items()}, truth)

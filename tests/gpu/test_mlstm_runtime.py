@@ -1,0 +1,216 @@
+"""mLSTM forward on the GPU as a PyTorch citizen: repeatability, graphs, streams, devices, compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from tfla_tk import UnsupportedError, env, which
+from tfla_tk.build import BuildError, builder, find_thunderkittens
+from tfla_tk.build.instances import MLSTM_TILES
+
+Make = Callable[..., dict[str, Tensor]]
+Check = Callable[..., None]
+
+REPEATS = 200
+# tiles, and the head dims of several slices of V
+DIMS = [*MLSTM_TILES, (128, 512), (256, 512)]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
+def test_repeats_are_bitwise_equal(operator: Any, dims: tuple[int, int], make_inputs: Make) -> None:
+    x = make_inputs(4, 17, 450, dims, states=operator.states)
+    first = operator.run(x)
+    assert all(t.isfinite().all() for t in first.values())
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(REPEATS):
+        again = operator.run(x)
+        for name, t in first.items():
+            different += (again[name] != t).sum()
+    assert different.item() == 0
+
+
+def test_instances_alternate_in_one_process(
+    exponential: Any, make_inputs: Make, assert_accurate: Check
+) -> None:
+    cases = [
+        make_inputs(2, 3, 200, dims, dtype) for dims in DIMS for dtype in (torch.bfloat16, torch.float16)
+    ]
+    first = [exponential.run(x) for x in cases]
+    for x, found in zip(cases, first, strict=True):
+        assert_accurate(found, exponential.truth(x))
+    for _ in range(3):
+        for x, found in zip(cases, first, strict=True):
+            again = exponential.run(x)
+            assert all(torch.equal(again[name], t) for name, t in found.items())
+
+
+@pytest.mark.parametrize("schedule", ["auto", "pingpong"])
+def test_cuda_graph(operator: Any, schedule: str, make_inputs: Make) -> None:
+    x = make_inputs(states=operator.states)
+    operator.run(x, f"tk:{schedule}")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = operator.run(x, f"tk:{schedule}")
+    for seed in (1, 2):
+        fresh = make_inputs(states=operator.states, seed=seed)
+        for name, t in fresh.items():
+            x[name].copy_(t)
+        graph.replay()
+        expected = operator.run(fresh, f"tk:{schedule}")
+        assert all(torch.equal(captured[name], t) for name, t in expected.items())
+
+
+def test_nothing_is_compiled_during_capture(
+    exponential: Any, make_inputs: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = make_inputs()
+    exponential(x)
+    # from here on as in a process that has not compiled yet
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(find_thunderkittens(clone=False).root))
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
+    monkeypatch.setattr(builder, "_loaded", {})
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(BuildError, match="while a CUDA graph is being captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        torch.zeros(1, device="cuda")
+        exponential(x)
+
+
+def test_current_stream_and_no_wait(operator: Any, make_inputs: Make) -> None:
+    x = make_inputs(states=operator.states)
+    expected = operator.run(x)
+    late = {name: torch.full_like(t, torch.nan) for name, t in x.items()}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(400_000_000)
+        for name, t in x.items():
+            late[name].copy_(t)
+        found = operator.run(late)
+    # the host is back while the stream still sleeps
+    assert not stream.query()
+    stream.synchronize()
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+def test_no_host_synchronisation(operator: Any, make_inputs: Make) -> None:
+    x = make_inputs(states=operator.states)
+    operator.run(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        operator.run(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one(operator: Any, make_inputs: Make) -> None:
+    x = make_inputs(states=operator.states)
+    expected = operator.run(x)
+    found = operator.run({name: t.to("cuda:1") for name, t in x.items()})
+    assert {t.device for t in found.values()} == {torch.device("cuda", 1)}
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(found[name].to("cuda:0"), t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "shifted"])
+def test_torch_compile(layout: str, operator: Any, make_inputs: Make) -> None:
+    def laid_out(seq: int) -> dict[str, Tensor]:
+        x = make_inputs(seq=seq, states=operator.states)
+        if layout != "contiguous":
+            rows = 0 if layout == "transposed" else 1
+            for name in ("q", "k", "v"):
+                dim = x[name].shape[-1]
+                wide = torch.nn.functional.pad(x[name].transpose(1, 2), (rows, 8 * rows - rows))
+                x[name] = wide.contiguous()[..., rows : dim + rows].transpose(1, 2)
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(operator.run, fullgraph=True)
+    with torch.no_grad():
+        # the second length is traced with symbolic shapes
+        for seq in (300, 211):
+            x = laid_out(seq)
+            expected, found = operator.run(x), compiled(x)
+            assert all(torch.equal(found[name], t) for name, t in expected.items())
+            assert found["h"].stride() == expected["h"].stride()
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_opcheck(operator: Any, transposed: bool, last: bool, make_inputs: Make) -> None:
+    x = make_inputs(seq=70, states=operator.states)
+    if transposed:
+        x |= {name: x[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
+    tensors = [x.get(name) for name in ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")]
+    sigmoid_gate = operator.function == "mlstm_siging_chunkwise"
+    normalize = operator.options.get("normalize", True)
+    opcheck(
+        torch.ops.tfla_tk.mlstm_fwd.default,
+        (*tensors, sigmoid_gate, normalize, 1e-6, last, "auto"),
+    )
+
+
+def test_autocast(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+    x = make_inputs(dtype=torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = operator.run(x)
+    assert found["h"].dtype == torch.bfloat16
+    rounded = {name: t.bfloat16() if name in ("q", "k", "v") else t for name, t in x.items()}
+    assert_accurate(found, operator.truth(rounded))
+
+
+@pytest.mark.parametrize("size", [(0, 3, 300), (2, 0, 300), (2, 3, 0)])
+def test_empty(operator: Any, size: tuple[int, int, int], make_inputs: Make) -> None:
+    x = make_inputs(*size, states=operator.states)
+    found = operator.run(x)
+    assert found["h"].shape == x["v"].shape
+    if size[-1] == 0:
+        assert torch.equal(found["c"], x["c_initial"])
+
+
+def test_auto_takes_the_kernels(operator: Any, make_inputs: Make) -> None:
+    x = make_inputs()
+    assert which(operator.function, **x, **operator.options).backend == "tk"
+    assert torch.equal(operator(x, "auto"), operator(x, "tk"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "remedy"),
+    [
+        ({"dtype": torch.float32}, "float32", "bfloat16"),
+        ({"dims": (20, 64)}, "20/64", "multiples of 16 up to 256/512"),
+        ({"dims": (64, 24)}, "64/24", "multiples of 16 up to 256/512"),
+        ({"dims": (272, 64)}, "272/64", "multiples of 16 up to 256/512"),
+        ({"dims": (64, 528)}, "64/528", "multiples of 16 up to 256/512"),
+    ],
+)
+def test_unsupported_operands(
+    operator: Any, changed: dict[str, Any], reason: str, remedy: str, make_inputs: Make
+) -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        operator(make_inputs(seq=10, **changed))
+    assert reason in refused.value.reason
+    assert remedy in refused.value.remedy
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "i", "f", "c_initial", "n_initial"])
+def test_gradients_are_refused(name: str, exponential: Any, make_inputs: Make) -> None:
+    x = make_inputs(seq=10, states=("c_initial", "n_initial", "m_initial"))
+    x[name].requires_grad_()
+    with pytest.raises(UnsupportedError) as refused:
+        exponential(x)
+    assert "backward" in refused.value.reason
+    assert "no_grad" in refused.value.remedy
+    with torch.no_grad():
+        assert exponential(x).isfinite().all()

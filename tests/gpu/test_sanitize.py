@@ -1,0 +1,52 @@
+"""Small launches of every kind of tile for compute-sanitizer (``make sanitize``).
+
+Inputs are drawn and judged on the CPU: the sanitizer sees little more than the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+Make = Callable[..., dict[str, Tensor]]
+Check = Callable[..., None]
+
+# one instance with one state warpgroup, one with two, and one whose heads take several slices of V
+TILES = [(64, 64), (128, 256), (256, 512)]
+
+pytestmark = pytest.mark.sanitize
+
+
+def to_gpu(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.cuda() for name, t in x.items()}
+
+
+def to_cpu(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.cpu() for name, t in x.items()}
+
+
+@pytest.mark.parametrize("dims", TILES, ids="{0[0]}_{0[1]}".format)
+def test_tiles(operator: Any, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check) -> None:
+    """Three chunks, the last one short, from an initial state."""
+    x = make_inputs(1, 2, 130, dims, states=operator.states, device="cpu")
+    assert_accurate(to_cpu(operator.run(to_gpu(x))), operator.truth(x))
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "pingpong"])
+def test_schedules(schedule: str, exponential: Any, make_inputs: Make, assert_accurate: Check) -> None:
+    x = make_inputs(1, 2, 130, device="cpu")
+    assert_accurate(to_cpu(exponential.run(to_gpu(x), f"tk:{schedule}")), exponential.truth(x))
+
+
+@pytest.mark.parametrize("seq", [1, 65])
+def test_padding(seq: int, exponential: Any, make_inputs: Make, assert_accurate: Check) -> None:
+    """Head dims that fill no tile, in [B, S, NH, D] memory, with nothing behind the last row."""
+    x = make_inputs(1, 2, seq, (48, 80), torch.float16, exponential.states, device="cpu")
+    on_gpu = to_gpu(x)
+    for name in ("q", "k", "v"):
+        on_gpu[name] = on_gpu[name].transpose(1, 2).contiguous().transpose(1, 2)
+    assert_accurate(to_cpu(exponential.run(on_gpu)), exponential.truth(x))
