@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tfla_tk.build.instances import DEFAULT_SCHEDULE, SCHEDULES
+
 from .report import PASS_TITLES, TITLES, errors_of, milliseconds
 from .results import OPS, Row, baselines, contest_of, shape_of
 from .shapes import PASSES
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-SCHEDULES = ("sequential", "overlapped", "pingpong")
 
 
 def render(rows: Sequence[Row]) -> str:
     """All tables as Markdown.
 
-    Per operator and pass the fastest tk row against the best Triton row of its run, then the schedules side
-    by side where more than one was measured.
+    Per operator and pass the tk row of the shipped schedule against the best Triton row of its run, then the
+    schedules side by side where more than one was measured.
     """
     parts = []
     for op in OPS:
@@ -53,7 +54,9 @@ def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
         groups.setdefault((str(shape_of(row)), row["dtype"]), []).append(row)
     lines = []
     for (shape, dtype), group in groups.items():
-        ours = _fastest(row for row in group if row["backend"] == "tk")
+        ours = _fastest(
+            row for row in group if row["backend"] == "tk" and row["schedule"] in (None, DEFAULT_SCHEDULE)
+        )
         if ours is None:
             theirs = _fastest(row for row in group if row["backend"].startswith("triton"))
         else:

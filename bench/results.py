@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfla_tk.build import instances
+
 from .shapes import PASSES, Shape
 
 Row = dict[str, Any]
@@ -23,7 +25,7 @@ OPS = (
     "gated_delta_rule",
     "mlstm_step",
 )
-SCHEDULES = ("sequential", "overlapped", "pingpong", None)
+SCHEDULES = (*instances.SCHEDULES, None)
 
 _NUMBER, _TEXT = (int, float), (str,)
 _NONE = (type(None),)

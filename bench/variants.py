@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfla_tk.backends import triton
+from tfla_tk.ops import SCHEDULES
 
 from .operators import Operator
 
 FAMILIES = ("tk", "triton", "reference")
-SCHEDULES = ("auto", "sequential", "overlapped", "pingpong")
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tfla_tk.build import instances
 from tfla_tk.validation import MLSTMCall
 
-SCHEDULES = ("auto", "sequential", "overlapped", "pingpong")
+SCHEDULES = ("auto", *instances.SCHEDULES)
 
 Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
