@@ -31,8 +31,8 @@ constexpr Tiling tiling(int dim_qk, int v_slice) {
     if (dim_qk == 128 && v_slice == 256)
         return {4, 2, 4, 1, {48, 160, 144}};                  // registers: the state takes 128
     if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};   // smem: one CTA per SM
-    if (v_slice == 256) return {4, 2, 4, 1, {48, 232, 224}};  // smem: one CTA per SM
-    return {4, 2, 4, 1, {48, 168, 168}};                      // registers: two CTAs per SM
+    if (v_slice == 256) return {4, 2, 4, 1, {48, 232, 224}};  // smem: two CTAs do not fit
+    return {4, 2, 4, 1, {48, 168, 168}};                      // registers: two CTAs fit at 64/64 alone
 }
 
 template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct Config {

@@ -44,8 +44,7 @@ struct Task {
     }
 };
 
-// ----------------------------------------------------------------------------------------------------
-// producer
+// -------------------------------------------------------------------------------- producer
 
 template <class C> __device__ inline void load_tiles(const Globals& g, SharedMemoryPlan<C>& smem) {
     const Task task = Task::of_block<C>(g);
@@ -141,19 +140,16 @@ __device__ inline void compute_qn(const Globals& g, SharedMemoryPlan<C>& smem, i
     }
 }
 
-// -------------------------------------------------------------------------------------------------------
-// state
+// -------------------------------------------------------------------------------- state
 
 template <class C>
 __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem, int warpgroup_id) {
     using T = typename C::T;
     constexpr int kBlocks = C::kStateBlocks;
-    constexpr int kStepTokens = 16, kKeysInFlight = 1;
+    constexpr int kStepTokens = 16;  // of scaled K^T at a time: all that the registers hold
     constexpr int kStepsPerBlock = kChunk / kStepTokens;
-    using Keys = rt<T, 16, kStepTokens>;  // scaled K^T of a few tokens: two are in flight
 
-    // NOTES: 64-register tiles: an N = 256 wgmma does not compile at the 128 registers of a 512-thread
-    // launch.
+    // NOTES: tiles of 64 registers, since a wgmma with N = 256 does not compile in a launch of 512 threads.
     rt_fl<16, C::kPassV> state[kBlocks][C::kPasses];
     const int warp_row = warpgroup_id * 64 + warpgroup::warpid() * 16;  // in every part
     const int norm_row = warp_row + laneid() / 4;
@@ -221,37 +217,37 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
         wait(smem.gates_ready[stage.slot], stage.phase);
         const GateStage& gates = smem.gates[stage.slot];
         const float decay = gates.decay;
-        Keys keys[kKeysInFlight];
+        rt<T, 16, kStepTokens> keys;
         float2 sums;  // of the block's scaled keys, this lane's part
 #pragma unroll
         for (int step = 0; step < kBlocks * kStepsPerBlock; step++) {
             const int block = step / kStepsPerBlock, token = step % kStepsPerBlock * kStepTokens;
             const auto key = C::key(chunk, block);
-            if (step >= kKeysInFlight) {
-                warpgroup::mma_async_wait<kKeysInFlight - 1>();
-                pin(keys[step % kKeysInFlight]);
+            if (step > 0) {
+                warpgroup::mma_async_wait<0>();
+                pin(keys);
             }
             if (token == 0) {
                 wait(smem.qk_arrived[key.slot], key.phase);
                 for_each_pass([&](int pass) { warp::mul(state[block][pass], state[block][pass], decay); });
                 sums = {0.f, 0.f};
             }
-            load_scaled_transposed(keys[step % kKeysInFlight], sums,
-                                   shared_address(&smem.qk[key.slot]) + lane_offset, gates.key_scale, token);
+            load_scaled_transposed(keys, sums, shared_address(&smem.qk[key.slot]) + lane_offset,
+                                   gates.key_scale, token);
             if (step == 0) {
                 wait(smem.v_arrived[value.slot], value.phase);
                 if constexpr (C::kSchedule != Schedule::overlapped)
                     named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
             }
             const bool last_of_block = token == kChunk - kStepTokens;
-            mma_partial_AB(state[block], keys[step % kKeysInFlight], smem.v[value.slot], token);
+            mma_partial_AB(state[block], keys, smem.v[value.slot], token);
             if (last_of_block) arrive_warp(smem.qk_free[key.slot], C::kKeyArrivalsState);
             if (C::kNormalize && last_of_block) update_norm(block, sums, decay, chunk);  // under the GEMM
         }
         if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[C::norm_buffer(chunk + 1).slot]);
         arrive_warp(smem.gates_free[stage.slot]);
         warpgroup::mma_async_wait<0>();
-        for (int buffer = 0; buffer < kKeysInFlight; buffer++) pin(keys[buffer]);
+        pin(keys);
 #pragma unroll
         for (int block = 0; block < kBlocks; block++)
             for_each_pass([&](int pass) { pin(state[block][pass]); });
@@ -272,8 +268,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     }
 }
 
-// ------------------------------------------------------------------------------------------------------
-// output
+// -------------------------------------------------------------------------------- output
 
 // P = S 2^{column - row}, causal; `sums` gets the row sums over the whole chunk.
 template <class P, class Scores>
@@ -327,8 +322,7 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
                 warpgroup::mma_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
         }
     };
-    // NOTES: also after the last chunk, where there are none: without the wait there ptxas serialises
-    // (C7511).
+    // NOTES: waits after the last chunk too, where there are none: else ptxas serialises (C7511).
     auto finish_scores = [&](int chunk, auto none_constant) {
         warpgroup::mma_async_wait<0>();
         pin(scores);
@@ -454,8 +448,7 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
     if (laneid() == 0) wait_stores_read();
 }
 
-// ------------------------------------------------------------------------------------------------------
-// kernel
+// -------------------------------------------------------------------------------- kernel
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd_kernel(

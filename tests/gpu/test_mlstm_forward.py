@@ -102,7 +102,7 @@ def test_schedules_agree(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", MAIN, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", NATIVE, ids="{0[0]}_{0[1]}".format)
 def test_at_benchmark_size(
     operator: Any, dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
 ) -> None:
