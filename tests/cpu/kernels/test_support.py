@@ -1,0 +1,91 @@
+"""What the tk backend refuses, and how it says so; a GPU is only pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tfla_tk import build
+from tfla_tk.backends import tk
+from tfla_tk.validation import MLSTMCall
+
+CALL = MLSTMCall(
+    device=torch.device("cuda", 0),
+    dtype=torch.bfloat16,
+    batch=1,
+    heads=2,
+    seq=100,
+    dim_qk=128,
+    dim_v=256,
+    sigmoid_gate=False,
+    normalize=True,
+    return_last_states=False,
+    has_initial_state=False,
+    requires_grad=False,
+    chunk_size=64,
+    eps=1e-6,
+)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine that has all it takes; each probe starts afresh."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "pretended GPU")
+    monkeypatch.setattr(build, "find_toolchain", lambda: None)
+    monkeypatch.setattr(build, "find_thunderkittens", lambda clone: None)
+    tk._probe_device.cache_clear()
+    yield
+    tk._probe_device.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(16, 16), (80, 48), (256, 512)])
+def test_serves(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    verdict = tk.supports_mlstm(replace(CALL, dtype=dtype, dim_qk=dims[0], dim_v=dims[1]))
+    assert verdict.ok and verdict.auto and not verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "remedy"),
+    [
+        ({"device": torch.device("cpu")}, "the tensors are on cpu", "move them to a GPU"),
+        ({"dtype": torch.float32}, "q, k, v are torch.float32", "torch.bfloat16 or torch.float16"),
+        ({"dim_qk": 272}, "head dims are 272/256", "multiples of 16 up to 256/512"),
+        ({"dim_v": 528}, "head dims are 128/528", "multiples of 16 up to 256/512"),
+        ({"dim_qk": 24}, "head dims are 24/256", "multiples of 16 up to 256/512"),
+        ({"requires_grad": True}, "no backward yet", "backend='reference'"),
+    ],
+)
+def test_refuses(change: dict[str, object], reason: str, remedy: str) -> None:
+    verdict = tk.supports_mlstm(replace(CALL, **change))  # type: ignore[arg-type]
+    assert not verdict.ok
+    assert reason in verdict.reason and remedy in verdict.remedy
+
+
+def test_a_gpu_that_is_not_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    verdict = tk.supports_mlstm(CALL)
+    assert not verdict.ok and verdict.remedy == "use an H100, H200 or GH200"
+    assert verdict.reason == "pretended GPU has compute capability 8.0, the kernels need 9.0"
+
+
+@pytest.mark.parametrize("finder", ["find_toolchain", "find_thunderkittens"])
+def test_no_compiler_or_no_thunderkittens(monkeypatch: pytest.MonkeyPatch, finder: str) -> None:
+    def missing(**options: object) -> None:
+        raise build.BuildError(f"{finder} found nothing", "install it")
+
+    monkeypatch.setattr(build, finder, missing)
+    verdict = tk.supports_mlstm(CALL)
+    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, f"{finder} found nothing", "install it")
+
+
+def test_a_cpu_call_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(index: int) -> None:
+        raise AssertionError("CUDA was asked")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", touched)
+    assert not tk.supports_mlstm(replace(CALL, device=torch.device("cpu"))).ok
