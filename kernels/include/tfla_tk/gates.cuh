@@ -15,7 +15,6 @@
 namespace tfla_tk {
 
 constexpr int kChunk = 64;  // tokens per chunk (L)
-constexpr float kLog2e = 1.4426950408889634f;
 constexpr double kLog2eDouble = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 

@@ -1,0 +1,187 @@
+// Output warpgroup of the mLSTM forward: scores, gate, both products, normaliser, store.
+#pragma once
+
+#include "mlstm_fwd_globals.cuh"
+#include "tfla_tk/tiles.cuh"
+
+namespace tfla_tk::mlstm {
+
+// P = S 2^{column - row}, causal; `sums` gets the row sums over the whole chunk.
+template <class P, class Scores>
+__device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const GateStage& gates, int row) {
+    const float2 reference{gates.row[row], gates.row[row + 8]};
+    float2 partial{0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < Scores::width; j++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
+            const float4 a = *reinterpret_cast<const float4*>(&gates.column[column]);
+            auto gated = [&](float score, float high, float low, float ref, bool visible) {
+                return visible ? score * exp2f((high - ref) + low) : 0.f;
+            };
+            float2 upper = s.tiles[0][j].data[2 * half], lower = s.tiles[0][j].data[2 * half + 1];
+            upper.x = gated(upper.x, a.x, a.y, reference.x, column <= row);
+            upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= row);
+            lower.x = gated(lower.x, a.x, a.y, reference.y, column <= row + 8);
+            lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= row + 8);
+            partial.x += upper.x + upper.y;
+            partial.y += lower.x + lower.y;
+            p.tiles[0][j].data[2 * half] = from_float2<typename P::dtype>(upper);
+            p.tiles[0][j].data[2 * half + 1] = from_float2<typename P::dtype>(lower);
+        }
+    }
+    sums = {quad_sum(partial.x), quad_sum(partial.y)};
+}
+
+template <class C> __device__ inline void compute_output(const Globals& g, SharedMemoryPlan<C>& smem) {
+    using T = typename C::T;
+    constexpr bool kOverlapped = C::kSchedule != Schedule::sequential;
+    const Task task = Task::of_block<C>(g);
+    const int warp_row = warpgroup::warpid() * 16;
+    const int row = warp_row + laneid() / 4;  // this thread owns rows `row` and `row + 8`
+
+    rt_fl<16, kChunk> scores;
+    rt<T, 16, kChunk> p;
+    rt_fl<16, C::kPassV> out;
+
+    auto issue_scores = [&](int chunk) {
+#pragma unroll
+        for (int part = 0; part < C::kParts; part++) {
+            const auto key = C::key(chunk, part), query = C::query(chunk, part);
+            wait(smem.qk_arrived[key.slot], key.phase);
+            wait(smem.qk_arrived[query.slot], query.phase);
+            if (part == 0) {
+                forget(scores);
+                warpgroup::mm_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
+            } else
+                warpgroup::mma_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
+        }
+    };
+    // NOTES: waits after the last chunk too, where there are none: else ptxas serialises (C7511).
+    auto finish_scores = [&](int chunk, auto none_constant) {
+        warpgroup::mma_async_wait<0>();
+        pin(scores);
+        if constexpr (!decltype(none_constant)::value)
+            for (int part = 0; part < C::kParts; part++)
+                arrive_warp(smem.qk_free[C::key(chunk, part).slot], C::kKeyArrivalsOutput);
+    };
+    auto issue_inter = [&](int pass, int chunk) {
+        wait(smem.state_ready[pass], chunk & 1);
+        forget(out);
+#pragma unroll
+        for (int part = 0; part < C::kParts; part++) {
+            auto& q = smem.qk[C::query(chunk, part).slot];
+            auto& state = smem.state[part].template subtile<C::kPassV>(pass);
+            if (part == 0)
+                warpgroup::mm_AB(out, q, state);
+            else
+                warpgroup::mma_AB(out, q, state);
+        }
+    };
+    // Waits for Q C; the last pass frees each part of Q as soon as it is read.
+    auto finish_inter = [&](int pass, int chunk) {
+        if constexpr (C::kParts == 2) {
+            warpgroup::mma_async_wait<1>();
+            if (pass == C::kPasses - 1)
+                arrive_warp(smem.qk_free[C::query(chunk, 0).slot], C::kQueryArrivalsOutput);
+        }
+        warpgroup::mma_async_wait<0>();
+        pin(out);
+        if (pass == C::kPasses - 1)
+            arrive_warp(smem.qk_free[C::query(chunk, C::kParts - 1).slot], C::kQueryArrivalsOutput);
+        arrive_warp(smem.state_free[pass]);
+    };
+    auto store_out = [&](int pass, int chunk) {
+        const uint32_t panels = shared_address(&smem.out);
+        if (laneid() == 0) wait_stores_read();
+        __syncwarp();
+        store_panels<T, kChunk>(panels, warp_row, out);
+        fence_async_proxy();
+        __syncwarp();
+        if (laneid() != 0) return;
+#pragma unroll
+        for (int panel = 0; panel < C::kPassV / kPanelColumns; panel++)
+            g.h.store_panel(panels + (panel * kChunk + warp_row) * kPanelColumns * sizeof(T),
+                            task.column + pass * C::kPassV + panel * kPanelColumns, chunk * kChunk + warp_row,
+                            task.head, task.batch);
+        commit_stores();
+    };
+    // 1 / w_t of the two rows, times the row's post factor.
+    auto row_scale = [&](int chunk, const GateStage& gates, float2 intra, float2 inter) {
+        float2 post{gates.post[row], gates.post[row + 8]};
+        if constexpr (C::kNormalize) {
+            wait(smem.qn_ready, chunk & 1);
+            const float2 d{intra.x + inter.x * smem.qn[row], intra.y + inter.y * smem.qn[row + 8]};
+            arrive_warp(smem.qn_free);
+            post.x /= fmaxf(fabsf(d.x * post.x), gates.floor[row]) + g.eps;
+            post.y /= fmaxf(fabsf(d.y * post.y), gates.floor[row + 8]) + g.eps;
+        }
+        return post;
+    };
+    auto scale_rows = [&](float2 factor) {
+        for_each_pair(out, 0, 0, [&](float2& x, int r, int) {
+            const float s = r >= laneid() / 4 + 8 ? factor.y : factor.x;
+            x = {x.x * s, x.y * s};
+        });
+    };
+
+    auto step = [&](int chunk, auto last_constant) {
+        constexpr bool kLast = decltype(last_constant)::value;
+        const auto stage = C::gate_stage(chunk);
+        const auto value = C::value(chunk);
+        const GateStage& gates = smem.gates[stage.slot];
+        float2 intra, final_scale;
+
+        wait(smem.gates_ready[stage.slot], stage.phase);
+        if constexpr (kOverlapped) {
+            issue_inter(0, chunk);
+            if constexpr (C::kSchedule == Schedule::pingpong)
+                named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
+            gate_scores(p, scores, intra, gates, row);  // under Q C
+        } else {
+            gate_scores(p, scores, intra, gates, row);
+            issue_inter(0, chunk);
+        }
+        finish_inter(0, chunk);
+        const float2 inter{gates.inter[row], gates.inter[row + 8]};
+
+#pragma unroll
+        for (int pass = 0; pass < C::kPasses; pass++) {
+            const bool last_pass = pass == C::kPasses - 1;
+            if (pass > 0) {
+                issue_inter(pass, chunk);
+                finish_inter(pass, chunk);
+            }
+            scale_rows(inter);
+            if (pass == 0) wait(smem.v_arrived[value.slot], value.phase);
+            warpgroup::mma_AB(out, p, smem.v[value.slot].template subtile<C::kPassV>(pass));
+            constexpr int kScoresInFlight = kOverlapped && !kLast ? C::kParts : 0;
+            if (kScoresInFlight > 0 && last_pass) issue_scores(chunk + 1);  // under this chunk's epilogue
+            if (pass == 0) final_scale = row_scale(chunk, gates, intra, inter);
+            if (last_pass)
+                warpgroup::mma_async_wait<kScoresInFlight>();
+            else
+                warpgroup::mma_async_wait<0>();
+            pin(p);
+            pin(out);
+            scale_rows(final_scale);
+            store_out(pass, chunk);
+        }
+        arrive_warp(smem.v_free[value.slot]);
+        arrive_warp(smem.gates_free[stage.slot]);
+        if constexpr (!kOverlapped) {
+            named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
+            if constexpr (!kLast) issue_scores(chunk + 1);
+        }
+        finish_scores(chunk + 1, last_constant);
+    };
+
+    issue_scores(0);
+    finish_scores(0, std::false_type{});
+    for (int chunk = 0; chunk + 1 < g.chunks(); chunk++) step(chunk, std::false_type{});
+    step(g.chunks() - 1, std::true_type{});
+    if (laneid() == 0) wait_stores_read();
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,135 @@
+// State warpgroups of the mLSTM forward: C in registers, published once per chunk.
+#pragma once
+
+#include "mlstm_fwd_globals.cuh"
+#include "tfla_tk/tiles.cuh"
+
+namespace tfla_tk::mlstm {
+
+template <class C>
+__device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem, int warpgroup_id) {
+    using T = typename C::T;
+    constexpr int kBlocks = C::kStateBlocks;
+    constexpr int kStepTokens = 16;  // of scaled K^T at a time: all that the registers hold
+    constexpr int kStepsPerBlock = kChunk / kStepTokens;
+
+    // NOTES: tiles of 64 registers, since a wgmma with N = 256 does not compile in a launch of 512 threads.
+    rt_fl<16, C::kPassV> state[kBlocks][C::kPasses];
+    const int warp_row = warpgroup_id * 64 + warpgroup::warpid() * 16;  // in every part
+    const int norm_row = warp_row + laneid() / 4;
+
+    auto for_each_pass = [](auto body) {
+#pragma unroll
+        for (int pass = 0; pass < C::kPasses; pass++) body(pass);
+    };
+    auto write_norm = [&](int buffer, int row, float n) {
+        const T high = base_types::convertor<T, float>::convert(n);
+        smem.norm[buffer][row] = n;
+        smem.norm_parts[buffer][0][row] = high;
+        smem.norm_parts[buffer][1][row] =
+            base_types::convertor<T, float>::convert(n - base_types::convertor<float, T>::convert(high));
+    };
+    auto load_initial = [&] {
+        const Task task = Task::of_block<C>(g);
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++) {
+            for_each_pass([&](int pass) {
+                auto& tile = state[block][pass];
+                if (g.c_initial)
+                    load_state(tile, g.c_initial + task.index * g.dim_qk * g.dim_v,
+                               warp_row + C::kPartQK * block, task.column + pass * C::kPassV, g.dim_qk,
+                               g.dim_v);
+                else
+                    warp::zero(tile);
+                pin(tile);
+            });
+            if (!C::kNormalize || laneid() % 4 != 0) continue;
+            for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
+                write_norm(0, row,
+                           g.n_initial && row < g.dim_qk ? g.n_initial[task.index * g.dim_qk + row] : 0.f);
+        }
+    };
+    auto update_norm = [&](int block, float2 sums, float decay, int chunk) {
+        sums = {quad_sum(sums.x), quad_sum(sums.y)};
+        const int lane = fresh_laneid();
+        if (lane % 4 != 0) return;
+        const int row = warp_row + C::kPartQK * block + lane / 4;
+        const float* old_n = smem.norm[chunk & 1];
+        write_norm((chunk + 1) & 1, row, decay * old_n[row] + sums.x);
+        write_norm((chunk + 1) & 1, row + 8, decay * old_n[row + 8] + sums.y);
+    };
+    auto publish = [&](int pass, uint32_t phase) {
+        wait_free(smem.state_free[pass], phase);
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+            store_panels<T, C::kPartQK>(
+                shared_address(&smem.state[block]) + pass * C::kPassV * C::kPartQK * sizeof(T), warp_row,
+                state[block][pass]);
+        fence_async_proxy();
+        arrive_warp(smem.state_ready[pass]);
+    };
+
+    load_initial();
+    if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[0]);
+    constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
+    const uint32_t lane_offset = warpgroup_id * kPanelBytes + transposed_lane_offset(warpgroup::warpid());
+    for (int chunk = 0; chunk < g.chunks(); chunk++) {
+        const auto value = C::value(chunk);
+        const auto stage = C::gate_stage(chunk);
+        for_each_pass([&](int pass) { publish(pass, chunk & 1); });
+
+        wait(smem.gates_ready[stage.slot], stage.phase);
+        const GateStage& gates = smem.gates[stage.slot];
+        const float decay = gates.decay;
+        rt<T, 16, kStepTokens> keys;
+        float2 sums;  // of the block's scaled keys, this lane's part
+#pragma unroll
+        for (int step = 0; step < kBlocks * kStepsPerBlock; step++) {
+            const int block = step / kStepsPerBlock, token = step % kStepsPerBlock * kStepTokens;
+            const auto key = C::key(chunk, block);
+            if (step > 0) {
+                warpgroup::mma_async_wait<0>();
+                pin(keys);
+            }
+            if (token == 0) {
+                wait(smem.qk_arrived[key.slot], key.phase);
+                for_each_pass([&](int pass) { warp::mul(state[block][pass], state[block][pass], decay); });
+                sums = {0.f, 0.f};
+            }
+            load_scaled_transposed(keys, sums, shared_address(&smem.qk[key.slot]) + lane_offset,
+                                   gates.key_scale, token);
+            if (step == 0) {
+                wait(smem.v_arrived[value.slot], value.phase);
+                if constexpr (C::kSchedule != Schedule::overlapped)
+                    named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
+            }
+            const bool last_of_block = token == kChunk - kStepTokens;
+            mma_partial_AB(state[block], keys, smem.v[value.slot], token);
+            if (last_of_block) arrive_warp(smem.qk_free[key.slot], C::kKeyArrivalsState);
+            if (C::kNormalize && last_of_block) update_norm(block, sums, decay, chunk);  // under the GEMM
+        }
+        if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[C::norm_buffer(chunk + 1).slot]);
+        arrive_warp(smem.gates_free[stage.slot]);
+        warpgroup::mma_async_wait<0>();
+        pin(keys);
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+            for_each_pass([&](int pass) { pin(state[block][pass]); });
+        arrive_warp(smem.v_free[value.slot]);
+    }
+
+    if (!g.c_last) return;
+    const Task task = Task::of_block<C>(g);
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++) {
+        for_each_pass([&](int pass) {
+            store_state(g.c_last + task.index * g.dim_qk * g.dim_v, state[block][pass],
+                        warp_row + C::kPartQK * block, task.column + pass * C::kPassV, g.dim_qk, g.dim_v);
+        });
+        if (!C::kNormalize || task.column != 0 || laneid() % 4 != 0) continue;
+        for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
+            if (row < g.dim_qk) g.n_last[task.index * g.dim_qk + row] = smem.norm[g.chunks() & 1][row];
+    }
+}
+
+}  // namespace tfla_tk::mlstm
