@@ -25,6 +25,7 @@ from .mlstm_backward import (
     mlstm_siging_backward,
 )
 from .mlstm_chunk import MLSTMChunk
+from .mlstm_forward import MLSTMForward, mlstm_forward_terms
 from .mlstm_siging import (
     mlstm_siging_chunkwise,
     mlstm_siging_parallel,
@@ -43,6 +44,7 @@ __all__ = [
     "MLSTMBackward",
     "MLSTMChunk",
     "MLSTMChunkGrads",
+    "MLSTMForward",
     "MLSTMGrads",
     "delta_rule_chunkwise",
     "delta_rule_parallel",
@@ -57,6 +59,7 @@ __all__ = [
     "mlstm_backward",
     "mlstm_backward_terms",
     "mlstm_chunkwise",
+    "mlstm_forward_terms",
     "mlstm_parallel",
     "mlstm_recurrent",
     "mlstm_siging_backward",

@@ -88,17 +88,33 @@ def scan_chunks(chunk: Form, tokens: Sequence[Tensor], states: States, size: int
 
 
 def sequence_bounds(cu_seqlens: Tensor, batch: int, length: int) -> list[tuple[int, int]]:
-    """(start, end) of every packed sequence.
+    """(start, end) of every packed sequence; reads the offsets on the host.
 
     Raises:
         ValueError: batch is not 1, or ``cu_seqlens`` does not rise from 0 to ``length``.
     """
     if batch != 1:
         raise ValueError(f"cu_seqlens: expected batch 1 (packed sequences), got batch {batch}")
+    if length == 0 and cu_seqlens.device.type != "cpu":
+        # nothing to learn that is worth a wait for the device
+        return [(0, 0)] * (cu_seqlens.numel() - 1)
     ends = [int(x) for x in cu_seqlens.tolist()]
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != length or ends != sorted(ends):
         raise ValueError(f"cu_seqlens: expected offsets rising from 0 to {length}, got {ends}")
     return list(itertools.pairwise(ends))
+
+
+def split_sequences(
+    tokens: Sequence[Tensor], states: Sequence[Tensor], cu_seqlens: Tensor | None
+) -> list[tuple[States, States]]:
+    """(tokens, states) of the batch, or of each packed sequence with its own row of the states."""
+    if cu_seqlens is None:
+        return [(tuple(tokens), tuple(states))]
+    bounds = sequence_bounds(cu_seqlens, tokens[0].shape[0], tokens[0].shape[2])
+    return [
+        (tuple(x[:, :, start:end] for x in tokens), tuple(s[row : row + 1] for s in states))
+        for row, (start, end) in enumerate(bounds)
+    ]
 
 
 def scan_sequences(
@@ -107,11 +123,7 @@ def scan_sequences(
     """Apply ``form`` to the batch, or to each packed sequence with its own row of the states."""
     if cu_seqlens is None:
         return form(*tokens, *states)
-    bounds = sequence_bounds(cu_seqlens, tokens[0].shape[0], tokens[0].shape[2])
-    results = [
-        form(*(x[:, :, start:end] for x in tokens), *(s[row : row + 1] for s in states))
-        for row, (start, end) in enumerate(bounds)
-    ]
+    results = [form(*own, *state) for own, state in split_sequences(tokens, states, cu_seqlens)]
     outputs, lasts = zip(*results, strict=True)
     return torch.cat(outputs, dim=2), tuple(torch.cat(rows) for rows in zip(*lasts, strict=True))
 

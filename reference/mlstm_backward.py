@@ -18,16 +18,15 @@ normalisation w = 1 and dd = 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, einsum
-from torch.nn.functional import logsigmoid
 
-from .common import full_precision, promote
-from .mlstm import initial_state
-from .mlstm_chunk import MLSTMChunk, mlstm_chunk
-from .mlstm_siging import siging_initial_state
+from .common import States, full_precision, promote, split_sequences
+from .mlstm_chunk import MLSTMChunk
+from .mlstm_forward import first_state, scan_mlstm
 
 
 class MLSTMGrads(NamedTuple):
@@ -63,8 +62,8 @@ class MLSTMBackward(NamedTuple):
     backward: list[MLSTMChunkGrads]  #: per chunk, first to last
     q_dq: Tensor  #: [B, NH, S] q_t.dq_t
     k_dk: Tensor  #: [B, NH, S] k_t.dk_t
-    state_term: Tensor  #: [B, NH, 1] <dC_T, C_T> + <dn_T, n_T>
     dlog_f: Tensor  #: [B, NH, S] gradient of logsigmoid(f)
+    state_term: Tensor  #: [N, NH, 1] <dC_T, C_T> + <dn_T, n_T>
 
 
 def mlstm_chunk_backward(
@@ -130,63 +129,84 @@ def mlstm_backward_terms(
     *,
     sigmoid_gate: bool = False,
     normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
 ) -> MLSTMBackward:
     """Backward of mLSTM with all of its terms.
 
     Args:
-        q, k: [B, NH, S, K]. v: [B, NH, S, V]. i, f: [B, NH, S] pre-activations. S >= 1.
-        c_initial: [B, NH, K, V]. n_initial: [B, NH, K]. m_initial: [B, NH, 1], not used by the sigmoid gate.
+        q, k: [B, NH, S, K]. v: [B, NH, S, V]. i, f: [B, NH, S] pre-activations.
+        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1], not used by the sigmoid gate.
+            N is B, or the number of sequences with ``cu_seqlens``.
         dh: [B, NH, S, V] gradient of h.
-        dc_last: [B, NH, K, V]. dn_last: [B, NH, K]. Gradients of the last state; None is zero.
+        dc_last: [N, NH, K, V]. dn_last: [N, NH, K]. Gradients of the last state; None is zero.
         eps, chunk_size: as in the forward; the result does not depend on ``chunk_size``.
         sigmoid_gate: mLSTMsig instead of mLSTMexp.
         normalize: as in mLSTMsig; False ignores n_initial and dn_last.
+        cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
     """
     tokens = (q, k, v, i, f)
-    if sigmoid_gate:
-        c, n = siging_initial_state(tokens, c_initial, n_initial, q.shape[0], normalize)
-        m = torch.zeros_like(n[..., :1])
-    else:
-        c, n, m = initial_state(tokens, (c_initial, n_initial, m_initial), q.shape[0])
+    c, n, m = first_state(tokens, (c_initial, n_initial, m_initial), cu_seqlens, sigmoid_gate, normalize)
     dc = torch.zeros_like(c) if dc_last is None else dc_last
     dn = torch.zeros_like(n) if dn_last is None or not normalize else dn_last
-    inputs = (*tokens, c, n)
-    q, k, v, i, f, c, n, m, dh, dc, dn = promote(q, k, v, i, f, c, n, m, dh, dc, dn)
-    log_i, log_f = (logsigmoid(i) if sigmoid_gate else i), logsigmoid(f)
+    promoted = promote(*tokens, dh, c, n, m, dc, dn)
+    parts = [
+        _sequence_backward(own, state, eps, chunk_size, sigmoid_gate, normalize)
+        for own, state in split_sequences(promoted[:6], promoted[6:], cu_seqlens)
+    ]
+    grads = _joined([part.grads for part in parts], 5)
+    return MLSTMBackward(
+        MLSTMGrads(*(g.to(x.dtype) for g, x in zip(grads, (*tokens, c, n), strict=True))),
+        [chunk for part in parts for chunk in part.forward],
+        [chunk for part in parts for chunk in part.backward],
+        *_joined([(part.q_dq, part.k_dk, part.dlog_f, part.state_term) for part in parts], 3),
+    )
 
+
+def _joined(parts: Sequence[Sequence[Tensor]], tokens: int) -> list[Tensor]:
+    """The sequences' results as one: the first ``tokens`` of them per token, the others per sequence."""
+    columns = zip(*parts, strict=True)
+    return [torch.cat(column, dim=2 if place < tokens else 0) for place, column in enumerate(columns)]
+
+
+def _sequence_backward(
+    tokens: States, state: States, eps: float, size: int, sigmoid_gate: bool, normalize: bool
+) -> MLSTMBackward:
+    """:func:`mlstm_backward_terms` of one sequence of any length.
+
+    Args:
+        tokens: q, k, v, i, f, dh. state: c, n, m before the first token, dc, dn after the last. All in the
+            compute dtype.
+    """
+    q, k, v, i, f, dh = tokens
+    c, n, m, dc, dn = state
     # forward in time
-    pieces = list(zip(*(x.split(chunk_size, dim=2) for x in (q, k, v, log_i, log_f, dh)), strict=True))
-    states, forward = [(c, n, m)], []
-    for q_c, k_c, v_c, log_i_c, log_f_c, _ in pieces:
-        out = mlstm_chunk(
-            q_c, k_c, v_c, log_i_c, log_f_c, *states[-1],
-            stabilise=not sigmoid_gate, normalize=normalize, eps=eps,
-        )  # fmt: skip
-        forward.append(out)
-        states.append((out.c, out.n, out.m))
+    forward = scan_mlstm(
+        (q, k, v, i, f), (c, n, m), eps, size, sigmoid_gate=sigmoid_gate, normalize=normalize
+    )
+    states = [(c, n), *((out.c, out.n) for out in forward)]
 
     # backward in time
-    c_last, n_last, _ = states.pop()
+    c_last, n_last = states.pop()
     state_term = ((dc * c_last).sum((-1, -2)) + (dn * n_last).sum(-1))[..., None]
     backward: list[MLSTMChunkGrads] = []
-    for (q_c, k_c, v_c, _, _, dh_c), (c_in, n_in, _), out in zip(
-        reversed(pieces), reversed(states), reversed(forward), strict=True
-    ):
+    pieces = list(zip(*(x.split(size, dim=2) for x in (q, k, v, dh)), strict=True))
+    for place, out in reversed(list(enumerate(forward))):
+        (q_c, k_c, v_c, dh_c), (c_in, n_in) = pieces[place], states[place]
         back = mlstm_chunk_backward(out, q_c, k_c, v_c, c_in, n_in, dh_c, dc, dn)
         backward.insert(0, back)
         dc, dn = back.dc, back.dn
 
-    # gates
-    dq = torch.cat([chunk.dq for chunk in backward], dim=2)
-    dk = torch.cat([chunk.dk for chunk in backward], dim=2)
-    dv = torch.cat([chunk.dv for chunk in backward], dim=2)
+    # gates; empty pieces in front: there may be no token
+    dq = torch.cat([q[:, :, :0], *(chunk.dq for chunk in backward)], dim=2)
+    dk = torch.cat([k[:, :, :0], *(chunk.dk for chunk in backward)], dim=2)
+    dv = torch.cat([v[:, :, :0], *(chunk.dv for chunk in backward)], dim=2)
     q_dq, k_dk = (q * dq).sum(-1), (k * dk).sum(-1)
     dlog_f = (q_dq - k_dk).flip(-1).cumsum(-1).flip(-1) + state_term
     di = k_dk * torch.sigmoid(-i) if sigmoid_gate else k_dk
     df = dlog_f * torch.sigmoid(-f)
-
-    grads = MLSTMGrads(*(g.to(x.dtype) for g, x in zip((dq, dk, dv, di, df, dc, dn), inputs, strict=True)))
-    return MLSTMBackward(grads, forward, backward, q_dq, k_dk, state_term, dlog_f)
+    return MLSTMBackward(
+        MLSTMGrads(dq, dk, dv, di, df, dc, dn), forward, backward, q_dq, k_dk, dlog_f, state_term
+    )
 
 
 def mlstm_backward(
@@ -203,11 +223,14 @@ def mlstm_backward(
     dn_last: Tensor | None = None,
     eps: float = 1e-6,
     chunk_size: int = 64,
+    *,
+    cu_seqlens: Tensor | None = None,
 ) -> MLSTMGrads:
     """Exact gradients of mLSTMexp by the explicit formulas; arguments as in :func:`mlstm_backward_terms`."""
     return mlstm_backward_terms(
-        q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps, chunk_size
-    ).grads
+        q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps, chunk_size,
+        cu_seqlens=cu_seqlens,
+    ).grads  # fmt: skip
 
 
 def mlstm_siging_backward(
@@ -224,9 +247,11 @@ def mlstm_siging_backward(
     eps: float = 1e-6,
     normalize: bool = True,
     chunk_size: int = 64,
+    *,
+    cu_seqlens: Tensor | None = None,
 ) -> MLSTMGrads:
     """Exact gradients of mLSTMsig by the explicit formulas; arguments as in :func:`mlstm_backward_terms`."""
     return mlstm_backward_terms(
         q, k, v, i, f, c_initial, n_initial, None, dh, dc_last, dn_last, eps, chunk_size,
-        sigmoid_gate=True, normalize=normalize,
+        sigmoid_gate=True, normalize=normalize, cu_seqlens=cu_seqlens,
     ).grads  # fmt: skip

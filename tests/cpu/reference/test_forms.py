@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tfla_tk.reference.common import sequence_bounds
+
 Tensors = list[Tensor]
 Check = Callable[..., None]
 
@@ -127,3 +129,8 @@ def test_bad_chunk_size(operator: Any) -> None:
     tokens, state = operator.draw(10)
     with pytest.raises(ValueError, match="chunk_size: expected a positive integer, got 0"):
         operator.run("chunkwise_0", tokens, state)
+
+
+def test_offsets_of_an_empty_batch_are_not_read_from_a_device() -> None:
+    """A tensor on the meta device has no values."""
+    assert sequence_bounds(torch.empty(4, dtype=torch.int64, device="meta"), 1, 0) == [(0, 0)] * 3

@@ -73,6 +73,92 @@ def test_gradients_without_initial_state(gate: str, mlstm_inputs: Draw, assert_c
         assert torch.equal(grad, want)
 
 
+@pytest.mark.parametrize("chunk_size", [3, 64])
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_of_packed_sequences(
+    gate: str, chunk_size: int, mlstm_inputs: Draw, assert_close: Check
+) -> None:
+    """The explicit formulas as the backward of the packed recurrence; two of the five sequences are empty."""
+    offsets = torch.tensor([0, 4, 4, 5, 11, 11])
+    tokens, _ = mlstm_inputs(11, batch=1)
+    _, state = mlstm_inputs(1, batch=5, seed=1)
+    dh, dc, dn = torch.randn_like(tokens[2]), torch.randn_like(state[0]), torch.randn_like(state[1])
+    inputs = [x.clone().requires_grad_() for x in (*tokens, *state[:2])]
+    options: dict[str, Any] = {"return_last_states": True, "cu_seqlens": offsets}
+    if gate == "exp":
+        h, (c, n, _) = reference.mlstm_recurrent(*inputs, state[2], **options)
+    else:
+        h, (c, n) = reference.mlstm_siging_recurrent(*inputs, normalize=gate == "sig", **options)
+    reached = ((h, dh), (c, dc), (n, dn))[: 2 if gate == "sig_unnormalised" else 3]
+    expected = torch.autograd.grad(
+        sum((x * weight).sum() for x, weight in reached), inputs, allow_unused=True
+    )
+    actual = explicit(gate, tokens, state, dh, dc, dn, chunk_size=chunk_size, cu_seqlens=offsets)
+    for name, grad, want in zip(actual._fields, actual, expected, strict=True):
+        assert_close(grad, torch.zeros_like(grad) if want is None else want, name=name)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gradcheck_of_the_explicit_formulas(gate: str, mlstm_inputs: Draw) -> None:
+    """Packed sequences against finite differences in fp64."""
+    offsets = torch.tensor([0, 1, 1, 4])
+    tokens, _ = mlstm_inputs(4, batch=1, heads=1, dims=(2, 3))
+    _, state = mlstm_inputs(1, batch=3, heads=1, dims=(2, 3), seed=1)
+
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+            ctx.save_for_backward(*inputs)
+            options = {"sigmoid_gate": gate != "exp", "normalize": gate != "sig_unnormalised"}
+            return reference.mlstm_forward_terms(*inputs, state[2], **options, cu_seqlens=offsets).h
+
+        @staticmethod
+        def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, ...]:
+            *own_tokens, c, n = ctx.saved_tensors
+            return explicit(gate, own_tokens, (c, n, state[2]), dh, cu_seqlens=offsets)
+
+    inputs = [x.requires_grad_() for x in (*tokens, *state[:2])]
+    assert torch.autograd.gradcheck(Operator.apply, inputs)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("offsets", [None, [0, 30, 30, 31, 100], [0, 100]])
+def test_forward_terms_are_those_of_the_forms(
+    gate: str, offsets: list[int] | None, mlstm_inputs: Draw, assert_close: Check
+) -> None:
+    """h, last state and, as the backward computes them, d and m_t."""
+    tokens, _ = mlstm_inputs(100, batch=1)
+    _, state = mlstm_inputs(1, batch=len(offsets) - 1 if offsets else 1, seed=1)
+    cu_seqlens = None if offsets is None else torch.tensor(offsets)
+    options = {"sigmoid_gate": gate != "exp", "normalize": gate != "sig_unnormalised"}
+    terms = reference.mlstm_forward_terms(*tokens, *state, chunk_size=16, **options, cu_seqlens=cu_seqlens)
+    if gate == "exp":
+        h, last = reference.mlstm_chunkwise(*tokens, *state, True, chunk_size=16, cu_seqlens=cu_seqlens)
+    else:
+        h, last = reference.mlstm_siging_chunkwise(
+            *tokens, *state[:2], True, 1e-6, gate == "sig", 16, cu_seqlens=cu_seqlens
+        )
+    assert torch.equal(terms.h, h)
+    assert all(torch.equal(a, b) for a, b in zip((terms.c, terms.n, terms.m), last, strict=False))
+    back = reference.mlstm_backward_terms(*tokens, *state, h, **options, cu_seqlens=cu_seqlens)
+    assert terms.d.shape == terms.m_t.shape == tokens[3].shape
+    for name in ("d", "m_t"):
+        assert_close(
+            getattr(terms, name), torch.cat([getattr(x, name) for x in back.forward], dim=2), name=name
+        )
+
+
+def test_no_token_at_all(mlstm_inputs: Draw) -> None:
+    tokens, state = mlstm_inputs(0)
+    terms = reference.mlstm_forward_terms(*tokens, *state)
+    assert terms.h.shape == tokens[2].shape and terms.d.shape == terms.m_t.shape == tokens[3].shape
+    assert all(torch.equal(a, b) for a, b in zip((terms.c, terms.n, terms.m), state, strict=True))
+    dc, dn = torch.randn_like(state[0]), torch.randn_like(state[1])
+    grads = reference.mlstm_backward(*tokens, *state, tokens[2], dc, dn)
+    assert torch.equal(grads.c_initial, dc) and torch.equal(grads.n_initial, dn)
+    assert all(grad.shape == x.shape for grad, x in zip(grads, tokens, strict=False))
+
+
 def test_gradients_have_the_dtype_of_their_input(mlstm_inputs: Draw) -> None:
     (q, k, v, i, f), (c, n, m) = mlstm_inputs(20)
     low = [x.bfloat16() for x in (q, k, v)] + [i.float(), f.float(), c.bfloat16(), n.float()]
