@@ -13,8 +13,11 @@ PIP_ARGS ?=
 ARGS ?=
 WORKERS ?= 2
 SANITIZER ?= memcheck
-# The results that the README shows.
+# What is measured, where this is no git checkout (make bench).
+COMMIT ?=
+# The results that the README shows, and how a command adds to the results of its GPU.
 RECORD := bench/results/h200.json
+ON_RECORD = --update-results $(if $(COMMIT),--commit $(COMMIT))
 
 FIND_PYTHON = for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
 	if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then echo "$$candidate"; break; fi; \
@@ -47,9 +50,20 @@ kernels: $(STAMP) ## compile every kernel into the cache (needs nvcc, no GPU)
 	@$(PY) -m tfla_tk build $(ARGS)
 
 .PHONY: bench
-bench: $(STAMP) ## time the benchmark shapes on this GPU, record them and the README's tables
-	@$(PY) -m tfla_tk compare --update-results $(ARGS)
-	@[ ! -f $(RECORD) ] || $(PY) -m tfla_tk.bench readme $(RECORD) README.md
+bench: $(STAMP) ## record the benchmarks of this GPU, the README's tables and the plots (ARGS="--op mlstm_exp")
+	@$(PY) -m tfla_tk compare $(ON_RECORD) --shapes main,sweep,heads,tiny \
+		--schedules sequential,overlapped,pingpong $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) --layout bsnd $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) --forget-bias 12 $(ARGS)
+	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
+	@[ ! -f $(RECORD) ] || $(MAKE) tables
+
+.PHONY: tables
+tables: $(STAMP) ## write the README's tables and the plots from the results on record
+	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md
+	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd
+	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_sweep_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
+		--shapes sweep
 
 .PHONY: lint
 # mypy sees the layout of the installed package: reference/ and bench/ below tfla_tk/

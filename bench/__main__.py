@@ -1,6 +1,7 @@
-"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot`.
+"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation`.
 
-`merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of the README.
+`merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of the README;
+`ablation` times the schedules of the intra-chunk kernel.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import plots, readme, results
+from . import ablation, compare, plots, readme, results
+from .operators import OPERATORS
+from .shapes import MAIN, PASSES, parse_shapes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, or 1 with a message."""
+    """Run one command; returns the exit status: 0, or 1 with a message."""
     parser = argparse.ArgumentParser(prog="python -m tfla_tk.bench", description="keep the results on record")
     commands = parser.add_subparsers(required=True, metavar="command")
     command = commands.add_parser("merge", help="merge rows into the results of their GPU")
@@ -25,20 +28,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
     command.add_argument("readme", type=Path, help="the file with the markers")
     command.set_defaults(run=_readme)
-    command = commands.add_parser("plot", help="draw a results file")
+    command = commands.add_parser("plot", help="draw rows of a results file, those on the default inputs")
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
     command.add_argument("plot", type=Path, help="png, svg or pdf")
+    command.add_argument(
+        "--op",
+        type=compare.names("op", OPERATORS),
+        default=list(OPERATORS),
+        metavar="OP,..",
+        help=f"of {', '.join(OPERATORS)} (default: all)",
+    )
+    command.add_argument(
+        "--pass",
+        dest="passes",
+        type=compare.names("pass", PASSES),
+        default=list(PASSES),
+        metavar="PASS,..",
+        help="of fwd, fwdbwd (default: all)",
+    )
+    command.add_argument(
+        "--shapes",
+        type=compare.argument(parse_shapes),
+        default=MAIN,
+        metavar="SHAPES",
+        help="as compare takes them (default: main); sweep draws lines over the length",
+    )
     command.set_defaults(run=_plot)
+    command = commands.add_parser("ablation", help="time the schedules of the intra-chunk kernel")
+    compare.add_run_arguments(command)
+    command.set_defaults(run=ablation.run)
     arguments = parser.parse_args(argv)
     try:
-        arguments.run(arguments)
+        status: int = arguments.run(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    return status
 
 
-def _merge(arguments: argparse.Namespace) -> None:
+def _merge(arguments: argparse.Namespace) -> int:
     fresh = [row for path in arguments.rows for row in _existing(path)]
     for row in fresh:
         if row["gpu"] is None or row["commit"] is None:
@@ -49,15 +77,26 @@ def _merge(arguments: argparse.Namespace) -> None:
         merged = results.merge(results.load(path), (row for row in fresh if row["gpu"] == gpu))
         results.write(path, merged)
         print(f"{path}: {len(merged)} rows")
+    return 0
 
 
-def _readme(arguments: argparse.Namespace) -> None:
+def _readme(arguments: argparse.Namespace) -> int:
     changed = readme.update(arguments.readme, _existing(arguments.results))
     print(f"{arguments.readme}: {'changed' if changed else 'up to date'}")
+    return 0
 
 
-def _plot(arguments: argparse.Namespace) -> None:
-    plots.write_plot(arguments.plot, _existing(arguments.results))
+def _plot(arguments: argparse.Namespace) -> int:
+    chosen = [
+        row
+        for row in _existing(arguments.results)
+        if row["op"] in arguments.op
+        and row["pass"] in arguments.passes
+        and results.shape_of(row) in arguments.shapes
+        and results.is_plain(row)
+    ]
+    plots.write_plot(arguments.plot, chosen)
+    return 0
 
 
 def _existing(path: Path) -> list[results.Row]:

@@ -47,11 +47,15 @@ def pick_pairs(operator: Operator, shape: Shape, which: str, device: torch.devic
     return [pair * total // count for pair in range(count)]
 
 
-def slice_size(shape: Shape, device: torch.device) -> int:
-    """How many pairs the reference may take at a time, by the fp64 tensors that its autograd keeps."""
-    per_token = 6 * (shape.K + shape.V) + 6 * CHUNK
-    per_chunk = 4 * shape.K * shape.V
-    kept = 8 * (shape.T * per_token + (shape.T // CHUNK + 1) * per_chunk)
+def slice_size(shape: Shape, which: str, device: torch.device) -> int:
+    """How many pairs the reference may take at a time, by the fp64 tensors that it keeps.
+
+    The forward keeps the inputs, h in pieces and as a whole, and one chunk's states; autograd all chunks'.
+    """
+    per_token, chunks = 2 * (shape.K + 1) + 3 * shape.V, 1
+    if which == "fwdbwd":
+        per_token, chunks = 6 * (shape.K + shape.V) + 6 * CHUNK, shape.T // CHUNK + 1
+    kept = 8 * (shape.T * per_token + chunks * 4 * shape.K * shape.V)
     return max(1, SLICE_BYTES[device.type] // kept)
 
 
@@ -114,7 +118,7 @@ def compute_truth(
         base = cotangent_like(v, seed)
         cotangents = {kind: base if kind == RANDOM else base.clone() for kind in kinds}
     parts: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in kinds}
-    size = slice_size(shape, v.device)
+    size = slice_size(shape, which, v.device)
     for start in range(0, len(pairs), size):
         b, h = batch[start : start + size], head[start : start + size]
         leaves = [tensor[b, h].double().unsqueeze(0).requires_grad_(backward) for tensor in inputs.values()]

@@ -11,10 +11,11 @@ shown and not timed.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,14 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from . import environment, plots, report, results
 from .ceilings import measure_ceilings
-from .inputs import DTYPES, LAYOUTS
-from .operators import OPERATORS
+from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
+from .operators import OPERATORS, Operator
 from .runner import FAILED, RECORD_REPEATS, UNSUPPORTED, Outcome, Settings, run_contest, steps_of
 from .shapes import PASSES, SETS, Shape, parse_shapes
 from .timing import CpuStopwatch, CudaStopwatch, Plan
 from .variants import FAMILIES, SCHEDULES, Variant, find_variants
 
-GPU_PLAN = Plan(repeats=50, budget_ms=5000)
+GPU_PLAN = Plan(repeats=50, budget_ms=1500)
 GPU_QUICK = Plan(repeats=10, budget_ms=500)
 CPU_PLAN = Plan(repeats=7, budget_ms=1000)
 CPU_QUICK = Plan(repeats=3, budget_ms=200)
@@ -39,20 +40,29 @@ PIPED_WIDTH = 140
 Parsed = TypeVar("Parsed")
 
 
+class Contest(NamedTuple):
+    """One table: the variants of an operator on one shape and pass."""
+
+    operator: Operator
+    which: str
+    shape: Shape
+    variants: Sequence[Variant]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tfla-tk compare`."""
     ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
     add(
         "--op",
-        type=_names("op", OPERATORS),
+        type=names("op", OPERATORS),
         default=list(OPERATORS),
         metavar="OP,..",
         help=f"of {ops} (default: all)",
     )
     add(
         "--shapes",
-        type=_argument(parse_shapes),
+        type=argument(parse_shapes),
         metavar="SHAPES",
         help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256 "
         "(default: main on a GPU, small without one)",
@@ -60,12 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--pass",
         dest="passes",
-        type=_names("pass", PASSES),
+        type=names("pass", PASSES),
         default=["fwd"],
         metavar="PASS,..",
         help="of fwd, fwdbwd (default: fwd)",
     )
-    add("--dtype", choices=list(DTYPES), help="of q, k, v (default: bf16 on a GPU, fp32 without one)")
     add(
         "--backends",
         type=_split,
@@ -75,16 +84,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--schedules",
-        type=_names("schedules", SCHEDULES),
+        type=names("schedules", SCHEDULES),
         default=["auto"],
         metavar="NAME,..",
         help=f"of the tk kernels: {', '.join(SCHEDULES)} (default: auto)",
     )
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `carry_out`: the inputs, how long to measure, and where the rows go."""
+    add = parser.add_argument
+    add("--dtype", choices=list(DTYPES), help="of q, k, v (default: bf16 on a GPU, fp32 without one)")
     add(
         "--layout",
         choices=LAYOUTS,
         default=LAYOUTS[0],
         help="memory order of q, k, v: bnsd contiguous (default), bsnd as models pass them",
+    )
+    add(
+        "--forget-bias",
+        type=argument(_finite),
+        default=FORGET_BIAS,
+        metavar="BIAS",
+        help=f"mean of the forget gates' inputs (default: {FORGET_BIAS:g}); at 12 they forget nothing",
     )
     add("--json", type=Path, metavar="PATH", help="write the rows of this run as JSON")
     add("--csv", type=Path, metavar="PATH", help="write the rows of this run as CSV")
@@ -105,17 +128,34 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: options that do not go together.
     """
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     on_gpu = torch.cuda.is_available()
-    record = _record_path(args, on_gpu)
-    settings = _settings(args, on_gpu)
     shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
-    shapes = shapes[:1] if args.quick else shapes
     variants = {
         op: find_variants(OPERATORS[op], args.backends, args.schedules, on_gpu=on_gpu) for op in args.op
     }
+    contests = [
+        Contest(OPERATORS[op], which, shape, variants[op])
+        for op in args.op
+        for which in args.passes
+        for shape in (shapes[:1] if args.quick else shapes)
+    ]
+    return carry_out(args, contests, on_gpu=on_gpu)
+
+
+def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: bool) -> int:
+    """Run contests, print their tables and keep their rows; returns the exit status.
+
+    Args:
+        args: the options of `add_run_arguments`.
+
+    Raises:
+        ValueError: options that do not go together.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    record = _record_path(args, on_gpu)
+    settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
-    outcomes = _run_all(args, shapes, variants, settings, console)
+    outcomes = _run_all(contests, settings, console)
     rows = [outcome.row for outcome in outcomes if outcome.row is not None]
     if args.json:
         results.write(args.json, rows)
@@ -134,28 +174,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(_counts_as_failure(outcome) for outcome in outcomes) else 0
 
 
-def _run_all(
-    args: argparse.Namespace,
-    shapes: Sequence[Shape],
-    variants: dict[str, list[Variant]],
-    settings: Settings,
-    console: Console,
-) -> list[Outcome]:
+def _run_all(contests: Sequence[Contest], settings: Settings, console: Console) -> list[Outcome]:
     """Every contest in turn, its table printed as soon as it is done."""
-    contests = [(op, which, shape) for op in args.op for which in args.passes for shape in shapes]
     outcomes: list[Outcome] = []
     # on stderr, so that the tables can be piped
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
     with bar:
-        task = bar.add_task("", total=sum(steps_of(variants[op]) for op, _, _ in contests))
-        for op, which, shape in contests:
-            title = f"{op} {which} {shape}"
+        task = bar.add_task("", total=sum(steps_of(contest.variants) for contest in contests))
+        for operator, which, shape, variants in contests:
+            title = f"{operator.name} {which} {shape}"
 
             def advance(label: str, title: str = title) -> None:
                 bar.update(task, advance=1, description=f"{title}: {label}")
 
-            found = run_contest(OPERATORS[op], shape, which, variants[op], settings, advance)
+            found = run_contest(operator, shape, which, variants, settings, advance)
             outcomes += found
             console.print(report.contest_table(found))
             for line in report.reasons(found):
@@ -171,6 +204,7 @@ def _settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
         device=device,
         dtype=args.dtype or ("bf16" if on_gpu else "fp32"),
         layout=args.layout,
+        forget_bias=args.forget_bias,
         seed=args.seed,
         plan=plan,
         stopwatch=CudaStopwatch(device) if on_gpu else CpuStopwatch(),
@@ -187,8 +221,6 @@ def _record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
         raise ValueError("--update-results: expected a CUDA GPU, found none")
     if args.quick:
         raise ValueError(f"--update-results: --quick runs fewer than {RECORD_REPEATS} times")
-    if args.layout != LAYOUTS[0]:
-        raise ValueError(f"--update-results: expected --layout {LAYOUTS[0]}, got {args.layout}")
     if not (args.commit or environment.git_commit(environment.ROOT)):
         raise ValueError("--update-results: this is no git checkout, name what is measured with --commit")
     return results.record_path(torch.cuda.get_device_name())
@@ -197,9 +229,10 @@ def _record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
 def _print_head(console: Console, settings: Settings, on_gpu: bool) -> None:
     facts = settings.provenance
     place = facts["gpu"] if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    console.print(
-        f"{place}; torch {facts['torch']}; triton {facts['triton']}; {settings.dtype}; run {facts['run']}"
-    )
+    versions = f"torch {facts['torch']}; triton {facts['triton']}"
+    conditions = report.conditions_title(settings.layout, settings.forget_bias)
+    inputs = ", ".join(filter(None, (settings.dtype, conditions)))
+    console.print(f"{place}; {versions}; {inputs}; run {facts['run']}")
     if settings.ceilings is not None:
         console.print(f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct Triton variant.")
     else:
@@ -221,21 +254,28 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _names(what: str, allowed: Collection[str]) -> Callable[[str], list[str]]:
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {text}")
+    return number
+
+
+def names(what: str, allowed: Collection[str]) -> Callable[[str], list[str]]:
     """Parser of a comma-separated list; "all" takes every name."""
 
     def parse(text: str) -> list[str]:
-        names = list(allowed) if text == "all" else _split(text)
-        unknown = [name for name in names if name not in allowed]
-        if unknown or not names:
+        chosen = list(allowed) if text == "all" else _split(text)
+        unknown = [name for name in chosen if name not in allowed]
+        if unknown or not chosen:
             got = ", ".join(unknown) or "nothing"
             raise argparse.ArgumentTypeError(f"{what}: expected {', '.join(allowed)} or all, got {got}")
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(chosen))
 
     return parse
 
 
-def _argument(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+def argument(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
     """A parser whose ValueError message argparse shows."""
 
     def parsed(text: str) -> Parsed:

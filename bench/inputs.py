@@ -9,17 +9,24 @@ from .shapes import Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYOUTS = ("bnsd", "bsnd")
+FORGET_BIAS = 3.0
 
 
 def mlstm_inputs(
-    shape: Shape, dtype: torch.dtype, device: torch.device, layout: str = "bnsd", seed: int = 0
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bnsd",
+    seed: int = 0,
+    forget_bias: float = FORGET_BIAS,
 ) -> dict[str, Tensor]:
-    """q, k, v, i, f of one mLSTM call, N(0, 1), and f + 3 so that the state remembers.
+    """q, k, v, i, f of one mLSTM call, N(0, 1), and f + forget_bias so that the state remembers.
 
     Args:
         dtype: of q, k, v; the gates are fp32.
         layout: memory order of q, k, v: "bnsd" contiguous, "bsnd" a transposed [B, S, NH, D] as models pass.
         seed: equal seeds give equal values on one device, in either layout.
+        forget_bias: mean of f; at 12 the gates forget nothing.
 
     Returns:
         q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S].
@@ -31,7 +38,7 @@ def mlstm_inputs(
         for name, dim in (("q", shape.K), ("k", shape.K), ("v", shape.V))
     }
     found["i"] = torch.randn(rows, generator=generator, device=device)
-    found["f"] = torch.randn(rows, generator=generator, device=device) + 3.0
+    found["f"] = torch.randn(rows, generator=generator, device=device) + forget_bias
     return found
 
 

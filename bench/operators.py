@@ -15,7 +15,7 @@ from tfla_tk import reference
 from .inputs import mlstm_inputs
 from .shapes import Cost, Shape, cost
 
-MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int], dict[str, Tensor]]
+MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)

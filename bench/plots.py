@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .report import PASS_TITLES, TITLES, name_of
-from .results import Row, shape_of
+from .report import PASS_TITLES, TITLES, conditions_title, name_of
+from .results import Row, conditions_of, pairs, shape_of
 
 LEAST_SWEEP = 3
 
 
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Draw one panel per operator and pass into a file; its suffix picks the format (png, svg, pdf).
+    """Draw one panel per operator, pass, dtype and conditions into a file; its suffix picks the format.
 
     Raises:
         ValueError: there are no rows, or matplotlib is not installed or cannot write the format.
@@ -25,24 +25,29 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
-    panels: dict[tuple[str, str], list[Row]] = {}
+    panels: dict[str, list[Row]] = {}
     for row in rows:
-        panels.setdefault((row["op"], row["pass"]), []).append(row)
-    figure = Figure(figsize=(9, 4.5 * len(panels)), layout="constrained")
+        panels.setdefault(_title(row), []).append(row)
+    figure = Figure(figsize=(11, 4.5 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, ((op, which), chosen) in zip(
+    for axes, (title, chosen) in zip(
         figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
     ):
-        axes.set_title(
-            f"{TITLES[op]}, {PASS_TITLES[which]}, {', '.join(sorted({row['dtype'] for row in chosen}))}"
-        )
+        axes.set_title(title)
         if is_sweep(chosen):
             _lines(axes, chosen)
         else:
             _bars(axes, chosen)
-        axes.legend()
+        axes.set_yscale("log")
+        axes.set_ylabel("ms")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def _title(row: Row) -> str:
+    parts = (TITLES[row["op"]], PASS_TITLES[row["pass"]], row["dtype"], conditions_title(*conditions_of(row)))
+    return ", ".join(filter(None, parts))
 
 
 def is_sweep(rows: Sequence[Row]) -> bool:
@@ -52,15 +57,28 @@ def is_sweep(rows: Sequence[Row]) -> bool:
     return len(alike) == 1 and len(shapes) >= LEAST_SWEEP
 
 
+def sweep_lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The lines of a sweep: tk as shipped and the best Triton variant; every backend where one is missing."""
+    found = pairs(rows)
+    ours = [pair.ours for pair in found if pair.ours is not None]
+    theirs = [pair.theirs for pair in found if pair.theirs is not None]
+    if ours and theirs:
+        return {"tk": ours, "best Triton": theirs}
+    return {
+        name: [row for row in rows if name_of(row) == name]
+        for name in dict.fromkeys(name_of(row) for row in rows)
+    }
+
+
 def _lines(axes: Any, rows: Sequence[Row]) -> None:
-    for name in dict.fromkeys(name_of(row) for row in rows):
-        points = sorted((shape_of(row).T, row["ms"]) for row in rows if name_of(row) == name)
+    for name, chosen in sweep_lines(rows).items():
+        points = sorted((shape_of(row).T, row["ms"]) for row in chosen)
         axes.plot([length for length, _ in points], [ms for _, ms in points], marker="o", label=name)
     shape = shape_of(rows[0])
+    lengths = sorted({shape_of(row).T for row in rows})
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set_xlabel(f"sequence length at {shape.B * shape.T:,} tokens, {shape.H} heads, {shape.K}/{shape.V}")
-    axes.set_ylabel("ms")
 
 
 def _bars(axes: Any, rows: Sequence[Row]) -> None:
@@ -73,5 +91,3 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
         offset = (number - (len(names) - 1) / 2) * width
         axes.bar([at + offset for at in places], [found[shapes[at]] for at in places], width, label=name)
     axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize="small")
-    axes.set_yscale("log")
-    axes.set_ylabel("ms")

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tfla_tk.build.instances import DEFAULT_SCHEDULE, SCHEDULES
-
-from .report import PASS_TITLES, TITLES, errors_of, milliseconds
-from .results import OPS, Row, baselines, contest_of, shape_of
-from .shapes import PASSES
+from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
+from .results import (
+    INTRA,
+    OPS,
+    Pair,
+    Row,
+    contest_of,
+    in_sweep,
+    pairs,
+    problem_of,
+    schedules_of,
+    shape_of,
+    sweep_only,
+)
+from .shapes import PASSES, SWEEP_TOKENS
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
@@ -17,17 +27,17 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 def render(rows: Sequence[Row]) -> str:
     """All tables as Markdown.
 
-    Per operator and pass the tk row of the shipped schedule against the best Triton row of its run, then the
-    schedules side by side where more than one was measured.
+    Per operator and pass the tk row of the shipped schedule against the best Triton row of its run, the same
+    over the lengths of the sweep, then the schedules side by side where more than one was measured.
     """
-    parts = []
+    parts: list[str] = []
     for op in OPS:
         for which in PASSES:
             chosen = [row for row in rows if row["op"] == op and row["pass"] == which]
-            if chosen:
-                parts.append(_contest(op, which, chosen))
-    parts += [_schedules(op, rows) for op in OPS if _has_schedules(op, rows)]
-    return "\n\n".join(parts) if parts else "No results are on record yet."
+            parts.append(_contest(op, which, [row for row in chosen if not sweep_only(row)]))
+            parts += _sweeps(op, which, [row for row in chosen if in_sweep(row)])
+    parts += [_schedules(op, [row for row in rows if row["op"] == op and not sweep_only(row)]) for op in OPS]
+    return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
 
 def update(path: Path, rows: Sequence[Row]) -> bool:
@@ -48,21 +58,13 @@ def update(path: Path, rows: Sequence[Row]) -> bool:
 
 
 def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
-    best = baselines(rows)
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((str(shape_of(row)), row["dtype"]), []).append(row)
-    lines = []
-    for (shape, dtype), group in groups.items():
-        ours = _fastest(
-            row for row in group if row["backend"] == "tk" and row["schedule"] in (None, DEFAULT_SCHEDULE)
-        )
-        if ours is None:
-            theirs = _fastest(row for row in group if row["backend"].startswith("triton"))
-        else:
-            theirs = best.get(contest_of(ours))
-        if ours is not None or theirs is not None:
-            lines.append(_cells(shape, dtype, ours, theirs))
+    """tk against the best Triton variant, one line per problem; empty where no row is of either.
+
+    The intra-chunk part has no counterpart: it stands with the schedules alone.
+    """
+    found = pairs(rows)
+    if not found or op == INTRA:
+        return ""
     header = (
         "Shape",
         "dtype",
@@ -77,18 +79,58 @@ def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
         "peak MB, tk",
         "peak MB, Triton",
     )
-    gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
-    runs = sorted({row["run"] for row in rows})
-    caption = f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
-    return f"### {TITLES[op]}, {PASS_TITLES[which]}\n\n{_markdown(header, lines)}\n\n{caption}"
+    table = _markdown(header, [_cells(pair) for pair in found])
+    return f"### {TITLES[op]}, {PASS_TITLES[which]}\n\n{table}\n\n{_origin(found)}"
 
 
-def _cells(shape: str, dtype: str, ours: Row | None, theirs: Row | None) -> list[str]:
-    cells = [shape, dtype]
-    cells.append(milliseconds(ours["ms"]) if ours else "-")
-    cells.append(milliseconds(theirs["ms"]) if theirs else "-")
-    cells.append(theirs["backend"].partition(":")[2] if theirs else "-")
-    cells.append(f"{theirs['ms'] / ours['ms']:.2f}x" if ours and theirs else "-")
+def _sweeps(op: str, which: str, rows: Sequence[Row]) -> list[str]:
+    """Per dtype the times over the length; none where only main shapes of the sweep were measured."""
+    parts = []
+    for dtype in sorted({row["dtype"] for row in rows if sweep_only(row)}):
+        found = pairs(row for row in rows if row["dtype"] == dtype)
+        if found:
+            parts.append(_sweep(op, which, sorted(found, key=lambda pair: pair.shown["shape"]["T"])))
+    return parts
+
+
+def _sweep(op: str, which: str, found: Sequence[Pair]) -> str:
+    lines = [[str(pair.shown["shape"]["T"]), *_times(pair)] for pair in found]
+    table = _markdown(("T", "tk ms", "Triton ms", "best Triton", "speed-up"), lines)
+    shape = shape_of(found[0].shown)
+    what = f"B x T = {SWEEP_TOKENS:,}, H{shape.H} {shape.K}/{shape.V}, {found[0].shown['dtype']}"
+    caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
+    return f"### {TITLES[op]}, {PASS_TITLES[which]}, over the length\n\n{table}\n\n{caption}"
+
+
+def _flatness(found: Sequence[Pair]) -> str:
+    """Largest over smallest time of tk; times of different runs are not divided."""
+    ours = [pair.ours for pair in found if pair.ours is not None]
+    if len(ours) < 2 or len({row["run"] for row in ours}) > 1:
+        return "-"
+    times = [row["ms"] for row in ours]
+    return f"{max(times) / min(times):.2f}"
+
+
+def _times(pair: Pair) -> list[str]:
+    """ms of tk, of the best Triton variant, its name, and the speed-up."""
+    ours, theirs, ratio = pair.ours, pair.theirs, pair.speed_up
+    return [
+        milliseconds(ours["ms"]) if ours else "-",
+        milliseconds(theirs["ms"]) if theirs else "-",
+        theirs["backend"].partition(":")[2] if theirs else "-",
+        f"{ratio:.2f}x" if ratio else "-",
+    ]
+
+
+def _origin(found: Sequence[Pair]) -> str:
+    gpus = sorted({pair.shown["gpu"] for pair in found if pair.shown["gpu"]})
+    runs = sorted({pair.shown["run"] for pair in found})
+    return f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
+
+
+def _cells(pair: Pair) -> list[str]:
+    ours = pair.ours
+    cells = [problem_title(pair.shown), pair.shown["dtype"], *_times(pair)]
     if ours is None:
         cells += ["-"] * 5
     else:
@@ -100,7 +142,7 @@ def _cells(shape: str, dtype: str, ours: Row | None, theirs: Row | None) -> list
             errors_of(ours["rel_err"]),
             _memory(ours),
         ]
-    cells.append(_memory(theirs))
+    cells.append(_memory(pair.theirs))
     return cells
 
 
@@ -109,35 +151,27 @@ def _memory(row: Row | None) -> str:
 
 
 def _schedules(op: str, rows: Sequence[Row]) -> str:
-    """ms per schedule, each line from one run."""
+    """ms per schedule, each line from one run, the latest with several; empty where no run has several."""
     contests: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in rows:
-        if row["op"] == op and row["backend"] == "tk" and row["schedule"]:
+        if row["backend"] == "tk" and row["schedule"]:
             contests.setdefault(contest_of(row), {})[row["schedule"]] = row
-    lines = []
+    latest: dict[tuple[object, ...], dict[str, Row]] = {}
     for found in contests.values():
         row = next(iter(found.values()))
-        times = [milliseconds(found[name]["ms"]) if name in found else "-" for name in SCHEDULES]
-        lines.append([str(shape_of(row)), PASS_TITLES[row["pass"]], *times])
-    table = _markdown(("Shape", "pass", *(f"{name} ms" for name in SCHEDULES)), lines)
+        held = latest.get(problem_of(row))
+        if len(found) > 1 and (held is None or row["date"] > next(iter(held.values()))["date"]):
+            latest[problem_of(row)] = found
+    if not latest:
+        return ""
+    names = schedules_of(op)
+    lines = []
+    for found in latest.values():
+        row = next(iter(found.values()))
+        times = [milliseconds(found[name]["ms"]) if name in found else "-" for name in names]
+        lines.append([problem_title(row), PASS_TITLES[row["pass"]], *times])
+    table = _markdown(("Shape", "pass", *(f"{name} ms" for name in names)), lines)
     return f"### {TITLES[op]}, schedules\n\n{table}"
-
-
-def _has_schedules(op: str, rows: Iterable[Row]) -> bool:
-    return (
-        len(
-            {
-                row["schedule"]
-                for row in rows
-                if row["op"] == op and row["backend"] == "tk" and row["schedule"]
-            }
-        )
-        > 1
-    )
-
-
-def _fastest(rows: Iterable[Row]) -> Row | None:
-    return min(rows, key=lambda row: row["ms"], default=None)
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from .results import REQUIRED, Row, baselines, contest_of
+from .results import DEFAULTS, OPTIONAL, REQUIRED, Row, baselines, conditions_of, contest_of, shape_of
 from .runner import OK, Outcome
 from .shapes import Shape
 
@@ -22,6 +22,7 @@ TITLES = {
     "delta_rule": "delta rule",
     "gated_delta_rule": "gated delta rule",
     "mlstm_step": "mLSTM, one step",
+    "mlstm_intra": "mLSTM, intra-chunk part",
 }
 PASS_TITLES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 
@@ -29,6 +30,18 @@ PASS_TITLES = {"fwd": "forward", "fwdbwd": "forward + backward"}
 def name_of(row: Row) -> str:
     """Backend and schedule in one word: "tk:pingpong", "triton:xl_chunk_128"."""
     return f"{row['backend']}:{row['schedule']}" if row["schedule"] else str(row["backend"])
+
+
+def conditions_title(layout: str, forget_bias: float) -> str:
+    """What differs from the default inputs: "layout bsnd, forget bias 12"; empty where nothing does."""
+    shown = [f"layout {layout}"] * (layout != DEFAULTS["layout"])
+    shown += [f"forget bias {forget_bias:g}"] * (forget_bias != DEFAULTS["forget_bias"])
+    return ", ".join(shown)
+
+
+def problem_title(row: Row) -> str:
+    """The shape of a row, and what differs from the default inputs."""
+    return ", ".join(filter(None, (str(shape_of(row)), conditions_title(*conditions_of(row)))))
 
 
 def milliseconds(value: float) -> str:
@@ -59,6 +72,7 @@ def contest_table(outcomes: Sequence[Outcome]) -> Table:
     columns = ["ms", *["speed-up"] * bool(best and on_gpu), "TFLOP/s" if on_gpu else "GFLOP/s", "GB/s"]
     columns += ["roofline"] * any(row["roofline"] is not None for row in rows) + ["error"]
     columns += ["peak MB"] * any(row["peak_mem_mb"] is not None for row in rows)
+    columns += ["host us"] * any("host_us" in row for row in rows)
     columns += ["graph ms"] * any("graph_ms" in row for row in rows)
     table = Table(title=title_of(first.op, first.shape, first.which), title_justify="left", highlight=False)
     table.add_column("backend", no_wrap=True)
@@ -86,6 +100,7 @@ def _cells(row: Row, best: Row | None) -> dict[str, str]:
         "roofline": f"{row['roofline']:.0%}" if row["roofline"] is not None else "",
         "error": errors_of(row["rel_err"]),
         "peak MB": f"{row['peak_mem_mb']:.0f}" if row["peak_mem_mb"] is not None else "",
+        "host us": f"{row['host_us']:.3g}" if "host_us" in row else "",
         "graph ms": milliseconds(row["graph_ms"]) if "graph_ms" in row else "",
     }
 
@@ -101,7 +116,10 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV, the shape in columns B, T, H, K, V and each error in its own column."""
+    """Rows as CSV, the shape in columns B, T, H, K, V and each error in its own column.
+
+    An optional key that a row lacks is an empty cell.
+    """
     errors = list(dict.fromkeys(name for row in rows for name in row["rel_err"]))
     plain = [key for key in REQUIRED if key not in ("op", "shape", "rel_err")]
     header = [
@@ -113,8 +131,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         "V",
         *plain,
         *(f"rel_err_{name}" for name in errors),
-        "graph_ms",
-        "note",
+        *OPTIONAL,
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:

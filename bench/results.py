@@ -6,15 +6,17 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfla_tk.build import instances
 
-from .shapes import PASSES, Shape
+from .inputs import FORGET_BIAS, LAYOUTS
+from .shapes import MAIN, PASSES, SWEEP, Shape
 
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent / "results"
+INTRA = "mlstm_intra"  # an ablation: no function of the package, nothing to compare it with
 OPS = (
     "mlstm_exp",
     "mlstm_sig",
@@ -24,8 +26,13 @@ OPS = (
     "delta_rule",
     "gated_delta_rule",
     "mlstm_step",
+    INTRA,
 )
-SCHEDULES = (*instances.SCHEDULES, None)
+INTRA_SCHEDULES = (*instances.SCHEDULES, "three_stage")
+# of any operator; null where the kernel chose it
+SCHEDULES = (*INTRA_SCHEDULES, None)
+# optional keys that are part of a row's identity, and what an absent one means
+DEFAULTS: dict[str, Any] = {"layout": LAYOUTS[0], "forget_bias": FORGET_BIAS}
 
 _NUMBER, _TEXT = (int, float), (str,)
 _NONE = (type(None),)
@@ -53,8 +60,16 @@ REQUIRED: dict[str, tuple[type, ...]] = {
     "commit": _TEXT + _NONE,
     "date": _TEXT,
 }
-# graph_ms: median of CUDA-graph replays; repeats: timed runs, where fewer than 30; note: what to know
-OPTIONAL: dict[str, tuple[type, ...]] = {"graph_ms": _NUMBER, "repeats": (int,), "note": _TEXT}
+# host_us: of the host for one call; graph_ms: median of CUDA-graph replays; repeats: timed runs, where fewer
+# than 30; note: what to know
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "layout": _TEXT,
+    "forget_bias": _NUMBER,
+    "host_us": _NUMBER,
+    "graph_ms": _NUMBER,
+    "repeats": (int,),
+    "note": _TEXT,
+}
 
 
 def record_path(gpu: str) -> Path:
@@ -78,9 +93,13 @@ def validate(row: Any) -> None:
         if key in row and (not isinstance(row[key], types) or isinstance(row[key], bool)):
             names = " or ".join(kind.__name__ for kind in types)
             raise ValueError(f"row {key}: expected {names}, got {row[key]!r}")
-    for key, allowed in (("op", OPS), ("pass", PASSES), ("schedule", SCHEDULES)):
-        if row[key] not in allowed:
-            raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {row[key]!r}")
+    if row["op"] not in OPS:
+        raise ValueError(f"row op: expected one of {', '.join(OPS)}, got {row['op']!r}")
+    schedules = (*schedules_of(row["op"]), None)
+    for key, allowed in (("pass", PASSES), ("schedule", schedules), ("layout", LAYOUTS)):
+        value = row.get(key, DEFAULTS.get(key))
+        if value not in allowed:
+            raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
     try:
         shape_of(row)
     except TypeError as error:
@@ -90,8 +109,10 @@ def validate(row: Any) -> None:
         **numbers,
         **{f"rel_err {name}": error for name, error in row["rel_err"].items()},
     }.items():
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise ValueError(f"row {key}: expected a finite number that is not negative, got {value!r}")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"row {key}: expected a finite number, got {value!r}")
+        if value < 0 and key != "forget_bias":
+            raise ValueError(f"row {key}: expected a number that is not negative, got {value!r}")
 
 
 def shape_of(row: Row) -> Shape:
@@ -99,9 +120,29 @@ def shape_of(row: Row) -> Shape:
     return Shape(**row["shape"])
 
 
+def schedules_of(op: str) -> tuple[str, ...]:
+    """The schedules that the tk kernel of an operator has."""
+    return INTRA_SCHEDULES if op == INTRA else instances.SCHEDULES
+
+
+def conditions_of(row: Row) -> tuple[str, float]:
+    """What else the inputs of a row were: memory layout and forget bias."""
+    return row.get("layout", DEFAULTS["layout"]), row.get("forget_bias", DEFAULTS["forget_bias"])
+
+
+def is_plain(row: Row) -> bool:
+    """Whether layout and forget bias are the default ones."""
+    return conditions_of(row) == tuple(DEFAULTS.values())
+
+
+def problem_of(row: Row) -> tuple[Any, ...]:
+    """What was computed: op, shape, pass, dtype, layout, forget bias."""
+    return row["op"], shape_of(row), row["pass"], row["dtype"], *conditions_of(row)
+
+
 def key_of(row: Row) -> tuple[Any, ...]:
-    """What makes two rows figures of the same thing: op, shape, pass, backend, schedule, dtype."""
-    return row["op"], shape_of(row), row["pass"], row["backend"], row["schedule"], row["dtype"]
+    """What makes two rows figures of the same thing: the problem, backend and schedule."""
+    return *problem_of(row), row["backend"], row["schedule"]
 
 
 def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
@@ -117,8 +158,17 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 def _order(row: Row) -> tuple[Any, ...]:
     shape = row["shape"]
     size = (-shape["B"], -shape["T"], -shape["H"], shape["K"], shape["V"])
-    schedule = SCHEDULES.index(row["schedule"])
-    return OPS.index(row["op"]), PASSES.index(row["pass"]), row["dtype"], size, row["backend"], schedule
+    layout, forget_bias = conditions_of(row)
+    return (
+        OPS.index(row["op"]),
+        PASSES.index(row["pass"]),
+        row["dtype"],
+        LAYOUTS.index(layout),
+        (forget_bias != FORGET_BIAS, forget_bias),
+        size,
+        row["backend"],
+        SCHEDULES.index(row["schedule"]),
+    )
 
 
 def load(path: Path) -> list[Row]:
@@ -162,7 +212,7 @@ def rounded(value: float, digits: int = 5) -> float:
 
 
 def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """The fastest Triton row per (run, op, shape, pass, dtype): what a speed-up is measured against.
+    """The fastest Triton row per contest: what a speed-up is measured against.
 
     Every row on record passed its correctness check, so the fastest is the best correct one.
     """
@@ -176,5 +226,61 @@ def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
 
 
 def contest_of(row: Row) -> tuple[Any, ...]:
-    """What rows must share to be compared: run, op, shape, pass, dtype."""
-    return row["run"], row["op"], shape_of(row), row["pass"], row["dtype"]
+    """What rows must share to be compared: the run and the problem."""
+    return row["run"], *problem_of(row)
+
+
+class Pair(NamedTuple):
+    """What one problem came to: the row of tk and the best one of Triton, and whichever of them there is."""
+
+    shown: Row
+    ours: Row | None
+    theirs: Row | None
+
+    @property
+    def speed_up(self) -> float | None:
+        """Triton's time over ours; None where one is missing."""
+        return self.theirs["ms"] / self.ours["ms"] if self.ours and self.theirs else None
+
+
+def pairs(rows: Iterable[Row]) -> list[Pair]:
+    """Per problem the tk row of the shipped schedule and the best Triton row of its run, in the rows' order.
+
+    The tk row is that of the latest run; where there is none, the best Triton row of the latest run stands
+    alone. A problem with neither is left out.
+    """
+    rows = list(rows)
+    best = baselines(rows)
+    problems: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        problems.setdefault(problem_of(row), []).append(row)
+    found = []
+    for group in problems.values():
+        ours = _latest(
+            row
+            for row in group
+            if row["backend"] == "tk" and row["schedule"] in (None, instances.DEFAULT_SCHEDULE)
+        )
+        if ours is None:
+            theirs = _latest(row for row in group if row["backend"].startswith("triton"))
+        else:
+            theirs = best.get(contest_of(ours))
+        shown = ours or theirs
+        if shown is not None:
+            found.append(Pair(shown, ours, theirs))
+    return found
+
+
+def _latest(rows: Iterable[Row]) -> Row | None:
+    """The fastest row of the latest run."""
+    return max(rows, key=lambda row: (row["date"], -row["ms"]), default=None)
+
+
+def in_sweep(row: Row) -> bool:
+    """Whether a row is a point of the sweep over the length, on the default inputs."""
+    return shape_of(row) in SWEEP and is_plain(row) and row["op"] != INTRA
+
+
+def sweep_only(row: Row) -> bool:
+    """Whether a row is a point of the sweep at a shape that is no main shape."""
+    return in_sweep(row) and shape_of(row) not in MAIN

@@ -18,7 +18,7 @@ from .accuracy import ORTHOGONAL, RANDOM, Truth
 from .ceilings import Ceilings
 from .inputs import DTYPES
 from .operators import Operator
-from .results import Row, rounded
+from .results import DEFAULTS, Row, rounded
 from .shapes import Shape
 from .variants import Variant
 
@@ -32,6 +32,7 @@ class Settings:
     """What all contests of one run share.
 
     Attributes:
+        layout, forget_bias: of the inputs, see `inputs.mlstm_inputs`.
         provenance: run, gpu, torch, triton, nvcc, commit and date of the rows.
         ceilings: None where there is no GPU.
     """
@@ -39,6 +40,7 @@ class Settings:
     device: torch.device
     dtype: str
     layout: str
+    forget_bias: float
     seed: int
     plan: timing.Plan
     stopwatch: timing.Stopwatch
@@ -86,7 +88,14 @@ def run_contest(
         An outcome per variant, in their order. A variant that is wrong or raises is not timed.
     """
     outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
-    inputs = operator.inputs(shape, DTYPES[settings.dtype], settings.device, settings.layout, settings.seed)
+    inputs = operator.inputs(
+        shape,
+        DTYPES[settings.dtype],
+        settings.device,
+        settings.layout,
+        settings.seed,
+        settings.forget_bias,
+    )
     kinds = list(dict.fromkeys(cotangent_kind(operator, variant, which) for variant in variants))
     truth = accuracy.compute_truth(operator, inputs, shape, which, kinds=kinds, seed=settings.seed + 1)
     _release(settings.device)
@@ -190,13 +199,27 @@ def _time(
     for outcome in outcomes:
         name = outcome.variant.call
         if outcome.status == OK:
-            graph = _graph_ms(steps[name], found[name], settings)
-            outcome.row = make_row(operator, outcome, settings, found[name], memory[name], graph)
+            host = _host_us(steps[name], found[name], settings)
+            graph = _graph_ms(steps[name], found[name], host, settings)
+            outcome.row = make_row(operator, outcome, settings, found[name], memory[name], graph, host)
 
 
-def _graph_ms(step: timing.Step, found: timing.Timing, settings: Settings) -> float | None:
-    """Median of CUDA-graph replays, for a step so short that its launches may dominate."""
-    if settings.device.type != "cuda" or found.ms >= timing.GRAPH_BELOW_MS:
+def _host_us(step: timing.Step, found: timing.Timing, settings: Settings) -> float | None:
+    """Time of the host for one call; None on a CPU, which computes in it, and for a long call."""
+    if settings.device.type != "cuda" or found.ms >= timing.HOST_BELOW_MS:
+        return None
+    return timing.host_us(step, settings.stopwatch.wait)
+
+
+def _graph_ms(
+    step: timing.Step, found: timing.Timing, host_us: float | None, settings: Settings
+) -> float | None:
+    """Median of CUDA-graph replays, for a step so short that its launches may dominate.
+
+    That is one below GRAPH_BELOW_MS, or one whose time is mostly the host's.
+    """
+    waits_for_host = host_us is not None and host_us > 0.5e3 * found.ms
+    if settings.device.type != "cuda" or (found.ms >= timing.GRAPH_BELOW_MS and not waits_for_host):
         return None
     replay = timing.capture(step, settings.device)
     if replay is None:
@@ -214,6 +237,7 @@ def make_row(
     found: timing.Timing,
     peak_bytes: int | None,
     graph_ms: float | None = None,
+    host_us: float | None = None,
 ) -> Row:
     """The results row of a timed variant."""
     cost = operator.cost(outcome.shape, outcome.which, DTYPES[settings.dtype].itemsize)
@@ -235,6 +259,10 @@ def make_row(
         "rel_err": {name: rounded(error, 3) for name, error in outcome.errors.items()},
         **settings.provenance,
     }
+    given = {"layout": settings.layout, "forget_bias": settings.forget_bias}
+    row |= {key: value for key, value in given.items() if value != DEFAULTS[key]}
+    if host_us is not None:
+        row["host_us"] = rounded(host_us, 3)
     if graph_ms is not None:
         row["graph_ms"] = rounded(graph_ms)
     if found.repeats < RECORD_REPEATS:

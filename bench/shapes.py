@@ -52,13 +52,29 @@ SMALL = (
     Shape(2, 512, 4, 64, 64),
     Shape(1, 1000, 2, 64, 128),
 )
-SETS: dict[str, tuple[Shape, ...]] = {"main": MAIN, "sweep": SWEEP, "small": SMALL}
+# more and narrower heads
+HEADS = (
+    Shape(8, 8192, 32, 128, 128),
+    Shape(8, 8192, 64, 64, 64),
+)
+# so short that launch and host time show
+TINY = (
+    Shape(1, 512, 4, 64, 64),
+    Shape(1, 1024, 8, 128, 256),
+)
+SETS: dict[str, tuple[Shape, ...]] = {
+    "main": MAIN,
+    "sweep": SWEEP,
+    "heads": HEADS,
+    "tiny": TINY,
+    "small": SMALL,
+}
 
 _SHAPE = re.compile(r"B?(\d+)x[TS]?(\d+)xH?(\d+)x(?:K?(\d+)xV?(\d+)|(\d+)/(\d+))", re.IGNORECASE)
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Shapes of a comma-separated list of sets (main, sweep, small) and of shapes such as 8x8192x16x128x256.
+    """Shapes of a comma-separated list of sets (the keys of SETS) and of shapes such as 8x8192x16x128x256.
 
     Args:
         text: for example "main" or "1x4096x8x64x128,small"; the numbers are B x T x H x K x V.
@@ -103,18 +119,27 @@ def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
         itemsize: bytes per element of q, k, v.
 
     Raises:
-        ValueError: no formula stands for the operator, or no such pass.
+        ValueError: no formula stands for the operator, or it has no such pass.
     """
     if op not in COSTS:
         raise ValueError(f"op: expected one of {', '.join(COSTS)}, got {op!r}")
     if which not in PASSES:
         raise ValueError(f"pass: expected one of {', '.join(PASSES)}, got {which!r}")
     forward, backward = COSTS[op](shape, itemsize)
-    each = forward if which == "fwd" else forward + backward
+    if which == "fwd":
+        each = forward
+    elif backward is not None:
+        each = forward + backward
+    else:
+        raise ValueError(f"pass: {op} has no backward, got {which!r}")
     return Cost(each.flops * shape.head_tokens, each.bytes * shape.head_tokens)
 
 
-def _scalar_decay(numbers: int) -> Callable[[Shape, int], tuple[Cost, Cost]]:
+# forward and backward per token and head; None where there is no backward
+PerToken = Callable[[Shape, int], tuple[Cost, Cost | None]]
+
+
+def _scalar_decay(numbers: int) -> PerToken:
     """Formulas per token and head of mLSTM and of the scalar-decay family.
 
     Forward, fused: q, k, v, h once, and `numbers` fp32 gate values. Backward: two sweeps, dq forward in
@@ -141,10 +166,23 @@ def _gla(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
     return forward, Cost(3 * intra + 8 * state, itemsize * (6 * shape.K + 3 * shape.V))
 
 
+def _intra(shape: Shape, itemsize: int) -> tuple[Cost, None]:
+    """Formulas per token and head of the mLSTM's intra-chunk part with the whole sequence as one chunk.
+
+    FLOP: the CHUNK x CHUNK tiles of Q K^T, and their products with V, at or below the diagonal. Bytes: q, k,
+    v, h and two fp32 gates once.
+    """
+    rows = -(-shape.T // CHUNK)
+    tiles = rows * (rows + 1) // 2
+    dims = shape.K + shape.V
+    return Cost(tiles * 2 * CHUNK**2 * dims / shape.T, 2 * itemsize * dims + 8), None
+
+
 # three numbers: i, f and m; one: the log decay of the token; none: one decay per head
-COSTS: dict[str, Callable[[Shape, int], tuple[Cost, Cost]]] = {
+COSTS: dict[str, PerToken] = {
     "mlstm_exp": _scalar_decay(3),
     "mlstm_sig": _scalar_decay(3),
+    "mlstm_intra": _intra,
     "simple_gla": _scalar_decay(1),
     "retention": _scalar_decay(0),
     "gla": _gla,

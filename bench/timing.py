@@ -13,6 +13,9 @@ import torch
 
 FLUSH_BYTES = 2**28  # five times the L2 of an H200
 GRAPH_BELOW_MS = 0.1
+HOST_BELOW_MS = 1.0  # a hundred calls of a longer step cost too much
+HOST_CALLS = 100
+HOST_BURST = 10  # calls whose launches the driver's queue holds, so that none of them waits for the GPU
 LEAST_REPEATS = 3
 WARM_UP = 2
 
@@ -149,6 +152,22 @@ def interleave(
             times[name].append(read())
         advance()
     return {name: Timing.of(found) for name, found in times.items()}
+
+
+def host_us(step: Step, wait: Callable[[], object]) -> float:
+    """Median time in us of the host for one call of a warm step, over HOST_CALLS calls.
+
+    The calls come back to back in bursts of HOST_BURST; `wait` drains the queue between bursts.
+    """
+    times = []
+    for call in range(HOST_CALLS):
+        if call % HOST_BURST == 0:
+            wait()
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    wait()
+    return statistics.median(times) * 1e6
 
 
 def capture(step: Step, device: torch.device) -> Step | None:

@@ -13,6 +13,9 @@ namespace {
 using OperandTuple = std::array<std::int64_t, 4>;  // pointer, batch, head and row stride in elements
 using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
 using StateTuple = std::array<std::int64_t, 3>;    // pointers to c, n, m; 0 where there is none
+using RowsTuple = std::array<std::int64_t, 2>;     // pointers to row_n, row_m; 0 where there is none
+// pointer to the offsets or 0, whether they are 64-bit, sequences, segments, chunks per segment
+using CutTuple = std::array<std::int64_t, 5>;
 
 tfla_tk::Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }
 
@@ -22,8 +25,16 @@ tfla_tk::Gate gate(const GateTuple& x) {
 
 float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 
+tfla_tk::State state(const StateTuple& x) { return {pointer(x[0]), pointer(x[1]), pointer(x[2])}; }
+
+tfla_tk::Cut cut(const CutTuple& x) {
+    return {reinterpret_cast<const void*>(x[0]), x[1] != 0, static_cast<int>(x[2]), static_cast<int>(x[3]),
+            static_cast<int>(x[4])};
+}
+
 void mlstm_fwd(const OperandTuple& q, const OperandTuple& k, const OperandTuple& v, const OperandTuple& h,
                const GateTuple& i, const GateTuple& f, const StateTuple& initial, const StateTuple& last,
+               const RowsTuple& rows, const CutTuple& segments, std::int64_t workspace,
                const std::array<int, 5>& sizes, float scale, float eps, bool half, bool sigmoid_gate,
                bool normalize, int device, std::uintptr_t stream) {
     const tfla_tk::MlstmFwdParams params{operand(q),
@@ -32,12 +43,12 @@ void mlstm_fwd(const OperandTuple& q, const OperandTuple& k, const OperandTuple&
                                          operand(h),
                                          gate(i),
                                          gate(f),
-                                         pointer(initial[0]),
-                                         pointer(initial[1]),
-                                         pointer(initial[2]),
-                                         pointer(last[0]),
-                                         pointer(last[1]),
-                                         pointer(last[2]),
+                                         state(initial),
+                                         state(last),
+                                         pointer(rows[0]),
+                                         pointer(rows[1]),
+                                         reinterpret_cast<void*>(workspace),
+                                         cut(segments),
                                          sizes[0],
                                          sizes[1],
                                          sizes[2],
@@ -52,13 +63,20 @@ void mlstm_fwd(const OperandTuple& q, const OperandTuple& k, const OperandTuple&
     tfla_tk::mlstm_fwd(params, reinterpret_cast<void*>(stream));
 }
 
+std::int64_t workspace_bytes(const CutTuple& segments, int heads, int dim_qk, int dim_v) {
+    return tfla_tk::mlstm_fwd_workspace_bytes(cut(segments), heads, dim_qk, dim_v);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     m.def("mlstm_fwd", &mlstm_fwd, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("h"), py::arg("i"),
-          py::arg("f"), py::arg("initial"), py::arg("last"), py::arg("sizes"), py::arg("scale"),
-          py::arg("eps"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("normalize"), py::arg("device"),
-          py::arg("stream"),
+          py::arg("f"), py::arg("initial"), py::arg("last"), py::arg("rows"), py::arg("cut"),
+          py::arg("workspace"), py::arg("sizes"), py::arg("scale"), py::arg("eps"), py::arg("half"),
+          py::arg("sigmoid_gate"), py::arg("normalize"), py::arg("device"), py::arg("stream"),
           "Launches the mLSTM forward on a stream. sizes: batch, heads, seq, dim_qk, dim_v.");
+    m.attr("CTAS_PER_MULTIPROCESSOR") = tfla_tk::mlstm_fwd_ctas_per_multiprocessor();
+    m.def("mlstm_fwd_workspace_bytes", &workspace_bytes, py::arg("cut"), py::arg("heads"), py::arg("dim_qk"),
+          py::arg("dim_v"), "Bytes of the workspace of a call whose sequences are cut.");
 }

@@ -5,17 +5,30 @@ Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tfla_tk import ops
 from tfla_tk.dispatch import choose, load_backend, operator
-from tfla_tk.validation import MLSTMCall, check_bool, check_kernel_dtype, check_mlstm
+from tfla_tk.memo import Memo, is_direct, signature
+from tfla_tk.validation import MLSTMCall, autocast_dtype, check_bool, check_kernel_dtype, check_mlstm
 
 ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
 SigState: TypeAlias = tuple[Tensor, Tensor]
+
+_TENSORS = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens")
+_OPTIONS = (
+    "sigmoid_gate",
+    "normalize",
+    "return_last_states",
+    "eps",
+    "chunk_size",
+    "recompute_states_in_bw",
+    "autocast_kernel_dtype",
+    "backend",
+)
 
 
 def _describe_exp(**arguments: Any) -> tuple[str, MLSTMCall]:
@@ -40,6 +53,7 @@ def mlstm_chunkwise(
     eps: float = 1e-6,
     chunk_size: int = 64,
     *,
+    cu_seqlens: Tensor | None = None,
     recompute_states_in_bw: bool = True,
     autocast_kernel_dtype: torch.dtype | None = None,
     backend: str = "auto",
@@ -61,11 +75,16 @@ def mlstm_chunkwise(
         i, f: pre-activations of input and forget gate [B, NH, S], any floating dtype (fp32 is best).
         c_initial, n_initial, m_initial: state before the first step, any floating dtype, [B, NH, DHQK, DHHV],
             [B, NH, DHQK], [B, NH, 1]; all or none (zeros). m_initial is a constant of the differentiation.
+            With cu_seqlens, N stands in place of B.
         return_last_states: also return the state after the last step.
         eps: added to the normaliser after the maximum; positive.
         chunk_size: time steps per chunk, a positive multiple of 16. The result does not depend on it beyond
             rounding. Used by the reference and by the Triton variants named without a size; the tk kernels
             and backend="triton" choose their own.
+        cu_seqlens: offsets [N + 1], int32 or int64, of N sequences packed along S in a batch of one, rising
+            from 0 to S; sequence j is tokens cu_seqlens[j] to cu_seqlens[j + 1] - 1. Empty sequences are
+            allowed and return their initial state. The reference reads the offsets on the host and refuses
+            others; the tk kernels read them on the GPU, unchecked. Triton has no variable length.
         recompute_states_in_bw: Triton only: recompute the chunk states in the backward pass instead of
             storing them.
         autocast_kernel_dtype: dtype of q, k, v under torch.autocast: float16, bfloat16, float32, or None
@@ -76,8 +95,9 @@ def mlstm_chunkwise(
             "tk:pingpong", takes that one or raises.
 
     Returns:
-        h [B, NH, S, DHHV] in q's dtype, or (h, (c, n, m)) with the state after the last step, shaped as
-        above, fp32 (fp64 for fp64 inputs). Empty inputs give an empty h and, for S = 0, the initial state.
+        h [B, NH, S, DHHV] in q's dtype, or (h, (c, n, m)) with the state after the last step (of every
+        sequence), shaped as above, fp32 (fp64 for fp64 inputs). Empty inputs give an empty h and, for S = 0,
+        the initial state.
 
     Raises:
         TypeError, ValueError: bad arguments, before anything is computed.
@@ -85,22 +105,17 @@ def mlstm_chunkwise(
     """
     h, state = _run(
         "mlstm_chunkwise",
-        backend,
-        q=q,
-        k=k,
-        v=v,
-        i=i,
-        f=f,
-        c_initial=c_initial,
-        n_initial=n_initial,
-        m_initial=m_initial,
-        sigmoid_gate=False,
-        normalize=True,
-        return_last_states=return_last_states,
-        eps=eps,
-        chunk_size=chunk_size,
-        recompute_states_in_bw=recompute_states_in_bw,
-        autocast_kernel_dtype=autocast_kernel_dtype,
+        (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
+        (
+            False,
+            True,
+            return_last_states,
+            eps,
+            chunk_size,
+            recompute_states_in_bw,
+            autocast_kernel_dtype,
+            backend,
+        ),
     )
     if not return_last_states:
         return h
@@ -123,6 +138,7 @@ def mlstm_siging_chunkwise(
     normalize: bool = True,
     chunk_size: int = 64,
     *,
+    cu_seqlens: Tensor | None = None,
     recompute_states_in_bw: bool = True,
     autocast_kernel_dtype: torch.dtype | None = None,
     backend: str = "auto",
@@ -142,27 +158,22 @@ def mlstm_siging_chunkwise(
         normalize: divide by the normaliser.
 
     Returns:
-        h [B, NH, S, DHHV] in q's dtype, or (h, (c, n)) with c [B, NH, DHQK, DHHV] and n [B, NH, DHQK], fp32
-        (fp64 for fp64 inputs); n is zeros with normalize=False.
+        h [B, NH, S, DHHV] in q's dtype, or (h, (c, n)) with c [B, NH, DHQK, DHHV] and n [B, NH, DHQK] (N in
+        place of B with cu_seqlens), fp32 (fp64 for fp64 inputs); n is zeros with normalize=False.
     """
     h, state = _run(
         "mlstm_siging_chunkwise",
-        backend,
-        q=q,
-        k=k,
-        v=v,
-        i=i,
-        f=f,
-        c_initial=c_initial,
-        n_initial=n_initial,
-        m_initial=m_initial,
-        sigmoid_gate=True,
-        normalize=normalize,
-        return_last_states=return_last_states,
-        eps=eps,
-        chunk_size=chunk_size,
-        recompute_states_in_bw=recompute_states_in_bw,
-        autocast_kernel_dtype=autocast_kernel_dtype,
+        (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
+        (
+            True,
+            normalize,
+            return_last_states,
+            eps,
+            chunk_size,
+            recompute_states_in_bw,
+            autocast_kernel_dtype,
+            backend,
+        ),
     )
     if not return_last_states:
         return h
@@ -176,35 +187,59 @@ def _check(
     """Validate all arguments of a public function; `choose` checks backend."""
     check_kernel_dtype(autocast_kernel_dtype)
     check_bool("recompute_states_in_bw", recompute_states_in_bw)
-    return check_mlstm(**arguments, autocast_dtype=_autocast_dtype(arguments["q"], autocast_kernel_dtype))
+    return check_mlstm(**arguments, autocast_dtype=autocast_dtype(arguments["q"], autocast_kernel_dtype))
 
 
-def _autocast_dtype(q: Any, kernel_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that q, k, v are cast to; None where autocast is off for q's device; fp64 is never cast."""
-    if not isinstance(q, Tensor) or q.dtype == torch.float64:
-        return None
-    device = q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return kernel_dtype or torch.get_autocast_dtype(device)
+class _Plan(NamedTuple):
+    """How a call is served.
+
+    casts: q, k, v are not all of the call's dtype (autocast); direct: the kernels are called without the op.
+    """
+
+    call: MLSTMCall
+    backend: str
+    variant: str | None
+    casts: bool
+    direct: bool
 
 
-def _run(op: str, backend: str, **arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Validate, choose the backend, apply: h and the last state."""
-    call = _check(backend=backend, **arguments)
-    name, variant = choose(op, "mlstm", call, backend)
+_plans: Memo[_Plan] = Memo()
+
+
+def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Validate, choose the backend, apply: h and the last state.
+
+    Args:
+        op: name of the public function.
+        tensors: in the order of _TENSORS. options: in the order of _OPTIONS; they tell the operators apart.
+    """
+    key = signature(tensors, options)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        plan = _make_plan(op, tensors, options, eager=key is not None)
+        if key is not None:
+            _plans.keep(key, plan)
+    call, name, variant, casts, direct = plan
+    if casts:
+        tensors = (*(x.to(call.dtype) for x in tensors[:3]), *tensors[3:])
+    if name == "tk":
+        return ops.mlstm(call, variant or "auto", *tensors, direct=direct)
+    result: tuple[Tensor, tuple[Tensor, ...]]
+    if name == "triton":
+        recompute = options[_OPTIONS.index("recompute_states_in_bw")]
+        result = load_backend(name).mlstm(call, variant, *tensors, recompute_states_in_bw=recompute)
+    else:
+        result = load_backend(name).mlstm(call, variant, *tensors)
+    return result
+
+
+def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> _Plan:
+    """Validate a call and choose its backend; `eager` says that nothing traces or intercepts it."""
+    arguments = dict(zip(_TENSORS + _OPTIONS, tensors + options, strict=True))
+    call = _check(**arguments)
+    name, variant = choose(op, "mlstm", call, arguments["backend"])
     if call.is_empty:
         # nothing to launch: the reference carries the initial state and the graph through
         name, variant = "reference", None
-    # no-ops but under autocast
-    qkv = tuple(arguments[x].to(call.dtype) for x in ("q", "k", "v"))
-    rest = tuple(arguments[x] for x in ("i", "f", "c_initial", "n_initial", "m_initial"))
-    if name == "tk":
-        return ops.mlstm(call, variant or "auto", *qkv, *rest)
-    result: tuple[Tensor, tuple[Tensor, ...]]
-    if name == "triton":
-        recompute = arguments["recompute_states_in_bw"]
-        result = load_backend(name).mlstm(call, variant, *qkv, *rest, recompute_states_in_bw=recompute)
-    else:
-        result = load_backend(name).mlstm(call, variant, *qkv, *rest)
-    return result
+    casts = any(x.dtype != call.dtype for x in tensors[:3])
+    return _Plan(call, name, variant, casts, direct=eager and name == "tk" and is_direct(tensors))

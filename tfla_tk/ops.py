@@ -3,12 +3,18 @@
 They are the path of the tk backend. On a CPU they compute the reference, so that torch.compile, fake tensors
 and opcheck can be tested on any machine. Arguments are not validated here: the public functions do that.
 
-tfla_tk::mlstm_fwd returns (h, c, n, m):
+States and rows are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with cu_seqlens.
+
+tfla_tk::mlstm_fwd returns (h, c, n, m, row_n, row_m):
     h [B, NH, S, V] in q's dtype and, where v is a dense permutation, v's memory order;
-    c [B, NH, K, V], n [B, NH, K], m [B, NH, 1]: last state, fp32 (fp64 for fp64 inputs); empty tensors [0]
-    without return_last_states, and m is always empty with the sigmoid gate.
+    c [N, NH, K, V], n [N, NH, K], m [N, NH, 1]: last state; empty tensors [0] without return_last_states, and
+    m is always empty with the sigmoid gate;
+    row_n, row_m [B, NH, S]: with return_rows, what a backward needs per token: s q_t.n_t in units of e^{m_t},
+    signed, and the stabiliser m_t; no gradient flows through them. Empty tensors [0] without return_rows,
+    row_n without normaliser, row_m with the sigmoid gate.
 tfla_tk::mlstm_bwd returns (dq, dk, dv, di, df, dc_initial, dn_initial), each like its input; the last two are
     empty tensors [0] where no initial state was given.
+cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one, rising from 0 to S.
 schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
     rounding.
 """
@@ -25,18 +31,19 @@ from tfla_tk.validation import MLSTMCall
 
 SCHEDULES = ("auto", *instances.SCHEDULES)
 
-Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 MaybeTensor: TypeAlias = Tensor | None
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
-    "Tensor? c_initial, Tensor? n_initial, Tensor? m_initial, "
+    "Tensor? c_initial, Tensor? n_initial, Tensor? m_initial, Tensor? cu_seqlens, "
 )
 _library = torch.library.Library("tfla_tk", "DEF")
 _library.define(
-    f"mlstm_fwd({_INPUTS}bool sigmoid_gate, bool normalize, float eps, bool return_last_states, str schedule)"
-    " -> (Tensor h, Tensor c, Tensor n, Tensor m)"
+    f"mlstm_fwd({_INPUTS}bool sigmoid_gate, bool normalize, float eps, "
+    "bool return_last_states, bool return_rows, str schedule)"
+    " -> (Tensor h, Tensor c, Tensor n, Tensor m, Tensor row_n, Tensor row_m)"
 )
 _library.define(
     f"mlstm_bwd({_INPUTS}Tensor dh, Tensor? dc_last, Tensor? dn_last, "
@@ -58,37 +65,48 @@ def mlstm(
     c_initial: MaybeTensor,
     n_initial: MaybeTensor,
     m_initial: MaybeTensor,
+    cu_seqlens: MaybeTensor,
+    *,
+    direct: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The tk backend: tfla_tk::mlstm_fwd with gates and initial state cast to what the kernels read.
+    """The tk backend: tfla_tk::mlstm_fwd, float64 gates and the initial state cast to what the kernels read.
+
+    Args:
+        direct: call the kernels, not the op: for plain eager calls that record no gradient.
 
     Returns:
-        h and the last state, (c, n, m) or with the sigmoid gate (c, n); empty tensors unless asked for.
+        h and the last state, (c, n, m) or with the sigmoid gate (c, n); of use only if asked for.
     """
     dtype = state_dtype(q)
-    c = None if c_initial is None else c_initial.to(dtype)
-    n = None if n_initial is None or not call.normalize else n_initial.to(dtype)
-    m = None if m_initial is None or call.sigmoid_gate else m_initial.to(dtype)
-    h, c_last, n_last, m_last = _fwd(
+    forward = _kernels_fwd if direct else _fwd
+    h, c, n, m, _, _ = forward(
         q,
         k,
         v,
-        i.to(dtype),
-        f.to(dtype),
-        c,
-        n,
-        m,
+        i.to(dtype) if i.dtype == torch.float64 else i,
+        f.to(dtype) if f.dtype == torch.float64 else f,
+        _cast(c_initial, dtype),
+        _cast(n_initial, dtype) if call.normalize else None,
+        None if call.sigmoid_gate else _cast(m_initial, dtype),
+        cu_seqlens,
         call.sigmoid_gate,
         call.normalize,
         call.eps,
         call.return_last_states,
+        False,
         schedule,
     )
-    return h, (c_last, n_last) if call.sigmoid_gate else (c_last, n_last, m_last)
+    return h, (c, n) if call.sigmoid_gate else (c, n, m)
+
+
+def _cast(x: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
+    # Tensor.to costs a microsecond even where there is nothing to do
+    return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
 def state_dtype(q: Tensor) -> torch.dtype:
-    """dtype of gates and states inside the ops: fp32, or fp64 for fp64 inputs."""
-    return torch.promote_types(q.dtype, torch.float32)
+    """dtype of states and rows: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 # CPU: the reference
@@ -103,29 +121,26 @@ def _fwd_cpu(
     c_initial: MaybeTensor,
     n_initial: MaybeTensor,
     m_initial: MaybeTensor,
+    cu_seqlens: MaybeTensor,
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
     return_last_states: bool,
+    return_rows: bool,
     schedule: str,
 ) -> Output:
     import tfla_tk.reference as forms
 
-    tensors = (q, k, v, i, f, c_initial, n_initial)
-    if sigmoid_gate:
-        h, last = forms.mlstm_siging_chunkwise(
-            *tensors, return_last_states=True, eps=eps, normalize=normalize
-        )
-    else:
-        h, last = forms.mlstm_chunkwise(*tensors, m_initial, return_last_states=True, eps=eps)
-    result = torch.empty_like(v)
-    result.copy_(h)
-    if not return_last_states:
-        last = ()
+    terms = forms.mlstm_forward_terms(
+        q, k, v, i, f, c_initial, n_initial, m_initial, eps,
+        sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    out = _outputs_like(q, v, cu_seqlens, sigmoid_gate, normalize, return_last_states, return_rows)
     # own memory: an op may not return a view of its input
-    states = [t.clone() for t in last]
-    states += [q.new_empty(0, dtype=state_dtype(q)) for _ in range(3 - len(states))]
-    return result, states[0], states[1], states[2]
+    for buffer, value in zip(out, terms, strict=True):
+        if buffer.numel() > 0:
+            buffer.copy_(value)
+    return out
 
 
 def _bwd_cpu(
@@ -137,6 +152,7 @@ def _bwd_cpu(
     c_initial: MaybeTensor,
     n_initial: MaybeTensor,
     m_initial: MaybeTensor,
+    cu_seqlens: MaybeTensor,
     dh: Tensor,
     dc_last: MaybeTensor,
     dn_last: MaybeTensor,
@@ -147,16 +163,12 @@ def _bwd_cpu(
 ) -> Grads:
     import tfla_tk.reference as forms
 
-    tensors = (q, k, v, i, f, c_initial, n_initial)
-    if sigmoid_gate:
-        grads = forms.mlstm_siging_backward(
-            *tensors, dh=dh, dc_last=dc_last, dn_last=dn_last, eps=eps, normalize=normalize
-        )
-    else:
-        grads = forms.mlstm_backward(*tensors, m_initial, dh=dh, dc_last=dc_last, dn_last=dn_last, eps=eps)
-    values = (grads.q, grads.k, grads.v, grads.i, grads.f, grads.c_initial, grads.n_initial)
-    out = _grads_like(q, tensors)
-    for buffer, value in zip(out, values, strict=True):
+    terms = forms.mlstm_backward_terms(
+        q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps,
+        sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    out = _grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+    for buffer, value in zip(out, terms.grads, strict=True):
         if buffer.numel() > 0:
             buffer.copy_(value)
     return out
@@ -166,10 +178,17 @@ def _bwd_cpu(
 
 
 def _fwd_cuda(*args: Any) -> Output:
+    q: Tensor = args[0]
+    h, *rest = _kernels_fwd(*args)
+    c, n, m, row_n, row_m = (q.new_empty(0, dtype=state_dtype(q)) if x is None else x for x in rest)
+    return h, c, n, m, row_n, row_m
+
+
+def _kernels_fwd(*args: Any) -> Any:
+    """The op's outputs, None in place of empty ones."""
     from tfla_tk.backends import tk
 
-    out: Output = tk.mlstm_fwd(*args)
-    return out
+    return tk.mlstm_fwd(*args)
 
 
 # Fake: shapes, dtypes and strides alone
@@ -184,20 +203,15 @@ def _fwd_fake(
     c_initial: MaybeTensor,
     n_initial: MaybeTensor,
     m_initial: MaybeTensor,
+    cu_seqlens: MaybeTensor,
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
     return_last_states: bool,
+    return_rows: bool,
     schedule: str,
 ) -> Output:
-    batch, heads, _, dim_qk = q.shape
-    shapes: list[tuple[int, ...]] = [(0,), (0,), (0,)]
-    if return_last_states:
-        shapes[:2] = (batch, heads, dim_qk, v.shape[-1]), (batch, heads, dim_qk)
-        if not sigmoid_gate:
-            shapes[2] = (batch, heads, 1)
-    c, n, m = (q.new_empty(shape, dtype=state_dtype(q)) for shape in shapes)
-    return torch.empty_like(v), c, n, m
+    return _outputs_like(q, v, cu_seqlens, sigmoid_gate, normalize, return_last_states, return_rows)
 
 
 def _bwd_fake(
@@ -211,6 +225,32 @@ def _bwd_fake(
     *rest: Any,
 ) -> Grads:
     return _grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+
+
+def _outputs_like(
+    q: Tensor,
+    v: Tensor,
+    cu_seqlens: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    return_last_states: bool,
+    return_rows: bool,
+) -> Output:
+    """Uninitialised outputs of mlstm_fwd; [0] for what was not asked for."""
+    batch, heads, seq, dim_qk = q.shape
+    count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+    def empty(wanted: bool, *shape: int) -> Tensor:
+        return q.new_empty(shape if wanted else (0,), dtype=state_dtype(q))
+
+    return (
+        torch.empty_like(v),
+        empty(return_last_states, count, heads, dim_qk, v.shape[-1]),
+        empty(return_last_states, count, heads, dim_qk),
+        empty(return_last_states and not sigmoid_gate, count, heads, 1),
+        empty(return_rows and normalize, batch, heads, seq),
+        empty(return_rows and not sigmoid_gate, batch, heads, seq),
+    )
 
 
 def _grads_like(q: Tensor, tensors: tuple[MaybeTensor, ...]) -> Grads:
@@ -227,19 +267,19 @@ class _MLSTM(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Output:
-        *tensors, sigmoid_gate, normalize, eps, return_last_states, schedule = args
+        *tensors, sigmoid_gate, normalize, eps, return_last_states, _, schedule = args
         with torch._C._AutoDispatchBelowAutograd():
-            h, c, n, m = _fwd(*args)
+            h, c, n, m, row_n, row_m = _fwd(*args)
         ctx.save_for_backward(*tensors)
         ctx.options = sigmoid_gate, normalize, eps, schedule
         ctx.set_materialize_grads(False)
         # the stabiliser is a constant of the differentiation
-        ctx.mark_non_differentiable(*((m,) if return_last_states else (c, n, m)))
-        return h, c, n, m
+        ctx.mark_non_differentiable(*(() if return_last_states else (c, n)), m, row_n, row_m)
+        return h, c, n, m, row_n, row_m
 
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        dh, dc_last, dn_last, _ = grads
+        dh, dc_last, dn_last, *_ = grads
         tensors = ctx.saved_tensors
         if dh is None:
             dh = torch.zeros_like(tensors[2])

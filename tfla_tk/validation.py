@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OFFSET_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK_MULTIPLE = 16
 
@@ -22,12 +23,14 @@ class MLSTMCall:
     """What a backend needs to know about one mLSTM call to accept or refuse it.
 
     heads counts the heads of one batch entry, seq the time steps, dim_qk and dim_v the head dims of q/k and
-    of v; requires_grad says that a gradient will be recorded.
+    of v; sequences is the leading dimension of the states: batch, or with varlen (cu_seqlens is given) the
+    number of packed sequences; requires_grad says that a gradient will be recorded.
     """
 
     device: torch.device
     dtype: torch.dtype
     batch: int
+    sequences: int
     heads: int
     seq: int
     dim_qk: int
@@ -36,6 +39,7 @@ class MLSTMCall:
     normalize: bool
     return_last_states: bool
     has_initial_state: bool
+    varlen: bool
     requires_grad: bool
     chunk_size: int
     eps: float
@@ -97,10 +101,38 @@ def check_eps(value: Any) -> None:
         fail("eps", "a positive finite number", value)
 
 
+def check_cu_seqlens(value: Any, q: Tensor) -> None:
+    """Offsets [N + 1] of sequences packed in q's batch of one; their values are not read."""
+    name = "cu_seqlens"
+    if not isinstance(value, Tensor):
+        fail(name, "a tensor [N + 1]", type(value).__name__, TypeError)
+    if value.dtype not in OFFSET_DTYPES:
+        fail(name, "dtype int32 or int64", value.dtype, TypeError)
+    if value.layout is not torch.strided:
+        fail(name, "a dense (strided) tensor", value.layout, TypeError)
+    if value.dim() != 1:
+        fail(name, "1 dimension [N + 1]", f"{value.dim()} with shape {tuple(value.shape)}")
+    if value.shape[0] < 2:
+        fail(name, "at least 2 entries", value.shape[0])
+    check_device(name, value, q.device)
+    if q.shape[0] != 1:
+        fail(name, "a batch of 1 in q (packed sequences)", f"a batch of {q.shape[0]}")
+
+
 def check_kernel_dtype(value: Any) -> None:
     """autocast_kernel_dtype: None or one of KERNEL_DTYPES."""
     if value is not None and value not in KERNEL_DTYPES:
         fail("autocast_kernel_dtype", "None, torch.float16, torch.bfloat16 or torch.float32", value)
+
+
+def autocast_dtype(q: Any, kernel_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that q, k, v are cast to; None where autocast is off for q's device; fp64 is never cast."""
+    if not isinstance(q, Tensor) or q.dtype == torch.float64:
+        return None
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return kernel_dtype or torch.get_autocast_dtype(device)
 
 
 def check_mlstm(
@@ -112,6 +144,7 @@ def check_mlstm(
     c_initial: Tensor | None,
     n_initial: Tensor | None,
     m_initial: Tensor | None,
+    cu_seqlens: Tensor | None = None,
     *,
     sigmoid_gate: bool,
     normalize: bool,
@@ -125,11 +158,13 @@ def check_mlstm(
     Args:
         q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
         i, f: gate pre-activations [B, NH, S].
-        c_initial, n_initial, m_initial: initial state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1].
+        c_initial, n_initial, m_initial: initial state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1], with N
+            in place of B where cu_seqlens is given.
+        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
         autocast_dtype: the dtype that q, k and v will be cast to, where autocast is on; they may differ then.
 
     Raises:
-        TypeError: not a tensor, not a floating dtype, mixed dtypes, wrong Python type.
+        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
         ValueError: wrong rank, shape, device or value, an incomplete initial state.
     """
     check_tensor("q", q, 4, "[B, NH, S, DHQK]")
@@ -152,8 +187,12 @@ def check_mlstm(
         for name, value in (("k", k), ("v", v)):
             if value.dtype != q.dtype:
                 fail(name, f"dtype {q.dtype}, the dtype of q", value.dtype, TypeError)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    rows, label = (sequences, heads, dim_qk, dim_v), "B" if cu_seqlens is None else "N"
     has_initial_state = _check_initial_state(
-        q, dim_v, c_initial, n_initial, m_initial, needs_n=normalize, needs_m=not sigmoid_gate
+        q, rows, label, c_initial, n_initial, m_initial, needs_n=normalize, needs_m=not sigmoid_gate
     )
     check_bool("normalize", normalize)
     check_bool("return_last_states", return_last_states)
@@ -164,6 +203,7 @@ def check_mlstm(
         device=q.device,
         dtype=q.dtype if autocast_dtype is None else autocast_dtype,
         batch=batch,
+        sequences=sequences,
         heads=heads,
         seq=seq,
         dim_qk=dim_qk,
@@ -172,6 +212,7 @@ def check_mlstm(
         normalize=normalize,
         return_last_states=return_last_states,
         has_initial_state=has_initial_state,
+        varlen=cu_seqlens is not None,
         requires_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs),
         chunk_size=chunk_size,
         eps=float(eps),
@@ -180,7 +221,8 @@ def check_mlstm(
 
 def _check_initial_state(
     q: Tensor,
-    dim_v: int,
+    shape: tuple[int, int, int, int],
+    rows: str,
     c: Tensor | None,
     n: Tensor | None,
     m: Tensor | None,
@@ -188,20 +230,19 @@ def _check_initial_state(
     needs_n: bool,
     needs_m: bool,
 ) -> bool:
-    """All of the state or none of it; returns whether there is one."""
-    batch, heads, _, dim_qk = q.shape
+    """All of the state or none of it, c of the given shape; returns whether there is one."""
     given = [name for name, t in (("c_initial", c), ("n_initial", n), ("m_initial", m)) if t is not None]
     needed = ["c_initial"] + ["n_initial"] * needs_n + ["m_initial"] * needs_m
     if given and not set(needed) <= set(given):
         fail("initial state", f"all of {', '.join(needed)} or none", f"only {', '.join(given)}")
-    for name, t, shape, layout in (
-        ("c_initial", c, (batch, heads, dim_qk, dim_v), "[B, NH, DHQK, DHHV]"),
-        ("n_initial", n, (batch, heads, dim_qk), "[B, NH, DHQK]"),
-        ("m_initial", m, (batch, heads, 1), "[B, NH, 1]"),
+    for name, t, expected, layout in (
+        ("c_initial", c, shape, f"[{rows}, NH, DHQK, DHHV]"),
+        ("n_initial", n, shape[:3], f"[{rows}, NH, DHQK]"),
+        ("m_initial", m, (*shape[:2], 1), f"[{rows}, NH, 1]"),
     ):
         if t is not None:
-            check_tensor(name, t, len(shape), layout)
-            check_shape(name, t, shape, layout)
+            check_tensor(name, t, len(expected), layout)
+            check_shape(name, t, expected, layout)
             check_device(name, t, q.device)
     if m is not None and m.requires_grad and m.is_leaf and torch.is_grad_enabled():
         fail("m_initial", "no requires_grad (m is a constant of the differentiation)", "a leaf that has it")

@@ -1,10 +1,8 @@
 // Tiles, warpgroup roles, register split and shared-memory plan of the fused mLSTM forward.
 #pragma once
 
-#include "kittens.cuh"
-#include "tfla_tk/gates.cuh"
+#include "mlstm_fwd_globals.cuh"
 #include "tfla_tk/sync.cuh"
-#include "tfla_tk/tma.cuh"
 
 namespace tfla_tk::mlstm {
 
@@ -32,7 +30,8 @@ constexpr Tiling tiling(int dim_qk, int v_slice) {
         return {4, 2, 4, 1, {48, 160, 144}};                  // registers: the state takes 128
     if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};   // smem: one CTA per SM
     if (v_slice == 256) return {4, 2, 4, 1, {48, 232, 224}};  // smem: two CTAs do not fit
-    return {4, 2, 4, 1, {48, 168, 168}};                      // registers: two CTAs fit at 64/64 alone
+    if (v_slice == 128) return {4, 2, 4, 1, {48, 168, 168}};  // registers: two CTAs do not fit
+    return {4, 2, 4, 2, {48, 80, 112}};                       // registers: 65536 / (2 CTAs * 384 threads)
 }
 
 template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct Config {
@@ -96,6 +95,7 @@ template <class C> struct SharedMemoryPlan {
     typename C::T norm_parts[2][2][C::kDimQK];
     float qn[kChunk];  // q n, unscaled
     GateStage gates[C::kTiling.gate_stages];
+    Task task;
 
     kittens::semaphore qk_arrived[C::kTiling.qk_slots], qk_free[C::kTiling.qk_slots];
     kittens::semaphore v_arrived[C::kTiling.v_stages], v_free[C::kTiling.v_stages];
@@ -103,30 +103,32 @@ template <class C> struct SharedMemoryPlan {
     kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];  // state_free[0]: n too
     kittens::semaphore norm_ready[2];  // one per buffer: the state may be a chunk ahead of its reader
     kittens::semaphore qn_ready, qn_free;
+    kittens::semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier.
     __device__ inline void init_barriers() {
         constexpr int kReaders = 4 + C::kStateWarps;
         for (int i = 0; i < C::kTiling.qk_slots; i++) {
             kittens::init_semaphore(qk_arrived[i], 1);
-            kittens::init_semaphore(qk_free[i], C::kQKArrivals);
+            init_warp_barrier(qk_free[i], C::kQKArrivals);
         }
         for (int i = 0; i < C::kTiling.v_stages; i++) {
             kittens::init_semaphore(v_arrived[i], 1);
-            kittens::init_semaphore(v_free[i], kReaders);
+            init_warp_barrier(v_free[i], kReaders);
         }
         for (int i = 0; i < C::kTiling.gate_stages; i++) {
-            kittens::init_semaphore(gates_ready[i], 1);
-            kittens::init_semaphore(gates_free[i], kReaders);
+            init_warp_barrier(gates_ready[i], 1);
+            init_warp_barrier(gates_free[i], kReaders);
         }
         for (int i = 0; i < C::kPasses; i++) {
-            kittens::init_semaphore(state_ready[i], C::kStateWarps);
-            kittens::init_semaphore(state_free[i], C::kNormalize && i == 0 ? 4 + C::kNormWarps : 4);
+            init_warp_barrier(state_ready[i], C::kStateWarps);
+            init_warp_barrier(state_free[i], C::kNormalize && i == 0 ? 4 + C::kNormWarps : 4);
         }
-        for (auto& barrier : norm_ready) kittens::init_semaphore(barrier, C::kStateWarps);
-        kittens::init_semaphore(qn_ready, C::kNormWarps);
-        kittens::init_semaphore(qn_free, 4);
-        asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+        for (auto& barrier : norm_ready) init_warp_barrier(barrier, C::kStateWarps);
+        init_warp_barrier(qn_ready, C::kNormWarps);
+        init_warp_barrier(qn_free, 4);
+        kittens::init_semaphore(tail_landed, 1);
+        publish_barriers();
     }
 };
 

@@ -1,15 +1,20 @@
 // Fused chunk-recurrent mLSTM forward (exponential and sigmoid input gate).
 //
-// One CTA owns a (batch, head, slice of V) and walks the sequence in chunks of 64 tokens; the state C stays
-// in the registers of the state warpgroups in fp32 and never touches global memory between chunks. Per chunk:
+// One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens; the state C
+// stays in the registers of the state warpgroups in fp32 and never touches global memory between chunks. Per
+// chunk:
 //   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh)
 //   state      publishes C, rounded, for Q C; then C = decay C + (key_scale . K)^T V and n likewise
 //   output     S = Q K^T; O = Q C; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA store
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
+#include <array>
+#include <atomic>
+
 #include "mlstm_fwd_globals.cuh"
 #include "mlstm_fwd_output.cuh"
 #include "mlstm_fwd_producer.cuh"
 #include "mlstm_fwd_state.cuh"
+#include "mlstm_states.cuh"
 
 #ifndef TFLA_DIM_QK
 #error "TFLA_DIM_QK, TFLA_SLICE_V and TFLA_SCHEDULE choose the instance"
@@ -24,43 +29,81 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (threadIdx.x == 0) {
-        smem.init_barriers();
-        g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch();
+    if (threadIdx.x < 32) {
+        const Task task = Task::of_block<C>(g, blockIdx.x);
+        if (threadIdx.x == 0) {
+            smem.task = task;
+            smem.init_barriers();
+            g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch();
+        }
     }
     __syncthreads();
+    if (smem.task.tokens < 0) return;
 
     if (warpgroup_id == 0) {
         warpgroup::decrease_registers<C::kTiling.registers.producer>();
         const int warp = warpgroup::warpid();
-        if (warp == 0 && laneid() == 0) load_tiles(g, smem);
-        if (C::kNormalize && warp >= 2) compute_qn(g, smem, warp - 2);
-        if (warp == 1 && g.sigmoid_gate) scan_gates<C, true>(g, smem);
-        if (warp == 1 && !g.sigmoid_gate) scan_gates<C, false>(g, smem);
+        if (warp == 0)
+            load_tiles(g, smem);
+        else if (warp == 1)
+            g.sigmoid_gate ? scan_gates<C, true>(g, smem) : scan_gates<C, false>(g, smem);
+        else if constexpr (C::kNormalize)
+            compute_qn(smem, warp - 2);
     } else if (warpgroup_id <= C::kStateWarpgroups) {
         warpgroup::increase_registers<C::kTiling.registers.state>();
         update_state(g, smem, warpgroup_id - 1);
     } else {
         warpgroup::increase_registers<C::kTiling.registers.output>();
-        compute_output(g, smem);
+        if (smem.task.tokens > 0) compute_output(g, smem);
     }
+}
+
+inline void check(cudaError_t error) {
+    if (error != cudaSuccess)
+        throw std::runtime_error(std::string("mlstm_fwd: ") + cudaGetErrorString(error));
+}
+
+// The current device for the life of the object.
+struct DeviceGuard {
+    int previous;
+    explicit DeviceGuard(int device) {
+        check(cudaGetDevice(&previous));
+        if (previous != device) check(cudaSetDevice(device));
+    }
+    ~DeviceGuard() { cudaSetDevice(previous); }
+};
+
+template <auto kKernel, int kSharedBytes>
+void launch(const Globals& g, dim3 grid, int threads, int device, cudaStream_t stream) {
+    static_assert(kSharedBytes <= MAX_SHARED_MEMORY);
+    static std::array<std::atomic<bool>, 64> allowed{};  // by device
+    if (kSharedBytes > 0 && !allowed.at(device)) {
+        check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+        allowed[device] = true;
+    }
+    kKernel<<<grid, threads, kSharedBytes, stream>>>(g);
+    check(cudaGetLastError());
 }
 
 template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, static_cast<Schedule>(TFLA_SCHEDULE)>;
+    using States = StatesConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
     const int slices = (p.dim_v + C::kSliceV - 1) / C::kSliceV;
+    const int units = p.cut.segments * p.heads;
+    const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
     const Globals g{TensorMap(p.q, p.batch, p.heads, p.seq, p.dim_qk, kChunk, p.half),
                     TensorMap(p.k, p.batch, p.heads, p.seq, p.dim_qk, kChunk, p.half),
                     TensorMap(p.v, p.batch, p.heads, p.seq, p.dim_v, kChunk, p.half),
                     TensorMap(p.h, p.batch, p.heads, p.seq, p.dim_v, 16, p.half),
+                    TensorMap(p.h, p.batch, p.heads, p.seq, p.dim_v, 1, p.half),
                     p.i,
                     p.f,
-                    p.c_initial,
-                    p.n_initial,
-                    p.m_initial,
-                    p.c_last,
-                    p.n_last,
-                    p.m_last,
+                    p.initial,
+                    p.last,
+                    Workspace(p.workspace, slots, p.dim_qk, p.dim_v),
+                    p.row_n,
+                    p.row_m,
+                    p.cut,
                     p.heads,
                     p.seq,
                     p.dim_qk,
@@ -70,23 +113,29 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
                     p.eps,
                     std::log2(static_cast<double>(p.scale)),
                     p.sigmoid_gate};
-    constexpr int kSharedBytes = sizeof(SharedMemoryPlan<C>);
-    static_assert(kSharedBytes * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
-
-    auto check = [](cudaError_t error) {
-        if (error != cudaSuccess)
-            throw std::runtime_error(std::string("mlstm_fwd: ") + cudaGetErrorString(error));
-    };
-    check(cudaSetDevice(p.device));
-    check(
-        cudaFuncSetAttribute(mlstm_fwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-    mlstm_fwd_kernel<C><<<p.batch * p.heads * slices, C::kThreads, kSharedBytes, stream>>>(g);
-    check(cudaGetLastError());
+    const DeviceGuard guard(p.device);
+    if (p.cut.segments > p.cut.sequences) {
+        const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
+        launch<mlstm_states_kernel<States>, sizeof(StatesMemory<States>)>(g, units * slices, States::kThreads,
+                                                                          p.device, stream);
+        launch<mlstm_combine_kernel<kNormalize>, 0>(g, dim3(units, (elements + per_block - 1) / per_block),
+                                                    kCombineThreads, p.device, stream);
+    }
+    static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
+    launch<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, units * slices, C::kThreads, p.device,
+                                                             stream);
 }
 
 }  // namespace tfla_tk::mlstm
 
 namespace tfla_tk {
+
+int mlstm_fwd_ctas_per_multiprocessor() { return mlstm::tiling(TFLA_DIM_QK, TFLA_SLICE_V).ctas_per_sm; }
+
+std::int64_t mlstm_fwd_workspace_bytes(const Cut& cut, int heads, int dim_qk, int dim_v) {
+    return mlstm::Workspace::bytes(static_cast<std::int64_t>(cut.segments - cut.sequences) * heads, dim_qk,
+                                   dim_v);
+}
 
 void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);

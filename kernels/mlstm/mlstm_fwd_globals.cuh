@@ -1,36 +1,104 @@
-// Arguments of the mLSTM forward kernel, and the part of them that a CTA works on.
+// Arguments of the mLSTM forward kernels, and the part of them that a CTA works on.
 #pragma once
 
-#include "config.cuh"
+#include "kittens.cuh"
+#include "tfla_tk/gates.cuh"
+#include "tfla_tk/params.h"
+#include "tfla_tk/segments.cuh"
+#include "tfla_tk/tma.cuh"
 
 namespace tfla_tk::mlstm {
 
 using namespace kittens;
 
+// States between the kernels of a call whose sequences are cut: one slot per head and segment that follows
+// another.
+struct Workspace {
+    // The state that arrives at the segment. The states pass leaves here what the segment before it adds by
+    // itself, relative to that segment's own stabiliser.
+    State arriving;
+    // Of the segment before: log2 of its decay, and the stabiliser of what it adds, log2 units.
+    double2* gates;
+
+    // The slot of a segment's first head; segment numbers count each sequence's first one too, which has
+    // none.
+    __device__ static inline int64_t slot(const Segment& s, int segment, int heads) {
+        return static_cast<int64_t>(segment - s.sequence - 1) * heads;
+    }
+
+    static __host__ int64_t bytes(int64_t slots, int dim_qk, int dim_v) {
+        const int64_t state = static_cast<int64_t>(dim_qk) * dim_v + dim_qk + 1;
+        return slots * (sizeof(double2) + state * sizeof(float));
+    }
+
+    // gates first: their alignment is the largest
+    __host__ Workspace(void* memory, int64_t slots, int dim_qk, int dim_v) {
+        gates = static_cast<double2*>(memory);
+        arriving.c = reinterpret_cast<float*>(gates + slots);
+        arriving.n = arriving.c + slots * dim_qk * dim_v;
+        arriving.m = arriving.n + slots * dim_qk;
+    }
+};
+
 struct Globals {
-    TensorMap q, k, v, h;
+    TensorMap q, k, v;
+    TensorMap h, h_row;  // boxes of 16 rows and of one
     Gate i, f;
-    const float *c_initial, *n_initial, *m_initial;
-    float *c_last, *n_last, *m_last;
+    State initial, last;
+    Workspace workspace;
+    float *row_n, *row_m;
+    Cut cut;
     int heads, seq, dim_qk, dim_v, slices;
     float scale, eps;
     double log2_scale;
     bool sigmoid_gate;
 
-    __device__ inline int chunks() const { return (seq + kChunk - 1) / kChunk; }
+    __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
 
-// The (batch, head, V slice) of this CTA; slices of one head are neighbours and share Q and K through L2.
+// The (segment, head, V slice) of a CTA; slices of one head are neighbours and share Q and K through L2.
 struct Task {
     int batch, head, column;  // column: first of V
-    int64_t index;            // batch * heads + head
+    int first_row, tokens;    // tokens < 0: nothing to do
+    int chunks;
+    bool first, last;  // segment of its sequence
+    int64_t index;     // sequence * heads + head, of the caller's states
+    int64_t slot;      // of the workspace; the next segment's is slot + heads
 
-    // NOTES: the volatile read keeps each role's copy its own; one shared copy is spilled across the roles.
-    template <class C> __device__ static inline Task of_block(const Globals& g) {
-        int block;
-        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-        const int pair = block / g.slices;
-        return {pair / g.heads, pair % g.heads, block % g.slices * C::kSliceV, pair};
+    // Called by whole warps.
+    template <class C> __device__ static inline Task of_block(const Globals& g, int block) {
+        const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;
+        const Segment s = find_segment(g.cut, g.seq, segment);
+        return {g.packed() ? 0 : s.sequence,
+                head,
+                block % g.slices * C::kSliceV,
+                s.first_row,
+                s.tokens,
+                (s.tokens + kChunk - 1) / kChunk,
+                s.number == 0,
+                s.number + 1 == s.count,
+                static_cast<int64_t>(s.sequence) * g.heads + head,
+                Workspace::slot(s, segment, g.heads) + head};
+    }
+
+    // The task's first entry of a [B, H, S] vector.
+    __device__ inline float* rows_of_head(const Globals& g, float* rows) const {
+        return rows + (static_cast<int64_t>(batch) * g.heads + head) * g.seq + first_row;
+    }
+
+    // The state at the task's start: null where it is zero.
+    __device__ inline const float* initial_c(const Globals& g) const {
+        const int64_t size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
+        if (!first) return g.workspace.arriving.c + slot * size;
+        return g.initial.c ? g.initial.c + index * size : nullptr;
+    }
+    __device__ inline const float* initial_n(const Globals& g) const {
+        if (!first) return g.workspace.arriving.n + slot * g.dim_qk;
+        return g.initial.n ? g.initial.n + index * g.dim_qk : nullptr;
+    }
+    __device__ inline float initial_m(const Globals& g) const {
+        if (!first) return g.workspace.arriving.m[slot];
+        return g.initial.m ? g.initial.m[index] : 0.f;
     }
 };
 

@@ -1,7 +1,7 @@
 // Output warpgroup of the mLSTM forward: scores, gate, both products, normaliser, store.
 #pragma once
 
-#include "mlstm_fwd_globals.cuh"
+#include "config.cuh"
 #include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
@@ -10,21 +10,23 @@ namespace tfla_tk::mlstm {
 template <class P, class Scores>
 __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const GateStage& gates, int row) {
     const float2 reference{gates.row[row], gates.row[row + 8]};
+    const int lane_column = 2 * (laneid() % 4);
+    const int diagonal = row - lane_column;  // columns are compared without the lane's part: immediates
     float2 partial{0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < Scores::width; j++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int column = 16 * j + 8 * half + 2 * (laneid() % 4);
-            const float4 a = *reinterpret_cast<const float4*>(&gates.column[column]);
+            const int column = 16 * j + 8 * half;
+            const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
             auto gated = [&](float score, float high, float low, float ref, bool visible) {
                 return visible ? score * exp2f((high - ref) + low) : 0.f;
             };
             float2 upper = s.tiles[0][j].data[2 * half], lower = s.tiles[0][j].data[2 * half + 1];
-            upper.x = gated(upper.x, a.x, a.y, reference.x, column <= row);
-            upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= row);
-            lower.x = gated(lower.x, a.x, a.y, reference.y, column <= row + 8);
-            lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= row + 8);
+            upper.x = gated(upper.x, a.x, a.y, reference.x, column <= diagonal);
+            upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);
+            lower.x = gated(lower.x, a.x, a.y, reference.y, column <= diagonal + 8);
+            lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= diagonal + 8);
             partial.x += upper.x + upper.y;
             partial.y += lower.x + lower.y;
             p.tiles[0][j].data[2 * half] = from_float2<typename P::dtype>(upper);
@@ -34,10 +36,18 @@ __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const Ga
     sums = {quad_sum(partial.x), quad_sum(partial.y)};
 }
 
+// q n of rows t and t + 8, by the first lane of the four that hold them, once per head.
+__device__ inline void store_row_pair(const Globals& g, const Task& task, float* rows, int t, float2 x) {
+    if (task.column != 0 || laneid() % 4 != 0) return;
+    rows = task.rows_of_head(g, rows);
+    if (t < task.tokens) rows[t] = x.x;
+    if (t + 8 < task.tokens) rows[t + 8] = x.y;
+}
+
 template <class C> __device__ inline void compute_output(const Globals& g, SharedMemoryPlan<C>& smem) {
     using T = typename C::T;
     constexpr bool kOverlapped = C::kSchedule != Schedule::sequential;
-    const Task task = Task::of_block<C>(g);
+    const Task& task = smem.task;
     const int warp_row = warpgroup::warpid() * 16;
     const int row = warp_row + laneid() / 4;  // this thread owns rows `row` and `row + 8`
 
@@ -100,11 +110,18 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         fence_async_proxy();
         __syncwarp();
         if (laneid() != 0) return;
+        auto store = [&](const TensorMap& map, int r) {
 #pragma unroll
-        for (int panel = 0; panel < C::kPassV / kPanelColumns; panel++)
-            g.h.store_panel(panels + (panel * kChunk + warp_row) * kPanelColumns * sizeof(T),
-                            task.column + pass * C::kPassV + panel * kPanelColumns, chunk * kChunk + warp_row,
-                            task.head, task.batch);
+            for (int panel = 0; panel < C::kPassV / kPanelColumns; panel++)
+                map.store_panel(panels + (panel * kChunk + warp_row + r) * kPanelColumns * sizeof(T),
+                                task.column + pass * C::kPassV + panel * kPanelColumns,
+                                task.first_row + chunk * kChunk + warp_row + r, task.head, task.batch);
+        };
+        if (const int rows = task.tokens - chunk * kChunk - warp_row; g.packed() && rows < 16)
+#pragma unroll 1
+            for (int r = 0; r < rows; r++) store(g.h_row, r);  // a box would reach into the next sequence
+        else
+            store(g.h, 0);
         commit_stores();
     };
     // 1 / w_t of the two rows, times the row's post factor.
@@ -112,10 +129,12 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         float2 post{gates.post[row], gates.post[row + 8]};
         if constexpr (C::kNormalize) {
             wait(smem.qn_ready, chunk & 1);
-            const float2 d{intra.x + inter.x * smem.qn[row], intra.y + inter.y * smem.qn[row + 8]};
+            const float2 d{post.x * (intra.x + inter.x * smem.qn[row]),
+                           post.y * (intra.y + inter.y * smem.qn[row + 8])};
             arrive_warp(smem.qn_free);
-            post.x /= fmaxf(fabsf(d.x * post.x), gates.floor[row]) + g.eps;
-            post.y /= fmaxf(fabsf(d.y * post.y), gates.floor[row + 8]) + g.eps;
+            if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d);
+            post.x /= fmaxf(fabsf(d.x), gates.floor[row]) + g.eps;
+            post.y /= fmaxf(fabsf(d.y), gates.floor[row + 8]) + g.eps;
         }
         return post;
     };
@@ -179,8 +198,8 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
 
     issue_scores(0);
     finish_scores(0, std::false_type{});
-    for (int chunk = 0; chunk + 1 < g.chunks(); chunk++) step(chunk, std::false_type{});
-    step(g.chunks() - 1, std::true_type{});
+    for (int chunk = 0; chunk + 1 < task.chunks; chunk++) step(chunk, std::false_type{});
+    step(task.chunks - 1, std::true_type{});
     if (laneid() == 0) wait_stores_read();
 }
 

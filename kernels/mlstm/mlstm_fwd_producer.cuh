@@ -1,67 +1,80 @@
 // Producer warpgroup of the mLSTM forward: TMA loads, gate scan, q n.
 #pragma once
 
-#include "mlstm_fwd_globals.cuh"
+#include "config.cuh"
 #include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
 
+// One warp feeds the rings. Packed sequences follow one another in memory: rows behind the last token of this
+// one are another's, and zeros take their place in K and V.
 template <class C> __device__ inline void load_tiles(const Globals& g, SharedMemoryPlan<C>& smem) {
-    const Task task = Task::of_block<C>(g);
-    auto load_qk = [&](const TensorMap& map, typename C::QKUse use, int part, int row) {
-        wait_free(smem.qk_free[use.slot], use.phase);
-        tma::expect_bytes(smem.qk_arrived[use.slot], sizeof(typename C::QKTile));
-        load_tile(smem.qk[use.slot], map, smem.qk_arrived[use.slot], part * C::kPartQK, row, task.head,
-                  task.batch);
+    const Task& task = smem.task;
+    int tails = 0;  // tiles that were loaded with zeros to fill in
+    auto load = [&](auto& tile, const TensorMap& map, semaphore& arrived, int column, int chunk, bool fill) {
+        const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
+        const bool tail = fill && g.packed() && rows < kChunk;
+        semaphore& landed = tail ? smem.tail_landed : arrived;
+        if (fresh_laneid() == 0) {
+            tma::expect_bytes(landed, sizeof(tile));
+            load_tile(tile, map, landed, column, row, task.head, task.batch);
+        }
+        if (!tail) return;
+        wait(landed, tails++ & 1);
+        zero_rows(tile, rows);
+        fence_async_proxy();
+        __syncwarp();
+        if (fresh_laneid() == 0) arrive(arrived);
     };
-    for (int chunk = 0; chunk < g.chunks(); chunk++) {
-        const int row = chunk * kChunk;
+    auto load_qk = [&](const TensorMap& map, typename C::QKUse use, int part, int chunk, bool fill) {
+        wait_free(smem.qk_free[use.slot], use.phase);
+        load(smem.qk[use.slot], map, smem.qk_arrived[use.slot], part * C::kPartQK, chunk, fill);
+    };
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
         for (int part = 0; part < C::kParts; part++) {
-            load_qk(g.k, C::key(chunk, part), part, row);
-            load_qk(g.q, C::query(chunk, part), part, row);
+            load_qk(g.k, C::key(chunk, part), part, chunk, true);
+            load_qk(g.q, C::query(chunk, part), part, chunk, false);
         }
         const auto [slot, phase] = C::value(chunk);
         wait_free(smem.v_free[slot], phase);
-        tma::expect_bytes(smem.v_arrived[slot], sizeof(typename C::VTile));
-        load_tile(smem.v[slot], g.v, smem.v_arrived[slot], task.column, row, task.head, task.batch);
+        load(smem.v[slot], g.v, smem.v_arrived[slot], task.column, chunk, true);
     }
 }
 
 template <class C, bool kSigmoid>
 __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
-    const Task task = Task::of_block<C>(g);
-    const int64_t i_offset = task.batch * g.i.batch_stride + task.head * g.i.head_stride;
-    const int64_t f_offset = task.batch * g.f.batch_stride + task.head * g.f.head_stride;
-    GateScan<kSigmoid> scan{!kSigmoid && g.m_initial ? g.m_initial[task.index] * kLog2eDouble : 0.};
-    float2 i, f;
-    auto load = [&](int chunk) {
-        const int64_t t = static_cast<int64_t>(chunk) * kChunk + 2 * laneid();
-        i.x = t < g.seq ? load_gate(g.i, i_offset + t * g.i.row_stride) : 0.f;
-        f.x = t < g.seq ? load_gate(g.f, f_offset + t * g.f.row_stride) : 0.f;
-        i.y = t + 1 < g.seq ? load_gate(g.i, i_offset + (t + 1) * g.i.row_stride) : 0.f;
-        f.y = t + 1 < g.seq ? load_gate(g.f, f_offset + (t + 1) * g.f.row_stride) : 0.f;
-    };
-    load(0);
-    for (int chunk = 0; chunk < g.chunks(); chunk++) {
+    const Task& task = smem.task;
+    const GateRows input(g.i, task.batch, task.head, task.first_row);
+    const GateRows forget(g.f, task.batch, task.head, task.first_row);
+    GateScan<kSigmoid> scan{kSigmoid ? 0. : task.initial_m(g) * kLog2eDouble};
+    float2 i = input.pair(0, task.tokens, kNoInput), f = forget.pair(0, task.tokens, kNoForget);
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
-        scan.chunk(smem.gates[slot], i, f, g.seq - chunk * kChunk, g.scale, g.log2_scale);
+        const float2 m = scan.chunk(
+            smem.gates[slot], i, f, g.scale, g.log2_scale,
+            [&] { return input.pair(chunk + 1, task.tokens, kNoInput); },
+            [&] { return forget.pair(chunk + 1, task.tokens, kNoForget); });
         arrive_warp(smem.gates_ready[slot]);
-        load(chunk + 1);  // lands while the ring is full
+        if (!kSigmoid && g.row_m && task.column == 0) {
+            float* rows = task.rows_of_head(g, g.row_m) + chunk * kChunk;
+            const int t = 2 * fresh_laneid(), tokens = task.tokens - chunk * kChunk;
+            if (t < tokens) rows[t] = m.x;
+            if (t + 1 < tokens) rows[t + 1] = m.y;
+        }
     }
-    const Task end = Task::of_block<C>(g);
-    if (!kSigmoid && g.m_last && end.column == 0 && laneid() == 0) g.m_last[end.index] = scan.m * kLn2;
+    if (!kSigmoid && g.last.m && task.last && task.column == 0 && fresh_laneid() == 0)
+        g.last.m[task.index] = scan.m * kLn2;
 }
 
 // q n of one chunk: 32 rows per warp, by warp-level MMAs with n as two columns of B.
-template <class C>
-__device__ inline void compute_qn(const Globals& g, SharedMemoryPlan<C>& smem, int norm_warp) {
+template <class C> __device__ inline void compute_qn(SharedMemoryPlan<C>& smem, int norm_warp) {
     using T = typename C::T;
     constexpr int kRowTiles = kChunk / 16 / C::kNormWarps;
     const int first_row = norm_warp * kRowTiles * 16;
     // B fragment: k = 2 (lane % 4) + {0, 1} (+ 8), column lane / 4: 0 is the high part of n, 1 the low part.
     const int column = laneid() / 4;
-    for (int chunk = 0; chunk < g.chunks(); chunk++) {
+    for (int chunk = 0; chunk < smem.task.chunks; chunk++) {
         float qn[kRowTiles][2][4] = {};  // even and odd steps of k apart: two short chains of MMAs
         const auto buffer = C::norm_buffer(chunk);
         const T* n = &smem.norm_parts[buffer.slot][column & 1][2 * (laneid() % 4)];

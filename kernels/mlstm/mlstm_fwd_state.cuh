@@ -1,7 +1,7 @@
 // State warpgroups of the mLSTM forward: C in registers, published once per chunk.
 #pragma once
 
-#include "mlstm_fwd_globals.cuh"
+#include "config.cuh"
 #include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
@@ -17,6 +17,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     rt_fl<16, C::kPassV> state[kBlocks][C::kPasses];
     const int warp_row = warpgroup_id * 64 + warpgroup::warpid() * 16;  // in every part
     const int norm_row = warp_row + laneid() / 4;
+    const Task& task = smem.task;
 
     auto for_each_pass = [](auto body) {
 #pragma unroll
@@ -30,23 +31,21 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             base_types::convertor<T, float>::convert(n - base_types::convertor<float, T>::convert(high));
     };
     auto load_initial = [&] {
-        const Task task = Task::of_block<C>(g);
+        const float *c = task.initial_c(g), *n = task.initial_n(g);
 #pragma unroll
         for (int block = 0; block < kBlocks; block++) {
             for_each_pass([&](int pass) {
                 auto& tile = state[block][pass];
-                if (g.c_initial)
-                    load_state(tile, g.c_initial + task.index * g.dim_qk * g.dim_v,
-                               warp_row + C::kPartQK * block, task.column + pass * C::kPassV, g.dim_qk,
-                               g.dim_v);
+                if (c)
+                    load_state(tile, c, warp_row + C::kPartQK * block, task.column + pass * C::kPassV,
+                               g.dim_qk, g.dim_v);
                 else
                     warp::zero(tile);
                 pin(tile);
             });
             if (!C::kNormalize || laneid() % 4 != 0) continue;
             for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
-                write_norm(0, row,
-                           g.n_initial && row < g.dim_qk ? g.n_initial[task.index * g.dim_qk + row] : 0.f);
+                write_norm(0, row, n && row < g.dim_qk ? n[row] : 0.f);
         }
     };
     auto update_norm = [&](int block, float2 sums, float decay, int chunk) {
@@ -73,7 +72,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[0]);
     constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
     const uint32_t lane_offset = warpgroup_id * kPanelBytes + transposed_lane_offset(warpgroup::warpid());
-    for (int chunk = 0; chunk < g.chunks(); chunk++) {
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto value = C::value(chunk);
         const auto stage = C::gate_stage(chunk);
         for_each_pass([&](int pass) { publish(pass, chunk & 1); });
@@ -118,17 +117,17 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
         arrive_warp(smem.v_free[value.slot]);
     }
 
-    if (!g.c_last) return;
-    const Task task = Task::of_block<C>(g);
+    if (!g.last.c || !task.last) return;
+    float* c = g.last.c + task.index * g.dim_qk * g.dim_v;
 #pragma unroll
     for (int block = 0; block < kBlocks; block++) {
         for_each_pass([&](int pass) {
-            store_state(g.c_last + task.index * g.dim_qk * g.dim_v, state[block][pass],
-                        warp_row + C::kPartQK * block, task.column + pass * C::kPassV, g.dim_qk, g.dim_v);
+            store_state(c, state[block][pass], warp_row + C::kPartQK * block, task.column + pass * C::kPassV,
+                        g.dim_qk, g.dim_v);
         });
         if (!C::kNormalize || task.column != 0 || laneid() % 4 != 0) continue;
         for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
-            if (row < g.dim_qk) g.n_last[task.index * g.dim_qk + row] = smem.norm[g.chunks() & 1][row];
+            if (row < g.dim_qk) g.last.n[task.index * g.dim_qk + row] = smem.norm[task.chunks & 1][row];
     }
 }
 

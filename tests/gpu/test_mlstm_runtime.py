@@ -146,9 +146,10 @@ def test_torch_compile(layout: str, operator: Any, make_inputs: Make) -> None:
             assert found["h"].stride() == expected["h"].stride()
 
 
+@pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_opcheck(operator: Any, transposed: bool, last: bool, make_inputs: Make) -> None:
+def test_opcheck(operator: Any, transposed: bool, last: bool, rows: bool, make_inputs: Make) -> None:
     x = make_inputs(seq=70, states=operator.states)
     if transposed:
         x |= {name: x[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
@@ -157,7 +158,7 @@ def test_opcheck(operator: Any, transposed: bool, last: bool, make_inputs: Make)
     normalize = operator.options.get("normalize", True)
     opcheck(
         torch.ops.tfla_tk.mlstm_fwd.default,
-        (*tensors, sigmoid_gate, normalize, 1e-6, last, "auto"),
+        (*tensors, None, sigmoid_gate, normalize, 1e-6, last, rows, "auto"),
     )
 
 

@@ -42,10 +42,11 @@ def mlstm(
     c_initial: Tensor | None,
     n_initial: Tensor | None,
     m_initial: Tensor | None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n)."""
     form = variant or "chunkwise"
-    options: dict[str, Any] = {"return_last_states": True, "eps": call.eps}
+    options: dict[str, Any] = {"return_last_states": True, "eps": call.eps, "cu_seqlens": cu_seqlens}
     if form == "chunkwise":
         options["chunk_size"] = call.chunk_size
     if call.sigmoid_gate:

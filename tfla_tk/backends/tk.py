@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends import segments
+from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.validation import MLSTMCall
@@ -80,14 +83,17 @@ def mlstm_fwd(
     c_initial: Tensor | None,
     n_initial: Tensor | None,
     m_initial: Tensor | None,
+    cu_seqlens: Tensor | None,
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
     return_last_states: bool,
+    return_rows: bool,
     schedule: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
 
+    What was not asked for is None. One launch, or three where sequences are cut (`segments`).
     q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
 
     Raises:
@@ -96,68 +102,135 @@ def mlstm_fwd(
     """
     batch, heads, seq, dim_qk = q.shape
     dim_v = v.shape[-1]
-    if schedule == "auto":
-        schedule = instances.DEFAULT_SCHEDULE
-    kernel = build.load(instances.mlstm_fwd(dim_qk, dim_v, schedule))
+    device = q.get_device()
+    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
+    instance, slices = _instance(dim_qk, dim_v, schedule)
+    kernel = build.load(instance)
     h = torch.empty_like(v)
-    q, k, v = (_rows_aligned(x) for x in (q, k, v))
+    q, k, v = _rows_aligned(q), _rows_aligned(k), _rows_aligned(v)
     out = h if _has_aligned_rows(h) else torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    initial = [None if x is None else _state_aligned(x) for x in (c_initial, n_initial, m_initial)]
-    last = _last_states(q, dim_v, sigmoid_gate, normalize, return_last_states)
-    device = q.device.index
-    with torch.cuda.device(device):
-        kernel.mlstm_fwd(
-            *(_operand(x) for x in (q, k, v, out)),
-            *((x.data_ptr(), *x.stride(), _GATE_DTYPES[x.dtype]) for x in (i, f)),
-            initial=tuple(0 if x is None else x.data_ptr() for x in initial),
-            last=tuple(x.data_ptr() if x.numel() else 0 for x in last),
-            sizes=(batch, heads, seq, dim_qk, dim_v),
-            scale=dim_qk**-0.5,
-            eps=eps,
-            half=q.dtype == torch.float16,
-            sigmoid_gate=sigmoid_gate,
-            normalize=normalize,
-            device=device,
-            stream=torch.cuda.current_stream().cuda_stream,
-        )
+    initial = (_state_aligned(c_initial), _state_aligned(n_initial), _state_aligned(m_initial))
+    c = n = n_last = m = row_n = row_m = None
+    if return_last_states:
+        c = _fp32(q, (sequences, heads, dim_qk, dim_v))
+        n = _fp32(q, (sequences, heads, dim_qk))
+        if normalize:
+            n_last = n
+        else:
+            n.zero_()
+        if not sigmoid_gate:
+            m = _fp32(q, (sequences, heads, 1))
+    if return_rows:
+        row_n = _fp32(q, (batch, heads, seq)) if normalize else None
+        row_m = _fp32(q, (batch, heads, seq)) if not sigmoid_gate else None
+    offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
+    find = segments.cut if offsets is None else segments.cut_packed
+    places = _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR
+    found = find(sequences, seq, heads * slices, places)
+    cut = (
+        _pointer(offsets),
+        offsets is not None and offsets.dtype == torch.int64,
+        sequences,
+        found.segments,
+        found.chunks,
+    )
+    workspace = None
+    if found.segments > sequences:
+        workspace = _fp32(q, (kernel.mlstm_fwd_workspace_bytes(cut, heads, dim_qk, dim_v) // 4,))
+    kernel.mlstm_fwd(
+        _operand(q),
+        _operand(k),
+        _operand(v),
+        _operand(out),
+        _gate(i),
+        _gate(f),
+        (_pointer(initial[0]), _pointer(initial[1]), _pointer(initial[2])),
+        (_pointer(c), _pointer(n_last), _pointer(m)),
+        (_pointer(row_n), _pointer(row_m)),
+        cut,
+        _pointer(workspace),
+        (batch, heads, seq, dim_qk, dim_v),
+        dim_qk**-0.5,
+        eps,
+        q.dtype == torch.float16,
+        sigmoid_gate,
+        normalize,
+        device,
+        _current_stream(device),
+    )
     if out is not h:
         h.copy_(out)
-    return h, last[0], last[1], last[2]
+    return h, c, n, m, row_n, row_m
 
 
-def _last_states(q: Tensor, dim_v: int, sigmoid_gate: bool, normalize: bool, wanted: bool) -> list[Tensor]:
-    """c, n, m for the kernel to fill; n is zeros without a normaliser, m empty with the sigmoid gate."""
-    batch, heads, _, dim_qk = q.shape
-    none = (0,)
-    c = q.new_empty((batch, heads, dim_qk, dim_v) if wanted else none, dtype=torch.float32)
-    n = (q.new_empty if normalize else q.new_zeros)(c.shape[:3], dtype=torch.float32)
-    m = q.new_empty((batch, heads, 1) if wanted and not sigmoid_gate else none, dtype=torch.float32)
-    return [c, n, m]
+@functools.cache
+def _instance(dim_qk: int, dim_v: int, schedule: str) -> tuple[build.Instance, int]:
+    """The kernel instance and in how many slices of V its CTAs share a head."""
+    instance = instances.mlstm_fwd(
+        dim_qk, dim_v, instances.DEFAULT_SCHEDULE if schedule == "auto" else schedule
+    )
+    slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])
+    return instance, -(-dim_v // slice_v)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _current_stream(device: int) -> int:
+    """The raw handle of the device's current stream; torch.cuda.current_stream would wrap it in an object."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _fp32(like: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _pointer(x: Tensor | None) -> int:
+    """Address of the data; 0 where there is none."""
+    return 0 if x is None else x.data_ptr()
+
+
+def _gate(x: Tensor) -> tuple[int, ...]:
+    return x.data_ptr(), *x.stride(), _GATE_DTYPES[x.dtype]
+
+
+@functools.lru_cache(maxsize=4096)
+def _descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows.
+
+    The strides of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too.
+    """
+    if shape[-1] > 1 and strides[-1] != 1:
+        return None
+    outer = tuple(
+        stride if size > 1 else _ROW_ALIGNMENT for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )
+    if any(stride <= 0 or stride % _ROW_ALIGNMENT for stride in outer):
+        return None
+    batch, head, row = outer
+    return batch, head, row
 
 
 def _has_aligned_rows(x: Tensor) -> bool:
-    """Whether TMA can address x as it lies; strides of dimensions of size 1 do not matter."""
-    *outer, last = zip(x.shape, x.stride(), strict=True)
-    return (
-        (last[1] == 1 or last[0] == 1)
-        and x.data_ptr() % 16 == 0
-        and all(size == 1 or (stride > 0 and stride % _ROW_ALIGNMENT == 0) for size, stride in outer)
-    )
+    """Whether TMA can address x as it lies."""
+    return x.data_ptr() % 16 == 0 and _descriptor_strides(x.shape, x.stride()) is not None
 
 
 def _rows_aligned(x: Tensor) -> Tensor:
     return x if _has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _state_aligned(x: Tensor) -> Tensor:
+def _state_aligned(x: Tensor | None) -> Tensor | None:
     """x contiguous and at an address that 16-byte loads can take."""
+    if x is None:
+        return None
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def _operand(x: Tensor) -> tuple[int, ...]:
-    strides = (
-        stride if size > 1 else _ROW_ALIGNMENT for size, stride in zip(x.shape, x.stride(), strict=True)
-    )
-    batch, head, row, _ = strides
-    return x.data_ptr(), batch, head, row
+    strides = _descriptor_strides(x.shape, x.stride())
+    assert strides is not None  # its rows are aligned
+    return x.data_ptr(), *strides

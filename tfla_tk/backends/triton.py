@@ -177,10 +177,14 @@ def mlstm(
     c_initial: Tensor | None,
     n_initial: Tensor | None,
     m_initial: Tensor | None,
+    cu_seqlens: Tensor | None = None,
     *,
     recompute_states_in_bw: bool = True,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n); () unless asked for."""
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n); () unless asked for.
+
+    cu_seqlens is None: `supports_mlstm` refuses variable length.
+    """
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
     family = FAMILIES[name]
     function = getattr(
@@ -215,6 +219,12 @@ def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
     if family.sigmoid_gate != call.sigmoid_gate:
         gate = "sigmoid" if family.sigmoid_gate else "exponential"
         return Support(False, f"{name} has the {gate} input gate", f"variants: {', '.join(_names(call))}")
+    if call.varlen:
+        return Support(
+            False,
+            "mlstm_kernels has no variable length",
+            "call once per sequence, or use backend 'tk' or 'reference'",
+        )
     unusable = _unusable(call.device, MLSTM_KERNELS_MISSING)
     if unusable is not None:
         return unusable

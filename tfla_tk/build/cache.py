@@ -124,7 +124,7 @@ def _fingerprint(path: Path) -> dict[str, object]:
 def _source_digests(instance: Instance) -> list[tuple[str, str]]:
     root = sources.kernels_root()
     family = (root / instance.source).parent
-    files = {root / "bindings.cpp", root / "driver_shim.cpp"}
+    files = {root / instance.bindings, root / "driver_shim.cpp"}
     for place in (root / "include", family):
         files.update(path for path in place.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
     return [

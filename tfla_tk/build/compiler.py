@@ -93,7 +93,7 @@ def compile_module(
             *defines,
             f"-DTFLA_MODULE={instance.name}",
             "-c",
-            str(root / "bindings.cpp"),
+            str(root / instance.bindings),
         ],
         "driver_shim": [nvcc, *host, "-c", str(root / "driver_shim.cpp")],
     }

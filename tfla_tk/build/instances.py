@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SCHEDULES = ("sequential", "overlapped", "pingpong")
 DEFAULT_SCHEDULE = "overlapped"
+INTRA_SCHEDULES = (*SCHEDULES, "three_stage")
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
+INTRA_TILES = ((64, 64), (128, 128), (128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 
 
@@ -21,11 +23,13 @@ class Instance:
         name: The module's name, for instance ``mlstm_fwd_k128_v256_pingpong``.
         source: The kernel's file below ``kernels/``, for instance ``mlstm/mlstm_fwd.cu``.
         defines: Macros and their values.
+        bindings: The file of the module's pybind11 bindings below ``kernels/``.
     """
 
     name: str
     source: str
     defines: tuple[tuple[str, str], ...]
+    bindings: str = "bindings.cpp"
 
 
 @functools.cache
@@ -35,20 +39,43 @@ def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Inst
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    return _instance("mlstm_fwd", MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
+
+
+@functools.cache
+def mlstm_intra(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
+    """The intra-chunk mLSTM over one chunk of all tokens: an instrument, not a backend's kernel.
+
+    Raises:
+        ValueError: No tile is large enough, or there is no such schedule.
+    """
+    found = _instance("mlstm_intra", INTRA_TILES, INTRA_SCHEDULES, dim_qk, dim_v, schedule)
+    return replace(found, bindings="bindings_intra.cpp")
+
+
+def _instance(
+    kernel: str,
+    tiles: tuple[tuple[int, int], ...],
+    schedules: tuple[str, ...],
+    dim_qk: int,
+    dim_v: int,
+    schedule: str,
+) -> Instance:
+    """A kernel's instance by the smallest of its tiles that holds the head dims."""
+    if schedule not in schedules:
+        raise ValueError(f"schedule: expected one of {', '.join(schedules)}, got {schedule!r}")
     if not (0 < dim_qk <= MAX_DIM_QK and 0 < dim_v <= MAX_DIM_V):
         raise ValueError(f"head dims: expected at most {MAX_DIM_QK}/{MAX_DIM_V}, got {dim_qk}/{dim_v}")
-    tile_qk = min(qk for qk, _ in MLSTM_TILES if qk >= dim_qk)
-    slices = [v for qk, v in MLSTM_TILES if qk == tile_qk]
+    tile_qk = min(qk for qk, _ in tiles if qk >= dim_qk)
+    slices = [v for qk, v in tiles if qk == tile_qk]
     slice_v = min((v for v in slices if v >= dim_v), default=max(slices))
     return Instance(
-        f"mlstm_fwd_k{tile_qk}_v{slice_v}_{schedule}",
-        "mlstm/mlstm_fwd.cu",
+        f"{kernel}_k{tile_qk}_v{slice_v}_{schedule}",
+        f"mlstm/{kernel}.cu",
         (
             ("TFLA_DIM_QK", str(tile_qk)),
             ("TFLA_SLICE_V", str(slice_v)),
-            ("TFLA_SCHEDULE", str(SCHEDULES.index(schedule))),
+            ("TFLA_SCHEDULE", str(schedules.index(schedule))),
         ),
     )
 

@@ -21,12 +21,28 @@ struct Gate {
     DType dtype;
 };
 
+// The state of every (sequence, head): [N, H, K, V], [N, H, K], [N, H], contiguous; null where there is none.
+struct State {
+    float *c, *n, *m;
+};
+
+// How the sequences are cut: a segment is the stretch of a sequence that one CTA walks.
+struct Cut {
+    const void* offsets;  // [sequences + 1] of sequences packed in one batch entry; null: one per batch entry
+    bool wide_offsets;    // 64-bit, else 32-bit
+    int sequences;        // N
+    int segments;         // of all sequences together; packed: an upper bound
+    int segment_chunks;   // chunks of a segment, the last one of a sequence may have fewer
+};
+
 struct MlstmFwdParams {
     Operand q, k, v, h;  // bf16 or fp16, all alike
     Gate i, f;
-    const float *c_initial, *n_initial,
-        *m_initial;                   // [B, H, K, V], [B, H, K], [B, H], contiguous; null: zeros
-    float *c_last, *n_last, *m_last;  // the same shapes; null: not wanted
+    State initial;  // n and m may be null by themselves where the operator has none
+    State last;
+    float *row_n, *row_m;  // [B, H, S]: s q_t.n_t and m_t of every token; null: not wanted
+    void* workspace;       // mlstm_fwd_workspace_bytes of it; null where no sequence is cut
+    Cut cut;
     int batch, heads, seq, dim_qk, dim_v;
     float scale;  // of q k^T
     float eps;    // added to the normaliser after the max
@@ -35,6 +51,12 @@ struct MlstmFwdParams {
     bool normalize;
     int device;
 };
+
+// Bytes that a call whose sequences are cut needs between its kernels.
+std::int64_t mlstm_fwd_workspace_bytes(const Cut& cut, int heads, int dim_qk, int dim_v);
+
+// CTAs of the fused kernel that a multiprocessor holds at a time.
+int mlstm_fwd_ctas_per_multiprocessor();
 
 // Defined once per instance (head-dim tile and schedule). Throws std::runtime_error on a refused launch.
 void mlstm_fwd(const MlstmFwdParams& params, void* stream);

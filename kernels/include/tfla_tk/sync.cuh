@@ -42,10 +42,28 @@ __device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
 // A producer finds every slot free on its first lap: it waits for the phase before the consumers'.
 __device__ inline void wait_free(kittens::semaphore& barrier, uint32_t phase) { wait(barrier, phase ^ 1); }
 
-// One arrival per warp, after all its lanes are done; `count` weighs it.
+// A warp arrives on a barrier by one of its lanes. compute-sanitizer's racecheck follows the arriving threads
+// alone and would report the other lanes' accesses, so its build lets every lane arrive.
+#ifdef TFLA_EVERY_LANE_ARRIVES
+constexpr int kArrivalsPerWarp = 32;
+#else
+constexpr int kArrivalsPerWarp = 1;
+#endif
+
+// A barrier that completes a phase after `warps` calls of arrive_warp.
+__device__ inline void init_warp_barrier(kittens::semaphore& barrier, int warps) {
+    kittens::init_semaphore(barrier, warps * kArrivalsPerWarp);
+}
+
+// Arrives after all lanes are done; `count` weighs the arrival.
 __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count = 1) {
     __syncwarp();
-    if (fresh_laneid() == 0) kittens::arrive(barrier, count);
+    if (kArrivalsPerWarp == 32 || fresh_laneid() == 0) kittens::arrive(barrier, count);
+}
+
+// Makes initialised barriers known to the TMA engine; other threads of the CTA need a __syncthreads.
+__device__ inline void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
 
 // Makes generic shared-memory writes visible to wgmma and the TMA engine.

@@ -163,6 +163,17 @@ __device__ inline void store_panels(uint32_t base, int first_row, const Tile& ti
     }
 }
 
+// Zeros the rows of a tile from `first_row` on, by one warp.
+template <class Tile> __device__ inline void zero_rows(Tile& tile, int first_row) {
+    constexpr int kUnits =
+        kPanelColumns * sizeof(typename Tile::dtype) / 16;  // of 16 bytes per row of a panel
+    const int count = (Tile::rows - first_row) * kUnits;
+    for (int panel = 0; panel < Tile::cols / kPanelColumns; panel++) {
+        auto* rows = reinterpret_cast<uint4*>(&tile.data[(panel * Tile::rows + first_row) * kPanelColumns]);
+        for (int unit = kittens::laneid(); unit < count; unit += 32) rows[unit] = {0, 0, 0, 0};
+    }
+}
+
 // Visits this thread's column pairs of a tile: body(pair, row, column) for an fp32 tile whose rows start at
 // `row0`.
 template <class Tile, class Body>

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk.backends
-from tfla_tk import Support
+from tfla_tk import Support, mlstm, ops
 from tfla_tk.validation import MLSTMCall
 
 Inputs = dict[str, Tensor]
@@ -19,7 +19,7 @@ Inputs = dict[str, Tensor]
 
 @pytest.fixture
 def make_inputs() -> Callable[..., Inputs]:
-    """Random q, k, v, i, f by name, and on request an initial state."""
+    """Random q, k, v, i, f by name, and on request an initial state, of packed sequences where they are."""
 
     def make(
         batch: int = 2,
@@ -29,8 +29,10 @@ def make_inputs() -> Callable[..., Inputs]:
         dim_v: int = 32,
         dtype: torch.dtype = torch.float32,
         states: tuple[str, ...] = (),
+        sequences: int | None = None,
         seed: int = 0,
     ) -> Inputs:
+        rows = batch if sequences is None else sequences
         g = torch.Generator().manual_seed(seed)
         shapes = {
             "q": (batch, heads, seq, dim_qk),
@@ -38,9 +40,9 @@ def make_inputs() -> Callable[..., Inputs]:
             "v": (batch, heads, seq, dim_v),
             "i": (batch, heads, seq),
             "f": (batch, heads, seq),
-            "c_initial": (batch, heads, dim_qk, dim_v),
-            "n_initial": (batch, heads, dim_qk),
-            "m_initial": (batch, heads, 1),
+            "c_initial": (rows, heads, dim_qk, dim_v),
+            "n_initial": (rows, heads, dim_qk),
+            "m_initial": (rows, heads, 1),
         }
         wanted = ("q", "k", "v", "i", "f", *states)
         inputs = {name: torch.randn(shapes[name], generator=g, dtype=torch.float64) for name in wanted}
@@ -51,9 +53,10 @@ def make_inputs() -> Callable[..., Inputs]:
 
 
 class FakeTk(ModuleType):
-    """The tk backend's module with a verdict that a test chooses; the registered ops compute on the CPU."""
+    """The tk backend's module with a verdict that a test chooses; its kernel is the op's CPU code."""
 
     verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
+    mlstm_fwd = staticmethod(ops._fwd_cpu)
 
     def supports_mlstm(self, call: MLSTMCall) -> Support:
         return self.verdict
@@ -62,6 +65,7 @@ class FakeTk(ModuleType):
 @pytest.fixture(autouse=True)
 def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
     """Replaces tfla_tk.backends.tk, which asks the machine; by default it refuses every call."""
+    mlstm._plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(tfla_tk.backends, "tk", module, raising=False)

@@ -30,6 +30,7 @@ def gpu_call(**changes: Any) -> MLSTMCall:
         "device": torch.device("cuda", 0),
         "dtype": torch.bfloat16,
         "batch": 8,
+        "sequences": 8,
         "heads": 16,
         "seq": 8192,
         "dim_qk": 128,
@@ -38,6 +39,7 @@ def gpu_call(**changes: Any) -> MLSTMCall:
         "normalize": True,
         "return_last_states": False,
         "has_initial_state": False,
+        "varlen": False,
         "requires_grad": False,
         "chunk_size": 64,
         "eps": 1e-6,
@@ -123,6 +125,17 @@ def test_reasons_of_the_machine_reach_the_user(
     assert mlstm_chunkwise(**make_inputs()).shape == make_inputs()["v"].shape
 
 
+def test_which_takes_packed_sequences(make_inputs: Make, fake_tk: Any) -> None:
+    arguments = make_inputs(1) | {"cu_seqlens": torch.tensor([0, 40])}
+    choice = which("mlstm_chunkwise", **arguments)
+    assert choice.backend == "reference"
+    assert choice.reasons["triton"].reason == "mlstm_kernels has no variable length"
+    fake_tk.verdict = Support(True)
+    assert which("mlstm_siging_chunkwise", **arguments).backend == "tk"
+    with pytest.raises(UnsupportedError, match="no variable length"):
+        mlstm_chunkwise(**arguments, backend="triton")
+
+
 # the Triton backend's table
 
 
@@ -158,6 +171,8 @@ def test_triton_gradients_that_are_not_exact_are_by_name_only(
     [
         ({"device": torch.device("cpu")}, None, "the tensors are on cpu"),
         ({"dtype": torch.float64}, None, "float64"),
+        ({"batch": 1, "sequences": 8, "varlen": True}, None, "no variable length"),
+        ({"batch": 1, "sequences": 8, "varlen": True}, "limit_chunk_64", "no variable length"),
         ({"dim_qk": 24}, None, "DHQK = 24"),
         ({"dim_qk": 48}, None, "DHQK = 48"),
         ({"dim_qk": 96}, None, "DHQK = 96"),

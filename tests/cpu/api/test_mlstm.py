@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -165,6 +166,74 @@ def test_gradient_goes_only_where_it_is_needed(make_inputs: Make, fake_tk: Any) 
         assert not mlstm_chunkwise(**x, backend="tk").requires_grad
 
 
+# packed sequences
+
+OFFSETS = [0, 0, 17, 17, 18, 40]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "reference:parallel", "reference:recurrent", "tk"])
+@pytest.mark.parametrize("gate", GATES)
+def test_packed_sequences_equal_separate_calls(
+    gate: str, backend: str, states: bool, dtype: torch.dtype, make_inputs: Make, fake_tk: Any
+) -> None:
+    """Values and gradients; two of the five sequences are empty."""
+    fake_tk.verdict = Support(True)
+    names = (STATES if gate == "exp" else STATES[:2]) if states else ()
+    x = make_inputs(1, sequences=5, dtype=torch.float64, states=names)
+    differentiable = [n for n in x if n != "m_initial"]
+    weights = make_inputs(1, sequences=5, dtype=torch.float64, states=STATES, seed=1)
+
+    def grads(leaves: dict[str, Tensor], h: Tensor, last: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        c, n, *_ = last
+        reached = (h * weights["v"]).sum() + (c * weights["c_initial"]).sum()
+        return torch.autograd.grad(
+            reached + (n * weights["n_initial"]).sum(), [leaves[n] for n in differentiable]
+        )
+
+    packed = {n: t.clone().requires_grad_(n in differentiable) for n, t in x.items()}
+    cu_seqlens = torch.tensor(OFFSETS, dtype=dtype)
+    h, last = GATES[gate](**packed, cu_seqlens=cu_seqlens, return_last_states=True, backend=backend)
+    assert h.shape == x["v"].shape and all(t.shape[0] == 5 for t in last)
+
+    apart = {n: t.clone().requires_grad_(n in differentiable) for n, t in x.items()}
+    pieces = []
+    for row, (start, end) in enumerate(pairwise(OFFSETS)):
+        own = {n: t[row : row + 1] if n in STATES else t[:, :, start:end] for n, t in apart.items()}
+        pieces.append(GATES[gate](**own, return_last_states=True, backend="reference"))
+    expected = torch.cat([piece[0] for piece in pieces], 2)
+    expected_last = tuple(map(torch.cat, zip(*(piece[1] for piece in pieces), strict=True)))
+    for actual, wanted in zip((h, *last), (expected, *expected_last), strict=True):
+        close(actual, wanted)
+    for actual, wanted in zip(grads(packed, h, last), grads(apart, expected, expected_last), strict=True):
+        close(actual, wanted, 1e-9)
+
+
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("backend", ["auto", "tk"])
+@pytest.mark.parametrize("gate", GATES)
+def test_packed_sequences_that_are_all_empty(
+    gate: str, backend: str, states: bool, make_inputs: Make, fake_tk: Any
+) -> None:
+    fake_tk.verdict = Support(backend == "tk")
+    names = STATES if gate == "exp" else STATES[:2]
+    x = make_inputs(1, seq=0, sequences=3, states=names)
+    given = x if states else make_inputs(1, seq=0)
+    cu_seqlens = torch.zeros(4, dtype=torch.int32)
+    h, last = GATES[gate](**given, cu_seqlens=cu_seqlens, return_last_states=True, backend=backend)
+    assert h.shape == (1, 3, 0, 32)
+    for name, state in zip(names, last, strict=True):
+        torch.testing.assert_close(state, x[name] if states else torch.zeros_like(x[name]))
+
+
+def test_normalize_off_with_packed_sequences(make_inputs: Make) -> None:
+    x = make_inputs(1, sequences=2, states=("c_initial",))
+    offsets = torch.tensor([0, 9, 40])
+    h, (c, n) = mlstm_siging_chunkwise(**x, normalize=False, cu_seqlens=offsets, return_last_states=True)
+    assert h.shape == x["v"].shape and c.shape[0] == 2 and not bool(n.any())
+
+
 # autocast
 
 
@@ -214,6 +283,7 @@ def test_which_sees_the_autocast_dtype(make_inputs: Make) -> None:
                 "c_initial": None,
                 "n_initial": None,
                 "m_initial": None,
+                "cu_seqlens": None,
                 "return_last_states": False,
                 "eps": 1e-6,
                 "chunk_size": 64,

@@ -19,27 +19,49 @@ FWD = torch.ops.tfla_tk.mlstm_fwd.default
 BWD = torch.ops.tfla_tk.mlstm_bwd.default
 
 
+INPUTS = ("q", "k", "v", "i", "f", *STATES, "cu_seqlens")
+
+
 def arguments(
-    x: dict[str, Tensor], gate: str = "exp", normalize: bool = True, last: bool = True
+    x: dict[str, Tensor], gate: str = "exp", normalize: bool = True, last: bool = True, rows: bool = False
 ) -> tuple[Any, ...]:
-    tensors = [x.get(n) for n in ("q", "k", "v", "i", "f", *STATES)]
-    return (*tensors, gate == "sig", normalize, 1e-6, last, "auto")
+    return (*(x.get(n) for n in INPUTS), gate == "sig", normalize, 1e-6, last, rows, "auto")
 
 
-@pytest.mark.parametrize("last", [True, False])
+def packed(make_inputs: Make, states: tuple[str, ...] = (), **changed: Any) -> dict[str, Tensor]:
+    """Three sequences in a batch of one, the second of them empty."""
+    x = make_inputs(1, seq=20, sequences=3, states=states, **changed)
+    return x | {"cu_seqlens": torch.tensor([0, 7, 7, 20], dtype=torch.int32)}
+
+
+def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs with requires_grad, but for those that have no gradient."""
+    return {n: t.requires_grad_(n not in ("m_initial", "cu_seqlens")) for n, t in x.items()}
+
+
+@pytest.mark.parametrize(("last", "rows"), [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize(("gate", "states"), [("exp", ()), ("exp", STATES), ("sig", ()), ("sig", STATES[:2])])
-def test_opcheck_forward(gate: str, states: tuple[str, ...], last: bool, make_inputs: Make) -> None:
-    x = make_inputs(seq=20, states=states)
-    x = {n: t.requires_grad_(n != "m_initial") for n, t in x.items()}
-    opcheck(FWD, arguments(x, gate, last=last))
+def test_opcheck_forward(
+    gate: str, states: tuple[str, ...], last: bool, rows: bool, make_inputs: Make
+) -> None:
+    opcheck(FWD, arguments(leaves(make_inputs(seq=20, states=states)), gate, last=last, rows=rows))
 
 
+@pytest.mark.parametrize(("last", "rows"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("gate", "states"), [("exp", STATES), ("exp", ()), ("sig", STATES[:2])])
+def test_opcheck_packed_sequences(
+    gate: str, states: tuple[str, ...], last: bool, rows: bool, make_inputs: Make
+) -> None:
+    opcheck(FWD, arguments(leaves(packed(make_inputs, states)), gate, last=last, rows=rows))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(("gate", "states"), [("exp", STATES), ("sig", ())])
-def test_opcheck_backward(gate: str, states: tuple[str, ...], make_inputs: Make) -> None:
-    x = make_inputs(seq=20, states=states)
-    tensors = [x.get(n) for n in ("q", "k", "v", "i", "f", *STATES)]
-    dh, dc, dn = (torch.randn_like(t) for t in (x["v"], torch.empty(2, 3, 16, 32), torch.empty(2, 3, 16)))
-    opcheck(BWD, (*tensors, dh, dc, dn, gate == "sig", True, 1e-6, "auto"))
+def test_opcheck_backward(gate: str, states: tuple[str, ...], varlen: bool, make_inputs: Make) -> None:
+    x = packed(make_inputs, states) if varlen else make_inputs(seq=20, states=states)
+    count = 3 if varlen else 2
+    dh, dc, dn = torch.randn_like(x["v"]), torch.randn(count, 3, 16, 32), torch.randn(count, 3, 16)
+    opcheck(BWD, (*(x.get(n) for n in INPUTS), dh, dc, dn, gate == "sig", True, 1e-6, "auto"))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -53,14 +75,71 @@ def test_opcheck_keeps_the_memory_order_of_v(transposed: bool, make_inputs: Make
 
 def test_states_are_empty_unless_asked_for(make_inputs: Make) -> None:
     x = make_inputs()
-    h, c, n, m = FWD(*arguments(x, last=False))
+    h, c, n, m, *_ = FWD(*arguments(x, last=False))
     assert [t.numel() for t in (c, n, m)] == [0, 0, 0]
     assert {t.dtype for t in (c, n, m)} == {torch.float32}
     assert torch.equal(h, FWD(*arguments(x))[0])
-    _, c, n, m = FWD(*arguments(x, "sig"))
+    _, c, n, m, *_ = FWD(*arguments(x, "sig"))
     assert (c.shape, n.shape, m.shape) == ((2, 3, 16, 32), (2, 3, 16), (0,))
-    _, _, n, _ = FWD(*arguments(x, "sig", normalize=False))
+    _, _, n, *_ = FWD(*arguments(x, "sig", normalize=False))
     assert n.shape == (2, 3, 16) and bool((n == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize(("gate", "normalize"), [("exp", True), ("sig", True), ("sig", False)])
+def test_rows(gate: str, normalize: bool, varlen: bool, dtype: torch.dtype, make_inputs: Make) -> None:
+    """s q_t.n_t and m_t of the recurrence, token by token."""
+    x = packed(make_inputs, dtype=dtype) if varlen else make_inputs(1, seq=20, dtype=dtype)
+    *_, row_n, row_m = FWD(*arguments(x, gate, normalize, rows=True))
+    assert {row_n.dtype, row_m.dtype} == {ops.state_dtype(x["q"])}
+    assert row_n.shape == ((1, 3, 20) if normalize else (0,))
+    assert row_m.shape == ((1, 3, 20) if gate == "exp" else (0,))
+    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    wide = {name: t.double() for name, t in x.items() if name != "cu_seqlens"}
+    function = reference.mlstm_recurrent if gate == "exp" else reference.mlstm_siging_recurrent
+    for t in range(20):
+        first = 7 if varlen and t >= 7 else 0
+        _, (_, n, *m) = function(
+            **{name: tensor[:, :, first : t + 1] for name, tensor in wide.items()}, return_last_states=True
+        )
+        if normalize:
+            d = (wide["q"][:, :, t] * n).sum(-1) * 16**-0.5
+            torch.testing.assert_close(row_n[:, :, t].double(), d, **tolerance)
+        if m:
+            torch.testing.assert_close(row_m[:, :, t].double(), m[0][..., 0], **tolerance)
+
+
+def test_rows_only_on_request_and_without_gradient(make_inputs: Make) -> None:
+    x = leaves(make_inputs(states=STATES))
+    h, c, n, m, row_n, row_m = FWD(*arguments(x))
+    assert (row_n.shape, row_m.shape) == ((0,), (0,))
+    h_again, *_, row_n, row_m = FWD(*arguments(x, rows=True))
+    assert torch.equal(h, h_again) and (row_n.shape, row_m.shape) == ((2, 3, 40), (2, 3, 40))
+    assert h_again.requires_grad and c.requires_grad and n.requires_grad
+    assert not (m.requires_grad or row_n.requires_grad or row_m.requires_grad)
+
+
+def test_packed_states_have_a_row_per_sequence(make_inputs: Make) -> None:
+    _, c, n, m, *_ = FWD(*arguments(packed(make_inputs)))
+    assert (c.shape, n.shape, m.shape) == ((3, 3, 16, 32), (3, 3, 16), (3, 3, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_gates_reach_the_op_as_they_are(dtype: torch.dtype, make_inputs: Make, fake_tk: Any) -> None:
+    """The kernels read every dtype but float64, which becomes fp32."""
+    fake_tk.verdict = Support(True)
+    seen = []
+
+    def record(*args: Any) -> ops.Output:
+        seen.append({args[3].dtype, args[4].dtype})
+        return ops._fwd_cpu(*args)
+
+    fake_tk.mlstm_fwd = record
+    x = make_inputs(dtype=torch.bfloat16)
+    x |= {n: x[n].to(dtype) for n in "if"}
+    mlstm_chunkwise(**x, backend="tk")
+    assert seen == [{torch.float32 if dtype == torch.float64 else dtype}]
 
 
 def test_no_output_is_an_input(make_inputs: Make) -> None:
@@ -79,30 +158,46 @@ def test_fake_cuda_tensors(gate: str, last: bool, fake_tk: Any) -> None:
         q, k = (torch.empty(2, 100, 4, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for _ in "qk")
         v = torch.empty(2, 100, 4, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         i, f = (torch.empty(2, 4, 100, device="cuda") for _ in "if")
-        h, c, n, m = FWD(q, k, v, i, f, None, None, None, gate == "sig", True, 1e-6, last, "auto")
+        options = (None, None, None, None, gate == "sig", True, 1e-6)
+        h, c, n, m, row_n, row_m = FWD(q, k, v, i, f, *options, last, True, "auto")
         assert (h.shape, h.dtype, h.stride(), h.device) == (v.shape, torch.bfloat16, v.stride(), v.device)
         shapes = [(2, 4, 64, 128), (2, 4, 64), (2, 4, 1) if gate == "exp" else (0,)] if last else [(0,)] * 3
         assert [tuple(t.shape) for t in (c, n, m)] == shapes
-        assert all(t.dtype == torch.float32 and t.device == v.device for t in (c, n, m))
+        assert row_n.shape == i.shape and row_m.shape == (i.shape if gate == "exp" else (0,))
+        assert all(t.dtype == torch.float32 and t.device == v.device for t in (c, n, m, row_n, row_m))
         function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
         assert which(function, q, k, v, i, f).backend == "tk"
         out = function(q, k, v, i.bfloat16(), f, return_last_states=True)
         assert out[0].stride() == v.stride() and len(out[1]) == (3 if gate == "exp" else 2)
-        grads = BWD(q, k, v, i, f, None, None, None, h, None, None, gate == "sig", True, 1e-6, "auto")
+        grads = BWD(q, k, v, i, f, *options[:4], h, None, None, *options[4:], "auto")
         assert [tuple(g.shape) for g in grads] == [tuple(t.shape) for t in (q, k, v, i, f)] + [(0,), (0,)]
 
 
+def test_fake_cuda_tensors_of_packed_sequences(fake_tk: Any) -> None:
+    """No value of cu_seqlens is needed."""
+    fake_tk.verdict = Support(True)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 4, 100, dim, dtype=torch.bfloat16, device="cuda") for dim in (64, 64, 128))
+        i, f = (torch.empty(1, 4, 100, device="cuda") for _ in "if")
+        cu_seqlens = torch.empty(6, dtype=torch.int32, device="cuda")
+        h, (c, n, m) = mlstm_chunkwise(q, k, v, i, f, cu_seqlens=cu_seqlens, return_last_states=True)
+        assert h.shape == v.shape and h.device == v.device
+        assert (c.shape, n.shape, m.shape) == ((5, 4, 64, 128), (5, 4, 64), (5, 4, 1))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(("gate", "normalize"), [("exp", True), ("sig", True), ("sig", False)])
-def test_gradcheck(gate: str, normalize: bool, make_inputs: Make) -> None:
+def test_gradcheck(gate: str, normalize: bool, varlen: bool, make_inputs: Make) -> None:
     """The autograd formula in fp64, through h and the last state, which is e^m (C, n) whatever m is."""
-    x = make_inputs(
-        1, 2, 5, 3, 4, dtype=torch.float64, states=STATES if gate == "exp" else STATES[:2] * normalize
-    )
-    m = x.pop("m_initial", None)
+    states = STATES if gate == "exp" else STATES[:2] * normalize
+    x = make_inputs(1, 1, 4, 2, 3, dtype=torch.float64, states=states, sequences=3 if varlen else None)
+    fixed = {"m_initial": x.pop("m_initial")} if gate == "exp" else {}
+    if varlen:
+        fixed["cu_seqlens"] = torch.tensor([0, 1, 1, 4])
 
     def op(*tensors: Tensor) -> tuple[Tensor, ...]:
-        values = dict(zip(x, tensors, strict=True)) | ({} if m is None else {"m_initial": m})
-        h, c, n, m_last = FWD(*arguments(values, gate, normalize))
+        values = dict(zip(x, tensors, strict=True)) | fixed
+        h, c, n, m_last, *_ = FWD(*arguments(values, gate, normalize))
         scale = m_last.exp() if gate == "exp" else torch.ones(())
         return (h, c * scale[..., None], n * scale) if normalize else (h, c)
 
@@ -144,10 +239,10 @@ def compiled_agrees(
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
     results = []
     for run in (function, compiled):
-        leaves = {n: t.clone().requires_grad_() for n, t in x.items()}
-        h = run(**leaves)
+        inputs = leaves({n: t.clone() for n, t in x.items()})
+        h = run(**inputs)
         (h * h).sum().backward()
-        results.append([h.detach(), *(t.grad for t in leaves.values())])
+        results.append([h.detach(), *(t.grad for t in inputs.values() if t.requires_grad)])
     for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(graph, eager, rtol=1e-4, atol=1e-4)
 
@@ -158,6 +253,14 @@ def test_compile_public_function(gate: str, backend: str, make_inputs: Make, fak
     fake_tk.verdict = Support(backend == "tk")
     function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
     compiled_agrees(lambda **x: function(**x, backend=backend), make_inputs(), "aot_eager")
+
+
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+def test_compile_packed_sequences(gate: str, make_inputs: Make, fake_tk: Any) -> None:
+    fake_tk.verdict = Support(True)
+    function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
+    states = STATES if gate == "exp" else STATES[:2]
+    compiled_agrees(lambda **x: function(**x, backend="tk"), packed(make_inputs, states), "aot_eager")
 
 
 def test_compile_with_states_autocast_and_a_model_around(make_inputs: Make, fake_tk: Any) -> None:
@@ -191,6 +294,11 @@ def test_compile_dynamic_shapes(make_inputs: Make, fake_tk: Any) -> None:
         x = make_inputs(seq=seq)
         torch.testing.assert_close(compiled(**x), mlstm_chunkwise(**x, backend="reference"))
     assert len(graphs) == 1
+    # packed: any length and any number of sequences
+    for offsets in ([0, 7, 7, 40], [0, 1, 1, 50, 57], [0, 20, 60, 100]):
+        x = make_inputs(1, seq=offsets[-1]) | {"cu_seqlens": torch.tensor(offsets)}
+        torch.testing.assert_close(compiled(**x), mlstm_chunkwise(**x, backend="reference"))
+    assert len(graphs) == 2
 
 
 def test_compile_with_inductor(make_inputs: Make, fake_tk: Any) -> None:

@@ -104,6 +104,37 @@ CASES: dict[str, Case] = {
         ValueError,
         "m_initial: expected no requires_grad",
     ),
+    "cu_seqlens is a list": ({"cu_seqlens": [0, 40]}, TypeError, r"cu_seqlens: .* \[N \+ 1\], got list"),
+    "float offsets": (
+        {"cu_seqlens": torch.zeros(3)},
+        TypeError,
+        "cu_seqlens: expected dtype int32 or int64, got torch.float32",
+    ),
+    "sparse offsets": (
+        {"cu_seqlens": torch.zeros(3, dtype=torch.int64).to_sparse()},
+        TypeError,
+        "cu_seqlens: expected a dense .*, got torch.sparse_coo",
+    ),
+    "offsets of rank 2": (
+        {"cu_seqlens": torch.zeros(1, 3, dtype=torch.int32)},
+        ValueError,
+        r"cu_seqlens: expected 1 dimension \[N \+ 1\], got 2 with shape \(1, 3\)",
+    ),
+    "one offset": (
+        {"cu_seqlens": torch.zeros(1, dtype=torch.int32)},
+        ValueError,
+        "cu_seqlens: expected at least 2 entries, got 1",
+    ),
+    "offsets on another device": (
+        {"cu_seqlens": torch.zeros(3, dtype=torch.int32, device=meta)},
+        ValueError,
+        "cu_seqlens: expected device cpu.*, got meta",
+    ),
+    "offsets for a batch of two": (
+        {"cu_seqlens": torch.zeros(3, dtype=torch.int32)},
+        ValueError,
+        r"cu_seqlens: expected a batch of 1 in q \(packed sequences\), got a batch of 2",
+    ),
     "chunk_size 0": ({"chunk_size": 0}, ValueError, "chunk_size: expected a positive multiple of 16, got 0"),
     "chunk_size -64": ({"chunk_size": -64}, ValueError, "chunk_size: .* got -64"),
     "chunk_size 40": ({"chunk_size": 40}, ValueError, "chunk_size: .* got 40"),
@@ -166,8 +197,10 @@ def replaced(inputs: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def test_mlstm_chunkwise_rejects(name: str, make_inputs: Callable[..., dict[str, Any]]) -> None:
     changes, error, pattern = CASES[name]
     arguments = replaced(make_inputs(states=STATES), changes)
-    with pytest.raises(error, match=pattern):
-        mlstm_chunkwise(**arguments)
+    # the second time as the first: a good call may be remembered, a bad one is not
+    for _ in range(2):
+        with pytest.raises(error, match=pattern):
+            mlstm_chunkwise(**arguments)
     with pytest.raises(error, match=pattern):
         tfla_tk.which("mlstm_chunkwise", **arguments)
 
@@ -194,6 +227,30 @@ def test_siging_initial_state_is_c_and_n(make_inputs: Callable[..., dict[str, An
     assert h.shape == inputs["v"].shape
 
 
+def test_states_of_packed_sequences(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    """One row of the state per sequence, whatever the batch."""
+    inputs = make_inputs(1, sequences=3, states=STATES)
+    offsets = torch.tensor([0, 10, 10, 40])
+    h, last = mlstm_chunkwise(**inputs, cu_seqlens=offsets, return_last_states=True)
+    assert h.shape == inputs["v"].shape and [t.shape[0] for t in last] == [3, 3, 3]
+    for name, layout in (("c_initial", "DHQK, DHHV"), ("n_initial", "DHQK"), ("m_initial", "1")):
+        changed = inputs | {name: inputs[name][:1]}
+        with pytest.raises(ValueError, match=rf"{name}: expected shape \[N, NH, {layout}\] = \(3, 3, "):
+            mlstm_chunkwise(**changed, cu_seqlens=offsets)
+    with pytest.raises(ValueError, match=r"c_initial: expected shape \[B, NH, DHQK, DHHV\] = \(1, 3, "):
+        mlstm_chunkwise(**inputs)
+
+
+@pytest.mark.parametrize("offsets", [[0, 39], [1, 40], [0, 30, 20, 40], [0, 50]])
+def test_offsets_that_do_not_fit(offsets: list[int], make_inputs: Callable[..., dict[str, Any]]) -> None:
+    """The reference reads them; metadata alone, as `which` sees it, is fine."""
+    arguments = make_inputs(1) | {"cu_seqlens": torch.tensor(offsets)}
+    assert tfla_tk.which("mlstm_chunkwise", **arguments).backend == "reference"
+    for function in (mlstm_chunkwise, mlstm_siging_chunkwise):
+        with pytest.raises(ValueError, match="cu_seqlens: expected offsets rising from 0 to 40, got"):
+            function(**arguments)
+
+
 def test_stabiliser_of_an_earlier_call_is_accepted(make_inputs: Callable[..., dict[str, Any]]) -> None:
     inputs = {name: t.requires_grad_() for name, t in make_inputs().items()}
     _, (c, n, m) = mlstm_chunkwise(**inputs, return_last_states=True)
@@ -205,8 +262,9 @@ def test_stabiliser_of_an_earlier_call_is_accepted(make_inputs: Callable[..., di
 
 def test_validation_reads_no_data(make_inputs: Callable[..., dict[str, Any]]) -> None:
     """Meta tensors have none; NaN and infinity pass through."""
-    inputs = {name: t.to(meta) for name, t in make_inputs(states=STATES).items()}
-    assert tfla_tk.which("mlstm_chunkwise", **inputs).backend == "reference"
+    inputs = {name: t.to(meta) for name, t in make_inputs(1, sequences=2, states=STATES).items()}
+    offsets = torch.empty(3, dtype=torch.int32, device=meta)
+    assert tfla_tk.which("mlstm_chunkwise", **inputs, cu_seqlens=offsets).backend == "reference"
     inputs = make_inputs()
     inputs["q"][0, 0, 0, 0] = float("nan")
     h = mlstm_chunkwise(**inputs)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tfla_tk.bench.inputs import FORGET_BIAS
 from tfla_tk.bench.results import Row
 from tfla_tk.bench.runner import Settings
 from tfla_tk.bench.timing import Plan
@@ -57,6 +58,7 @@ def settings(stopwatch: FakeStopwatch) -> Settings:
         device=torch.device("cpu"),
         dtype="fp32",
         layout="bnsd",
+        forget_bias=FORGET_BIAS,
         seed=0,
         plan=Plan(repeats=5, budget_ms=1000),
         stopwatch=stopwatch,

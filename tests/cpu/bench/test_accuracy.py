@@ -10,7 +10,7 @@ from tfla_tk.bench import accuracy
 from tfla_tk.bench.accuracy import ORTHOGONAL, RANDOM, compute_truth, failures
 from tfla_tk.bench.inputs import DTYPES, mlstm_inputs
 from tfla_tk.bench.operators import OPERATORS
-from tfla_tk.bench.shapes import Shape
+from tfla_tk.bench.shapes import SETS, Shape
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 80, 3, 16, 32)
@@ -32,6 +32,9 @@ def test_inputs_do_not_depend_on_the_layout() -> None:
     assert plain["i"].dtype == plain["f"].dtype == torch.float32
     assert plain["f"].mean().item() == pytest.approx(3.0, abs=0.3)
     assert not torch.equal(plain["q"], mlstm_inputs(SHAPE, torch.bfloat16, CPU, seed=2)["q"])
+    biased = mlstm_inputs(SHAPE, torch.bfloat16, CPU, seed=1, forget_bias=12.0)
+    assert torch.allclose(biased["f"], plain["f"] + 9.0, atol=1e-5)
+    assert all(torch.equal(biased[name], plain[name]) for name in "qkvi")
     with pytest.raises(ValueError, match="layout"):
         mlstm_inputs(SHAPE, torch.bfloat16, CPU, "sbnd")
 
@@ -127,7 +130,19 @@ def test_every_dtype_has_tolerances() -> None:
 
 
 def test_benchmark_shapes_fit_in_memory_slices() -> None:
-    long = Shape(1, 65536, 16, 128, 256)
-    assert accuracy.pick_pairs(EXP, long, "fwdbwd", torch.device("cuda")) == list(range(16))
+    long, cuda = Shape(1, 65536, 16, 128, 256), torch.device("cuda")
+    assert accuracy.pick_pairs(EXP, long, "fwdbwd", cuda) == list(range(16))
     kept = 8 * (65536 * (6 * 384 + 6 * 64) + 1025 * 4 * 128 * 256)
-    assert accuracy.slice_size(long, torch.device("cuda")) == 16 * 2**30 // kept
+    assert accuracy.slice_size(long, "fwdbwd", cuda) == 16 * 2**30 // kept == 6
+    # without gradients all heads at once: q, k, v, i, f, h in pieces and as a whole, one chunk's states
+    kept = 8 * (65536 * (2 * 129 + 3 * 256) + 4 * 128 * 256)
+    assert accuracy.slice_size(long, "fwd", cuda) == 16 * 2**30 // kept >= 16
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for name in ("main", "sweep", "heads", "tiny") for shape in SETS[name]]
+)
+def test_every_head_of_the_shapes_on_record_is_checked(shape: Shape) -> None:
+    cuda = torch.device("cuda")
+    assert len(accuracy.pick_pairs(EXP, shape, "fwd", cuda)) == shape.B * shape.H
+    assert len(accuracy.pick_pairs(EXP, shape, "fwdbwd", cuda)) == shape.B * shape.H

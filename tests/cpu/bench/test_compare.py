@@ -62,6 +62,31 @@ def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     assert "no Triton baselines (mlstm_kernels, fla-core missing): pip install 'tfla_tk[baselines]'" in out
 
 
+def test_inputs_other_than_the_default_ones_are_told_and_written(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "rows.json"
+    options = ("--op", "mlstm_exp", "--shapes", "1x48x2x16x32", "--quick", "--json", str(path))
+    assert run(*options, "--layout", "bsnd", "--forget-bias", "-1.5") == 0
+    assert {(row["layout"], row["forget_bias"]) for row in results.load(path)} == {("bsnd", -1.5)}
+    assert "fp32, layout bsnd, forget bias -1.5; run" in capsys.readouterr().out
+    assert run(*options) == 0
+    assert not any({"layout", "forget_bias"} & row.keys() for row in results.load(path))
+    assert "fp32; run" in capsys.readouterr().out
+
+
+def test_layout_and_forget_bias_reach_every_backend(monkeypatch) -> None:
+    means: list[float] = []
+
+    def spy(*tensors):
+        assert not any(x.is_contiguous() or not x.transpose(1, 2).is_contiguous() for x in tensors[:3])
+        means.append(tensors[4].mean().item())
+        return reference.mlstm_chunkwise(*tensors)
+
+    patch_backend(monkeypatch, spy)
+    options = ("--op", "mlstm_exp", "--shapes", "1x64x4x16x16", "--quick")
+    assert run(*options, "--layout", "bsnd", "--forget-bias", "12") == 0
+    assert len(means) > 3 and all(abs(mean - 12) < 0.5 for mean in means)
+
+
 def test_quick_takes_the_first_shape(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     shapes = "1x32x1x16x16,1x48x1x16x16"
@@ -109,7 +134,6 @@ def test_update_results_needs_a_gpu() -> None:
     ("options", "message"),
     [
         (("--quick",), "--quick runs fewer than 30 times"),
-        (("--layout", "bsnd"), "expected --layout bnsd, got bsnd"),
         ((), "name what is measured with --commit"),
     ],
 )
@@ -122,7 +146,7 @@ def test_update_results_refuses_what_is_not_fit_for_the_record(monkeypatch, opti
 
 def test_update_results_names_the_file_for_the_gpu(monkeypatch) -> None:
     monkeypatch.setattr(compare.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    args = parse("--update-results", "--commit", "abc")
+    args = parse("--update-results", "--commit", "abc", "--layout", "bsnd", "--forget-bias", "12")
     assert compare._record_path(args, on_gpu=True) == results.FOLDER / "h200.json"
     assert compare._record_path(parse(), on_gpu=True) is None
 
@@ -136,6 +160,8 @@ def test_update_results_names_the_file_for_the_gpu(monkeypatch) -> None:
         ("--dtype", "fp8"),
         ("--schedules", "fast"),
         ("--op", ","),
+        ("--forget-bias", "nan"),
+        ("--forget-bias", "much"),
     ],
 )
 def test_wrong_usage(options: tuple[str, str], capsys) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tfla_tk.bench import plots, readme, report
+from tfla_tk.bench import plots, readme, report, results
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.results import write
 from tfla_tk.bench.runner import FAILED, Outcome
@@ -70,8 +70,25 @@ def test_errors_show_the_worst_gradient() -> None:
     assert report.errors_of({}) == ""
 
 
+def test_host_time_is_a_column_where_it_was_measured(make_row) -> None:
+    found = [make_row("tk", 0.02, host_us=41.2), make_row("triton:xl_chunk_128", 3.4)]
+    table = printed(
+        [Outcome("mlstm_exp", SHAPE, "fwd", Variant(r["backend"], r["backend"]), row=r) for r in found]
+    )
+    assert table[0][-2:] == ["peak MB", "host us"]
+    assert [line[-1] for line in table[1:]] == ["41.2", ""]
+
+
+def test_titles_tell_what_differs_from_the_default_inputs(make_row) -> None:
+    assert report.problem_title(make_row()) == "B8 T8192 H16 128/256"
+    assert report.problem_title(make_row(layout="bnsd", forget_bias=3.0)) == "B8 T8192 H16 128/256"
+    row = make_row(layout="bsnd", forget_bias=12.0)
+    assert report.problem_title(row) == "B8 T8192 H16 128/256, layout bsnd, forget bias 12"
+
+
 def test_csv_has_a_column_per_dimension_and_error(tmp_path: Path, rows, make_row) -> None:
-    both = make_row(rel_err={"h": 1e-3, "df": 2e-3}, **{"pass": "fwdbwd"})
+    more = {"layout": "bsnd", "forget_bias": 12.0, "host_us": 41.2, "repeats": 8}
+    both = make_row(rel_err={"h": 1e-3, "df": 2e-3}, **more, **{"pass": "fwdbwd"})
     report.write_csv(tmp_path / "new" / "rows.csv", [*rows, both])
     with (tmp_path / "new" / "rows.csv").open() as file:
         found = list(csv.DictReader(file))
@@ -79,10 +96,12 @@ def test_csv_has_a_column_per_dimension_and_error(tmp_path: Path, rows, make_row
     assert (found[0]["T"], found[0]["V"], found[0]["schedule"]) == ("8192", "256", "pingpong")
     assert (found[0]["ms"], found[0]["rel_err_h"], found[0]["rel_err_df"]) == ("0.5", "0.0023", "")
     assert found[-1]["rel_err_df"] == "0.002" and found[2]["schedule"] == ""
+    assert [found[-1][key] for key in more] == ["bsnd", "12.0", "41.2", "8"]
+    assert [found[0][key] for key in more] == [""] * 4
 
 
 def test_readme_table(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readme, "DEFAULT_SCHEDULE", "pingpong")
+    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "pingpong")
     text = readme.render(rows)
     assert "### mLSTM, exponential input gate, forward\n" in text
     cells = next(line for line in text.splitlines() if line.startswith("| B8 T8192")).strip("| ").split(" | ")
@@ -93,13 +112,13 @@ def test_readme_table(rows, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_readme_shows_the_shipped_schedule_not_the_fastest(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readme, "DEFAULT_SCHEDULE", "sequential")
+    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "sequential")
     line = next(line for line in readme.render(rows).splitlines() if line.startswith("| B8 T8192"))
     assert line.split(" | ")[2:4] == ["0.6", "3.4"]
 
 
 def test_readme_forms_no_ratio_across_runs(make_row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readme, "DEFAULT_SCHEDULE", "pingpong")
+    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "pingpong")
     text = readme.render([make_row("tk", 0.5, run="run-b"), make_row("triton:xl_chunk_128", 3.4)])
     line = next(line for line in text.splitlines() if line.startswith("| B8"))
     assert line.split(" | ")[2:6] == ["0.5", "-", "-", "-"]
@@ -110,6 +129,123 @@ def test_readme_shows_baselines_alone(make_row) -> None:
     line = next(line for line in text.splitlines() if line.startswith("| B8"))
     assert line.split(" | ")[2:6] == ["-", "10.6", "xl_chunk_128", "-"]
     assert "schedules" not in text
+
+
+def lines_of(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading of the README's generated part."""
+    section = next(part for part in text.split("### ") if part.startswith(f"{heading}\n"))
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return lines[2:]
+
+
+def at_length(make_row, length: int, *args, **changes):
+    shape = {"B": 65536 // length, "T": length, "H": 16, "K": 128, "V": 256}
+    return make_row(*args, shape=shape, **changes)
+
+
+EXP_FORWARD = "mLSTM, exponential input gate, forward"
+
+
+def test_readme_keeps_other_inputs_apart(make_row) -> None:
+    rows = [
+        make_row("tk", 0.5),
+        make_row("triton:xl_chunk_128", 3.0),
+        make_row("tk", 0.6, layout="bsnd"),
+        make_row("triton:xl_chunk_64", 3.6, layout="bsnd"),
+        make_row("tk", 0.8, forget_bias=12.0),
+    ]
+    found = lines_of(readme.render(rows), EXP_FORWARD)
+    assert [cells[0] for cells in found] == [
+        "B8 T8192 H16 128/256",
+        "B8 T8192 H16 128/256, layout bsnd",
+        "B8 T8192 H16 128/256, forget bias 12",
+    ]
+    assert [cells[2:6] for cells in found] == [
+        ["0.5", "3", "xl_chunk_128", "6.00x"],
+        ["0.6", "3.6", "xl_chunk_64", "6.00x"],
+        ["0.8", "-", "-", "-"],
+    ]
+
+
+def test_readme_shows_the_latest_run_not_the_fastest(make_row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "overlapped")
+    later = {"run": "run-b", "date": "2026-11-21T10:00:00Z"}
+    rows = [
+        make_row("tk", 0.4, schedule="overlapped"),
+        make_row("tk", 0.45, schedule="pingpong"),
+        make_row("tk", 0.5, **later),
+        make_row("triton:xl_chunk_128", 3.0, **later),
+    ]
+    text = readme.render(rows)
+    assert lines_of(text, EXP_FORWARD)[0][2:6] == ["0.5", "3", "xl_chunk_128", "6.00x"]
+    assert "runs run-b" in text and "runs run-a" not in text
+    # the schedules of one run, not of several
+    heading = "mLSTM, exponential input gate, schedules"
+    assert [cells[2:] for cells in lines_of(text, heading)] == [["-", "0.4", "0.45"]]
+    fresh = [
+        make_row("tk", 0.6 + 0.1 * n, schedule=s, **later) for n, s in enumerate(("sequential", "overlapped"))
+    ]
+    found = lines_of(readme.render([*rows, *fresh]), heading)
+    assert [cells[2:] for cells in found] == [["0.6", "0.7", "-"]]
+
+
+def test_readme_has_the_sweep_over_the_length(make_row) -> None:
+    rows = [
+        at_length(make_row, length, backend, ms)
+        for length, ours, theirs in ((512, 0.4, 3.2), (8192, 0.44, 3.3), (65536, 0.5, 4.0))
+        for backend, ms in (("tk", ours), ("triton:xl_chunk_64", 9.0), ("triton:xl_chunk_128", theirs))
+    ]
+    text = readme.render(rows[::-1])
+    assert lines_of(text, f"{EXP_FORWARD}, over the length") == [
+        ["512", "0.4", "3.2", "xl_chunk_128", "8.00x"],
+        ["8192", "0.44", "3.3", "xl_chunk_128", "7.50x"],
+        ["65536", "0.5", "4", "xl_chunk_128", "8.00x"],
+    ]
+    assert "B x T = 65,536, H16 128/256, bf16; flatness of tk (max / min): 1.25; NVIDIA H200" in text
+    # lengths of the sweep alone stand there alone
+    assert [cells[0] for cells in lines_of(text, EXP_FORWARD)] == [
+        "B1 T65536 H16 128/256",
+        "B8 T8192 H16 128/256",
+    ]
+
+
+def test_readme_leaves_the_sweep_out_of_the_schedules(make_row) -> None:
+    rows = [
+        at_length(make_row, length, schedule=schedule)
+        for length in (512, 8192)
+        for schedule in ("sequential", "overlapped")
+    ]
+    found = lines_of(readme.render(rows), "mLSTM, exponential input gate, schedules")
+    assert [cells[0] for cells in found] == ["B8 T8192 H16 128/256"]
+
+
+def test_readme_has_no_sweep_of_main_shapes_or_other_inputs(make_row) -> None:
+    rows = [at_length(make_row, length) for length in (2048, 8192, 65536)]
+    rows.append(at_length(make_row, 512, layout="bsnd"))
+    text = readme.render(rows)
+    assert "over the length" not in text
+    assert lines_of(text, EXP_FORWARD)[-1][0] == "B128 T512 H16 128/256, layout bsnd"
+
+
+def test_readme_gives_no_flatness_across_runs(make_row) -> None:
+    rows = [at_length(make_row, 512), at_length(make_row, 8192, run="run-b")]
+    assert "flatness of tk (max / min): -;" in readme.render(rows)
+
+
+def test_readme_shows_the_intra_chunk_part_with_the_schedules_alone(make_row) -> None:
+    names = ("sequential", "overlapped", "pingpong", "three_stage")
+    rows = [
+        at_length(make_row, length, "tk", length / 1024 + n, op="mlstm_intra", schedule=name)
+        for length in (1024, 8192)
+        for n, name in enumerate(names)
+    ]
+    text = readme.render(rows)
+    assert text.count("###") == 1
+    assert lines_of(text, "mLSTM, intra-chunk part, schedules") == [
+        ["B64 T1024 H16 128/256", "forward", "1", "2", "3", "4"],
+        ["B8 T8192 H16 128/256", "forward", "8", "9", "10", "11"],
+    ]
+    assert "| Shape | pass | sequential ms | overlapped ms | pingpong ms | three_stage ms |" in text
 
 
 def test_readme_region_is_replaced_and_nothing_else(tmp_path: Path, rows) -> None:
@@ -158,16 +294,67 @@ def test_plot_of_bars(tmp_path: Path, rows, make_row, suffix: str, magic: bytes)
 def test_plot_of_a_sweep(tmp_path: Path, make_row) -> None:
     pytest.importorskip("matplotlib")
     sweep = [
-        make_row(backend, ms, shape={"B": 65536 // length, "T": length, "H": 16, "K": 128, "V": 256})
-        for backend, ms in (("tk", 0.5), ("triton:xl_chunk_128", 3.4))
+        at_length(make_row, length, backend, ms)
+        for backend, ms in (("tk", 0.5), ("triton:xl_chunk_64", 3.9), ("triton:xl_chunk_128", 3.4))
         for length in (2048, 4096, 8192)
     ]
     assert plots.is_sweep(sweep)
     assert not plots.is_sweep(sweep[:2])
     assert not plots.is_sweep([*sweep, make_row(shape={"B": 1, "T": 8192, "H": 16, "K": 128, "V": 256})])
+    lines = plots.sweep_lines(sweep)
+    assert {name: {row["ms"] for row in rows} for name, rows in lines.items()} == {
+        "tk": {0.5},
+        "best Triton": {3.4},
+    }
+    # without one of them every backend is a line
+    assert list(plots.sweep_lines(sweep[3:])) == ["triton:xl_chunk_64", "triton:xl_chunk_128"]
     plots.write_plot(tmp_path / "sweep.svg", sweep)
     text = (tmp_path / "sweep.svg").read_text()
-    assert text.count("triton:xl_chunk_128") == 1 and "65,536 tokens" in text
+    assert text.count("<!-- best Triton -->") == 1 and "65,536 tokens" in text and "<!-- 4,096 -->" in text
+
+
+def test_a_plot_has_a_panel_per_dtype_and_conditions(tmp_path: Path, make_row) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [make_row(), make_row(layout="bsnd"), make_row(dtype="fp16"), make_row("reference", 90.0)]
+    plots.write_plot(tmp_path / "rows.svg", rows)
+    text = (tmp_path / "rows.svg").read_text()
+    title = "mLSTM, exponential input gate, forward"
+    for panel in ("bf16", "fp16", "bf16, layout bsnd"):
+        assert text.count(f"<!-- {title}, {panel} -->") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), ["mlstm_exp 8192", "mlstm_sig 8192", "mlstm_exp 8192 fwdbwd"]),
+        (
+            ("--shapes", "sweep"),
+            ["mlstm_exp 512", "mlstm_exp 8192", "mlstm_sig 8192", "mlstm_exp 8192 fwdbwd"],
+        ),
+        (("--pass", "fwd", "--op", "mlstm_exp"), ["mlstm_exp 8192"]),
+    ],
+)
+def test_plot_command_draws_what_was_chosen(tmp_path, make_row, monkeypatch, options, expected) -> None:
+    rows = [
+        at_length(make_row, 512),
+        make_row(),
+        make_row(layout="bsnd"),
+        make_row(forget_bias=12.0),
+        make_row(op="mlstm_sig"),
+        make_row(op="mlstm_intra", schedule="three_stage"),
+        make_row(**{"pass": "fwdbwd"}),
+    ]
+    write(tmp_path / "h200.json", rows)
+    drawn: list[str] = []
+
+    def note(path: Path, chosen) -> None:
+        for row in chosen:
+            assert results.is_plain(row)
+            drawn.append(f"{row['op']} {row['shape']['T']} {row['pass']}".removesuffix(" fwd"))
+
+    monkeypatch.setattr(plots, "write_plot", note)
+    assert main(["plot", str(tmp_path / "h200.json"), str(tmp_path / "rows.png"), *options]) == 0
+    assert drawn == expected
 
 
 def test_plot_of_nothing_is_refused(tmp_path: Path) -> None:

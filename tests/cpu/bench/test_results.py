@@ -35,10 +35,26 @@ def test_an_earlier_run_does_not_replace(make_row) -> None:
         {"backend": "reference"},
         {"schedule": "pingpong"},
         {"dtype": "fp16"},
+        {"layout": "bsnd"},
+        {"forget_bias": 12.0},
     ],
 )
 def test_each_part_of_the_key_keeps_rows_apart(make_row, change) -> None:
     assert len(merge([make_row()], [make_row(**change, **LATER)])) == 2
+
+
+@pytest.mark.parametrize("same", [{"layout": "bnsd"}, {"forget_bias": 3}, {"host_us": 9.0}, {"note": "n"}])
+def test_an_absent_key_means_the_default(make_row, same) -> None:
+    merged = merge([make_row()], [make_row(**same, **LATER)])
+    assert [row["run"] for row in merged] == ["run-b"]
+
+
+@pytest.mark.parametrize("change", [{"layout": "bsnd"}, {"forget_bias": 12.0}])
+def test_no_contest_across_inputs(make_row, change) -> None:
+    ours, theirs = make_row("tk", 0.5), make_row("triton:xl_chunk_128", 3.4, **change)
+    assert contest_of(ours) not in baselines([ours, theirs])
+    ours = make_row("tk", 0.5, **change)
+    assert baselines([ours, theirs])[contest_of(ours)] is theirs
 
 
 def test_merge_has_one_order(make_row) -> None:
@@ -49,14 +65,28 @@ def test_merge_has_one_order(make_row) -> None:
         make_row(op="mlstm_sig"),
         make_row(**{"pass": "fwdbwd"}),
         make_row(shape={"B": 1, "T": 8192, "H": 8, "K": 256, "V": 512}),
+        make_row(layout="bsnd"),
+        make_row(forget_bias=12.0),
+        make_row(forget_bias=-3.0),
     ]
     assert merge(rows, []) == merge([], reversed(rows))
     assert [row["op"] for row in merge(rows, [])][-1] == "mlstm_sig"
+    # the default inputs first
+    forwards = [row for row in merge(rows, []) if row["op"] == "mlstm_exp" and row["pass"] == "fwd"]
+    found = [(row.get("layout"), row.get("forget_bias")) for row in forwards]
+    assert found == [(None, None)] * 4 + [(None, -3.0), (None, 12.0), ("bsnd", None)]
 
 
 def test_written_rows_come_back_and_the_bytes_are_stable(tmp_path: Path, make_row) -> None:
     path = tmp_path / "deep" / "h200.json"
-    rows = [make_row(), make_row("triton:xl_chunk_128", 3.4, graph_ms=3.3, note="checked otherwise")]
+    more = {
+        "layout": "bsnd",
+        "forget_bias": 12.0,
+        "host_us": 41.5,
+        "graph_ms": 3.3,
+        "note": "checked otherwise",
+    }
+    rows = [make_row(), make_row("triton:xl_chunk_128", 3.4, **more)]
     write(path, rows)
     assert load(path) == rows
     first = path.read_bytes()
@@ -79,6 +109,11 @@ def test_no_file_holds_no_rows(tmp_path: Path) -> None:
         ({"op": "softmax"}, "op"),
         ({"pass": "bwd"}, "pass"),
         ({"schedule": "auto"}, "schedule"),
+        ({"schedule": "three_stage"}, "schedule"),
+        ({"layout": "sbnd"}, "layout"),
+        ({"forget_bias": float("inf")}, "forget_bias"),
+        ({"forget_bias": "12"}, "forget_bias"),
+        ({"host_us": -1.0}, "host_us"),
         ({"shape": {"B": 1}}, "shape"),
         ({"shape": {"B": 0, "T": 1, "H": 1, "K": 1, "V": 1}}, "shape B"),
         ({"ms": "0.5"}, "ms"),
@@ -93,6 +128,15 @@ def test_no_file_holds_no_rows(tmp_path: Path) -> None:
 def test_validation_names_the_key(make_row, change, named) -> None:
     with pytest.raises(ValueError, match=named):
         validate(make_row(**change))
+
+
+def test_the_intra_chunk_part_has_a_schedule_of_its_own(make_row) -> None:
+    validate(make_row(op="mlstm_intra", schedule="three_stage"))
+    assert results.schedules_of("mlstm_intra") == (*results.schedules_of("mlstm_exp"), "three_stage")
+
+
+def test_a_forget_bias_may_be_negative(make_row) -> None:
+    validate(make_row(forget_bias=-3))
 
 
 def test_validation_names_missing_keys(make_row) -> None:
@@ -127,6 +171,36 @@ def test_baseline_is_the_fastest_triton_row_of_the_same_run(make_row) -> None:
         make_row("reference", 0.1),
     ]
     assert baselines(rows)[contest_of(ours)]["backend"] == "triton:xl_chunk_128"
+
+
+def test_a_pair_is_of_the_latest_run(make_row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "overlapped")
+    rows = [
+        # faster, but out of date
+        make_row("tk", 0.4, schedule="overlapped"),
+        make_row("triton:xl_chunk_64", 2.0),
+        make_row("tk", 0.3, schedule="pingpong", **LATER),
+        make_row("tk", 0.5, **LATER),
+        make_row("triton:xl_chunk_128", 3.0, **LATER),
+        make_row("reference", 0.1, **LATER),
+    ]
+    (pair,) = results.pairs(rows)
+    assert (pair.ours["ms"], pair.theirs["ms"], pair.speed_up) == (0.5, 3.0, pytest.approx(6.0))
+    assert pair.shown is pair.ours
+    (alone,) = results.pairs([row for row in rows if row["backend"] != "tk"])
+    assert (alone.ours, alone.shown["ms"], alone.speed_up) == (None, 3.0, None)
+    assert results.pairs([make_row("reference")]) == []
+
+
+def test_points_of_the_sweep(make_row) -> None:
+    def at(length: int, **changes):
+        return make_row(shape={"B": 65536 // length, "T": length, "H": 16, "K": 128, "V": 256}, **changes)
+
+    assert results.in_sweep(at(8192)) and not results.sweep_only(at(8192))
+    assert results.in_sweep(at(512)) and results.sweep_only(at(512))
+    for other in (at(512, layout="bsnd"), at(512, forget_bias=12.0), at(1024, op="mlstm_intra")):
+        assert not results.in_sweep(other) and not results.sweep_only(other)
+    assert not results.in_sweep(make_row(shape={"B": 1, "T": 512, "H": 16, "K": 128, "V": 256}))
 
 
 def test_record_path_is_named_for_the_gpu() -> None:

@@ -158,8 +158,47 @@ def test_figures_of_a_row(settings) -> None:
     assert row["roofline"] == pytest.approx(0.76)
     assert (row["peak_mem_mb"], row["graph_ms"], row["rel_err"]) == (3.0, 0.4, {"h": 0.00235})
     assert "repeats" not in row
+    assert not {"layout", "forget_bias", "host_us"} & row.keys()
     few = runner.make_row(operator, outcome, settings, Timing(0.5, 0.5, 0.5, 12), None)
     assert few["repeats"] == 12 and few["peak_mem_mb"] is None and "graph_ms" not in few
+
+
+def test_inputs_other_than_the_default_ones_are_in_the_row(settings) -> None:
+    settings = dataclasses.replace(settings, layout="bsnd", forget_bias=12.0)
+    outcome = runner.Outcome("mlstm_exp", SHAPE, "fwd", Variant("tk", "tk"))
+    row = runner.make_row(
+        OPERATORS["mlstm_exp"], outcome, settings, Timing(0.5, 0.5, 0.5, 50), None, host_us=41.234
+    )
+    results.validate(row)
+    assert (row["layout"], row["forget_bias"], row["host_us"]) == ("bsnd", 12.0, 41.2)
+
+
+def test_host_time_of_short_calls_on_a_gpu(settings, stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stopwatch.step("a")
+    short, long = (Timing(ms, ms, ms, 50) for ms in (0.9, 1.0))
+    assert runner._host_us(step, short, settings) is None
+    on_gpu = dataclasses.replace(settings, device=torch.device("cuda"))
+    assert runner._host_us(step, long, on_gpu) is None and stopwatch.ran == []
+    assert runner._host_us(step, short, on_gpu) > 0
+    # enqueued without being read, and drained by the stopwatch
+    assert len(stopwatch.ran) >= 100 and set(stopwatch.log) == {"|"}
+
+
+@pytest.mark.parametrize(
+    ("ms", "host_us", "measured"),
+    [(0.09, 10.0, True), (0.2, 90.0, False), (0.2, 110.0, True), (0.2, None, False)],
+)
+def test_graph_replay_where_launches_may_dominate(
+    settings, stopwatch, monkeypatch: pytest.MonkeyPatch, ms: float, host_us: float | None, measured: bool
+) -> None:
+    stopwatch.times["replay"] = 0.05
+    monkeypatch.setattr(runner.timing, "capture", lambda step, device: stopwatch.step("replay"))
+    timed = Timing(ms, ms, ms, 50)
+    assert runner._graph_ms(stopwatch.step("a"), timed, host_us, settings) is None
+    on_gpu = dataclasses.replace(settings, device=torch.device("cuda"))
+    found = runner._graph_ms(stopwatch.step("a"), timed, host_us, on_gpu)
+    assert (found is not None) == measured
+    assert "a" not in stopwatch.ran
 
 
 def test_the_parallel_form_refuses_long_sequences(settings) -> None:

@@ -47,6 +47,18 @@ def test_cost_at_128_128(op: str, which: str, flops: int, nbytes: int) -> None:
     assert (found.flops, found.bytes) == (flops, nbytes)
 
 
+@pytest.mark.parametrize(("length", "tiles"), [(64, 1), (128, 3), (8192, 8256), (65, 3)])
+def test_cost_of_the_intra_chunk_part_counts_tiles_below_the_diagonal(length: int, tiles: int) -> None:
+    found = cost("mlstm_intra", Shape(2, length, 3, 128, 256), "fwd")
+    assert found.flops == pytest.approx(6 * tiles * 2 * 64 * 64 * (128 + 256))
+    assert found.bytes == 6 * length * (2 * (2 * 128 + 2 * 256) + 8)
+
+
+def test_the_intra_chunk_part_has_no_backward() -> None:
+    with pytest.raises(ValueError, match="mlstm_intra has no backward"):
+        cost("mlstm_intra", MAIN[0], "fwdbwd")
+
+
 def test_cost_counts_wider_elements() -> None:
     one = Shape(1, 1, 1, 16, 16)
     assert cost("retention", one, "fwd", itemsize=2).bytes == 4 * 32
@@ -67,6 +79,8 @@ def test_shape_sets() -> None:
         "B1 T65536 H16 128/256",
         "B1 T8192 H8 256/512",
     ]
+    assert [str(shape) for shape in SETS["heads"]] == ["B8 T8192 H32 128/128", "B8 T8192 H64 64/64"]
+    assert [str(shape) for shape in SETS["tiny"]] == ["B1 T512 H4 64/64", "B1 T1024 H8 128/256"]
     assert {shape.B * shape.T for shape in SWEEP} == {65536}
     assert [shape.T for shape in SWEEP] == [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 

@@ -52,6 +52,26 @@ def test_repeats_within_the_budget(estimate: float, expected: int) -> None:
     assert Plan(repeats=30, budget_ms=1000).repeats_for(estimate) == expected
 
 
+def test_host_time_is_the_median_call_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    log: list[str] = []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def step() -> None:
+        log.append("s")
+        # 40 us, and one call in ten meets an idle GPU
+        now[0] += 400e-6 if log[-2] == "w" else 40e-6
+
+    def wait() -> None:
+        log.append("w")
+        now[0] += 1.0
+
+    assert timing.host_us(step, wait) == pytest.approx(40.0)
+    assert log.count("s") >= 100
+    bursts = "".join(log).split("w")
+    assert log[0] == log[-1] == "w" and {len(burst) for burst in bursts[1:-1]} == {timing.HOST_BURST}
+
+
 def test_warm_up_gives_the_time_of_a_warm_run(stopwatch) -> None:
     assert warm_up(stopwatch.step("a"), stopwatch) == pytest.approx(1.03)
     assert stopwatch.ran == ["a"] * 3

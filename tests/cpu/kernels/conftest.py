@@ -13,19 +13,21 @@ import pytest
 
 from tfla_tk import build
 from tfla_tk.build.disassembly import find_tool
-from tfla_tk.build.instances import SCHEDULES
+from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
 
 _FUNCTION = re.compile(r"^\.text\.(\S+):$")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
-_CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)ELb([01])ELNS\w*_\d+ScheduleE(\d)E")
+_CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(?:Lb([01])E)?(?:LNS\w*_\d+ScheduleE(\d)E)?")
+_KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?I")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The SASS of one kernel, with the template arguments that its symbol names."""
+    """The SASS of one kernel, with what its symbol names; schedule "" where it has none."""
 
+    name: str
     half: bool
     dim_qk: int
     slice_v: int
@@ -68,26 +70,41 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One instance: what ptxas said, and its kernels."""
+    """One instance: what ptxas said, and its kernels that multiply matrices."""
 
     instance: build.Instance
     ptxas_log: str
-    kernels: list[Kernel]
+    every_kernel: list[Kernel]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """Those with a schedule."""
+        return [kernel for kernel in self.every_kernel if kernel.schedule]
 
 
 def parse_sass(sass: str) -> list[Kernel]:
     """The kernels of a disassembly."""
     found: list[Kernel] = []
+    current: Kernel | None = None
     for line in sass.splitlines():
         if function := _FUNCTION.match(line):
-            config = _CONFIG.search(function[1])
-            assert config, f"{function[1]} names no configuration"
-            length, text, dim_qk, slice_v, normalize, schedule = config.groups()
-            half = text[: int(length)] == "__half"
-            name = SCHEDULES[int(schedule)]
-            found.append(Kernel(half, int(dim_qk), int(slice_v), normalize == "1", name, []))
-        elif found and (instruction := _INSTRUCTION.match(line)):
-            found[-1].instructions.append((instruction[1], instruction[2]))
+            name, config = _KERNEL.search(function[1]), _CONFIG.search(function[1])
+            assert name, f"{function[1]} is no kernel of this package"
+            current = None
+            if config:
+                length, text, dim_qk, slice_v, normalize, schedule = config.groups()
+                current = Kernel(
+                    name=name[1],
+                    half=text[: int(length)] == "__half",
+                    dim_qk=int(dim_qk),
+                    slice_v=int(slice_v),
+                    normalize=normalize == "1",
+                    schedule=INTRA_SCHEDULES[int(schedule)] if schedule else "",  # begins with SCHEDULES
+                    instructions=[],
+                )
+                found.append(current)
+        elif current and (instruction := _INSTRUCTION.match(line)):
+            current.instructions.append((instruction[1], instruction[2]))
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +46,12 @@ def expected_wgmmas(dim_qk: int, slice_v: int) -> int:
 
 def test_ptxas_reports_no_fault(compiled: Any) -> None:
     build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
-    assert len(build.parse_ptxas_log(compiled.ptxas_log)) == 4
+    found = Counter(
+        re.search(r"mlstm_\w+?_kernel", entry.function)[0]
+        for entry in build.parse_ptxas_log(compiled.ptxas_log)
+    )
+    # dtypes and normaliser; the combine kernel has no dtype
+    assert found == {"mlstm_fwd_kernel": 4, "mlstm_states_kernel": 4, "mlstm_combine_kernel": 2}
 
 
 def test_every_wgmma_is_there(compiled: Any) -> None:
@@ -56,6 +63,14 @@ def test_every_wgmma_is_there(compiled: Any) -> None:
     for kernel in made.values():
         assert (kernel.dim_qk, kernel.slice_v, kernel.schedule) == (*dims, schedule)
         assert kernel.wgmmas == expected_wgmmas(*dims)
+
+
+def test_every_wgmma_of_the_states_pass_is_there(compiled: Any) -> None:
+    kernels = [kernel for kernel in compiled.every_kernel if kernel.name == "mlstm_states"]
+    assert len(kernels) == 4
+    for kernel in kernels:
+        blocks = max(1, kernel.dim_qk // 128)
+        assert kernel.wgmmas == blocks * passes(kernel.slice_v) * CHUNK // 16
 
 
 def test_the_schedule_is_in_the_sass(compiled: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import build, ops
 from tfla_tk.backends import tk
-from tfla_tk.build import Instance
+from tfla_tk.build import Instance, sources
 
 B, NH, S, K, V = 2, 3, 40, 64, 128
+
+
+# of a module's mlstm_fwd, as bindings.cpp names them
+ARGUMENTS = (
+    *("q", "k", "v", "h", "i", "f", "initial", "last", "rows", "cut", "workspace", "sizes", "scale", "eps"),
+    *("half", "sigmoid_gate", "normalize", "device", "stream"),
+)
 
 
 class Launches(list[SimpleNamespace]):
@@ -28,16 +35,22 @@ class Launches(list[SimpleNamespace]):
         self.instance = instance
         return self
 
-    def mlstm_fwd(self, q: tuple, k: tuple, v: tuple, h: tuple, i: tuple, f: tuple, **options: Any) -> None:
-        self.append(SimpleNamespace(q=q, k=k, v=v, h=h, i=i, f=f, **options))
+    CTAS_PER_MULTIPROCESSOR = 1
+
+    def mlstm_fwd_workspace_bytes(self, cut: tuple, heads: int, dim_qk: int, dim_v: int) -> int:
+        _, _, sequences, segments, _ = cut
+        return 4 * (segments - sequences) * heads * (dim_qk * dim_v + dim_qk + 5)
+
+    def mlstm_fwd(self, *arguments: Any) -> None:
+        self.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True))))
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     recorder = Launches()
     monkeypatch.setattr(build, "load", recorder.load)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(tk, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tk, "_current_stream", lambda device: 7)
     return recorder
 
 
@@ -65,12 +78,12 @@ COPIED = ("head_last", "expanded", "shifted", "shifted_transposed", "odd_rows")
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, states: tuple[Tensor | None, ...] = (None,) * 3, **changed: Any
-) -> ops.Output:
+) -> tuple[Any, ...]:
     """tk.mlstm_fwd with fp32 gates and the options of a plain call, but for those in ``changed``."""
     gates = [changed.pop(name, torch.empty(q.shape[:3])) for name in ("i", "f")]
     options: dict[str, Any] = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6}
-    options |= {"return_last_states": False, "schedule": "auto"} | changed
-    return tk.mlstm_fwd(q, k, v, *gates, *states, **options)
+    options |= {"cu_seqlens": None, "return_last_states": False, "return_rows": False, "schedule": "auto"}
+    return tk.mlstm_fwd(q, k, v, *gates, *states, **(options | changed))
 
 
 @pytest.mark.parametrize("layout", IN_PLACE)
@@ -101,7 +114,7 @@ def test_h_has_the_strides_that_the_fake_op_says(layout: str, launches: Launches
     with FakeTensorMode() as mode:
         q, i = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((B, NH, S, K), (B, NH, S)))
         fake = ops._fwd_fake(
-            q, q, mode.from_tensor(v), i, i, None, None, None, False, True, 1e-6, False, "auto"
+            q, q, mode.from_tensor(v), i, i, None, None, None, None, False, True, 1e-6, False, False, "auto"
         )
     assert h.shape == v.shape
     assert h.stride() == fake[0].stride()
@@ -142,16 +155,58 @@ def test_states(launches: Launches) -> None:
     q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
     shapes = ((B, NH, K, V), (B, NH, K), (B, NH, 1))
     for sigmoid_gate, normalize in ((False, True), (True, True), (True, False)):
-        _, *last = run(q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_last_states=True)
-        wanted = [(0,) if x == 2 and sigmoid_gate else shape for x, shape in enumerate(shapes)]
-        assert [tuple(t.shape) for t in last] == wanted
+        _, c, n, m, *rows = run(
+            q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_last_states=True
+        )
+        assert (m is None) == sigmoid_gate
+        last = [t for t in (c, n, m) if t is not None]
+        assert [tuple(t.shape) for t in last] == list(shapes[: len(last)])
         assert {t.dtype for t in last} == {torch.float32}
-        assert launches[-1].last == tuple(t.data_ptr() if t.numel() else 0 for t in last)
+        wanted = (c, n if normalize else None, m)
+        assert launches[-1].last == tuple(0 if t is None else t.data_ptr() for t in wanted)
         assert launches[-1].initial == (0, 0, 0)
-        assert normalize or bool((last[1] == 0).all())
-    _, *last = run(q, q, v)
-    assert [t.numel() for t in last] == [0, 0, 0]
+        assert normalize or bool((n == 0).all())
+        assert rows == [None, None]
+    assert run(q, q, v)[1:] == (None,) * 5
     assert launches[-1].last == (0, 0, 0)
+
+
+def test_rows_for_the_backward(launches: Launches) -> None:
+    q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
+    for sigmoid_gate, normalize in ((False, True), (True, True), (True, False)):
+        *_, row_n, row_m = run(q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_rows=True)
+        assert (row_n is None, row_m is None) == (not normalize, sigmoid_gate)
+        assert {tuple(t.shape) for t in (row_n, row_m) if t is not None} <= {(B, NH, S)}
+        assert launches[-1].rows == tuple(0 if t is None else t.data_ptr() for t in (row_n, row_m))
+
+
+def test_a_long_sequence_is_cut_and_gets_a_workspace(launches: Launches) -> None:
+    def launch(seq: int, **options: Any) -> SimpleNamespace:
+        q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
+        run(q, q, v, **options)
+        return launches[-1]
+
+    short = launch(S)
+    assert short.cut == (0, False, 1, 1, 1)
+    assert short.workspace == 0
+    long = launch(10_000)
+    pointer, _, sequences, count, chunks = long.cut
+    assert (pointer, sequences) == (0, 1)
+    assert count > 1
+    assert count == -(-10_000 // (64 * chunks))
+    assert long.workspace > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_packed_sequences(dtype: torch.dtype, launches: Launches) -> None:
+    lengths = 2 * torch.tensor([0, 10, 10, S], dtype=dtype)
+    offsets = lengths.repeat_interleave(2)[::2]  # strided
+    q, v = (torch.empty(1, NH, 2 * S, dim, dtype=torch.bfloat16) for dim in (K, V))
+    _, c, n, m, *_ = run(q, q, v, cu_seqlens=offsets, return_last_states=True)
+    assert [t.shape[0] for t in (c, n, m)] == [3, 3, 3]
+    pointer, wide, sequences, count, _ = launches[-1].cut
+    assert pointer not in (0, offsets.data_ptr())
+    assert (wide, sequences, count) == (dtype == torch.int64, 3, 3)
 
 
 def test_initial_states_are_aligned_for_vector_loads(launches: Launches) -> None:
@@ -164,6 +219,13 @@ def test_initial_states_are_aligned_for_vector_loads(launches: Launches) -> None
     assert launches[-1].initial == tuple(t.data_ptr() for t in aligned)
     run(q, q, v, shifted)
     assert launches[-1].initial[0] % 8 == 0
+
+
+def test_arguments_are_those_of_the_bindings() -> None:
+    text = (sources.kernels_root() / "bindings.cpp").read_text()
+    definition = text[text.index('m.def("mlstm_fwd",') :]
+    definition = definition[: definition.index(");")]
+    assert tuple(re.findall(r'py::arg\("(\w+)"\)', definition)) == ARGUMENTS
 
 
 def test_instance_and_options(launches: Launches) -> None:

@@ -1,0 +1,79 @@
+"""`python -m tfla_tk.bench ablation`: the schedules of the intra-chunk kernel side by side.
+
+The kernel takes the whole sequence as one chunk and keeps no state, so that nothing but the overlap of its
+steps differs between the schedules. It is checked and timed as the backends of `compare` are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk import reference
+from tfla_tk.backends import tk
+from tfla_tk.errors import UnsupportedError
+
+from .compare import Contest, carry_out
+from .inputs import mlstm_inputs
+from .operators import Operator
+from .results import INTRA, schedules_of
+from .shapes import Shape
+from .variants import Variant
+
+TOKENS = 65536
+SHAPES = tuple(
+    Shape(TOKENS // length, length, heads, dim_qk, dim_v)
+    for heads, dim_qk, dim_v in ((16, 128, 256), (8, 256, 512))
+    for length in (1024, 4096, 8192)
+)
+
+
+class IntraOperator(Operator):
+    """The intra-chunk part of mLSTMexp; over one chunk and without initial state it is the whole result."""
+
+    def call(self, backend: str, *tensors: Tensor) -> Tensor:
+        """The kernel's h with the schedule of "tk:<schedule>"; UnsupportedError where it refuses the call."""
+        schedule = backend.partition(":")[2]
+        try:
+            output: Tensor = find_kernel()(*tensors, schedule)
+        except (ValueError, NotImplementedError) as error:
+            raise UnsupportedError(INTRA, str(error)) from error
+        return output
+
+
+OPERATOR = IntraOperator(INTRA, INTRA, mlstm_inputs, reference.mlstm_chunkwise)
+
+
+def find_kernel() -> Callable[..., Any]:
+    """`tfla_tk.backends.tk.mlstm_intra`.
+
+    Raises:
+        ValueError: this version of the package does not have it.
+    """
+    kernel: Callable[..., Any] | None = getattr(tk, INTRA, None)
+    if kernel is None:
+        raise ValueError(f"ablation: this version of tfla_tk has no kernel tfla_tk.backends.tk.{INTRA}")
+    return kernel
+
+
+def contests() -> list[Contest]:
+    """Every schedule of the kernel, at each of SHAPES."""
+    variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in schedules_of(INTRA)]
+    return [Contest(OPERATOR, "fwd", shape, variants) for shape in SHAPES]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the ablation with the options of `compare.add_run_arguments`; returns the exit status.
+
+    Raises:
+        ValueError: no kernel, no GPU, or options that do not go together.
+    """
+    find_kernel()
+    if not torch.cuda.is_available():
+        raise ValueError("ablation: expected a CUDA GPU, found none")
+    chosen = contests()
+    return carry_out(args, chosen[:1] if args.quick else chosen, on_gpu=True)

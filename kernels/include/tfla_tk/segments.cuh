@@ -1,0 +1,61 @@
+// Which stretch of which sequence a CTA works on.
+//
+// Sequences are cut into segments of `segment_chunks` chunks; their numbers run through all sequences. A
+// sequence has at least one segment, also when it has no token.
+#pragma once
+
+#include "kittens.cuh"
+#include "tfla_tk/gates.cuh"
+#include "tfla_tk/params.h"
+
+namespace tfla_tk {
+
+struct Segment {
+    int sequence;
+    int number, count;  // this one and how many there are of its sequence
+    int first_row;      // of the operands' S dimension
+    int tokens;         // -1: past the last sequence, nothing to do
+};
+
+// The `index`-th segment. Called by whole warps: 32 packed sequences are looked at at a time.
+__device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
+    const int segment_tokens = cut.segment_chunks * kChunk;
+    auto piece = [&](int sequence, int number, int count, int start, int length) {
+        const int first = number * segment_tokens;
+        return Segment{sequence, number, count, start + first, min(length - first, segment_tokens)};
+    };
+    if (cut.offsets == nullptr) {
+        const int count = cut.segments / cut.sequences;
+        return piece(index / count, index % count, count, 0, seq);
+    }
+    auto offset = [&](int sequence) {
+        const int64_t at = cut.wide_offsets ? static_cast<const int64_t*>(cut.offsets)[sequence]
+                                            : static_cast<const int32_t*>(cut.offsets)[sequence];
+        return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(seq)));
+    };
+    int before = 0;  // segments of the sequences before `base`
+    for (int base = 0; base < cut.sequences; base += 32) {
+        const int sequence = base + kittens::laneid();
+        const bool exists = sequence < cut.sequences;
+        const int start = exists ? offset(sequence) : 0;
+        const int length = exists ? max(offset(sequence + 1) - start, 0) : 0;
+        const int count = exists ? max((length + segment_tokens - 1) / segment_tokens, 1) : 0;
+        int end = count;  // segments up to and with this sequence
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(0xffffffff, end, step);
+            if (kittens::laneid() >= step) end += other;
+        }
+        const unsigned later = __ballot_sync(0xffffffff, index < before + end);
+        if (later != 0) {
+            const int owner = __ffs(later) - 1;
+            auto of_owner = [&](int x) { return __shfl_sync(0xffffffff, x, owner); };
+            return piece(base + owner, index - before - of_owner(end - count), of_owner(count),
+                         of_owner(start), of_owner(length));
+        }
+        before += __shfl_sync(0xffffffff, end, 31);
+    }
+    return {0, 0, 0, 0, -1};
+}
+
+}  // namespace tfla_tk

@@ -1,0 +1,263 @@
+// States pass of the mLSTM forward: what each segment adds by itself to the state at its end.
+//
+// One CTA = (segment that another follows, head, V slice). It walks the segment's chunks backward in time, so
+// that it can stop where the gates have forgotten everything earlier: a key whose weight is below 2^-150 of
+// the largest is scaled by 0, in fp32, and skipping it changes no bit of the sum.
+#pragma once
+
+#include "mlstm_fwd_globals.cuh"
+#include "tfla_tk/sync.cuh"
+#include "tfla_tk/tiles.cuh"
+
+namespace tfla_tk::mlstm {
+
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_> struct StatesConfig {
+    using T = T_;
+    static constexpr int kDimQK = kDimQK_, kSliceV = kSliceV_;
+    static constexpr bool kNormalize = kNormalize_;
+    static constexpr int kStages = 4;
+
+    // Warpgroup 0 feeds the others (warp 0 TMA, warp 1 gates); each other one owns
+    // 64-row blocks of C.
+    static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
+    static constexpr int kBlocks = kDimQK / 64 / kStateWarpgroups;
+    static constexpr int kThreads = 128 * (1 + kStateWarpgroups);
+    static constexpr int kStateWarps = 4 * kStateWarpgroups;
+    static constexpr int kProducerRegisters = 88,
+                         kStateRegisters = 208;  // 88 + 2 * 208 <= 504, of 384 threads
+
+    // C in tiles of at most 128 columns: a wgmma's accumulator
+    static constexpr int kTileV = kSliceV == 256 ? 128 : kSliceV;
+    static constexpr int kTiles = kSliceV / kTileV;
+
+    using KTile = kittens::st<T, kChunk, kDimQK>;
+    using VTile = kittens::st<T, kChunk, kSliceV>;
+};
+
+template <class C> struct StatesMemory {
+    typename C::KTile k[C::kStages];
+    typename C::VTile v[C::kStages];
+    SuffixStage gates[C::kStages];
+    SegmentGates sums[C::kStateWarps];
+    Task task;
+    kittens::semaphore gates_ready[C::kStages], arrived[C::kStages], free[C::kStages];
+    kittens::semaphore sums_ready;
+
+    __device__ inline void init_barriers() {
+        for (int i = 0; i < C::kStages; i++) {
+            init_warp_barrier(gates_ready[i], 1);
+            kittens::init_semaphore(arrived[i], 1);
+            init_warp_barrier(free[i], C::kStateWarps);
+        }
+        init_warp_barrier(sums_ready, C::kStateWarps);
+        publish_barriers();
+    }
+};
+
+template <class C> __device__ inline void load_backward(const Globals& g, StatesMemory<C>& smem) {
+    const Task& task = smem.task;
+    for (int step = 0, chunk = task.chunks - 1; chunk >= 0; step++, chunk--) {
+        const auto [slot, phase] = Use<C::kStages>(step);
+        const int row = task.first_row + chunk * kChunk;
+        wait(smem.gates_ready[slot], phase);  // after `free`, on which the gates wait
+        const bool last = smem.gates[slot].last;
+        tma::expect_bytes(smem.arrived[slot], sizeof(typename C::KTile) + sizeof(typename C::VTile));
+        load_tile(smem.k[slot], g.k, smem.arrived[slot], 0, row, task.head, task.batch);
+        load_tile(smem.v[slot], g.v, smem.arrived[slot], task.column, row, task.head, task.batch);
+        if (last) return;
+    }
+}
+
+// The gates of the whole segment, by the state warps while the first tiles are on their way.
+template <class C, bool kSigmoid> __device__ inline void sum_gates(const Globals& g, StatesMemory<C>& smem) {
+    const Task& task = smem.task;
+    const int warp = threadIdx.x / 32 - 4;
+    SegmentGates gates{0., -1e30};
+    gates.add<kSigmoid>(GateRows(g.i, task.batch, task.head, task.first_row),
+                        GateRows(g.f, task.batch, task.head, task.first_row), warp * 32 + laneid(),
+                        C::kStateWarps * 32, task.tokens);
+    gates = {warp_sum(gates.decay), warp_max(gates.largest)};
+    if (laneid() == 0) smem.sums[warp] = gates;
+    arrive_warp(smem.sums_ready);
+}
+
+template <class C, bool kSigmoid>
+__device__ inline void scan_backward(const Globals& g, StatesMemory<C>& smem) {
+    const Task& task = smem.task;
+    const GateRows input(g.i, task.batch, task.head, task.first_row);
+    const GateRows forget(g.f, task.batch, task.head, task.first_row);
+    SuffixScan<kSigmoid> scan;
+    bool last = false;
+    double largest = 0., decay = 0.;  // of the segment
+    auto read_sums = [&] {
+        wait(smem.sums_ready, 0);
+        const int warp = laneid() % C::kStateWarps;
+        largest = warp_max(smem.sums[warp].largest);
+        decay = warp_sum(smem.sums[warp].decay) / (32 / C::kStateWarps);
+    };
+    auto load = [&](int step, float2& i, float2& f) {
+        const int chunk = task.chunks - 1 - step;
+        if (chunk >= 0)
+            i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
+    };
+    auto scan_step = [&](int step, float2& i, float2& f) {
+        const auto [slot, phase] = Use<C::kStages>(step);
+        wait_free(smem.free[slot], phase);
+        scan.chunk(smem.gates[slot], i, f);
+        load(step + 2, i, f);
+        last = step + 1 == task.chunks;
+        if (!last && scan.forgets(scan.m)) {  // where no earlier input gate is larger than the latest weights
+            read_sums();
+            last = scan.forgets(largest);
+        }
+        if (laneid() == 0) smem.gates[slot].last = last;
+        arrive_warp(smem.gates_ready[slot]);
+    };
+    float2 i[2], f[2];  // of this step and the next one
+    load(0, i[0], f[0]);
+    load(1, i[1], f[1]);
+    for (int step = 0; !last; step += 2) {
+        scan_step(step, i[0], f[0]);
+        if (!last) scan_step(step + 1, i[1], f[1]);
+    }
+    read_sums();
+    if (task.column == 0 && laneid() == 0) g.workspace.gates[task.slot + g.heads] = {decay, scan.m};
+}
+
+template <class C>
+__device__ inline void sum_states(const Globals& g, StatesMemory<C>& smem, int warpgroup_id) {
+    using T = typename C::T;
+    constexpr int kBlocks = C::kBlocks, kTiles = C::kTiles;
+    constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
+    const Task& task = smem.task;
+    const int warp_row = warpgroup_id * kBlocks * 64 + warpgroup::warpid() * 16;
+    const uint32_t lane_offset =
+        warpgroup_id * kBlocks * kPanelBytes + transposed_lane_offset(warpgroup::warpid());
+
+    rt_fl<16, C::kTileV> state[kBlocks][kTiles];
+    rt<T, 16, kChunk> keys[kBlocks];
+    float2 norm[kBlocks];  // of the warp's rows, this lane's part
+    auto for_each_tile = [&](auto body) {
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+#pragma unroll
+            for (int tile = 0; tile < kTiles; tile++) body(state[block][tile], block, tile);
+    };
+    for_each_tile([](auto& tile, int, int) { warp::zero(tile); });
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++) norm[block] = {0.f, 0.f};
+
+    bool last = false;
+    for (int step = 0; !last; step++) {
+        const auto [slot, phase] = Use<C::kStages>(step);
+        wait(smem.arrived[slot], phase);  // its loads wait for the gates
+        const SuffixStage& gates = smem.gates[slot];
+        last = gates.last;
+        const float rescale = gates.rescale;
+        if (rescale != 1.f) {
+            for_each_tile([&](auto& tile, int, int) { warp::mul(tile, tile, rescale); });
+#pragma unroll
+            for (int block = 0; block < kBlocks; block++) norm[block].x *= rescale, norm[block].y *= rescale;
+        }
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+            load_scaled_transposed(keys[block], norm[block],
+                                   shared_address(&smem.k[slot]) + lane_offset + block * kPanelBytes,
+                                   gates.key_scale, 0);
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++)
+            mma_partial_AB(state[block], keys[block], smem.v[slot], 0);
+        warpgroup::mma_async_wait<0>();
+#pragma unroll
+        for (int block = 0; block < kBlocks; block++) pin(keys[block]);
+        for_each_tile([](auto& tile, int, int) { pin(tile); });
+        arrive_warp(smem.free[slot]);
+    }
+
+    const int64_t slot = task.slot + g.heads;  // of the segment that follows
+    for_each_tile([&](auto& tile, int block, int index) {
+        store_state(g.workspace.arriving.c + slot * g.dim_qk * g.dim_v, tile, warp_row + 64 * block,
+                    task.column + index * C::kTileV, g.dim_qk, g.dim_v);
+    });
+    if (!C::kNormalize || task.column != 0) return;
+    float* n = g.workspace.arriving.n + slot * g.dim_qk;
+#pragma unroll
+    for (int block = 0; block < kBlocks; block++) {
+        const float2 sums{quad_sum(norm[block].x), quad_sum(norm[block].y)};
+        const int row = warp_row + 64 * block + laneid() / 4;
+        if (laneid() % 4 == 0 && row < g.dim_qk) n[row] = sums.x;
+        if (laneid() % 4 == 0 && row + 8 < g.dim_qk) n[row + 8] = sums.y;
+    }
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void mlstm_states_kernel(const __grid_constant__ Globals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+
+    if (threadIdx.x < 32) {
+        const Task task = Task::of_block<C>(g, blockIdx.x);
+        if (threadIdx.x == 0) {
+            smem.task = task;
+            smem.init_barriers();
+            g.k.prefetch(), g.v.prefetch();
+        }
+    }
+    __syncthreads();
+    if (smem.task.tokens < 0 || smem.task.last) return;
+
+    if (warpgroup_id == 0) {
+        if constexpr (C::kStateWarpgroups == 2) warpgroup::decrease_registers<C::kProducerRegisters>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0 && laneid() == 0) load_backward(g, smem);
+        if (warp == 1 && g.sigmoid_gate) scan_backward<C, true>(g, smem);
+        if (warp == 1 && !g.sigmoid_gate) scan_backward<C, false>(g, smem);
+    } else {
+        if constexpr (C::kStateWarpgroups == 2) warpgroup::increase_registers<C::kStateRegisters>();
+        g.sigmoid_gate ? sum_gates<C, true>(g, smem) : sum_gates<C, false>(g, smem);
+        sum_states(g, smem, warpgroup_id - 1);
+    }
+}
+
+// Turns what each segment adds into the state that arrives at it, in place, from the first segment on:
+//   m' = max(m + decay, own), C' = 2^{m + decay - m'} C + 2^{own - m'} C_own, n likewise.
+// One thread carries 4 elements of one head through all segments of a sequence.
+constexpr int kCombineThreads = 256;
+
+template <bool kNormalize>
+__global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(const __grid_constant__ Globals g) {
+    const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
+    const int64_t all = state_size + (kNormalize ? g.dim_qk : 0);  // elements of C, then of n
+    const int number = blockIdx.x / g.heads, head = blockIdx.x % g.heads;
+    const Segment segment = find_segment(g.cut, g.seq, number);
+    const int64_t element = (static_cast<int64_t>(blockIdx.y) * kCombineThreads + threadIdx.x) * 4;
+    if (segment.tokens < 0 || segment.number != 0 || segment.count == 1 || element >= all) return;
+
+    const bool of_c = element < state_size;
+    const int64_t at = of_c ? element : element - state_size, stride = of_c ? state_size : g.dim_qk;
+    const float* initial = of_c ? g.initial.c : g.initial.n;
+    float* arriving = of_c ? g.workspace.arriving.c : g.workspace.arriving.n;
+    const int64_t index = static_cast<int64_t>(segment.sequence) * g.heads + head;
+
+    float m = g.initial.m ? g.initial.m[index] : 0.f;  // natural log units, as it is stored
+    float4 sum{0.f, 0.f, 0.f, 0.f};
+    if (initial) sum = *reinterpret_cast<const float4*>(&initial[index * stride + at]);
+#pragma unroll 4
+    for (int next = 1; next < segment.count; next++) {
+        const int64_t slot = Workspace::slot(segment, number + next, g.heads) + head;
+        const double2 gates = g.workspace.gates[slot];
+        float4& own = *reinterpret_cast<float4*>(&arriving[slot * stride + at]);
+        const float4 x = own;
+        const double arrives = m * kLog2eDouble + gates.x;
+        if (!g.sigmoid_gate) m = static_cast<float>(larger(arrives, gates.y) * kLn2);
+        // relative to m as it is stored: its rounding is no error
+        const float decay = exp2_of(arrives - m * kLog2eDouble), weight = exp2_of(gates.y - m * kLog2eDouble);
+        sum = {decay * sum.x + weight * x.x, decay * sum.y + weight * x.y, decay * sum.z + weight * x.z,
+               decay * sum.w + weight * x.w};
+        own = sum;
+        if (element == 0) g.workspace.arriving.m[slot] = m;
+    }
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,365 @@
+"""What is remembered between calls, what makes a call a new one, and when the kernels are called directly."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tfla_tk import Support, UnsupportedError, memo, mlstm, mlstm_chunkwise, mlstm_siging_chunkwise, ops
+from tfla_tk.validation import MLSTMCall
+
+Make = Callable[..., dict[str, Any]]
+STATES = ("c_initial", "n_initial", "m_initial")
+
+
+class Served:
+    """A tk backend that serves everything, with counts of what was asked of it."""
+
+    def __init__(self, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.checked = 0
+        self.direct = 0
+        self.dispatched = 0
+        self.real = ops.mlstm
+        fake_tk.supports_mlstm = self._supports
+        fake_tk.mlstm_fwd = self._kernel
+        monkeypatch.setattr(ops, "mlstm", self._serve)
+
+    def _supports(self, call: MLSTMCall) -> Support:
+        self.checked += 1
+        return Support(True)
+
+    def _kernel(self, *args: Any) -> ops.Output:
+        self.direct += 1
+        return ops._fwd_cpu(*args)
+
+    def _serve(self, *args: Any, direct: bool) -> Any:
+        self.dispatched += not direct
+        return self.real(*args, direct=direct)
+
+
+@pytest.fixture
+def served(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(fake_tk, monkeypatch)
+
+
+def test_an_equal_call_is_checked_once(served: Served, make_inputs: Make) -> None:
+    expected = mlstm_chunkwise(**make_inputs(), backend="reference")
+    for _ in range(3):
+        # other tensors, other memory, other strides
+        x = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in make_inputs().items()}
+        torch.testing.assert_close(mlstm_chunkwise(**x), expected)
+    assert (served.checked, served.direct, served.dispatched) == (1, 3, 0)
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cpu")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "batch": lambda x: {n: t[:1] for n, t in x.items()},
+    "length": lambda x: {n: t if n in STATES else t[:, :, 1:] for n, t in x.items()},
+    "head dim": lambda x: x | {"v": x["v"][..., :16], "c_initial": x["c_initial"][..., :16]},
+    "dtype of q, k, v": lambda x: x | {n: x[n].bfloat16() for n in "qkv"},
+    "dtype of a gate": lambda x: x | {"f": x["f"].bfloat16()},
+    "dtype of a state": lambda x: x | {"n_initial": x["n_initial"].bfloat16()},
+    "no states": lambda x: {n: t for n, t in x.items() if n not in STATES},
+    "device": lambda x: {n: t.to("meta") for n, t in x.items()},
+    "negation": lambda x: x | {"v": torch._neg_view(x["v"])},
+    "requires_grad": lambda x: x | {"i": x["i"].clone().requires_grad_()},
+    "requires_grad of another": lambda x: x | {"f": x["f"].clone().requires_grad_()},
+    "offsets": lambda x: {n: t[:1] for n, t in x.items()} | {"cu_seqlens": torch.tensor([0, 40])},
+    "32-bit offsets": lambda x: (
+        {n: t[:1] for n, t in x.items()} | {"cu_seqlens": torch.tensor([0, 40], dtype=torch.int32)}
+    ),
+    "return_last_states": lambda x: x | {"return_last_states": True},
+    "eps": lambda x: x | {"eps": 1e-5},
+    "chunk_size": lambda x: x | {"chunk_size": 32},
+    "recompute_states_in_bw": lambda x: x | {"recompute_states_in_bw": False},
+    "autocast_kernel_dtype": lambda x: x | {"autocast_kernel_dtype": torch.float16},
+    "backend": lambda x: x | {"backend": "tk"},
+    "variant": lambda x: x | {"backend": "tk:pingpong"},
+}
+
+
+def key_of(x: dict[str, Any], sigmoid_gate: bool = False) -> Any:
+    defaults = {"return_last_states": False, "eps": 1e-6, "chunk_size": 64, "recompute_states_in_bw": True}
+    defaults |= {"autocast_kernel_dtype": None, "backend": "auto"}
+    options = (sigmoid_gate, True, *(x.get(name, default) for name, default in defaults.items()))
+    return memo.signature(tuple(x.get(name) for name in mlstm._TENSORS), options)
+
+
+def test_every_ingredient_makes_a_new_key(make_inputs: Make) -> None:
+    x = make_inputs(states=STATES)
+    keys = {"": key_of(x), "gate": key_of(x, sigmoid_gate=True)}
+    keys |= {name: key_of(change(x)) for name, change in CHANGES.items()}
+    leaf = x | {"m_initial": x["m_initial"].clone().requires_grad_()}
+    keys["m is a leaf"] = key_of(leaf)
+    keys["m has a graph"] = key_of(leaf | {"m_initial": leaf["m_initial"] * 1})
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            keys[f"autocast {dtype}"] = key_of(x)
+    with torch.autograd.profiler.profile():
+        keys["profiler"] = key_of(x)
+    assert None not in keys.values()
+    assert len(set(keys.values())) == len(keys)
+    assert key_of(make_inputs(states=STATES, seed=1)) == keys[""]
+
+
+def test_grad_mode_is_part_of_the_key_where_it_matters(make_inputs: Make) -> None:
+    x = make_inputs()
+    trained = {n: t.clone().requires_grad_() for n, t in x.items()}
+    with torch.no_grad():
+        assert key_of(trained) == key_of(x)
+    assert key_of(trained) != key_of(x)
+    parameters = {n: torch.nn.Parameter(t) for n, t in x.items()}
+    assert key_of(parameters) == key_of(trained)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        ({"return_last_states": True}, {"return_last_states": 1}, "return_last_states: expected a bool"),
+        ({"eps": 1.0}, {"eps": True}, "eps: expected a number"),
+        ({"chunk_size": 64}, {"chunk_size": 64.0}, "chunk_size: expected an int"),
+        ({"recompute_states_in_bw": True}, {"recompute_states_in_bw": 1}, "recompute_states_in_bw: expected"),
+        ({"backend": "tk"}, {"backend": ["tk"]}, "backend: expected a str"),
+        ({"autocast_kernel_dtype": None}, {"autocast_kernel_dtype": "float16"}, "autocast_kernel_dtype: "),
+    ],
+)
+def test_equal_is_not_the_same(
+    good: dict[str, Any], bad: dict[str, Any], message: str, served: Served, make_inputs: Make
+) -> None:
+    """1 == True == 1.0, but only one of them is right; what is bad stays bad."""
+    for _ in range(2):
+        mlstm_chunkwise(**make_inputs(), **good)
+        with pytest.raises((TypeError, ValueError), match=message):
+            mlstm_chunkwise(**make_inputs(), **bad)
+
+
+def test_a_bad_tensor_is_told_from_a_good_one(served: Served, make_inputs: Make) -> None:
+    x = make_inputs(states=STATES)
+    bad = {
+        "sparse": (x | {"k": x["k"].to_sparse()}, TypeError),
+        "m is a leaf": (x | {"m_initial": x["m_initial"].clone().requires_grad_()}, ValueError),
+        "another device": (x | {"v": x["v"].to("meta")}, ValueError),
+        "no tensor": (x | {"q": None}, TypeError),
+    }
+    for _ in range(2):
+        mlstm_chunkwise(**x)
+        for arguments, error in bad.values():
+            with pytest.raises(error):
+                mlstm_chunkwise(**arguments)
+
+
+def test_refusals_are_not_remembered(fake_tk: Any, make_inputs: Make) -> None:
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="no GPU of compute capability"):
+            mlstm_chunkwise(**make_inputs(), backend="tk")
+    fake_tk.verdict = Support(True)
+    mlstm_chunkwise(**make_inputs(), backend="tk")
+
+
+def test_the_memo_holds_no_tensor_and_is_bounded(served: Served, make_inputs: Make) -> None:
+    x = make_inputs(states=STATES)
+    references = [weakref.ref(t) for t in x.values()]
+    mlstm_chunkwise(**x)
+    del x
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+
+    results: memo.Memo[int] = memo.Memo()
+    for number in range(3 * memo.LIMIT):
+        results.keep(number, number)
+        assert results.get(number) == number and len(results) <= memo.LIMIT
+    results.clear()
+    assert results.get(0) is None
+
+
+# when the kernels are called directly
+
+
+def test_both_paths_agree(served: Served, make_inputs: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = make_inputs(1, sequences=3, dtype=torch.bfloat16, states=STATES)
+    x |= {"f": x["f"].double(), "cu_seqlens": torch.tensor([0, 5, 5, 40])}
+    for function in (mlstm_chunkwise, mlstm_siging_chunkwise):
+        h, last = function(**x, return_last_states=True)
+        assert served.direct and not served.dispatched
+        with monkeypatch.context() as patch:
+            patch.setattr(mlstm, "signature", lambda *args: None)
+            h_op, last_op = function(**x, return_last_states=True)
+        assert served.direct == served.dispatched
+        assert all(torch.equal(a, b) for a, b in zip((h, *last), (h_op, *last_op), strict=True))
+        served.direct = served.dispatched = 0
+
+
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_direct_in_plain_contexts(context: Callable[[], Any], served: Served, make_inputs: Make) -> None:
+    x = make_inputs()
+    with context():
+        mlstm_chunkwise(**x)
+        mlstm_chunkwise(**x)
+    assert (served.direct, served.dispatched, served.checked) == (2, 0, 1)
+
+
+def test_parameters_are_plain(served: Served, make_inputs: Make) -> None:
+    x = {n: torch.nn.Parameter(t) for n, t in make_inputs().items()}
+    with torch.no_grad():
+        mlstm_chunkwise(**x)
+    assert (served.direct, served.dispatched) == (1, 0)
+
+
+def test_gradients_go_through_the_op(served: Served, make_inputs: Make) -> None:
+    x = make_inputs()
+    mlstm_chunkwise(**x)
+    trained = x | {"v": x["v"].clone().requires_grad_()}
+    for _ in range(2):
+        h = mlstm_chunkwise(**trained)
+        assert h.requires_grad
+    assert (served.direct, served.dispatched, served.checked) == (1, 2, 2)
+
+
+class Functions(TorchFunctionMode):
+    """Notes every torch function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Notes every operator that is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Functions, Operators])
+@pytest.mark.parametrize("before", [False, True])
+def test_modes_see_the_op(mode: Any, before: bool, served: Served, make_inputs: Make) -> None:
+    """Whether or not the call is remembered already."""
+    x = make_inputs()
+    if before:
+        mlstm_chunkwise(**x)
+    with mode() as active:
+        mlstm_chunkwise(**x)
+    assert any("tfla_tk.mlstm_fwd" in name for name in active.seen)
+    assert served.dispatched == 1
+
+
+class Wrapper(Tensor):
+    """A tensor subclass with torch functions of its own."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_go_through_the_op(served: Served, make_inputs: Make) -> None:
+    x = make_inputs()
+    mlstm_chunkwise(**x)
+    h = mlstm_chunkwise(**x | {"q": x["q"].as_subclass(Wrapper)})
+    assert type(h) is Wrapper and any("mlstm_fwd" in name for name in Wrapper.seen)
+    assert (served.direct, served.dispatched) == (1, 1)
+
+
+def test_a_negation_to_come_is_done_by_the_dispatcher(served: Served, make_inputs: Make) -> None:
+    x = make_inputs()
+    mlstm_chunkwise(**x)
+    h = mlstm_chunkwise(**x | {"v": torch._neg_view(x["v"])})
+    assert (served.direct, served.dispatched) == (1, 1)
+    torch.testing.assert_close(h, -mlstm_chunkwise(**x))
+
+
+def test_profiles_name_the_op(served: Served, make_inputs: Make) -> None:
+    x = make_inputs()
+    mlstm_chunkwise(**x)
+    with torch.profiler.profile() as profile:
+        mlstm_chunkwise(**x)
+    assert "tfla_tk::mlstm_fwd" in {event.key for event in profile.key_averages()}
+    mlstm_chunkwise(**x)
+    assert (served.direct, served.dispatched) == (2, 1)
+
+
+def test_fake_tensors_and_make_fx(served: Served, make_inputs: Make) -> None:
+    x = make_inputs()
+    mlstm_chunkwise(**x)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert mlstm_chunkwise(**{n: mode.from_tensor(t) for n, t in x.items()}).shape == x["v"].shape
+        # plain tensors under an active mode
+        assert mlstm_chunkwise(**x).shape == x["v"].shape
+    for tracing in ("real", "fake", "symbolic"):
+        graph = make_fx(lambda *t: mlstm_chunkwise(*t), tracing_mode=tracing)(*x.values())
+        assert "tfla_tk.mlstm_fwd" in graph.code
+    assert served.direct == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_functorch_and_jit_tracing(served: Served, make_inputs: Make) -> None:
+    x = make_inputs()
+    mlstm_chunkwise(**x)
+    seen: list[Tensor] = []
+
+    def loss(v: Tensor) -> Tensor:
+        # plain tensors inside a transform
+        seen.append(mlstm_chunkwise(**x))
+        return (v * seen[-1]).sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(x["v"]), seen[0])
+    assert (served.direct, served.dispatched) == (1, 1)
+    traced = torch.jit.trace(lambda *t: mlstm_chunkwise(*t), tuple(x.values()), check_trace=False)
+    assert "tfla_tk::mlstm_fwd" in str(traced.graph)
+    assert served.direct == 1
+
+
+def test_compiled_calls_leave_the_memo_alone(served: Served, make_inputs: Make) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **x: mlstm_chunkwise(**x), fullgraph=True, backend="aot_eager")
+    x = make_inputs()
+    torch.testing.assert_close(compiled(**x), mlstm_chunkwise(**x, backend="reference"))
+    assert served.direct == 0 and len(mlstm._plans) == 1
+    exported = torch.export.export(Module(), tuple(x.values()), strict=False)
+    assert "tfla_tk.mlstm_fwd" in exported.graph_module.code and served.direct == 0
+
+
+class Module(torch.nn.Module):
+    """A model that is nothing but the operator."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+        return mlstm_chunkwise(q, k, v, i, f)
+
+
+def test_default_device_is_a_mode_like_any_other(served: Served, make_inputs: Make) -> None:
+    for context in (default_device, nullcontext):
+        with context():
+            mlstm_chunkwise(**make_inputs())
+    assert (served.direct, served.dispatched) == (1, 1)

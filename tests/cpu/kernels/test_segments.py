@@ -1,0 +1,66 @@
+"""The rule that cuts sequences into segments."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfla_tk.backends.segments import CHUNK, Cut, cut, cut_packed
+
+H200 = 132
+
+
+def test_enough_ctas_are_left_whole() -> None:
+    for sequences, ctas in ((8, 16), (8, 32), (32, 16), (132, 1)):
+        assert cut(sequences, 8192, ctas, H200) == Cut(sequences, 8192 // CHUNK)
+
+
+def test_short_sequences_are_left_whole() -> None:
+    assert cut(1, 512, 4, H200) == Cut(1, 8)
+    assert cut(1, 1, 1, H200) == Cut(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "ctas", "count"),
+    [(1, 65536, 16, 8), (2, 32768, 16, 4), (4, 16384, 16, 2), (1, 8192, 32, 4), (1, 1_000_000, 1, 132)],
+)
+def test_few_long_sequences_fill_the_gpu_once(sequences: int, tokens: int, ctas: int, count: int) -> None:
+    found = cut(sequences, tokens, ctas, H200)
+    assert found.segments == sequences * count
+    assert found.segments * ctas <= H200
+
+
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132, 264])
+def test_segments_cover_their_sequences(multiprocessors: int) -> None:
+    for sequences in (1, 3, 16):
+        for tokens in (1, 63, 64, 65, 1000, 4096, 100_000):
+            for ctas in (1, 2, 7, 64):
+                found = cut(sequences, tokens, ctas, multiprocessors)
+                count, rest = divmod(found.segments, sequences)
+                assert rest == 0
+                # the last segment has a token, and no token is left over
+                assert (count - 1) * found.chunks * CHUNK < tokens <= count * found.chunks * CHUNK
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 65536, 1_000_001])
+@pytest.mark.parametrize("sequences", [1, 5, 300])
+def test_packed_sequences_have_segments_for_any_lengths(sequences: int, tokens: int) -> None:
+    found = cut_packed(sequences, tokens, 16, H200)
+    size = found.chunks * CHUNK
+
+    def needed(lengths: list[int]) -> int:
+        return sum(max(1, -(-length // size)) for length in lengths)
+
+    # one sequence with all tokens, and as many as possible with one token more than fills their segments
+    over = min(sequences, tokens // (size + 1))
+    lengths = [size + 1] * over + [0] * (sequences - over)
+    lengths[-1] += tokens - sum(lengths)
+    for case in ([tokens] + [0] * (sequences - 1), lengths):
+        assert sum(case) == tokens
+        assert needed(case) <= found.segments
+
+
+def test_one_packed_sequence_is_cut_like_a_batch_of_one() -> None:
+    whole, packed = cut(1, 65536, 16, H200), cut_packed(1, 65536, 16, H200)
+    assert packed.chunks == whole.chunks
+    # never cut: no workspace, one launch
+    assert cut_packed(40, 4096, 200, H200) == Cut(40, 64)

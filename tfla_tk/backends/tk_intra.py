@@ -1,0 +1,72 @@
+"""The intra-chunk mLSTM kernel: one chunk of all tokens, to compare schedules at long chunks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.build import instances
+
+_QUERY_TILE = 128  # kPadding of mlstm_intra_config.cuh
+_FLOAT32 = 0  # enum class DType of params.h
+
+
+def mlstm_intra(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    schedule: str = instances.DEFAULT_SCHEDULE,
+    eps: float = 1e-6,
+) -> Tensor:
+    """h of mLSTM with exponential input gate and no initial state, in quadratic time.
+
+    Args:
+        q, k: [B, NH, S, K]. v: [B, NH, S, V]. bfloat16 on one GPU; K up to 256 and V up to 512, multiples
+            of 16.
+        i, f: [B, NH, S] gate pre-activations.
+        schedule: One of ``instances.INTRA_SCHEDULES``.
+        eps: Added to the normaliser after the maximum.
+
+    Returns:
+        h [B, NH, S, V] in bfloat16.
+
+    Raises:
+        ValueError: Operands that the kernel does not take, or an unknown schedule.
+        BuildError: The kernel is not compiled yet and cannot be.
+        RuntimeError: The launch was refused.
+    """
+    if {x.dtype for x in (q, k, v)} != {torch.bfloat16} or q.device.type != "cuda":
+        raise ValueError(f"q, k, v: expected torch.bfloat16 on a GPU, got {q.dtype} on {q.device}")
+    batch, heads, seq, dim_qk = q.shape
+    dim_v = v.shape[-1]
+    if dim_qk % 16 or dim_v % 16:
+        raise ValueError(f"head dims: expected multiples of 16, got {dim_qk}/{dim_v}")
+    kernel = build.load(instances.mlstm_intra(dim_qk, dim_v, schedule))
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    i, f = (x.float().contiguous() for x in (i, f))
+    h = torch.empty_like(v)
+    if h.numel() == 0:
+        return h
+    padded = -(-seq // _QUERY_TILE) * _QUERY_TILE
+    workspace = torch.empty((batch, heads, 4, padded), dtype=torch.float32, device=q.device)
+    with torch.cuda.device(q.device):
+        kernel.mlstm_intra(
+            *(_rows(x) for x in (q, k, v, h)),
+            *((*_rows(x[..., None]), _FLOAT32) for x in (i, f)),
+            workspace=workspace.data_ptr(),
+            sizes=(batch, heads, seq, dim_qk, dim_v),
+            scale=dim_qk**-0.5,
+            eps=eps,
+            device=q.device.index,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return h
+
+
+def _rows(x: Tensor) -> tuple[int, int, int, int]:
+    """Address, batch, head and row stride of a contiguous [B, NH, S, D] tensor."""
+    _, heads, seq, dim = x.shape
+    return x.data_ptr(), heads * seq * dim, seq * dim, dim
