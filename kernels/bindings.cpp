@@ -63,10 +63,6 @@ void mlstm_fwd(const OperandTuple& q, const OperandTuple& k, const OperandTuple&
     tfla_tk::mlstm_fwd(params, reinterpret_cast<void*>(stream));
 }
 
-std::int64_t workspace_bytes(const CutTuple& segments, int heads, int dim_qk, int dim_v) {
-    return tfla_tk::mlstm_fwd_workspace_bytes(cut(segments), heads, dim_qk, dim_v);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
@@ -77,6 +73,6 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("sigmoid_gate"), py::arg("normalize"), py::arg("device"), py::arg("stream"),
           "Launches the mLSTM forward on a stream. sizes: batch, heads, seq, dim_qk, dim_v.");
     m.attr("CTAS_PER_MULTIPROCESSOR") = tfla_tk::mlstm_fwd_ctas_per_multiprocessor();
-    m.def("mlstm_fwd_workspace_bytes", &workspace_bytes, py::arg("cut"), py::arg("heads"), py::arg("dim_qk"),
-          py::arg("dim_v"), "Bytes of the workspace of a call whose sequences are cut.");
+    m.def("mlstm_fwd_workspace_bytes", &tfla_tk::mlstm_fwd_workspace_bytes, py::arg("slots"),
+          py::arg("dim_qk"), py::arg("dim_v"), "Bytes of the workspace of a call whose sequences are cut.");
 }

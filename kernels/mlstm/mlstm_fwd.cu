@@ -132,9 +132,8 @@ namespace tfla_tk {
 
 int mlstm_fwd_ctas_per_multiprocessor() { return mlstm::tiling(TFLA_DIM_QK, TFLA_SLICE_V).ctas_per_sm; }
 
-std::int64_t mlstm_fwd_workspace_bytes(const Cut& cut, int heads, int dim_qk, int dim_v) {
-    return mlstm::Workspace::bytes(static_cast<std::int64_t>(cut.segments - cut.sequences) * heads, dim_qk,
-                                   dim_v);
+std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v) {
+    return mlstm::Workspace::bytes(slots, dim_qk, dim_v);
 }
 
 void mlstm_fwd(const MlstmFwdParams& params, void* stream) {

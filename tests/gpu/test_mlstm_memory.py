@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tfla_tk.backends import segments
+
 Make = Callable[..., dict[str, Tensor]]
 Check = Callable[..., None]
 
@@ -53,6 +55,14 @@ def relayout(x: dict[str, Tensor], layout: Callable[[Tensor], Tensor]) -> dict[s
     return {name: layout(t) if name in ("q", "k", "v") else t for name, t in x.items()}
 
 
+@pytest.fixture
+def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sequence is cut, so that no state needs memory between kernels."""
+    monkeypatch.setattr(
+        segments, "cut", lambda sequences, tokens, *_: segments.Cut(sequences, -(-tokens // segments.CHUNK))
+    )
+
+
 def peak_bytes(function: Callable[[], Tensor]) -> int:
     """What a warm call asks of the allocator at its peak, its result included."""
     function()
@@ -74,6 +84,7 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512), (48, 80)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("layout", ["transposed", "fused"])
 def test_views_are_read_in_place(
@@ -90,6 +101,7 @@ def test_views_are_read_in_place(
     assert peak_bytes(lambda: operator(view)) == found["h"].nbytes
 
 
+@pytest.mark.usefixtures("uncut")
 @pytest.mark.parametrize("layout", COPIED, ids=lambda layout: layout.__name__)
 def test_what_tma_cannot_address_is_copied_once(
     operator: Any, layout: Callable[[Tensor], Tensor], make_inputs: Make, assert_accurate: Check
@@ -131,7 +143,7 @@ def test_gates_of_any_dtype_and_strides(
 def test_the_kernel_reads_gates_of_any_dtype(
     gate_dtype: torch.dtype, exponential: Any, make_inputs: Make, assert_accurate: Check
 ) -> None:
-    """The registered op takes gates as they are; the public functions cast them before."""
+    """The registered op takes gates as they are."""
     x = make_inputs()
     x |= {name: x[name].to(gate_dtype) for name in ("i", "f")}
     arguments = (*x.values(), *[None] * 4, False, True, 1e-6, True, False, "auto")

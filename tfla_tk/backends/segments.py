@@ -17,6 +17,8 @@ CHUNK = 64  # kChunk of gates.cuh
 _STATES_CHUNK = 0.5
 _PROLOGUE = 4.0
 _LAUNCHES = 6.0
+# Shorter segments would make the states between them larger than the inputs.
+_LEAST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int) -> Cut:
         return fused + states * (_STATES_CHUNK * length + _PROLOGUE) + _LAUNCHES
 
     # more segments than fill the GPU twice only add work
-    most = max(1, min(chunks, 2 * multiprocessors // (sequences * ctas)))
+    most = max(1, min(chunks // _LEAST_CHUNKS, 2 * multiprocessors // (sequences * ctas)))
     lengths = dict.fromkeys(-(-chunks // count) for count in range(1, most + 1))
     best = min(lengths, key=cost)
     return Cut(sequences * -(-chunks // best), best)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -125,18 +126,13 @@ def mlstm_fwd(
         row_m = _fp32(q, (batch, heads, seq)) if not sigmoid_gate else None
     offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
     find = segments.cut if offsets is None else segments.cut_packed
-    places = _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR
-    found = find(sequences, seq, heads * slices, places)
-    cut = (
-        _pointer(offsets),
-        offsets is not None and offsets.dtype == torch.int64,
-        sequences,
-        found.segments,
-        found.chunks,
-    )
+    found = find(sequences, seq, heads * slices, _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR)
+    wide = offsets is not None and offsets.dtype == torch.int64
+    cut = (_pointer(offsets), wide, sequences, found.segments, found.chunks)
     workspace = None
     if found.segments > sequences:
-        workspace = _fp32(q, (kernel.mlstm_fwd_workspace_bytes(cut, heads, dim_qk, dim_v) // 4,))
+        slots = (found.segments - sequences) * heads
+        workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
     kernel.mlstm_fwd(
         _operand(q),
         _operand(k),
@@ -171,6 +167,12 @@ def _instance(dim_qk: int, dim_v: int, schedule: str) -> tuple[build.Instance, i
     )
     slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])
     return instance, -(-dim_v // slice_v)
+
+
+@functools.lru_cache(maxsize=1024)
+def _workspace_floats(kernel: ModuleType, slots: int, dim_qk: int, dim_v: int) -> int:
+    """Size of the memory between the kernels of a cut call, for so many states."""
+    return -(-int(kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v)) // 4)
 
 
 @functools.cache

@@ -52,8 +52,9 @@ struct MlstmFwdParams {
     int device;
 };
 
-// Bytes that a call whose sequences are cut needs between its kernels.
-std::int64_t mlstm_fwd_workspace_bytes(const Cut& cut, int heads, int dim_qk, int dim_v);
+// Bytes that a call whose sequences are cut needs between its kernels, for (segments - sequences) * heads
+// slots.
+std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v);
 
 // CTAs of the fused kernel that a multiprocessor holds at a time.
 int mlstm_fwd_ctas_per_multiprocessor();

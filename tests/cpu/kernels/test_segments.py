@@ -16,6 +16,7 @@ def test_enough_ctas_are_left_whole() -> None:
 
 def test_short_sequences_are_left_whole() -> None:
     assert cut(1, 512, 4, H200) == Cut(1, 8)
+    assert cut(2, 1000, 16, H200) == Cut(2, 16)
     assert cut(1, 1, 1, H200) == Cut(1, 1)
 
 
@@ -27,6 +28,12 @@ def test_few_long_sequences_fill_the_gpu_once(sequences: int, tokens: int, ctas:
     found = cut(sequences, tokens, ctas, H200)
     assert found.segments == sequences * count
     assert found.segments * ctas <= H200
+
+
+def test_segments_are_longer_than_their_state_is_large() -> None:
+    for tokens in range(64, 20_000, 500):
+        found = cut(1, tokens, 1, H200)
+        assert found.segments == 1 or found.chunks >= 4
 
 
 @pytest.mark.parametrize("multiprocessors", [78, 114, 132, 264])
