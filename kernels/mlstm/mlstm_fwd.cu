@@ -6,10 +6,14 @@
 //   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh)
 //   state      publishes C, rounded, for Q C; then C = decay C + (key_scale . K)^T V and n likewise
 //   output     S = Q K^T; O = Q C; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA store
+// Where sequences are cut, two kernels come first and leave the state that arrives at every segment:
+//   mlstm_states    what each segment adds to the state by itself
+//   mlstm_combine   carried from segment to segment
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
 #include <array>
 #include <atomic>
 
+#include "mlstm_combine.cuh"
 #include "mlstm_fwd_globals.cuh"
 #include "mlstm_fwd_output.cuh"
 #include "mlstm_fwd_producer.cuh"
