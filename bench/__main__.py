@@ -1,7 +1,7 @@
-"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation`.
+"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation | train`.
 
 `merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of the README;
-`ablation` times the schedules of the intra-chunk kernel.
+`ablation` times the schedules of the intra-chunk kernel; `train` compares loss curves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import ablation, compare, plots, readme, results
+from . import ablation, compare, plots, readme, results, train
 from .operators import OPERATORS
 from .shapes import MAIN, PASSES, parse_shapes
 
@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("ablation", help="time the schedules of the intra-chunk kernel")
     compare.add_run_arguments(command)
     command.set_defaults(run=ablation.run)
+    command = commands.add_parser("train", help="train a language model on every backend, compare the curves")
+    train.add_arguments(command)
+    command.set_defaults(run=train.run)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)

@@ -51,6 +51,32 @@ class Contest(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tfla-tk compare`."""
+    add_problem_arguments(parser, shapes="main on a GPU, small without one")
+    parser.add_argument(
+        "--pass",
+        dest="passes",
+        type=names("pass", PASSES),
+        default=["fwd"],
+        metavar="PASS,..",
+        help="of fwd, fwdbwd (default: fwd)",
+    )
+    add_run_arguments(parser)
+
+
+def add_problem_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    shapes: str,
+    families: Sequence[str] = FAMILIES,
+    schedules: Sequence[str] = ("auto",),
+) -> None:
+    """The options that say what is computed and by which backends.
+
+    Args:
+        shapes: the default ones, in words.
+        families: what --backends names.
+        schedules: the default ones.
+    """
     ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
     add(
@@ -64,32 +90,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         type=argument(parse_shapes),
         metavar="SHAPES",
-        help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256 "
-        "(default: main on a GPU, small without one)",
-    )
-    add(
-        "--pass",
-        dest="passes",
-        type=names("pass", PASSES),
-        default=["fwd"],
-        metavar="PASS,..",
-        help="of fwd, fwdbwd (default: fwd)",
+        help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256 (default: {shapes})",
     )
     add(
         "--backends",
-        type=_split,
+        type=split,
         metavar="NAME,..",
-        help=f"of {', '.join(FAMILIES)} and variants such as triton:xl_chunk_128 "
+        help=f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
         "(default: all on a GPU, reference without one)",
     )
     add(
         "--schedules",
         type=names("schedules", SCHEDULES),
-        default=["auto"],
+        default=list(schedules),
         metavar="NAME,..",
-        help=f"of the tk kernels: {', '.join(SCHEDULES)} (default: auto)",
+        help=f"of the tk kernels: {', '.join(SCHEDULES)} (default: {', '.join(schedules)})",
     )
-    add_run_arguments(parser)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +120,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--forget-bias",
-        type=argument(_finite),
+        type=argument(finite),
         default=FORGET_BIAS,
         metavar="BIAS",
         help=f"mean of the forget gates' inputs (default: {FORGET_BIAS:g}); at 12 they forget nothing",
@@ -151,7 +167,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     Raises:
         ValueError: options that do not go together.
     """
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    console = make_console()
     record = _record_path(args, on_gpu)
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
@@ -177,10 +193,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
 def _run_all(contests: Sequence[Contest], settings: Settings, console: Console) -> list[Outcome]:
     """Every contest in turn, its table printed as soon as it is done."""
     outcomes: list[Outcome] = []
-    # on stderr, so that the tables can be piped
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    with bar:
+    with make_progress() as bar:
         task = bar.add_task("", total=sum(steps_of(contest.variants) for contest in contests))
         for operator, which, shape, variants in contests:
             title = f"{operator.name} {which} {shape}"
@@ -195,6 +208,17 @@ def _run_all(contests: Sequence[Contest], settings: Settings, console: Console) 
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             console.print()
     return outcomes
+
+
+def make_console() -> Console:
+    """The console that tables are printed to; wide enough for them where it is piped."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def make_progress() -> Progress:
+    """A progress bar on stderr, so that the tables can be piped; hidden where that is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def _settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
@@ -250,11 +274,11 @@ def _counts_as_failure(outcome: Outcome) -> bool:
     return outcome.status == UNSUPPORTED and outcome.variant.named
 
 
-def _split(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"expected a finite number, got {text}")
@@ -265,7 +289,7 @@ def names(what: str, allowed: Collection[str]) -> Callable[[str], list[str]]:
     """Parser of a comma-separated list; "all" takes every name."""
 
     def parse(text: str) -> list[str]:
-        chosen = list(allowed) if text == "all" else _split(text)
+        chosen = list(allowed) if text == "all" else split(text)
         unknown = [name for name in chosen if name not in allowed]
         if unknown or not chosen:
             got = ", ".join(unknown) or "nothing"

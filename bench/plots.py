@@ -1,8 +1,8 @@
-"""Plots of results rows: bars per shape, or lines over the sequence length where only that differs."""
+"""Plots: results rows as bars per shape, or as lines over the length where only that differs; loss curves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,10 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
     """
     if not rows:
         raise ValueError("plot: expected at least one row, got none")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
     panels: dict[str, list[Row]] = {}
     for row in rows:
         panels.setdefault(_title(row), []).append(row)
-    figure = Figure(figsize=(11, 4.5 * len(panels)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(len(panels))
     for axes, (title, chosen) in zip(
         figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True
     ):
@@ -41,6 +35,38 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
         axes.set_yscale("log")
         axes.set_ylabel("ms")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+    _save(figure, path)
+
+
+def write_curves(path: Path, title: str, curves: Mapping[str, Sequence[float]], first: int) -> None:
+    """Draw loss curves over the steps from `first` on into a file; its suffix picks the format.
+
+    Raises:
+        ValueError: matplotlib is not installed or cannot write the format.
+    """
+    figure = _figure(1)
+    axes = figure.subplots()
+    axes.set_title(title)
+    for name, losses in curves.items():
+        axes.plot(range(first, first + len(losses)), losses, label=name, linewidth=1)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per byte")
+    axes.legend(fontsize="small")
+    _save(figure, path)
+
+
+def _figure(panels: int) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("plot: matplotlib is not installed (pip install 'tfla_tk[plot]')") from error
+    figure = Figure(figsize=(11, 4.5 * panels), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

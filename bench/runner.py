@@ -98,11 +98,11 @@ def run_contest(
     )
     kinds = list(dict.fromkeys(cotangent_kind(operator, variant, which) for variant in variants))
     truth = accuracy.compute_truth(operator, inputs, shape, which, kinds=kinds, seed=settings.seed + 1)
-    _release(settings.device)
+    release(settings.device)
     advance("fp64 reference")
     for outcome in outcomes:
-        _guard(outcome, partial(_check, operator, outcome, inputs, truth, settings))
-        _release(settings.device)
+        guard(outcome, partial(_check, operator, outcome, inputs, truth, settings))
+        release(settings.device)
         advance(outcome.variant.call)
     cotangent = next(iter(truth.cotangents.values()), None)
     del truth
@@ -148,7 +148,7 @@ def _check(
     operator: Operator, outcome: Outcome, inputs: Mapping[str, Tensor], truth: Truth, settings: Settings
 ) -> None:
     """Fill the outcome's errors, and stop it where they exceed the tolerance."""
-    _refuse_quadratic(outcome)
+    refuse_quadratic(outcome)
     kind = cotangent_kind(operator, outcome.variant, outcome.which)
     step = make_step(operator, outcome.variant, inputs, truth.cotangents.get(kind))
     accuracy.poison(inputs["v"].numel() * inputs["v"].element_size(), settings.device)
@@ -160,7 +160,7 @@ def _check(
         outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
 
 
-def _refuse_quadratic(outcome: Outcome) -> None:
+def refuse_quadratic(outcome: Outcome) -> None:
     """The parallel form has matrices [S, S]; long sequences would fill the memory."""
     shape = outcome.shape
     matrix = 4 * shape.B * shape.H * shape.T**2
@@ -193,7 +193,7 @@ def _time(
 
     for outcome in outcomes:
         if outcome.status == OK:
-            _guard(outcome, partial(prepare, outcome))
+            guard(outcome, partial(prepare, outcome))
         advance(outcome.variant.call)
     found = timing.interleave(steps, repeats, settings.stopwatch)
     for outcome in outcomes:
@@ -277,18 +277,23 @@ def make_row(
     return row
 
 
-def _guard(outcome: Outcome, work: Callable[[], object]) -> None:
+def guard(outcome: Outcome, work: Callable[[], object]) -> None:
     """Run one variant's work; whatever it raises is its outcome, and the others go on."""
     try:
         work()
-    except UnsupportedError as error:
-        outcome.stop(UNSUPPORTED, error.reason + (f" ({error.remedy})" if error.remedy else ""))
     except Exception as error:
-        text = str(error).strip().splitlines()
-        outcome.stop(FAILED, f"{type(error).__name__}: {text[0] if text else 'no message'}")
+        outcome.stop(*verdict_on(error))
 
 
-def _release(device: torch.device) -> None:
+def verdict_on(error: Exception) -> tuple[str, str]:
+    """Status and reason of a variant that raised: UNSUPPORTED or FAILED."""
+    if isinstance(error, UnsupportedError):
+        return UNSUPPORTED, error.reason + (f" ({error.remedy})" if error.remedy else "")
+    text = str(error).strip().splitlines()
+    return FAILED, f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def release(device: torch.device) -> None:
     """Give back what a check or a failed call left, so that it is in no variant's peak memory."""
     gc.collect()
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The command line: ``tfla-tk doctor``, ``tfla-tk build``, ``tfla-tk compare``.
+"""The command line: ``tfla-tk doctor``, ``tfla-tk build``, ``tfla-tk compare``, ``tfla-tk gradcheck``.
 
 Exit status: 0 done, 1 failed (the message says why and what to do), 2 wrong usage, 130 interrupted.
 """
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tfla_tk
 from tfla_tk import build, doctor, env
-from tfla_tk.bench import compare
+from tfla_tk.bench import compare, gradcheck
 from tfla_tk.errors import UnsupportedError
 
 
@@ -61,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("compare", help="time the backends side by side")
     compare.add_arguments(command)
     command.set_defaults(run=compare.run)
+
+    command = commands.add_parser("gradcheck", help="the error of every backend's gradients against fp64")
+    gradcheck.add_arguments(command)
+    command.set_defaults(run=gradcheck.run)
     return parser
 
 

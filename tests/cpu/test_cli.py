@@ -8,11 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tfla_tk import build, doctor
-from tfla_tk.bench import compare
+from tfla_tk.bench import compare, gradcheck
 from tfla_tk.build import Built, Instance
 from tfla_tk.build.compiler import CompileResult
 from tfla_tk.cli import main
@@ -47,7 +48,8 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["doctor", "--help"], ["build", "--help"], ["compare", "--help"]]
+    "arguments",
+    [["--help"], ["doctor", "--help"], ["build", "--help"], ["compare", "--help"], ["gradcheck", "--help"]],
 )
 def test_help_exits_with_0(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -133,15 +135,18 @@ def test_a_wrong_environment_variable_exits_with_1(
     assert "TFLA_TK_JOBS: expected a positive integer, got 'many'" in capsys.readouterr().err
 
 
-def test_compare_is_run_and_its_status_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "command"), [("compare", compare), ("gradcheck", gradcheck)])
+def test_a_command_of_bench_is_run_and_its_status_returned(
+    name: str, command: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[argparse.Namespace] = []
 
     def run(arguments: argparse.Namespace) -> int:
         seen.append(arguments)
         return 3
 
-    monkeypatch.setattr(compare, "run", run)
-    assert main(["compare"]) == 3
+    monkeypatch.setattr(command, "run", run)
+    assert main([name]) == 3
     assert len(seen) == 1
 
 

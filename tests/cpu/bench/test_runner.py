@@ -205,4 +205,4 @@ def test_the_parallel_form_refuses_long_sequences(settings) -> None:
     variant = Variant("reference:parallel", "reference:parallel")
     outcome = runner.Outcome("mlstm_exp", Shape(8, 8192, 16, 16, 16), "fwd", variant)
     with pytest.raises(UnsupportedError, match=r"matrices takes 34 GB"):
-        runner._refuse_quadratic(outcome)
+        runner.refuse_quadratic(outcome)

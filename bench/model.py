@@ -1,0 +1,104 @@
+"""A byte-level language model in the shape of xLSTM-7B: mLSTM layers and gated MLPs, each behind a norm.
+
+Source: Beck et al., "xLSTM 7B: A Recurrent LLM for Fast and Efficient Inference" (2025). The mLSTM itself
+comes as a function, so that models differ in the backend alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+VOCABULARY = 256
+NORM_EPS = 1e-6
+GATE_CAP = 15.0
+FORGET_BIASES = (3.0, 6.0)
+
+Cell = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm and head.
+
+    Args:
+        input_bias: of the input gates at the start; at -10 they are nearly closed.
+        cell: h [B, NH, S, V] from q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S], where NH V is the
+            width and K = V / 2.
+    """
+
+    def __init__(self, blocks: int, width: int, heads: int, input_bias: float, cell: Cell) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, input_bias, cell) for _ in range(blocks)))
+        self.norm = nn.RMSNorm(width, NORM_EPS)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, S, 256] of the next byte, from bytes [B, S] as int64."""
+        logits: Tensor = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return logits
+
+
+class Block(nn.Module):
+    """mLSTM layer and MLP on the residual stream [B, S, width], each behind a norm."""
+
+    def __init__(self, width: int, heads: int, input_bias: float, cell: Cell) -> None:
+        super().__init__()
+        self.mlstm = nn.Sequential(nn.RMSNorm(width, NORM_EPS), MLSTMLayer(width, heads, input_bias, cell))
+        self.mlp = nn.Sequential(nn.RMSNorm(width, NORM_EPS), GatedMLP(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlstm(x)
+        return x + self.mlp(x)
+
+
+class MLSTMLayer(nn.Module):
+    """Heads of mLSTM with soft-capped gates, a norm per head and a sigmoid output gate, on [B, S, width].
+
+    The heads' forget gates start between short and long memory. q, k, v are views of [B, S, NH, D]; the gates
+    are fp32.
+    """
+
+    def __init__(self, width: int, heads: int, input_bias: float, cell: Cell) -> None:
+        super().__init__()
+        self.heads, self.cell = heads, cell
+        self.q, self.k = (nn.Linear(width, width // 2, bias=False) for _ in range(2))
+        self.v, self.output_gate, self.output = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.gates = nn.Linear(width, 2 * heads)
+        self.scale = nn.Parameter(torch.ones(width))
+        nn.init.zeros_(self.gates.weight)
+        with torch.no_grad():
+            self.gates.bias.copy_(
+                torch.cat((torch.full((heads,), input_bias), torch.linspace(*FORGET_BIASES, heads)))
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            rearrange(project(x), "b s (h d) -> b h s d", h=self.heads)
+            for project in (self.q, self.k, self.v)
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            gates = GATE_CAP * torch.tanh(self.gates(x.float()) / GATE_CAP)
+        i, f = rearrange(gates, "b s (gate h) -> gate b h s", gate=2)
+        h = rearrange(self.cell(q, k, v, i, f), "b h s d -> b s h d")
+        h = rearrange(F.rms_norm(h, h.shape[-1:], eps=NORM_EPS), "b s h d -> b s (h d)")
+        y: Tensor = self.output(torch.sigmoid(self.output_gate(x)) * self.scale * h)
+        return y
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU on [B, S, width], of 8/3 of the width, rounded up to 64."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = -(-8 * width // (3 * 64)) * 64
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
