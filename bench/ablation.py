@@ -40,7 +40,7 @@ class IntraOperator(Operator):
         schedule = backend.partition(":")[2]
         try:
             output: Tensor = find_kernel()(*tensors, schedule)
-        except (ValueError, NotImplementedError) as error:
+        except ValueError as error:
             raise UnsupportedError(INTRA, str(error)) from error
         return output
 

@@ -1,27 +1,13 @@
-// pybind11 module of one kernel instance: integers in, one launch out. No Torch header: pointers, strides,
+// pybind11 module of one kernel instance: integers in, launches out. No Torch header: pointers, strides,
 // stream.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <array>
-#include <cstdint>
-
-#include "tfla_tk/params.h"
+#include "tfla_tk/binding_types.h"
 
 namespace {
 
-using OperandTuple = std::array<std::int64_t, 4>;  // pointer, batch, head and row stride in elements
-using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
-using StateTuple = std::array<std::int64_t, 3>;    // pointers to c, n, m; 0 where there is none
-using RowsTuple = std::array<std::int64_t, 2>;     // pointers to row_n, row_m; 0 where there is none
+using StateTuple = std::array<std::int64_t, 3>;  // pointers to c, n, m; 0 where there is none
+using RowsTuple = std::array<std::int64_t, 2>;   // pointers to row_n, row_m; 0 where there is none
 // pointer to the offsets or 0, whether they are 64-bit, sequences, segments, chunks per segment
 using CutTuple = std::array<std::int64_t, 5>;
-
-tfla_tk::Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }
-
-tfla_tk::Gate gate(const GateTuple& x) {
-    return {reinterpret_cast<const void*>(x[0]), x[1], x[2], x[3], static_cast<tfla_tk::DType>(x[4])};
-}
 
 float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 
@@ -32,17 +18,17 @@ tfla_tk::Cut cut(const CutTuple& x) {
             static_cast<int>(x[4])};
 }
 
-void mlstm_fwd(const OperandTuple& q, const OperandTuple& k, const OperandTuple& v, const OperandTuple& h,
-               const GateTuple& i, const GateTuple& f, const StateTuple& initial, const StateTuple& last,
-               const RowsTuple& rows, const CutTuple& segments, std::int64_t workspace,
-               const std::array<int, 5>& sizes, float scale, float eps, bool half, bool sigmoid_gate,
-               bool normalize, int device, std::uintptr_t stream) {
-    const tfla_tk::MlstmFwdParams params{operand(q),
-                                         operand(k),
-                                         operand(v),
-                                         operand(h),
-                                         gate(i),
-                                         gate(f),
+void mlstm_fwd(const tfla_tk::OperandTuple& q, const tfla_tk::OperandTuple& k, const tfla_tk::OperandTuple& v,
+               const tfla_tk::OperandTuple& h, const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f,
+               const StateTuple& initial, const StateTuple& last, const RowsTuple& rows,
+               const CutTuple& segments, std::int64_t workspace, const std::array<int, 5>& sizes, float scale,
+               float eps, bool half, bool sigmoid_gate, bool normalize, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmFwdParams params{tfla_tk::operand(q),
+                                         tfla_tk::operand(k),
+                                         tfla_tk::operand(v),
+                                         tfla_tk::operand(h),
+                                         tfla_tk::gate(i),
+                                         tfla_tk::gate(f),
                                          state(initial),
                                          state(last),
                                          pointer(rows[0]),

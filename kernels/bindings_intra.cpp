@@ -1,32 +1,19 @@
 // pybind11 module of one instance of the intra-chunk kernel: integers in, two launches out.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <array>
-#include <cstdint>
-
+#include "tfla_tk/binding_types.h"
 #include "tfla_tk/params_intra.h"
 
 namespace {
 
-using OperandTuple = std::array<std::int64_t, 4>;  // pointer, batch, head and row stride in elements
-using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
-
-tfla_tk::Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }
-
-tfla_tk::Gate gate(const GateTuple& x) {
-    return {reinterpret_cast<const void*>(x[0]), x[1], x[2], x[3], static_cast<tfla_tk::DType>(x[4])};
-}
-
-void mlstm_intra(const OperandTuple& q, const OperandTuple& k, const OperandTuple& v, const OperandTuple& h,
-                 const GateTuple& i, const GateTuple& f, std::uintptr_t workspace,
-                 const std::array<int, 5>& sizes, float scale, float eps, int device, std::uintptr_t stream) {
-    const tfla_tk::MlstmIntraParams params{operand(q),
-                                           operand(k),
-                                           operand(v),
-                                           operand(h),
-                                           gate(i),
-                                           gate(f),
+void mlstm_intra(const tfla_tk::OperandTuple& q, const tfla_tk::OperandTuple& k,
+                 const tfla_tk::OperandTuple& v, const tfla_tk::OperandTuple& h, const tfla_tk::GateTuple& i,
+                 const tfla_tk::GateTuple& f, std::uintptr_t workspace, const std::array<int, 5>& sizes,
+                 float scale, float eps, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmIntraParams params{tfla_tk::operand(q),
+                                           tfla_tk::operand(k),
+                                           tfla_tk::operand(v),
+                                           tfla_tk::operand(h),
+                                           tfla_tk::gate(i),
+                                           tfla_tk::gate(f),
                                            reinterpret_cast<float*>(workspace),
                                            sizes[0],
                                            sizes[1],

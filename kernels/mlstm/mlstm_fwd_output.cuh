@@ -19,9 +19,6 @@ __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const Ga
         for (int half = 0; half < 2; half++) {
             const int column = 16 * j + 8 * half;
             const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
-            auto gated = [&](float score, float high, float low, float ref, bool visible) {
-                return visible ? score * exp2f((high - ref) + low) : 0.f;
-            };
             float2 upper = s.tiles[0][j].data[2 * half], lower = s.tiles[0][j].data[2 * half + 1];
             upper.x = gated(upper.x, a.x, a.y, reference.x, column <= diagonal);
             upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mlstm_intra_config.cuh"
+#include "tfla_tk/gates.cuh"
 
 namespace tfla_tk::intra {
 
@@ -24,14 +25,11 @@ __device__ inline void gate_scores(Scores& s, float2& sums, const float2* column
         for (int half = 0; half < 2; half++) {
             const int column = 16 * j + 8 * half + 2 * (lane % 4);
             const float4 a = *reinterpret_cast<const float4*>(&columns[column]);
-            auto gated = [&](float score, float high, float low, float ref, bool visible) {
-                return !kDiagonal || visible ? score * exp2f((high - ref) + low) : 0.f;
-            };
             float2 &upper = s.tiles[0][j].data[2 * half], &lower = s.tiles[0][j].data[2 * half + 1];
-            upper.x = gated(upper.x, a.x, a.y, reference.x, column <= row);
-            upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= row);
-            lower.x = gated(lower.x, a.x, a.y, reference.y, column <= row + 8);
-            lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= row + 8);
+            upper.x = gated(upper.x, a.x, a.y, reference.x, !kDiagonal || column <= row);
+            upper.y = gated(upper.y, a.z, a.w, reference.x, !kDiagonal || column + 1 <= row);
+            lower.x = gated(lower.x, a.x, a.y, reference.y, !kDiagonal || column <= row + 8);
+            lower.y = gated(lower.y, a.z, a.w, reference.y, !kDiagonal || column + 1 <= row + 8);
             sums.x += upper.x + upper.y;
             sums.y += lower.x + lower.y;
         }

@@ -17,8 +17,7 @@ template <class C> __global__ __launch_bounds__(kScanThreads) void mlstm_intra_g
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t head_index = blockIdx.x;
     const int batch = blockIdx.x / g.heads, head = blockIdx.x % g.heads;
-    const int64_t i_offset = batch * g.i.batch_stride + head * g.i.head_stride;
-    const int64_t f_offset = batch * g.f.batch_stride + head * g.f.head_stride;
+    const GateRows input(g.i, batch, head, 0), forget(g.f, batch, head, 0);
 
     double b_before = 0.;    // of all earlier steps
     float row_before = 0.f;  // M, with m_in = 0
@@ -27,7 +26,7 @@ template <class C> __global__ __launch_bounds__(kScanThreads) void mlstm_intra_g
         double b[kScanTokens], sum = 0.;
 #pragma unroll
         for (int x = 0; x < kScanTokens; x++) {
-            if (t0 + x < g.seq) sum += log2_sigmoid(load_gate(g.f, f_offset + (t0 + x) * g.f.row_stride));
+            if (t0 + x < g.seq) sum += log2_sigmoid(forget[t0 + x]);
             b[x] = sum;
         }
         const double warp_sum = warp_inclusive_sum(sum, lane);
@@ -45,8 +44,7 @@ template <class C> __global__ __launch_bounds__(kScanThreads) void mlstm_intra_g
         for (int x = 0; x < kScanTokens; x++) {
             b[x] += b_start;
             const bool exists = t0 + x < g.seq;
-            const double a =
-                exists ? log2_exp(load_gate(g.i, i_offset + (t0 + x) * g.i.row_stride)) - b[x] : -1e30;
+            const double a = exists ? log2_exp(input[t0 + x]) - b[x] : -1e30;
             const double scaled = a + g.log2_scale;
             column[x].x = static_cast<float>(scaled);
             column[x].y = static_cast<float>(scaled - static_cast<double>(column[x].x));

@@ -122,8 +122,7 @@ def test_packed_sequences(
         x = with_states(make_inputs, x, operator.states, len(LENGTHS))
     cut_every(chunks)
     packed = pack(x, LENGTHS, torch.int64 if initial else torch.int32)
-    truth = {name: t.double() if t.is_floating_point() else t for name, t in packed.items()}
-    assert_accurate(operator.run(packed), operator.run(truth, "reference"))
+    assert_accurate(operator.run(packed), operator.truth(packed))
 
 
 def test_packed_in_model_layout(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
@@ -140,8 +139,7 @@ def test_packed_in_model_layout(operator: Any, make_inputs: Make, assert_accurat
 def test_many_packed_sequences(count: int, operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
     lengths = [(7 * n) % 90 for n in range(count)]
     packed = pack(make_inputs(1, 2, sum(lengths), (64, 64)), lengths)
-    truth = {name: t.double() if t.is_floating_point() else t for name, t in packed.items()}
-    assert_accurate(operator.run(packed), operator.run(truth, "reference"))
+    assert_accurate(operator.run(packed), operator.truth(packed))
 
 
 @pytest.mark.parametrize("chunks", [1, 100])

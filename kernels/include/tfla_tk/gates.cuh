@@ -29,6 +29,11 @@ struct alignas(16) GateStage {
     float decay;              // of the state
 };
 
+// A score of the chunk's P, from GateStage::column and GateStage::row.
+__device__ inline float gated(float score, float high, float low, float row, bool visible) {
+    return visible ? score * exp2f((high - row) + low) : 0.f;
+}
+
 __device__ inline float load_gate(const Gate& gate, int64_t offset) {
     switch (gate.dtype) {
         case DType::bfloat16:
@@ -96,10 +101,10 @@ template <bool kSigmoid> __device__ inline double log2_input(float x) {
 // 2^x, rounded to 0 below 2^-150.
 __device__ inline float exp2_of(double x) { return exp2f(static_cast<float>(x)); }
 
-__device__ inline double warp_inclusive_sum(double x, int lane) {
+template <class X> __device__ inline X warp_inclusive_sum(X x, int lane) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-        const double other = __shfl_up_sync(0xffffffff, x, step);
+        const X other = __shfl_up_sync(0xffffffff, x, step);
         if (lane >= step) x += other;
     }
     return x;

@@ -40,12 +40,8 @@ __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
         const int start = exists ? offset(sequence) : 0;
         const int length = exists ? max(offset(sequence + 1) - start, 0) : 0;
         const int count = exists ? max((length + segment_tokens - 1) / segment_tokens, 1) : 0;
-        int end = count;  // segments up to and with this sequence
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(0xffffffff, end, step);
-            if (kittens::laneid() >= step) end += other;
-        }
+        const int end =
+            warp_inclusive_sum(count, kittens::laneid());  // segments up to and with this sequence
         const unsigned later = __ballot_sync(0xffffffff, index < before + end);
         if (later != 0) {
             const int owner = __ffs(later) - 1;

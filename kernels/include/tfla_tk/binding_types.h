@@ -1,0 +1,23 @@
+// Operands and gates as Python hands them to a module: tuples of integers.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+
+#include "tfla_tk/params.h"
+
+namespace tfla_tk {
+
+using OperandTuple = std::array<std::int64_t, 4>;  // pointer, batch, head and row stride in elements
+using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
+
+inline Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }
+
+inline Gate gate(const GateTuple& x) {
+    return {reinterpret_cast<const void*>(x[0]), x[1], x[2], x[3], static_cast<DType>(x[4])};
+}
+
+}  // namespace tfla_tk
