@@ -5,7 +5,7 @@
 namespace {
 
 using StateTuple = std::array<std::int64_t, 3>;  // pointers to c, n, m; 0 where there is none
-using RowsTuple = std::array<std::int64_t, 2>;   // pointers to row_n, row_m; 0 where there is none
+using RowsTuple = std::array<std::int64_t, 3>;   // pointers to row_n, row_m, chunk_m; 0 where there is none
 // pointer to the offsets or 0, whether they are 64-bit, sequences, segments, chunks per segment
 using CutTuple = std::array<std::int64_t, 5>;
 
@@ -33,6 +33,7 @@ void mlstm_fwd(const tfla_tk::OperandTuple& q, const tfla_tk::OperandTuple& k, c
                                          state(last),
                                          pointer(rows[0]),
                                          pointer(rows[1]),
+                                         reinterpret_cast<double*>(rows[2]),
                                          reinterpret_cast<void*>(workspace),
                                          cut(segments),
                                          sizes[0],

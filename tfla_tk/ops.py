@@ -5,15 +5,19 @@ and opcheck can be tested on any machine. Arguments are not validated here: the 
 
 States and rows are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with cu_seqlens.
 
-tfla_tk::mlstm_fwd returns (h, c, n, m, row_n, row_m):
+tfla_tk::mlstm_fwd returns (h, c, n, m, row_n, row_m, chunk_m):
     h [B, NH, S, V] in q's dtype and, where v is a dense permutation, v's memory order;
     c [N, NH, K, V], n [N, NH, K], m [N, NH, 1]: last state; empty tensors [0] without return_last_states, and
     m is always empty with the sigmoid gate;
     row_n, row_m [B, NH, S]: with return_rows, what a backward needs per token: s q_t.n_t in units of e^{m_t},
     signed, and the stabiliser m_t; no gradient flows through them. Empty tensors [0] without return_rows,
     row_n without normaliser, row_m with the sigmoid gate.
-tfla_tk::mlstm_bwd returns (dq, dk, dv, di, df, dc_initial, dn_initial), each like its input; the last two are
-    empty tensors [0] where no initial state was given.
+    chunk_m [B, NH, slots]: like row_m, fp64: the stabiliser at the start of every chunk of CHUNK tokens, in
+    log2 units. slots: `chunk_slots`; chunk j of packed sequence s, which starts at token t, has slot
+    t // CHUNK + s + j. Slots of no chunk hold nothing.
+tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_rows h, row_n, row_m, chunk_m,
+    and c_last, n_last where dc_last, dn_last are given. It returns (dq, dk, dv, di, df, dc_initial,
+    dn_initial), each like its input; the last two are empty tensors [0] where no initial state was given.
 cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one, rising from 0 to S.
 schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
     rounding.
@@ -21,17 +25,20 @@ schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result d
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from tfla_tk.backends.segments import CHUNK
 from tfla_tk.build import instances
 from tfla_tk.validation import MLSTMCall
 
 SCHEDULES = ("auto", *instances.SCHEDULES)
 
-Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 MaybeTensor: TypeAlias = Tensor | None
 
@@ -43,10 +50,11 @@ _library = torch.library.Library("tfla_tk", "DEF")
 _library.define(
     f"mlstm_fwd({_INPUTS}bool sigmoid_gate, bool normalize, float eps, "
     "bool return_last_states, bool return_rows, str schedule)"
-    " -> (Tensor h, Tensor c, Tensor n, Tensor m, Tensor row_n, Tensor row_m)"
+    " -> (Tensor h, Tensor c, Tensor n, Tensor m, Tensor row_n, Tensor row_m, Tensor chunk_m)"
 )
 _library.define(
-    f"mlstm_bwd({_INPUTS}Tensor dh, Tensor? dc_last, Tensor? dn_last, "
+    f"mlstm_bwd({_INPUTS}Tensor h, Tensor row_n, Tensor row_m, Tensor chunk_m, "
+    "Tensor? c_last, Tensor? n_last, Tensor dh, Tensor? dc_last, Tensor? dn_last, "
     "bool sigmoid_gate, bool normalize, float eps, str schedule)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dc_initial, Tensor dn_initial)"
 )
@@ -79,7 +87,7 @@ def mlstm(
     """
     dtype = state_dtype(q)
     forward = _kernels_fwd if direct else _fwd
-    h, c, n, m, _, _ = forward(
+    h, c, n, m, *_ = forward(
         q,
         k,
         v,
@@ -107,6 +115,11 @@ def _cast(x: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
 def state_dtype(q: Tensor) -> torch.dtype:
     """dtype of states and rows: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def chunk_slots(seq: int, cu_seqlens: MaybeTensor) -> int:
+    """Entries per head for what is stored once per chunk; packed sequences begin a chunk each."""
+    return (seq + CHUNK - 1) // CHUNK + (0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
 
 # CPU: the reference
@@ -137,10 +150,28 @@ def _fwd_cpu(
     )  # fmt: skip
     out = _outputs_like(q, v, cu_seqlens, sigmoid_gate, normalize, return_last_states, return_rows)
     # own memory: an op may not return a view of its input
-    for buffer, value in zip(out, terms, strict=True):
+    for buffer, value in zip(out[:-1], terms, strict=True):
         if buffer.numel() > 0:
             buffer.copy_(value)
+    _fill_chunk_m(out[-1], terms.m_t, m_initial, cu_seqlens)
     return out
+
+
+def _fill_chunk_m(chunk_m: Tensor, row_m: Tensor, m_initial: MaybeTensor, cu_seqlens: MaybeTensor) -> None:
+    """The stabiliser at the start of every chunk, in log2 units; 0 in slots of no chunk."""
+    chunk_m.zero_()
+    seq = row_m.shape[-1]
+    bounds = [0, seq] if cu_seqlens is None else cu_seqlens.tolist()
+    for sequence, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start == end or chunk_m.numel() == 0:
+            continue
+        slot = start // CHUNK + sequence
+        own = chunk_m[:, :, slot : slot + (end - start + CHUNK - 1) // CHUNK]
+        if m_initial is not None:
+            own[..., :1] = m_initial if cu_seqlens is None else m_initial[sequence]
+        # what the last token of the chunk before left
+        own[..., 1:] = row_m[:, :, start + CHUNK - 1 : end - 1 : CHUNK]
+    chunk_m.mul_(math.log2(math.e))
 
 
 def _bwd_cpu(
@@ -153,6 +184,12 @@ def _bwd_cpu(
     n_initial: MaybeTensor,
     m_initial: MaybeTensor,
     cu_seqlens: MaybeTensor,
+    h: Tensor,
+    row_n: Tensor,
+    row_m: Tensor,
+    chunk_m: Tensor,
+    c_last: MaybeTensor,
+    n_last: MaybeTensor,
     dh: Tensor,
     dc_last: MaybeTensor,
     dn_last: MaybeTensor,
@@ -167,7 +204,7 @@ def _bwd_cpu(
         q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps,
         sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    out = _grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+    out = grads_like(q, (q, k, v, i, f, c_initial, n_initial))
     for buffer, value in zip(out, terms.grads, strict=True):
         if buffer.numel() > 0:
             buffer.copy_(value)
@@ -179,9 +216,9 @@ def _bwd_cpu(
 
 def _fwd_cuda(*args: Any) -> Output:
     q: Tensor = args[0]
-    h, *rest = _kernels_fwd(*args)
+    h, *rest, chunk_m = _kernels_fwd(*args)
     c, n, m, row_n, row_m = (q.new_empty(0, dtype=state_dtype(q)) if x is None else x for x in rest)
-    return h, c, n, m, row_n, row_m
+    return h, c, n, m, row_n, row_m, _no_chunk_m(q) if chunk_m is None else chunk_m
 
 
 def _kernels_fwd(*args: Any) -> Any:
@@ -189,6 +226,12 @@ def _kernels_fwd(*args: Any) -> Any:
     from tfla_tk.backends import tk
 
     return tk.mlstm_fwd(*args)
+
+
+def _bwd_cuda(*args: Any) -> Grads:
+    from tfla_tk.backends import tk_backward
+
+    return tk_backward.mlstm_bwd(*args)
 
 
 # Fake: shapes, dtypes and strides alone
@@ -224,7 +267,7 @@ def _bwd_fake(
     n_initial: MaybeTensor,
     *rest: Any,
 ) -> Grads:
-    return _grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+    return grads_like(q, (q, k, v, i, f, c_initial, n_initial))
 
 
 def _outputs_like(
@@ -250,10 +293,17 @@ def _outputs_like(
         empty(return_last_states and not sigmoid_gate, count, heads, 1),
         empty(return_rows and normalize, batch, heads, seq),
         empty(return_rows and not sigmoid_gate, batch, heads, seq),
+        q.new_empty((batch, heads, chunk_slots(seq, cu_seqlens)), dtype=torch.float64)
+        if return_rows and not sigmoid_gate
+        else _no_chunk_m(q),
     )
 
 
-def _grads_like(q: Tensor, tensors: tuple[MaybeTensor, ...]) -> Grads:
+def _no_chunk_m(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=torch.float64)
+
+
+def grads_like(q: Tensor, tensors: tuple[MaybeTensor, ...]) -> Grads:
     """Uninitialised gradients, each like its input; [0] where there is none."""
     empty = [q.new_empty(0, dtype=state_dtype(q)) if t is None else torch.empty_like(t) for t in tensors]
     return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5], empty[6]
@@ -263,19 +313,28 @@ def _grads_like(q: Tensor, tensors: tuple[MaybeTensor, ...]) -> Grads:
 
 
 class _MLSTM(torch.autograd.Function):
-    """Records the backward op; inputs are saved, nothing else."""
+    """Records the backward op.
+
+    Saved are the inputs, h, the last state where it is an output, and the forward's rows, which a backward
+    takes instead of a second forward. All by reference, but the initial state: a cache that is updated in
+    place must not change the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Output:
-        *tensors, sigmoid_gate, normalize, eps, return_last_states, _, schedule = args
+        *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
         with torch._C._AutoDispatchBelowAutograd():
-            h, c, n, m, row_n, row_m = _fwd(*args)
-        ctx.save_for_backward(*tensors)
+            h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
+        states = (None if x is None else x.clone() for x in tensors[5:8])
+        last = (c, n) if return_last_states else (None, None)
+        ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last)
         ctx.options = sigmoid_gate, normalize, eps, schedule
         ctx.set_materialize_grads(False)
+        if not return_rows:
+            rows = [x.new_empty(0) for x in rows]
         # the stabiliser is a constant of the differentiation
-        ctx.mark_non_differentiable(*(() if return_last_states else (c, n)), m, row_n, row_m)
-        return h, c, n, m, row_n, row_m
+        ctx.mark_non_differentiable(*(() if return_last_states else (c, n)), m, *rows)
+        return h, c, n, m, *rows
 
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
@@ -329,6 +388,7 @@ def _bwd_autograd(*args: Any) -> Grads:
 _library.impl("mlstm_fwd", _fwd_cpu, "CPU")
 _library.impl("mlstm_bwd", _bwd_cpu, "CPU")
 _library.impl("mlstm_fwd", _fwd_cuda, "CUDA")
+_library.impl("mlstm_bwd", _bwd_cuda, "CUDA")
 _library.impl("mlstm_fwd", _fwd_autograd, "Autograd")
 _library.impl("mlstm_bwd", _bwd_autograd, "Autograd")
 torch.library.register_fake("tfla_tk::mlstm_fwd", _fwd_fake, lib=_library)

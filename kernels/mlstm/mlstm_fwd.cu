@@ -10,8 +10,7 @@
 //   mlstm_states    what each segment adds to the state by itself
 //   mlstm_combine   carried from segment to segment
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
-#include <array>
-#include <atomic>
+#include <cmath>
 
 #include "mlstm_combine.cuh"
 #include "mlstm_fwd_globals.cuh"
@@ -19,6 +18,7 @@
 #include "mlstm_fwd_producer.cuh"
 #include "mlstm_fwd_state.cuh"
 #include "mlstm_states.cuh"
+#include "tfla_tk/launch.cuh"
 
 #ifndef TFLA_DIM_QK
 #error "TFLA_DIM_QK, TFLA_SLICE_V and TFLA_SCHEDULE choose the instance"
@@ -62,33 +62,6 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     }
 }
 
-inline void check(cudaError_t error) {
-    if (error != cudaSuccess)
-        throw std::runtime_error(std::string("mlstm_fwd: ") + cudaGetErrorString(error));
-}
-
-// The current device for the life of the object.
-struct DeviceGuard {
-    int previous;
-    explicit DeviceGuard(int device) {
-        check(cudaGetDevice(&previous));
-        if (previous != device) check(cudaSetDevice(device));
-    }
-    ~DeviceGuard() { cudaSetDevice(previous); }
-};
-
-template <auto kKernel, int kSharedBytes>
-void launch(const Globals& g, dim3 grid, int threads, int device, cudaStream_t stream) {
-    static_assert(kSharedBytes <= MAX_SHARED_MEMORY);
-    static std::array<std::atomic<bool>, 64> allowed{};  // by device
-    if (kSharedBytes > 0 && !allowed.at(device)) {
-        check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-        allowed[device] = true;
-    }
-    kKernel<<<grid, threads, kSharedBytes, stream>>>(g);
-    check(cudaGetLastError());
-}
-
 template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, static_cast<Schedule>(TFLA_SCHEDULE)>;
     using States = StatesConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
@@ -107,27 +80,29 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
                     Workspace(p.workspace, slots, p.dim_qk, p.dim_v),
                     p.row_n,
                     p.row_m,
+                    p.chunk_m,
                     p.cut,
                     p.heads,
                     p.seq,
                     p.dim_qk,
                     p.dim_v,
                     slices,
+                    chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
                     p.scale,
                     p.eps,
                     std::log2(static_cast<double>(p.scale)),
                     p.sigmoid_gate};
-    const DeviceGuard guard(p.device);
+    const DeviceGuard guard(p.device, "mlstm_fwd");
     if (p.cut.segments > p.cut.sequences) {
         const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
         launch<mlstm_states_kernel<States>, sizeof(StatesMemory<States>)>(g, units * slices, States::kThreads,
-                                                                          p.device, stream);
-        launch<mlstm_combine_kernel<kNormalize>, 0>(g, dim3(units, (elements + per_block - 1) / per_block),
-                                                    kCombineThreads, p.device, stream);
+                                                                          p.device, stream, "mlstm_states");
+        launch<mlstm_combine_kernel<kNormalize>>(g, dim3(units, (elements + per_block - 1) / per_block),
+                                                 kCombineThreads, p.device, stream, "mlstm_combine");
     }
     static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
-    launch<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, units * slices, C::kThreads, p.device,
-                                                             stream);
+    launch<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, units * slices, C::kThreads, p.device, stream,
+                                                             "mlstm_fwd");
 }
 
 }  // namespace tfla_tk::mlstm

@@ -47,8 +47,10 @@ struct Globals {
     State initial, last;
     Workspace workspace;
     float *row_n, *row_m;
+    double* chunk_m;
     Cut cut;
     int heads, seq, dim_qk, dim_v, slices;
+    int chunk_slots;  // of chunk_m
     float scale, eps;
     double log2_scale;
     bool sigmoid_gate;
@@ -64,12 +66,16 @@ struct Task {
     bool first, last;  // segment of its sequence
     int64_t index;     // sequence * heads + head, of the caller's states
     int64_t slot;      // of the workspace; the next segment's is slot + heads
+    int64_t chunk;     // the first one's entry in chunk_m
 
     // Called by whole warps.
     template <class C> __device__ static inline Task of_block(const Globals& g, int block) {
         const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;
         const Segment s = find_segment(g.cut, g.seq, segment);
-        return {g.packed() ? 0 : s.sequence,
+        const int batch = g.packed() ? 0 : s.sequence;
+        // the segments before it in its sequence hold whole chunks
+        const int chunks_before = s.first_row / kChunk + (g.packed() ? s.sequence : 0);
+        return {batch,
                 head,
                 block % g.slices * C::kSliceV,
                 s.first_row,
@@ -78,7 +84,8 @@ struct Task {
                 s.number == 0,
                 s.number + 1 == s.count,
                 static_cast<int64_t>(s.sequence) * g.heads + head,
-                Workspace::slot(s, segment, g.heads) + head};
+                Workspace::slot(s, segment, g.heads) + head,
+                (static_cast<int64_t>(batch) * g.heads + head) * g.chunk_slots + chunks_before};
     }
 
     // The task's first entry of a [B, H, S] vector.

@@ -49,6 +49,8 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     GateScan<kSigmoid> scan{kSigmoid ? 0. : task.initial_m(g) * kLog2eDouble};
     float2 i = input.pair(0, task.tokens, kNoInput), f = forget.pair(0, task.tokens, kNoForget);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
+        if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
+            g.chunk_m[task.chunk + chunk] = scan.m;
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(

@@ -8,9 +8,12 @@
 //   store
 // No rescaling: the row's reference M_t needs the gates alone. Schedules: mlstm_intra_config.cuh.
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md with m_in = 0, C_in = 0, n_in = 0.
+#include <cmath>
+
 #include "mlstm_intra_config.cuh"
 #include "mlstm_intra_consumer.cuh"
 #include "mlstm_intra_gates.cuh"
+#include "tfla_tk/launch.cuh"
 
 #ifndef TFLA_DIM_QK
 #error "TFLA_DIM_QK, TFLA_SLICE_V and TFLA_SCHEDULE choose the instance"
@@ -90,21 +93,11 @@ void run_mlstm_intra(const MlstmIntraParams& p, cudaStream_t stream) {
                     p.eps,
                     std::log2(static_cast<double>(p.scale)),
                     0};
-    constexpr int kSharedBytes = sizeof(SharedMemoryPlan<C>);
-    static_assert(kSharedBytes <= MAX_SHARED_MEMORY);
-
-    auto check = [](cudaError_t error) {
-        if (error != cudaSuccess)
-            throw std::runtime_error(std::string("mlstm_intra: ") + cudaGetErrorString(error));
-    };
-    check(cudaSetDevice(p.device));
-    check(cudaFuncSetAttribute(mlstm_intra_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kSharedBytes));
-    mlstm_intra_gates<C><<<p.batch * p.heads, kScanThreads, 0, stream>>>(g);
-    check(cudaGetLastError());
-    const dim3 grid(slices, query_tiles, p.batch * p.heads);
-    mlstm_intra_kernel<C><<<grid, C::kThreads, kSharedBytes, stream>>>(g);
-    check(cudaGetLastError());
+    const DeviceGuard guard(p.device, "mlstm_intra");
+    const int heads = p.batch * p.heads;
+    launch<mlstm_intra_gates<C>>(g, heads, kScanThreads, p.device, stream, "mlstm_intra_gates");
+    launch<mlstm_intra_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, dim3(slices, query_tiles, heads),
+                                                               C::kThreads, p.device, stream, "mlstm_intra");
 }
 
 }  // namespace tfla_tk::intra

@@ -14,6 +14,7 @@ from tfla_tk.backends import segments
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
+from tfla_tk.ops import chunk_slots
 from tfla_tk.validation import MLSTMCall
 
 HOPPER = (9, 0)
@@ -40,12 +41,6 @@ def supports_mlstm(call: MLSTMCall) -> Support:
             False,
             f"head dims are {call.dim_qk}/{call.dim_v}",
             f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
-        )
-    if call.requires_grad:
-        return Support(
-            False,
-            "the mLSTM kernels have no backward yet",
-            "call under torch.no_grad(), or use backend='reference' (exact gradients)",
         )
     reason, remedy = _device_fault(call.device.index)
     return Support(False, reason, remedy) if reason else SUPPORTED
@@ -91,7 +86,7 @@ def mlstm_fwd(
     return_last_states: bool,
     return_rows: bool,
     schedule: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
 
     What was not asked for is None. One launch, or three where sequences are cut (`segments`).
@@ -111,7 +106,7 @@ def mlstm_fwd(
     q, k, v = _rows_aligned(q), _rows_aligned(k), _rows_aligned(v)
     out = h if _has_aligned_rows(h) else torch.empty(v.shape, dtype=v.dtype, device=v.device)
     initial = (_state_aligned(c_initial), _state_aligned(n_initial), _state_aligned(m_initial))
-    c = n = n_last = m = row_n = row_m = None
+    c = n = n_last = m = row_n = row_m = chunk_m = None
     if return_last_states:
         c = _fp32(q, (sequences, heads, dim_qk, dim_v))
         n = _fp32(q, (sequences, heads, dim_qk))
@@ -123,7 +118,10 @@ def mlstm_fwd(
             m = _fp32(q, (sequences, heads, 1))
     if return_rows:
         row_n = _fp32(q, (batch, heads, seq)) if normalize else None
-        row_m = _fp32(q, (batch, heads, seq)) if not sigmoid_gate else None
+        if not sigmoid_gate:
+            row_m = _fp32(q, (batch, heads, seq))
+            slots = chunk_slots(seq, cu_seqlens)
+            chunk_m = torch.empty((batch, heads, slots), dtype=torch.float64, device=q.device)
     offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
     find = segments.cut if offsets is None else segments.cut_packed
     found = find(sequences, seq, heads * slices, _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR)
@@ -142,7 +140,7 @@ def mlstm_fwd(
         _gate(f),
         (_pointer(initial[0]), _pointer(initial[1]), _pointer(initial[2])),
         (_pointer(c), _pointer(n_last), _pointer(m)),
-        (_pointer(row_n), _pointer(row_m)),
+        (_pointer(row_n), _pointer(row_m), _pointer(chunk_m)),
         cut,
         _pointer(workspace),
         (batch, heads, seq, dim_qk, dim_v),
@@ -156,7 +154,7 @@ def mlstm_fwd(
     )
     if out is not h:
         h.copy_(out)
-    return h, c, n, m, row_n, row_m
+    return h, c, n, m, row_n, row_m, chunk_m
 
 
 @functools.cache

@@ -11,6 +11,8 @@ INTRA_SCHEDULES = (*SCHEDULES, "three_stage")
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
+# (tile of the keys, slice of the values of one CTA) of the backward's passes; slices of 256 are dv's
+PASS_TILES = MLSTM_TILES
 INTRA_TILES = ((64, 64), (128, 128), (128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 
@@ -53,6 +55,35 @@ def mlstm_intra(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> In
     return replace(found, bindings="bindings_intra.cpp")
 
 
+@functools.cache
+def mlstm_bwd() -> Instance:
+    """The small kernels around the passes of the mLSTM backward, for all head dims."""
+    return Instance("mlstm_bwd", "mlstm/mlstm_bwd.cu", (), "bindings_bwd.cpp")
+
+
+@functools.cache
+def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
+    """A pass of the mLSTM backward, by the smallest tile that holds its operands, else the largest slice.
+
+    Args:
+        gradient: "dq", "dk" or "dv", what the pass makes.
+        dim_keys: Columns of what the pass takes for queries and keys, up to MAX_DIM_QK.
+        dim_values: Columns of what it takes for values, any number.
+    """
+    tile = min(keys for keys, _ in PASS_TILES if keys >= dim_keys)
+    slices = [v for keys, v in PASS_TILES if keys == tile and (gradient == "dv" or v < 256)]
+    return _pass_instance(tile, min((v for v in slices if v >= dim_values), default=max(slices)))
+
+
+def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
+    return Instance(
+        f"mlstm_pass_k{tile_keys}_v{slice_values}",
+        "mlstm/mlstm_pass.cu",
+        (("TFLA_DIM_KEYS", str(tile_keys)), ("TFLA_SLICE", str(slice_values))),
+        "bindings_pass.cpp",
+    )
+
+
 def _instance(
     kernel: str,
     tiles: tuple[tuple[int, int], ...],
@@ -82,4 +113,8 @@ def _instance(
 
 def shipped_instances() -> list[Instance]:
     """Every instance that `schedule="auto"` takes; the other schedules are built when asked for."""
-    return [mlstm_fwd(qk, v) for qk, v in MLSTM_TILES]
+    return [
+        *(mlstm_fwd(qk, v) for qk, v in MLSTM_TILES),
+        *(_pass_instance(keys, v) for keys, v in PASS_TILES),
+        mlstm_bwd(),
+    ]

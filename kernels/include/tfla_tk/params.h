@@ -35,12 +35,19 @@ struct Cut {
     int segment_chunks;   // chunks of a segment, the last one of a sequence may have fewer
 };
 
+// Slots per head of what there is once per chunk: chunk c of an unpacked sequence has slot c, that of packed
+// sequence s, which starts at token t, t / 64 + s + c.
+inline int chunk_slots(int seq, int sequences, bool packed) {
+    return (seq + 63) / 64 + (packed ? sequences : 0);
+}
+
 struct MlstmFwdParams {
     Operand q, k, v, h;  // bf16 or fp16, all alike
     Gate i, f;
     State initial;  // n and m may be null by themselves where the operator has none
     State last;
     float *row_n, *row_m;  // [B, H, S]: s q_t.n_t and m_t of every token; null: not wanted
+    double* chunk_m;       // [B, H, chunk_slots]: m at every chunk's start, log2 units; null: not wanted
     void* workspace;       // mlstm_fwd_workspace_bytes of it; null where no sequence is cut
     Cut cut;
     int batch, heads, seq, dim_qk, dim_v;

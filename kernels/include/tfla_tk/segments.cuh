@@ -17,6 +17,13 @@ struct Segment {
     int tokens;         // -1: past the last sequence, nothing to do
 };
 
+// First token of a packed sequence, or the end of the last one.
+__device__ inline int sequence_start(const Cut& cut, int seq, int sequence) {
+    const int64_t at = cut.wide_offsets ? static_cast<const int64_t*>(cut.offsets)[sequence]
+                                        : static_cast<const int32_t*>(cut.offsets)[sequence];
+    return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(seq)));
+}
+
 // The `index`-th segment. Called by whole warps: 32 packed sequences are looked at at a time.
 __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
     const int segment_tokens = cut.segment_chunks * kChunk;
@@ -28,17 +35,12 @@ __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
         const int count = cut.segments / cut.sequences;
         return piece(index / count, index % count, count, 0, seq);
     }
-    auto offset = [&](int sequence) {
-        const int64_t at = cut.wide_offsets ? static_cast<const int64_t*>(cut.offsets)[sequence]
-                                            : static_cast<const int32_t*>(cut.offsets)[sequence];
-        return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(seq)));
-    };
     int before = 0;  // segments of the sequences before `base`
     for (int base = 0; base < cut.sequences; base += 32) {
         const int sequence = base + kittens::laneid();
         const bool exists = sequence < cut.sequences;
-        const int start = exists ? offset(sequence) : 0;
-        const int length = exists ? max(offset(sequence + 1) - start, 0) : 0;
+        const int start = exists ? sequence_start(cut, seq, sequence) : 0;
+        const int length = exists ? max(sequence_start(cut, seq, sequence + 1) - start, 0) : 0;
         const int count = exists ? max((length + segment_tokens - 1) / segment_tokens, 1) : 0;
         const int end =
             warp_inclusive_sum(count, kittens::laneid());  // segments up to and with this sequence

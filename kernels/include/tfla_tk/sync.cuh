@@ -23,6 +23,13 @@ __device__ inline int fresh_laneid() {
     return lane;
 }
 
+// This thread's number in the CTA, read anew at every call.
+__device__ inline int fresh_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // Waits for the completion of phase `phase`. NOTES: kittens::wait carries no "memory" clobber.
 __device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
@@ -61,6 +68,14 @@ __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count =
     if (kArrivalsPerWarp == 32 || fresh_laneid() == 0) kittens::arrive(barrier, count);
 }
 
+// Gives a warpgroup its share of the register file, whatever the launch gave it.
+template <int kRegisters, int kThreads, int kCtas> __device__ inline void set_registers() {
+    if constexpr (kRegisters > 65536 / (kThreads * kCtas))
+        kittens::warpgroup::increase_registers<kRegisters>();
+    else
+        kittens::warpgroup::decrease_registers<kRegisters>();
+}
+
 // Makes initialised barriers known to the TMA engine; other threads of the CTA need a __syncthreads.
 __device__ inline void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
@@ -69,10 +84,13 @@ __device__ inline void publish_barriers() {
 // Makes generic shared-memory writes visible to wgmma and the TMA engine.
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
-enum class NamedBarrier : int { gemm_turn = 1 };
+enum class NamedBarrier : int {
+    gemm_turn = 1,
+    out_panel = 2,  // and 3: one per warpgroup
+};
 
-template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier) {
-    asm volatile("bar.sync %0, %1;\n" ::"r"(static_cast<int>(barrier)), "n"(kThreads) : "memory");
+template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {
+    asm volatile("bar.sync %0, %1;\n" ::"r"(static_cast<int>(barrier) + index), "n"(kThreads) : "memory");
 }
 
 template <int kThreads> __device__ inline void named_arrive(NamedBarrier barrier) {

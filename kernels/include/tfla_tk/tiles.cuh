@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kittens.cuh"
+#include "tfla_tk/gates.cuh"
 #include "tfla_tk/tma.cuh"
 
 namespace tfla_tk {
@@ -65,6 +66,69 @@ __device__ inline uint32_t panel_offset(uint32_t row, uint32_t unit) {
 __device__ inline uint32_t transposed_lane_offset(int warp) {
     const uint32_t lane = kittens::laneid();
     return panel_offset(lane % 8 + (lane / 16) * 8, 2 * warp + (lane / 8) % 2);
+}
+
+// A = X^T for all 16 A::width rows of a panel of X and this warp's 16 columns. `address` is the panel plus
+// transposed_lane_offset.
+template <class A> __device__ inline void load_transposed(A& a, uint32_t address) {
+#pragma unroll
+    for (int j = 0; j < A::width; j++) {
+        auto& x = a.tiles[0][j].data;
+        kittens::move<typename A::dtype>::ldsm4t(x[0], x[1], x[2], x[3],
+                                                 address + 16 * j * kPanelColumns * 2);
+    }
+}
+
+// Column c of a tile times scale[c].
+template <class Tile> __device__ inline void scale_columns(Tile& tile, const float* scale) {
+    using T2 = typename Tile::dtype;
+    scale += 2 * (fresh_laneid() % 4);
+#pragma unroll
+    for (int j = 0; j < Tile::width; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 s = *reinterpret_cast<const float2*>(&scale[16 * j + 8 * half]);
+#pragma unroll
+            for (int k = 2 * half; k < 2 * half + 2; k++) {
+                T2& data = tile.tiles[0][j].data[k];
+                const float2 x = to_float2(data);
+                data = from_float2<T2>({x.x * s.x, x.y * s.y});
+            }
+        }
+}
+
+// sums += the products of a 16 x 16 operand's rows lane / 4 and + 8 with `weights`, this lane's part.
+template <class A> __device__ inline void add_row_dots(float2& sums, const A& a, const float* weights) {
+    weights += 2 * (fresh_laneid() % 4);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float2 w = *reinterpret_cast<const float2*>(&weights[8 * half]);
+        const float2 upper = to_float2(a.tiles[0][0].data[2 * half]);
+        const float2 lower = to_float2(a.tiles[0][0].data[2 * half + 1]);
+        sums = {sums.x + w.x * upper.x + w.y * upper.y, sums.y + w.x * lower.x + w.y * lower.y};
+    }
+}
+
+// An fp32 tile += rows . columns: rows lane / 4 and + 8 of this lane, all columns.
+template <class Tile> __device__ inline void add_outer(Tile& tile, float2 rows, const float* columns) {
+    columns += 2 * (fresh_laneid() % 4);
+#pragma unroll
+    for (int j = 0; j < Tile::width; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 c = *reinterpret_cast<const float2*>(&columns[16 * j + 8 * half]);
+            float2 &upper = tile.tiles[0][j].data[2 * half], &lower = tile.tiles[0][j].data[2 * half + 1];
+            upper = {upper.x + rows.x * c.x, upper.y + rows.x * c.y};
+            lower = {lower.x + rows.y * c.x, lower.y + rows.y * c.y};
+        }
+}
+
+// A fragment of a wgmma from 16 columns of an fp32 tile.
+template <class A, class Tile>
+__device__ inline void convert_fragment(A& a, const Tile& tile, int column_tile) {
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        a.tiles[0][0].data[k] = from_float2<typename A::dtype>(tile.tiles[0][column_tile].data[k]);
 }
 
 // A = (K_slice . key_scale)^T for 16 A::width tokens from `first_token` and 16 rows of K^T. `address` is the
@@ -174,6 +238,30 @@ template <class Tile> __device__ inline void zero_rows(Tile& tile, int first_row
     }
 }
 
+// Writes the transpose of a tile, converted to T, into a panel: this warp's 16 rows become its columns.
+// `address` is the panel plus transposed_lane_offset.
+template <class T, class Tile> __device__ inline void store_transposed(uint32_t address, const Tile& tile) {
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+#pragma unroll
+    for (int j = 0; j < Tile::width; j++) {
+        T2 x[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
+        kittens::move<T2>::stsm4t(address + 16 * j * kPanelColumns * 2, x[0], x[1], x[2], x[3]);
+    }
+}
+
+// Zeros the rows [first_row, kChunk) of a tile, by one warp.
+template <class T, int kRows, int kColumns>
+__device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_row) {
+    constexpr int kUnits = kPanelColumns * sizeof(T) / 16;  // of 16 bytes per row of a panel
+    const int count = (kChunk - first_row) * kUnits;
+    for (auto& panel : tile.data) {
+        auto* rows = reinterpret_cast<uint4*>(panel[first_row]);
+        for (int unit = kittens::laneid(); unit < count; unit += 32) rows[unit] = {0, 0, 0, 0};
+    }
+}
+
 // Visits this thread's column pairs of a tile: body(pair, row, column) for an fp32 tile whose rows start at
 // `row0`.
 template <class Tile, class Body>
@@ -203,6 +291,27 @@ __device__ inline void store_state(float* matrix, Tile& tile, int row0, int colu
     for_each_pair(tile, row0, column0, [&](float2& x, int r, int c) {
         if (r < rows && c < columns)
             *reinterpret_cast<float2*>(&matrix[static_cast<int64_t>(r) * columns + c]) = x;
+    });
+}
+
+// The transpose of such a matrix: tile rows are matrix columns.
+template <class Tile>
+__device__ inline void load_state_transposed(Tile& tile, const float* matrix, int row0, int column0, int rows,
+                                             int columns) {
+    for_each_pair(tile, column0, row0, [&](float2& x, int c, int r) {
+        auto at = [&](int r) {
+            return r < rows && c < columns ? matrix[static_cast<int64_t>(r) * columns + c] : 0.f;
+        };
+        x = {at(r), at(r + 1)};
+    });
+}
+
+template <class Tile>
+__device__ inline void store_state_transposed(float* matrix, Tile& tile, int row0, int column0, int rows,
+                                              int columns) {
+    for_each_pair(tile, column0, row0, [&](float2& x, int c, int r) {
+        if (r < rows && c < columns) matrix[static_cast<int64_t>(r) * columns + c] = x.x;
+        if (r + 1 < rows && c < columns) matrix[static_cast<int64_t>(r + 1) * columns + c] = x.y;
     });
 }
 

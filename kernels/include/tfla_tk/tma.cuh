@@ -14,6 +14,14 @@ namespace tfla_tk {
 
 constexpr int kPanelColumns = 64;  // 128 bytes of bf16: the swizzle width
 
+// A tile in shared memory as panels of 64 columns under the 128-byte swizzle, each with all of its rows.
+template <class T, int kRows, int kColumns> struct alignas(1024) PanelTile {
+    using type = T;
+    static constexpr int rows = kRows, panels = kColumns / kPanelColumns;
+    static constexpr uint32_t panel_bytes = kRows * kPanelColumns * sizeof(T);
+    T data[panels][kRows][kPanelColumns];
+};
+
 struct TensorMap {
     CUtensorMap map;
 
@@ -62,6 +70,15 @@ struct TensorMap {
             : "memory");
     }
 };
+
+// Loads the first `rows` rows of all panels of a tile; `column` is one of the operand.
+template <class Tile>
+__device__ inline void load_panels(Tile& tile, const TensorMap& map, kittens::semaphore& arrived, int column,
+                                   int row, int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::panels; panel++)
+        map.load_panel(tile.data[panel], arrived, column + panel * kPanelColumns, row, head, batch);
+}
 
 // Loads all panels of a [rows, columns] tile; `first_column` is a column of the operand.
 template <class Tile>

@@ -1,0 +1,89 @@
+// pybind11 module of the kernels around the passes of the mLSTM backward: integers in, launches out.
+#include "tfla_tk/binding_types.h"
+#include "tfla_tk/params_bwd.h"
+
+namespace {
+
+using Pair = std::array<std::int64_t, 2>;          // two pointers; 0 where there is none
+using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and to the inter part, slices
+using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
+using OffsetsTuple = std::array<std::int64_t, 3>;  // pointer or 0, whether they are 64-bit, sequences
+
+float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
+
+tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
+    return {pointer(x[0]), pointer(x[1]), static_cast<int>(x[2])};
+}
+
+tfla_tk::GateGradient gate_gradient(const tfla_tk::GateTuple& x) {
+    return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3], static_cast<tfla_tk::DType>(x[4])};
+}
+
+tfla_tk::StateGradient state(const StateTuple& x) {
+    return {pointer(x[0]), pointer(x[1]), pointer(x[2]), pointer(x[3])};
+}
+
+void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple& h, const Pair& rows,
+                    const Pair& factors, const std::array<int, 4>& sizes, float eps, bool half, int device,
+                    std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdRowsParams params{tfla_tk::operand(dh),
+                                             tfla_tk::operand(h),
+                                             pointer(rows[0]),
+                                             pointer(rows[1]),
+                                             pointer(factors[0]),
+                                             pointer(factors[1]),
+                                             sizes[0],
+                                             sizes[1],
+                                             sizes[2],
+                                             sizes[3],
+                                             eps,
+                                             half,
+                                             device};
+    tfla_tk::mlstm_bwd_rows(params, reinterpret_cast<void*>(stream));
+}
+
+void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const tfla_tk::GateTuple& i,
+                     const tfla_tk::GateTuple& f, const tfla_tk::GateTuple& di, const tfla_tk::GateTuple& df,
+                     std::int64_t chunk_m, const StateTuple& initial, const StateTuple& last,
+                     std::int64_t workspace, const OffsetsTuple& offsets, const std::array<int, 5>& sizes,
+                     bool sigmoid_gate, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdGatesParams params{row_sums(q_dq),
+                                              row_sums(k_dk),
+                                              tfla_tk::gate(i),
+                                              tfla_tk::gate(f),
+                                              gate_gradient(di),
+                                              gate_gradient(df),
+                                              reinterpret_cast<const double*>(chunk_m),
+                                              state(initial),
+                                              state(last),
+                                              reinterpret_cast<void*>(workspace),
+                                              reinterpret_cast<const void*>(offsets[0]),
+                                              offsets[1] != 0,
+                                              static_cast<int>(offsets[2]),
+                                              sizes[0],
+                                              sizes[1],
+                                              sizes[2],
+                                              sizes[3],
+                                              sizes[4],
+                                              sigmoid_gate,
+                                              device};
+    tfla_tk::mlstm_bwd_gates(params, reinterpret_cast<void*>(stream));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TFLA_MODULE, m) {
+    namespace py = pybind11;
+    m.def("mlstm_bwd_rows", &mlstm_bwd_rows, py::arg("dh"), py::arg("h"), py::arg("rows"), py::arg("factors"),
+          py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
+          "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e; sizes: batch, heads, "
+          "seq, dim_v.");
+    m.def("mlstm_bwd_gates", &mlstm_bwd_gates, py::arg("q_dq"), py::arg("k_dk"), py::arg("i"), py::arg("f"),
+          py::arg("di"), py::arg("df"), py::arg("chunk_m"), py::arg("initial"), py::arg("last"),
+          py::arg("workspace"), py::arg("offsets"), py::arg("sizes"), py::arg("sigmoid_gate"),
+          py::arg("device"), py::arg("stream"),
+          "Launches the gradients of the gates. sizes: batch, heads, seq, dim_qk, dim_v.");
+    m.def("mlstm_bwd_gates_workspace_bytes", &tfla_tk::mlstm_bwd_gates_workspace_bytes, py::arg("batch"),
+          py::arg("heads"), py::arg("seq"), py::arg("sequences"), py::arg("packed"),
+          "Bytes of the workspace of mlstm_bwd_gates.");
+}

@@ -1,0 +1,46 @@
+// Host side of a launch: errors as exceptions, the device, the shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "kittens.cuh"
+
+namespace tfla_tk {
+
+// Throws std::runtime_error with the name of what was to be launched.
+inline void check_launch(cudaError_t error, const char* name) {
+    if (error != cudaSuccess) throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(error));
+}
+
+// The current device for the life of the object.
+struct DeviceGuard {
+    int previous;
+
+    DeviceGuard(int device, const char* name) {
+        check_launch(cudaGetDevice(&previous), name);
+        if (previous != device) check_launch(cudaSetDevice(device), name);
+    }
+    ~DeviceGuard() { cudaSetDevice(previous); }
+};
+
+// Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory.
+template <auto kKernel, int kSharedBytes = 0, class Arguments>
+void launch(const Arguments& arguments, dim3 grid, int threads, int device, cudaStream_t stream,
+            const char* name) {
+    static_assert(kSharedBytes <= kittens::MAX_SHARED_MEMORY);
+    static std::array<std::atomic<bool>, 64> allowed{};  // by device
+    if (kSharedBytes > 0 && !allowed.at(device)) {
+        check_launch(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+                     name);
+        allowed[device] = true;
+    }
+    kKernel<<<grid, threads, kSharedBytes, stream>>>(arguments);
+    check_launch(cudaGetLastError(), name);
+}
+
+}  // namespace tfla_tk

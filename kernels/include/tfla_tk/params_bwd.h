@@ -1,0 +1,61 @@
+// Arguments of the mLSTM backward's host functions before and after its passes, for their own pybind11
+// bindings.
+#pragma once
+
+#include "tfla_tk/params.h"
+
+namespace tfla_tk {
+
+// Numbers per row that the passes need: log2 of the normaliser w_t, and e_t = -(dh_t.h_t) sign(d_t)
+// [|d_t| > floor_t].
+struct MlstmBwdRowsParams {
+    Operand dh, h;       // [B, H, S, V], bf16 or fp16, rows at multiples of 16 bytes
+    const float* row_n;  // [B, H, S]: d_t; null without normaliser: log2 w and e are 0
+    const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
+    float *log2_w, *e;   // [B, H, S]
+    int batch, heads, seq, dim_v;
+    float eps;  // added to the normaliser after the max
+    bool half;  // operands are fp16, not bf16
+    int device;
+};
+
+// [slices, B, H, S]: q_t.dq_t or k_t.dk_t, each slice of K for itself.
+struct RowSums {
+    const float *whole, *inter;  // inter: the part through the state that enters the chunk in the pass
+    int slices;
+};
+
+// Like Gate, to be written.
+struct GateGradient {
+    void* data;
+    std::int64_t batch_stride, head_stride, row_stride;
+    DType dtype;
+};
+
+// A state and its gradient: [N, H, K, V], [N, H, K], contiguous; c, dc or n, dn are null in pairs.
+struct StateGradient {
+    const float *c, *dc, *n, *dn;
+};
+
+struct MlstmBwdGatesParams {
+    RowSums q_dq, k_dk;
+    Gate i, f;
+    GateGradient di, df;
+    const double* chunk_m;  // [B, H, slots]: log2 units, at each chunk's start; null with the sigmoid gate
+    StateGradient initial, last;  // before the first and after the last token of every sequence
+    void* workspace;              // mlstm_bwd_gates_workspace_bytes of it
+    const void* offsets;          // of packed sequences, as in Cut
+    bool wide_offsets;
+    int sequences;
+    int batch, heads, seq, dim_qk, dim_v;
+    bool sigmoid_gate;
+    int device;
+};
+
+std::int64_t mlstm_bwd_gates_workspace_bytes(int batch, int heads, int seq, int sequences, bool packed);
+
+// Both throw std::runtime_error on a refused launch; seq is at least 1.
+void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream);
+void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream);
+
+}  // namespace tfla_tk

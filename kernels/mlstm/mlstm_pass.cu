@@ -1,0 +1,121 @@
+// One pass of the mLSTM backward: dq, dk or dv (params_pass.h).
+//
+// One CTA owns a (sequence, head, slice of the values) and walks it in chunks of 64 tokens, for dq forward
+// and for dk and dv backward in time; the transposed state stays in registers in fp32. Per chunk:
+//   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh)
+//   scores     S = Q K^T; (S + e) . gate into shared memory
+//   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
+//              O^T by TMA to global memory; row sums of O^T . factor
+// Equations: docs/mlstm-backward.md.
+#include <cmath>
+
+#include "mlstm_pass_config.cuh"
+#include "mlstm_pass_producer.cuh"
+#include "mlstm_pass_scores.cuh"
+#include "mlstm_pass_state.cuh"
+#include "tfla_tk/launch.cuh"
+
+#ifndef TFLA_DIM_KEYS
+#error "TFLA_DIM_KEYS and TFLA_SLICE choose the instance"
+#endif
+
+namespace tfla_tk::mlstm {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pass_kernel(
+    const __grid_constant__ PassGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<PassMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+
+    if (threadIdx.x < 32) {
+        const PassTask task = PassTask::of_block<C>(g, blockIdx.x);
+        if (threadIdx.x == 0) {
+            smem.task = task;
+            smem.init_barriers();
+            g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch();
+        }
+    }
+    __syncthreads();
+    if (smem.task.tokens < 0) return;
+
+    constexpr auto kRegisters = C::kTiling.registers;
+    constexpr int kThreads = C::kThreads, kCtas = C::kTiling.ctas_per_sm;
+    if (warpgroup_id == 0) {
+        set_registers<kRegisters.producer, kThreads, kCtas>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_pass_tiles(g, smem);
+        else if (warp == 1)
+            g.sigmoid_gate ? sum_gates<C, true>(g, smem) : sum_gates<C, false>(g, smem);
+        else if (warp == 2)
+            g.sigmoid_gate ? scale_gates<C, true>(g, smem) : scale_gates<C, false>(g, smem);
+    } else if (warpgroup_id == 1) {
+        set_registers<kRegisters.scores, kThreads, kCtas>();
+        make_pass_scores(smem);
+    } else {
+        set_registers<kRegisters.state, kThreads, kCtas>();
+        walk_state(g, smem, warpgroup_id - 2);
+    }
+}
+
+template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
+    using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
+    auto map = [&](const Operand& x, int dim, int box_rows) {
+        return TensorMap(x, p.batch, p.heads, p.seq, dim, box_rows, p.half);
+    };
+    const int slices = (p.dim_values + C::kSlice - 1) / C::kSlice;
+    const int chunks = (p.seq + kChunk - 1) / kChunk;
+    const PassGlobals g{map(p.queries, p.dim_keys, kChunk),
+                        map(p.keys, p.dim_keys, kChunk),
+                        map(p.values, p.dim_values, kChunk),
+                        map(C::kNormalizer ? p.factor : p.values, p.dim_values, kChunk),
+                        map(p.out, p.dim_values, 16),
+                        map(p.out, p.dim_values, 1),
+                        p.i,
+                        p.f,
+                        p.log2_w,
+                        p.e,
+                        p.chunk_m,
+                        p.entering_c,
+                        p.entering_n,
+                        p.leaving_c,
+                        p.leaving_n,
+                        p.whole,
+                        p.inter,
+                        {p.offsets, p.wide_offsets, p.sequences, p.sequences, chunks},
+                        p.batch,
+                        p.heads,
+                        p.seq,
+                        chunk_slots(p.seq, p.sequences, p.offsets != nullptr),
+                        p.dim_keys,
+                        p.dim_values,
+                        slices,
+                        p.scale,
+                        std::log2(static_cast<double>(p.scale)),
+                        p.sigmoid_gate};
+    const DeviceGuard guard(p.device, "mlstm_pass");
+    launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, p.sequences * p.heads * slices, C::kThreads,
+                                                        p.device, stream, "mlstm_pass");
+}
+
+template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
+    if (p.gradient == Gradient::dv) return run_mlstm_pass<T, Gradient::dv>(p, stream);
+    if constexpr (pass_serves(TFLA_SLICE, Gradient::dq))
+        return p.gradient == Gradient::dq ? run_mlstm_pass<T, Gradient::dq>(p, stream)
+                                          : run_mlstm_pass<T, Gradient::dk>(p, stream);
+    else
+        throw std::runtime_error("mlstm_pass: this instance makes dv alone");
+}
+
+}  // namespace tfla_tk::mlstm
+
+namespace tfla_tk {
+
+void mlstm_pass(const MlstmPassParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.half ? mlstm::run_mlstm_pass<kittens::half>(params, s)
+                : mlstm::run_mlstm_pass<kittens::bf16>(params, s);
+}
+
+}  // namespace tfla_tk

@@ -1,0 +1,97 @@
+// The gate side of a pass of the mLSTM backward, scanned by two warps ahead of the GEMMs.
+//
+// With b, a, M and m_in of gates.cuh, in log2 units, a token j sends and a token t receives:
+//     s W_tj / w_t    = 2^{sends_j - receives_t}             sends_j = a_j + log2 s, receives_t = M_t + log2
+//     w_t from the state  = 2^{m_in - receives_t} s for t, 2^{a_j - M_L} for j
+// Each chunk's m_in was saved by the forward, so chunks come in either order. The sigmoid gate has m_in = 0
+// and receives_t = log2 w_t - b_t, and b_L in the place of -M_L.
+#pragma once
+
+#include "tfla_tk/gates.cuh"
+
+namespace tfla_tk::mlstm {
+
+// Between the two warps: lane l owns tokens 2 l and 2 l + 1.
+struct alignas(16) PassSums {
+    double2 b[kChunk / 2], a[kChunk / 2];
+};
+
+// What the GEMM warpgroups read of one chunk.
+struct alignas(16) PassStage {
+    float2 sends[kChunk], receives[kChunk];  // as high and low part
+    float e[kChunk];                         // added to the scores of t
+    float query_scale[kChunk];               // of what a query gets from the state
+    float key_scale[kChunk];                 // of what a key adds to the state
+    float norm_query[kChunk];                // of what a query gets from n
+    float norm_key[kChunk];                  // of what a key adds to n
+    float decay;                             // of the state and of n
+};
+
+// s W_tj / w_t of a score.
+__device__ inline float pass_gate(float2 sends, float2 receives) {
+    return exp2f((sends.x - receives.x) + (sends.y - receives.y));
+}
+
+__device__ inline float2 high_and_low(double x) {
+    const float high = static_cast<float>(x);
+    return {high, static_cast<float>(x - static_cast<double>(high))};
+}
+
+// The first warp's part: sums along the chunk. f: of the lane's two tokens, replaced by next_f() as soon as
+// it is read, so that loads there are in flight. load_i(): the input pre-activations.
+template <bool kSigmoid, class LoadI, class NextF>
+__device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f, double log2_scale,
+                                      LoadI load_i, NextF next_f) {
+    const int lane = fresh_laneid();
+    const double log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+    f = next_f();
+    const double b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
+    sums.b[lane] = {b_x, b_y};
+    const float2 i = load_i();
+    const double a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
+    sums.a[lane] = {a_x, a_y};
+    out.sends[2 * lane] = high_and_low(a_x + log2_scale);
+    out.sends[2 * lane + 1] = high_and_low(a_y + log2_scale);
+}
+
+// The second warp's part. m_in: of the chunk. log2_w, e: of the lane's two tokens.
+template <bool kSigmoid, bool kBackward>
+__device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, double m_in, float2 log2_w,
+                                        float2 e, float scale) {
+    const int lane = fresh_laneid();
+    auto write_pair = [&](float (&values)[kChunk], float x, float y) {
+        *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
+    };
+    const double2 a = sums.a[lane];
+    const double end =
+        kSigmoid ? sums.b[kChunk / 2 - 1].y : -larger(m_in, warp_max(larger(a.x, a.y)));  // b_L or -M_L
+    const float sent_x = exp2_of(a.x + end), sent_y = exp2_of(a.y + end);
+    if (lane == 0) out.decay = exp2_of(m_in + end);
+
+    float2 receives_x, receives_y;
+    if constexpr (kSigmoid) {
+        const double2 b = sums.b[lane];
+        receives_x = high_and_low(-b.x), receives_y = high_and_low(-b.y);
+        receives_x.y += log2_w.x, receives_y.y += log2_w.y;
+    } else {  // M_t rounded up, as in the forward
+        const float up_x = fmaxf(__double2float_ru(a.x), __double2float_ru(m_in));
+        const float up_y = fmaxf(__double2float_ru(a.y), up_x);
+        const float row_y = warp_inclusive_max(up_y);
+        const float before = __shfl_up_sync(0xffffffff, row_y, 1);
+        receives_x = {lane == 0 ? up_x : fmaxf(before, up_x), log2_w.x};
+        receives_y = {row_y, log2_w.y};
+    }
+    *reinterpret_cast<float4*>(&out.receives[2 * lane]) = {receives_x.x, receives_x.y, receives_y.x,
+                                                           receives_y.y};
+    auto received = [&](float2 receives) {
+        return scale * exp2f(static_cast<float>(m_in - static_cast<double>(receives.x)) - receives.y);
+    };
+    const float received_x = received(receives_x), received_y = received(receives_y);
+    write_pair(out.e, e.x, e.y);
+    write_pair(kBackward ? out.key_scale : out.query_scale, received_x, received_y);
+    write_pair(kBackward ? out.norm_key : out.norm_query, received_x * e.x, received_y * e.y);
+    write_pair(kBackward ? out.query_scale : out.key_scale, sent_x, sent_y);
+    write_pair(kBackward ? out.norm_query : out.norm_key, sent_x, sent_y);
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,95 @@
+// Producer warpgroup of the mLSTM backward's passes: TMA loads, gate scan.
+#pragma once
+
+#include "mlstm_pass_config.cuh"
+#include "tfla_tk/tiles.cuh"
+
+namespace tfla_tk::mlstm {
+
+// One warp feeds the rings. Rows behind the last token may be another sequence's: zeros take their place in
+// keys and values.
+template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, PassMemory<C>& smem) {
+    const PassTask& task = smem.task;
+    int tails = 0;  // tiles that were loaded with zeros to fill in
+    auto load = [&](auto& tile, const TensorMap& map, semaphore& arrived, int column, int chunk, bool fill) {
+        using Tile = std::remove_reference_t<decltype(tile)>;
+        const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
+        const bool tail = fill && g.packed() && rows < kChunk;
+        semaphore& landed = tail ? smem.tail_landed : arrived;
+        if (fresh_laneid() == 0) {
+            tma::expect_bytes(landed, sizeof(tile.data));
+            load_panels(tile, map, landed, column, row, task.head, task.batch);
+        }
+        if (!tail) return;
+        wait(landed, tails++ & 1);
+        zero_rows(tile, rows);
+        fence_async_proxy();
+        __syncwarp();
+        if (fresh_laneid() == 0) arrive(arrived);
+    };
+    for (int step = 0; step < task.chunks; step++) {
+        const int chunk = C::chunk(task, step);
+        const auto [slot, phase] = C::tile(step);
+        for (int part = 0; part < C::kParts; part++) {
+            wait_free(smem.keys_free[slot][part], phase);
+            load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], part * C::kPart, chunk, true);
+            wait_free(smem.queries_free[slot][part], phase);
+            load(smem.queries[slot][part], g.queries, smem.queries_arrived[slot][part], part * C::kPart,
+                 chunk, false);
+        }
+        wait_free(smem.values_free[slot], phase);
+        load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk, true);
+        if constexpr (C::kNormalizer) {
+            wait_free(smem.factor_free[0], C::factor(step).phase);
+            load(smem.factor[0], g.factor, smem.factor_arrived[0], task.column, chunk, false);
+        }
+    }
+}
+
+template <class C, bool kSigmoid>
+__device__ inline void sum_gates(const PassGlobals& g, PassMemory<C>& smem) {
+    const PassTask& task = smem.task;
+    const GateRows input(g.i, task.batch, task.head, task.first_row);
+    const GateRows forget(g.f, task.batch, task.head, task.first_row);
+    auto load_f = [&](int step) {
+        return step < task.chunks ? forget.pair(C::chunk(task, step), task.tokens, kNoForget)
+                                  : float2{0.f, 0.f};
+    };
+    float2 f = load_f(0);
+    for (int step = 0; step < task.chunks; step++) {
+        const auto sums = C::gate_sums(step);
+        const auto stage = C::gate_stage(step);
+        wait_free(smem.gates_free[stage.slot], stage.phase);
+        wait_free(smem.sums_free[sums.slot], sums.phase);
+        sum_pass_gates<kSigmoid>(
+            smem.gate_sums[sums.slot], smem.gates[stage.slot], f, g.log2_scale,
+            [&] { return input.pair(C::chunk(task, step), task.tokens, kNoInput); },
+            [&] { return load_f(step + 1); });
+        arrive_warp(smem.sums_ready[sums.slot]);
+    }
+}
+
+template <class C, bool kSigmoid>
+__device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
+    const PassTask& task = smem.task;
+    auto pair = [&](const float* rows, int chunk) {
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        rows += task.row;
+        return float2{t < task.tokens ? rows[t] : 0.f, t + 1 < task.tokens ? rows[t + 1] : 0.f};
+    };
+    for (int step = 0; step < task.chunks; step++) {
+        const int chunk = C::chunk(task, step);
+        const float2 log2_w = pair(g.log2_w, chunk);
+        const float2 e = C::kNormalizer ? pair(g.e, chunk) : float2{0.f, 0.f};
+        const double m_in = kSigmoid ? 0. : g.chunk_m[task.slot + chunk];
+        const auto sums = C::gate_sums(step);
+        const auto stage = C::gate_stage(step);
+        wait(smem.sums_ready[sums.slot], sums.phase);  // after gates_free, on which the sums wait
+        scale_pass_gates<kSigmoid, C::kBackward>(smem.gates[stage.slot], smem.gate_sums[sums.slot], m_in,
+                                                 log2_w, e, g.scale);
+        arrive_warp(smem.sums_free[sums.slot]);
+        arrive_warp(smem.gates_ready[stage.slot]);
+    }
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,330 @@
+"""The mLSTM backward by the ThunderKittens kernels: numbers per row, three passes, gradients of the gates.
+
+All three large gradients are the same kernel with other operands. It walks (queries, keys, values) chunk by
+chunk with a state keys x values on chip, for dk and dv from the last chunk to the first. With the gates W_tj,
+the normaliser w_t, s = K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
+
+                                                                            queries  keys  values
+    dq_t = sum_{j <= t} s W_tj / w_t (dh_t.v_j + e_t) k_j + from the state    dh      v      k
+    dk_j = sum_{t >= j} s W_tj / w_t (v_j.dh_t + e_t) q_t + from the state    v       dh     q
+    dv_j = sum_{t >= j} s W_tj / w_t (k_j.q_t) dh_t       + from the state    k       q      dh
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends.tk import (
+    _current_stream,
+    _gate,
+    _has_aligned_rows,
+    _operand,
+    _pointer,
+    _rows_aligned,
+    _state_aligned,
+)
+from tfla_tk.build import instances
+from tfla_tk.ops import Grads, MaybeTensor, grads_like
+
+_SUM_COLUMNS = 64  # kSumColumns of params_pass.h
+_GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
+
+State = tuple[MaybeTensor, MaybeTensor]  # c and n, or their gradients
+StateGradient = tuple[MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]  # c, dc, n, dn
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What every pass reads of the forward.
+
+    Attributes:
+        i, f: [B, NH, S] pre-activations of the gates, any strides, fp32, bf16 or fp16.
+        chunk_m: [B, NH, slots] fp64, as the forward op returns it; None with the sigmoid gate.
+        cu_seqlens: contiguous offsets [N + 1] of packed sequences, or None.
+        scale: of q k^T.
+    """
+
+    i: Tensor
+    f: Tensor
+    chunk_m: MaybeTensor
+    cu_seqlens: MaybeTensor
+    scale: float
+
+    @property
+    def sigmoid_gate(self) -> bool:
+        return self.chunk_m is None
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Row sums of q_t.dq_t or k_t.dk_t, fp32 [P, B, NH, S]: of every part of v and 64 columns of K by itself.
+
+    Attributes:
+        whole: all of it.
+        inter: the part of it through the state that entered the chunk of 64 tokens.
+        parts: of v.
+    """
+
+    whole: Tensor
+    inter: Tensor
+    parts: int
+
+    def part(self, number: int) -> tuple[Tensor, Tensor]:
+        """Where the pass over one part of v writes its sums."""
+        size = self.whole.shape[0] // self.parts
+        own = slice(number * size, (number + 1) * size)
+        return self.whole[own], self.inter[own]
+
+
+def mlstm_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: MaybeTensor,
+    n_initial: MaybeTensor,
+    m_initial: MaybeTensor,
+    cu_seqlens: MaybeTensor,
+    h: Tensor,
+    row_n: Tensor,
+    row_m: Tensor,
+    chunk_m: Tensor,
+    c_last: MaybeTensor,
+    n_last: MaybeTensor,
+    dh: Tensor,
+    dc_last: MaybeTensor,
+    dn_last: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    schedule: str,
+) -> Grads:
+    """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
+
+    The passes have one schedule: `schedule` is the forward's alone.
+
+    Raises:
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    grads = grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+    if not normalize:
+        n_last = dn_last = None
+    if q.numel() == 0:
+        for grad, last in zip(grads[5:], (dc_last, dn_last), strict=True):
+            if grad.numel() > 0:
+                grad.zero_() if last is None else grad.copy_(last)
+        return grads
+    # what the kernels write: the gradients themselves where their layout allows it
+    dq, dk, dv = (x if _has_aligned_rows(x) else _dense(x) for x in grads[:3])
+    di, df = grads[3:5]
+    dc_initial, dn_initial = (
+        None if given is None else grad if grad.is_contiguous() else _dense(grad)
+        for given, grad in zip((c_initial, n_initial), grads[5:], strict=True)
+    )
+    kernel = build.load(instances.mlstm_bwd())
+    q, k, v, h, dh = (_rows_aligned(x) for x in (q, k, v, h, dh))
+    c_initial, n_initial, c_last, n_last, dc_last, dn_last = (
+        _state_aligned(x) for x in (c_initial, n_initial, c_last, n_last, dc_last, dn_last)
+    )
+    offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
+    gates = Gates(i, f, None if sigmoid_gate else chunk_m, offsets, q.shape[-1] ** -0.5)
+
+    # dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes as many as it holds
+    parts = [slice(at, at + instances.MAX_DIM_QK) for at in range(0, v.shape[-1], instances.MAX_DIM_QK)]
+    q_dq, k_dk = (_empty_sums(q, len(parts)) for _ in range(2))
+    for number, part in enumerate(parts):
+        first = number == 0
+        dh_part, v_part = dh[..., part], v[..., part]
+        rows = _row_factors(kernel, dh_part, h[..., part], row_n, row_m, eps)
+        dq_part, dk_part = (dq, dk) if first else (_dense(dq), _dense(dk))
+        dn_part = dn_initial if first or dn_initial is None else _dense(dn_initial)
+        state, state_grad = _columns(c_initial, part), _columns(dc_last, part)
+        norm_grad = dn_last if first else None
+        sums = q_dq.part(number), k_dk.part(number)
+        _run_pass("dq", dh_part, v_part, k, dq_part, gates, rows, (state, n_initial), factor=q, sums=sums[0])
+        _run_pass(
+            "dk", v_part, dh_part, q, dk_part, gates, rows,
+            (state_grad, norm_grad), (None, dn_part), factor=k, sums=sums[1],
+        )  # fmt: skip
+        if first:
+            _run_pass("dv", k, q, dh, dv, gates, rows, (dc_last, None), (dc_initial, None))
+            continue
+        dq.add_(dq_part)
+        dk.add_(dk_part)
+        if dn_initial is not None and dn_part is not None:
+            dn_initial.add_(dn_part)
+    _gate_gradients(
+        kernel,
+        gates,
+        q_dq,
+        k_dk,
+        di,
+        df,
+        (c_initial, dc_initial, n_initial, dn_initial),
+        (c_last, dc_last, n_last, dn_last),
+        (*q.shape, v.shape[-1]),
+    )
+    for grad, written in zip((*grads[:3], *grads[5:]), (dq, dk, dv, dc_initial, dn_initial), strict=True):
+        if written is not None and written is not grad:
+            grad.copy_(written)
+    return grads
+
+
+def _run_pass(
+    name: str,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    gates: Gates,
+    rows: tuple[Tensor, Tensor],
+    entering: State,
+    leaving: State = (None, None),
+    factor: MaybeTensor = None,
+    sums: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """One pass over the chunks, on the current stream.
+
+    Args:
+        name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
+        queries, keys, values: [B, NH, S, *], rows aligned for TMA.
+        out: the gradient, to be written; like `values`, rows aligned for TMA.
+        gates: what every pass reads of the forward.
+        rows: log2_w and e of every token, [B, NH, S] fp32.
+        entering: what the walk begins with, (c, n) for "dq", (dc, dn) for the others, contiguous fp32; None
+            is zero. c and dc are [N, NH, K, V] always: the state of "dv"; those of "dq" and "dk" are its
+            transpose. n and dn [N, NH, K] go with the values' columns and are None for "dv".
+        leaving: (dc, dn) of the initial state, to be written at the walk's end where there is a tensor.
+        factor: like `out`, what its rows are multiplied with for the row sums; not for "dv".
+        sums: where these are written, whole and inter.
+    """
+    batch, heads, seq, dim_values = values.shape
+    device = values.get_device()
+    kernel = build.load(instances.mlstm_pass(name, keys.shape[-1], dim_values))
+    offsets = gates.cu_seqlens
+    kernel.mlstm_pass(
+        _GRADIENTS[name],
+        _operand(queries),
+        _operand(keys),
+        _operand(values),
+        _operand(out),
+        _operand(values if factor is None else factor),
+        _gate(gates.i),
+        _gate(gates.f),
+        (rows[0].data_ptr(), rows[1].data_ptr(), _pointer(gates.chunk_m)),
+        (_pointer(entering[0]), _pointer(entering[1])),
+        (_pointer(leaving[0]), _pointer(leaving[1])),
+        (0, 0) if sums is None else (sums[0].data_ptr(), sums[1].data_ptr()),
+        (
+            _pointer(offsets),
+            offsets is not None and offsets.dtype == torch.int64,
+            batch if offsets is None else offsets.numel() - 1,
+        ),
+        (batch, heads, seq, keys.shape[-1], dim_values),
+        gates.scale,
+        values.dtype == torch.float16,
+        gates.sigmoid_gate,
+        device,
+        _current_stream(device),
+    )
+
+
+def _empty_sums(q: Tensor, parts: int) -> RowSums:
+    batch, heads, seq, dim = q.shape
+    shape = (parts * -(-dim // _SUM_COLUMNS), batch, heads, seq)
+    whole, inter = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    return RowSums(whole, inter, parts)
+
+
+def _columns(state: MaybeTensor, part: slice) -> MaybeTensor:
+    """A part of V of a state [N, NH, K, V], contiguous."""
+    return None if state is None else state[..., part].contiguous()
+
+
+def _row_factors(
+    kernel: ModuleType, dh: Tensor, h: Tensor, row_n: Tensor, row_m: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """log2 w_t and e_t of every token."""
+    batch, heads, seq, _ = h.shape
+    log2_w, e = (torch.empty((batch, heads, seq), dtype=torch.float32, device=h.device) for _ in range(2))
+    device = h.get_device()
+    kernel.mlstm_bwd_rows(
+        _operand(dh),
+        _operand(h),
+        (_given(row_n), _given(row_m)),
+        (log2_w.data_ptr(), e.data_ptr()),
+        tuple(h.shape),
+        eps,
+        h.dtype == torch.float16,
+        device,
+        _current_stream(device),
+    )
+    return log2_w, e
+
+
+def _gate_gradients(
+    kernel: ModuleType,
+    gates: Gates,
+    q_dq: RowSums,
+    k_dk: RowSums,
+    di: Tensor,
+    df: Tensor,
+    initial: StateGradient,
+    last: StateGradient,
+    sizes: tuple[int, ...],
+) -> None:
+    """di and df from the passes' row sums.
+
+    Args:
+        initial, last: before the first and after the last token, contiguous fp32; None without one.
+        sizes: batch, heads, seq, dim_qk, dim_v.
+    """
+    offsets = gates.cu_seqlens
+    batch, heads, seq = sizes[:3]
+    sequences = batch if offsets is None else offsets.numel() - 1
+    size = kernel.mlstm_bwd_gates_workspace_bytes(batch, heads, seq, sequences, offsets is not None)
+    workspace = torch.empty(size, dtype=torch.uint8, device=di.device)
+    device = di.get_device()
+    kernel.mlstm_bwd_gates(
+        _row_sums(q_dq),
+        _row_sums(k_dk),
+        _gate(gates.i),
+        _gate(gates.f),
+        _gate(di),
+        _gate(df),
+        _pointer(gates.chunk_m),
+        _state_pair(*initial[:2]) + _state_pair(*initial[2:]),
+        _state_pair(*last[:2]) + _state_pair(*last[2:]),
+        workspace.data_ptr(),
+        (_pointer(offsets), offsets is not None and offsets.dtype == torch.int64, sequences),
+        sizes,
+        gates.sigmoid_gate,
+        device,
+        _current_stream(device),
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Uninitialised, contiguous."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _given(x: Tensor) -> int:
+    """Address of the data; 0 for an empty tensor, which stands for none."""
+    return x.data_ptr() if x.numel() > 0 else 0
+
+
+def _row_sums(x: RowSums) -> tuple[int, int, int]:
+    return x.whole.data_ptr(), x.inter.data_ptr(), x.whole.shape[0]
+
+
+def _state_pair(state: MaybeTensor, grad: MaybeTensor) -> tuple[int, int]:
+    """Addresses of a state and its gradient; of none where one of them is missing."""
+    return (0, 0) if state is None or grad is None else (state.data_ptr(), grad.data_ptr())
