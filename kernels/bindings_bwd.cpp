@@ -6,6 +6,7 @@ namespace {
 
 using Pair = std::array<std::int64_t, 2>;          // two pointers; 0 where there is none
 using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and to the inter part, slices
+using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
 using OffsetsTuple = std::array<std::int64_t, 3>;  // pointer or 0, whether they are 64-bit, sequences
 
@@ -14,6 +15,8 @@ float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address);
 tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
     return {pointer(x[0]), pointer(x[1]), static_cast<int>(x[2])};
 }
+
+tfla_tk::Anchors anchors_of(const AnchorsTuple& x) { return {pointer(x[0]), static_cast<int>(x[1])}; }
 
 tfla_tk::GateGradient gate_gradient(const tfla_tk::GateTuple& x) {
     return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3], static_cast<tfla_tk::DType>(x[4])};
@@ -42,13 +45,14 @@ void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple
     tfla_tk::mlstm_bwd_rows(params, reinterpret_cast<void*>(stream));
 }
 
-void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const tfla_tk::GateTuple& i,
-                     const tfla_tk::GateTuple& f, const tfla_tk::GateTuple& di, const tfla_tk::GateTuple& df,
-                     std::int64_t chunk_m, const StateTuple& initial, const StateTuple& last,
-                     std::int64_t workspace, const OffsetsTuple& offsets, const std::array<int, 5>& sizes,
-                     bool sigmoid_gate, int device, std::uintptr_t stream) {
+void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const AnchorsTuple& anchors,
+                     const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f, const tfla_tk::GateTuple& di,
+                     const tfla_tk::GateTuple& df, std::int64_t chunk_m, const StateTuple& initial,
+                     const StateTuple& last, std::int64_t workspace, const OffsetsTuple& offsets,
+                     const std::array<int, 5>& sizes, bool sigmoid_gate, int device, std::uintptr_t stream) {
     const tfla_tk::MlstmBwdGatesParams params{row_sums(q_dq),
                                               row_sums(k_dk),
+                                              anchors_of(anchors),
                                               tfla_tk::gate(i),
                                               tfla_tk::gate(f),
                                               gate_gradient(di),
@@ -78,12 +82,11 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
           "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e; sizes: batch, heads, "
           "seq, dim_v.");
-    m.def("mlstm_bwd_gates", &mlstm_bwd_gates, py::arg("q_dq"), py::arg("k_dk"), py::arg("i"), py::arg("f"),
-          py::arg("di"), py::arg("df"), py::arg("chunk_m"), py::arg("initial"), py::arg("last"),
-          py::arg("workspace"), py::arg("offsets"), py::arg("sizes"), py::arg("sigmoid_gate"),
-          py::arg("device"), py::arg("stream"),
+    m.def("mlstm_bwd_gates", &mlstm_bwd_gates, py::arg("q_dq"), py::arg("k_dk"), py::arg("anchors"),
+          py::arg("i"), py::arg("f"), py::arg("di"), py::arg("df"), py::arg("chunk_m"), py::arg("initial"),
+          py::arg("last"), py::arg("workspace"), py::arg("offsets"), py::arg("sizes"),
+          py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
           "Launches the gradients of the gates. sizes: batch, heads, seq, dim_qk, dim_v.");
-    m.def("mlstm_bwd_gates_workspace_bytes", &tfla_tk::mlstm_bwd_gates_workspace_bytes, py::arg("batch"),
-          py::arg("heads"), py::arg("seq"), py::arg("sequences"), py::arg("packed"),
-          "Bytes of the workspace of mlstm_bwd_gates.");
+    m.def("mlstm_bwd_gates_workspace_bytes", &tfla_tk::mlstm_bwd_gates_workspace_bytes, py::arg("heads"),
+          py::arg("sequences"), "Bytes of the workspace of mlstm_bwd_gates.");
 }

@@ -6,6 +6,7 @@ namespace {
 
 using Pair = std::array<std::int64_t, 2>;          // two pointers; 0 where there is none
 using RowsTuple = std::array<std::int64_t, 3>;     // pointers to log2_w, e, chunk_m or 0
+using AnchorsTuple = std::array<std::int64_t, 3>;  // pointers to states and flows or 0, parts of a flow
 using OffsetsTuple = std::array<std::int64_t, 3>;  // pointer or 0, whether they are 64-bit, sequences
 
 float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
@@ -14,8 +15,8 @@ void mlstm_pass(int gradient, const tfla_tk::OperandTuple& queries, const tfla_t
                 const tfla_tk::OperandTuple& values, const tfla_tk::OperandTuple& out,
                 const tfla_tk::OperandTuple& factor, const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f,
                 const RowsTuple& rows, const Pair& entering, const Pair& leaving, const Pair& sums,
-                const OffsetsTuple& offsets, const std::array<int, 5>& sizes, float scale, bool half,
-                bool sigmoid_gate, int device, std::uintptr_t stream) {
+                const AnchorsTuple& anchors, const OffsetsTuple& offsets, const std::array<int, 5>& sizes,
+                float scale, bool half, bool sigmoid_gate, int device, std::uintptr_t stream) {
     const tfla_tk::MlstmPassParams params{static_cast<tfla_tk::Gradient>(gradient),
                                           tfla_tk::operand(queries),
                                           tfla_tk::operand(keys),
@@ -33,6 +34,9 @@ void mlstm_pass(int gradient, const tfla_tk::OperandTuple& queries, const tfla_t
                                           pointer(leaving[1]),
                                           pointer(sums[0]),
                                           pointer(sums[1]),
+                                          reinterpret_cast<void*>(anchors[0]),
+                                          pointer(anchors[1]),
+                                          static_cast<int>(anchors[2]),
                                           reinterpret_cast<const void*>(offsets[0]),
                                           offsets[1] != 0,
                                           static_cast<int>(offsets[2]),
@@ -52,10 +56,15 @@ void mlstm_pass(int gradient, const tfla_tk::OperandTuple& queries, const tfla_t
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
-    m.def("mlstm_pass", &mlstm_pass, py::arg("gradient"), py::arg("queries"), py::arg("keys"),
-          py::arg("values"), py::arg("out"), py::arg("factor"), py::arg("i"), py::arg("f"), py::arg("rows"),
-          py::arg("entering"), py::arg("leaving"), py::arg("sums"), py::arg("offsets"), py::arg("sizes"),
-          py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
-          "Launches one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; rows: log2_w, e, chunk_m; "
-          "sums: whole, inter; sizes: batch, heads, seq, dim_keys, dim_values.");
+    m.def(
+        "mlstm_pass", &mlstm_pass, py::arg("gradient"), py::arg("queries"), py::arg("keys"),
+        py::arg("values"), py::arg("out"), py::arg("factor"), py::arg("i"), py::arg("f"), py::arg("rows"),
+        py::arg("entering"), py::arg("leaving"), py::arg("sums"), py::arg("anchors"), py::arg("offsets"),
+        py::arg("sizes"), py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("device"),
+        py::arg("stream"),
+        "Launches one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; rows: log2_w, e, chunk_m; "
+        "sums: whole, inter; anchors: states, flows, parts; sizes: batch, heads, seq, dim_keys, dim_values.");
+    m.def("anchor_bytes", &tfla_tk::pass_anchor_bytes, py::arg("batch"), py::arg("heads"), py::arg("slots"),
+          py::arg("dim_values"), "Bytes of the states that dq leaves for dk.");
+    m.def("flow_parts", &tfla_tk::pass_flow_parts, py::arg("dim_values"), "Parts of a flow that dk writes.");
 }

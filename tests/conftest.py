@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from tfla_tk import env
 from tfla_tk.build import BuildError, find_thunderkittens, find_toolchain
@@ -47,3 +52,138 @@ def kernel_compiler() -> None:
         find_thunderkittens(clone=False)
     except BuildError as error:
         pytest.skip(error.reason.splitlines()[0])
+
+
+# What the small kernels of the mLSTM backward compute, formula by formula as mlstm_bwd_*.cuh have it, in fp64
+
+CHUNK = 64
+ANCHOR_CHUNKS = 8  # kAnchorChunks
+FORGOTTEN = 24.0  # kForgotten, in log2
+LEAST_LOG_GATE = -2e5  # kLeastLogGate
+
+
+class RowSums(NamedTuple):
+    """q_t.dq_t or k_t.dk_t [B, NH, S], and the part of it through the state that entered the chunk."""
+
+    whole: Tensor
+    inter: Tensor
+
+
+def _row_factors(
+    dh: Tensor, h: Tensor, d: Tensor | None, m: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """log2 w_t and e_t; d is None without normaliser, m with the sigmoid gate."""
+    dh_h = (dh.double() * h.double()).sum(-1)
+    if d is None:
+        return torch.zeros_like(dh_h), torch.zeros_like(dh_h)
+    d = d.double()
+    log2_floor = torch.zeros_like(d) if m is None else -m.double() / math.log(2)
+    floor = torch.exp2(log2_floor)
+    log2_w = torch.where(floor.isinf(), log2_floor, torch.log2(torch.maximum(d.abs(), floor) + eps))
+    return log2_w, torch.where(d.abs() > floor, -dh_h * d.sign(), 0.0)
+
+
+def _gate_gradients(
+    q_dq: Sequence[Tensor],
+    k_dk: Sequence[Tensor],
+    anchors: Tensor | None,
+    i: Tensor,
+    f: Tensor,
+    chunk_m: Tensor | None,
+    flows: Sequence[Tensor],
+    bounds: list[tuple[int, int]],
+) -> tuple[Tensor, Tensor]:
+    """di and df.
+
+    Args:
+        q_dq, k_dk: whole and inter of RowSums.
+        anchors: [B, NH, slots, parts], to be summed over the parts: the flow before chunks that are multiples
+            of ANCHOR_CHUNKS; None to do without.
+        chunk_m: [B, NH, slots] as the forward op returns it; None with the sigmoid gate.
+        flows: <dC, C> + <dn, n> [N, NH] before the first and after the last token.
+        bounds: (start, end) of every packed sequence; [(0, S)] for a batch.
+    """
+    i, f = i.double(), f.double()
+    q, k = (RowSums(*(x.double() for x in sums)) for sums in (q_dq, k_dk))
+    dlog_f = torch.zeros_like(f)
+    for sequence, (start, end) in enumerate(bounds):
+        rows = slice(None) if len(bounds) == 1 else slice(sequence, sequence + 1)
+        own = slice(start, end)
+        slot = start // CHUNK + (sequence if len(bounds) > 1 else 0)
+        behind = [] if anchors is None else range(ANCHOR_CHUNKS, -(-(end - start) // CHUNK), ANCHOR_CHUNKS)
+        dlog_f[:, :, own] = _dlog_f(
+            *(RowSums(*(x[:, :, own] for x in sums)) for sums in (q, k)),
+            (logsigmoid(i) if chunk_m is None else i)[:, :, own].clamp(min=LEAST_LOG_GATE),
+            logsigmoid(f)[:, :, own].clamp(min=LEAST_LOG_GATE),
+            None if chunk_m is None else chunk_m[:, :, slot:].double(),
+            {c: anchors[:, :, (slot + c) // ANCHOR_CHUNKS].double().sum(-1) for c in behind},
+            *(x[rows].double() for x in flows),
+        )
+    di = k.whole if chunk_m is not None else k.whole * torch.sigmoid(-i)
+    return di, dlog_f * torch.sigmoid(-f)
+
+
+def _dlog_f(
+    q_dq: RowSums,
+    k_dk: RowSums,
+    log_i: Tensor,
+    log_f: Tensor,
+    chunk_m: Tensor | None,
+    anchors: dict[int, Tensor],
+    flow_start: Tensor,
+    flow_end: Tensor,
+) -> Tensor:
+    """The gradient of the log forget gates of one sequence; anchors: the flow before some of its chunks."""
+    pieces = [slice(t, t + CHUNK) for t in range(0, log_f.shape[-1], CHUNK)]
+    if not pieces:
+        return torch.zeros_like(log_f)
+    received, sent = ([sums.inter[:, :, x] for x in pieces] for sums in (q_dq, k_dk))
+    forgets = []
+    for number, x in enumerate(pieces):
+        weight = (log_i[:, :, x] - log_f[:, :, x].cumsum(-1)).amax(-1) / math.log(2)
+        forgets.append(weight - (0.0 if chunk_m is None else chunk_m[:, :, number]) > FORGOTTEN)
+
+    known = [flow_start, *(anchors.get(c) for c in range(1, len(pieces))), flow_end]
+    from_left = _followed(received, sent, forgets, known[:-1])
+    from_right = _followed(sent[::-1], received[::-1], forgets[::-1], known[:0:-1])[::-1]
+
+    found = []
+    for x, left, right, sends in zip(pieces, from_left, from_right, sent, strict=True):
+        variance = left[1] + right[1]
+        of_left = torch.where(variance > 0, right[1] / variance, 0.0)
+        flow = right[0] + of_left * (left[0] - right[0]) + sends.sum(-1)
+        inside = (q_dq.whole - k_dk.whole)[:, :, x]
+        found.append(flow[..., None] + inside.flip(-1).cumsum(-1).flip(-1))
+    return torch.cat(found, dim=-1)
+
+
+def _followed(
+    ends_in: list[Tensor], starts_in: list[Tensor], forgets: list[Tensor], known: list[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """The flow through every chunk and the variance of its noise, as followed from chunk to chunk.
+
+    Args:
+        ends_in, starts_in: summands of what leaves and joins the flow in every chunk.
+        known: the flow that comes to every chunk; None where it is known from the chunk before alone.
+    """
+    found = []
+    for ends, starts, forgotten, start in zip(ends_in, starts_in, forgets, known, strict=True):
+        if start is not None:
+            value, variance = start, torch.zeros_like(start)
+        value = torch.where(forgotten, 0.0, value - ends.sum(-1))
+        variance = torch.where(forgotten, 0.0, variance + ends.square().sum(-1))
+        found.append((value, variance))
+        value, variance = value + starts.sum(-1), variance + starts.square().sum(-1)
+    return found
+
+
+@pytest.fixture
+def row_factors() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The formulas of mlstm_bwd_rows."""
+    return _row_factors
+
+
+@pytest.fixture
+def gate_gradients() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The formulas of mlstm_bwd_gates."""
+    return _gate_gradients

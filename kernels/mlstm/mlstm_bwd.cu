@@ -8,8 +8,6 @@
 
 namespace tfla_tk::mlstm {
 
-constexpr int kEnoughTiles = 528;  // four for each of 132 multiprocessors
-
 template <class Pair, int kLanes, int kVectors>
 void launch_rows(const MlstmBwdRowsParams& p, cudaStream_t stream) {
     constexpr int kTokens = kRowsThreads / kLanes * (4 / kVectors);
@@ -30,22 +28,13 @@ template <class Pair> void run_rows(const MlstmBwdRowsParams& p, cudaStream_t st
         launch_rows<Pair, 32, 2>(p, stream);
 }
 
-// Chunks of a tile: one per warp, more where there are CTAs enough, since each looks at all chunks of its
-// head.
-inline int tile_chunks(const MlstmBwdGatesParams& p) {
-    const int64_t all = static_cast<int64_t>(p.batch) * p.heads * chunk_slots(p.seq, p.sequences, false);
-    int chunks = kGatesWarps;
-    while (chunks < kMostChunks && all > kEnoughTiles * chunks) chunks *= 2;
-    return chunks;
-}
-
 template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t stream) {
+    constexpr int kTokens = kAnchorChunks * kChunk;
     const int slots = chunk_slots(p.seq, p.sequences, p.offsets != nullptr);
-    const int tokens = kChunk * tile_chunks(p);  // of a tile
-    const int segments = p.offsets ? p.sequences + p.seq / tokens : p.batch * ((p.seq + tokens - 1) / tokens);
-    auto* chunks = static_cast<ChunkFlow*>(p.workspace);
+    const int tiles = p.offsets ? p.sequences + p.seq / kTokens : p.batch * ((p.seq + kTokens - 1) / kTokens);
     const GatesGlobals g{p.q_dq,
                          p.k_dk,
+                         p.anchors,
                          p.i,
                          p.f,
                          p.di,
@@ -53,31 +42,28 @@ template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream
                          p.chunk_m,
                          p.initial,
                          p.last,
-                         chunks,
-                         reinterpret_cast<double*>(chunks + static_cast<int64_t>(p.batch) * p.heads * slots),
-                         {p.offsets, p.wide_offsets, p.sequences, segments, tokens / kChunk},
+                         static_cast<double*>(p.workspace),
+                         {p.offsets, p.wide_offsets, p.sequences, tiles, kAnchorChunks},
                          p.batch,
                          p.heads,
                          p.seq,
                          slots,
+                         anchor_slots(slots),
                          static_cast<int64_t>(p.dim_qk) * p.dim_v,
                          p.dim_qk};
-    const bool states = p.initial.c || p.initial.n || p.last.c || p.last.n;
-    const int tiles = segments * p.heads;
-    const int state_blocks = states ? 2 * kStateParts * p.sequences * p.heads : 0;
-    launch<mlstm_bwd_flows_kernel<kSigmoid>>(g, tiles + state_blocks, kGatesThreads, p.device, stream,
-                                             "mlstm_bwd_flows");
-    launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, tiles, kGatesThreads, p.device, stream, "mlstm_bwd_gates");
+    if (p.initial.c || p.initial.n || p.last.c || p.last.n)
+        launch<mlstm_bwd_flows_kernel>(g, 2 * kStateParts * p.sequences * p.heads, kGatesThreads, p.device,
+                                       stream, "mlstm_bwd_flows");
+    launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, tiles * p.heads, kGatesThreads, p.device, stream,
+                                             "mlstm_bwd_gates");
 }
 
 }  // namespace tfla_tk::mlstm
 
 namespace tfla_tk {
 
-std::int64_t mlstm_bwd_gates_workspace_bytes(int batch, int heads, int seq, int sequences, bool packed) {
-    const std::int64_t slots = chunk_slots(seq, sequences, packed);
-    return heads * (batch * slots * static_cast<std::int64_t>(sizeof(mlstm::ChunkFlow)) +
-                    sequences * static_cast<std::int64_t>(2 * mlstm::kStateParts * sizeof(double)));
+std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences) {
+    return static_cast<std::int64_t>(sequences) * heads * 2 * mlstm::kStateParts * sizeof(double);
 }
 
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {

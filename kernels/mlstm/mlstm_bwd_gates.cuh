@@ -5,20 +5,22 @@
 // dlf_t is the flow F = <dC, C> + <dn, n> over the cut before token t. Summed as it stands there it would
 // collect the rounding noise of all tokens, so it is put together from what is local. Of a chunk c let
 //
+//     before_c      the flow over the boundary before it, so that before_{c+1} is that after it
 //     received_c    the sum of q.dq through the state that enters it
 //     sent_c        the sum of k.dk through the state that leaves it
 //     through_c     the flow from before it to after it
 //
-//     dlf_t     = through_c + sent_c + sum_{u >= t, u in c} (q_u.dq_u - k_u.dk_u)
-//     through_c = through_{c+1} + received_{c+1} - sent_c      from the right; F_T is received behind the end
-//               = through_{c-1} + sent_{c-1} - received_c      from the left; F_0 is sent before the start
+//     before_c     = through_c + received_c
+//     before_{c+1} = through_c + sent_c
+//     dlf_t        = before_{c+1} + sum_{u >= t, u in c} (q_u.dq_u - k_u.dk_u)
 //
-// and through_c = 0 where the chunk forgets all that came before: both sums start afresh there. What they say
-// of a chunk is averaged by the inverse of their noise, whose variance is taken to be proportional to the
-// squares of what was summed.
+// The passes give before_c at the anchors, the states before_0 = F_0 and the last one, F_T. From the nearest
+// of these on both sides the flow is followed to the chunk, but through_c = 0 where the chunk forgets all
+// that came before: there both start afresh. What they say of through_c is averaged by the inverse of their
+// noise, whose variance is taken to be proportional to the squares of what was added up since.
 //
-//   mlstm_bwd_flows    one warp per chunk: received and sent; other CTAs: F_0 and F_T
-//   mlstm_bwd_gates    one CTA per tile of chunks: through, from all chunks of the head; then di and df
+//   mlstm_bwd_flows    where there are states: F_0 and F_T
+//   mlstm_bwd_gates    one CTA for the chunks from one anchor to the next, one warp for each of them
 #pragma once
 
 #include "kittens.cuh"
@@ -28,41 +30,44 @@
 
 namespace tfla_tk::mlstm {
 
-constexpr int kGatesThreads = 256, kGatesWarps = kGatesThreads / 32;
-constexpr int kMostChunks = 64;  // of a tile: what one CTA works on
-constexpr int kStateParts = 8;   // CTAs that share the flow through one state
+constexpr int kGatesWarps = kAnchorChunks, kGatesThreads = 32 * kGatesWarps;
+constexpr int kStateParts = 8;  // CTAs that share the flow through one state
 // A state whose weights are this far below those of the chunk's own tokens, in log2, is forgotten: fp32.
 constexpr float kForgotten = 24.f;
 
-// Sums over one chunk.
-struct alignas(8) ChunkFlow {
-    float received, sent;
-    float received_squares, sent_squares;
-    int forgets;  // all that came before
+// A sum over one chunk, and that of the squares.
+struct FlowSum {
+    float value, squares;
+};
+
+struct ChunkFlow {
+    FlowSum received, sent;
+    bool forgets;  // all that came before
 };
 
 struct GatesGlobals {
     RowSums q_dq, k_dk;
+    Anchors anchors;
     Gate i, f;
     GateGradient di, df;
     const double* chunk_m;
     StateGradient initial, last;
-    ChunkFlow* chunks;    // [B, H, slots]
     double* state_flows;  // [N, H, 2, kStateParts]: of the initial and of the last state
     Cut cut;              // segment: tile
-    int batch, heads, seq, slots;
+    int batch, heads, seq, slots, anchor_slots;
     int64_t state_size, norm_size;  // of c and n of one head
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
 
-// Up to kMostChunks chunks of one (sequence, head).
+// Up to kAnchorChunks chunks of one (sequence, head), the first one behind an anchor or a start.
 struct Tile {
     int batch, head;
     int first_row, tokens;    // tokens <= 0: nothing to do
     int first_chunk, chunks;  // of its sequence
     int all_chunks;           // of the sequence
-    int64_t slot;             // of the sequence's first chunk
+    int slot;                 // of the sequence's first chunk, of chunk_slots
+    int64_t batch_head;       // batch * heads + head
     int64_t state;            // sequence * heads + head
 
     // Called by whole warps.
@@ -81,7 +86,8 @@ struct Tile {
                 first_chunk,
                 (s.tokens + kChunk - 1) / kChunk,
                 (length + kChunk - 1) / kChunk,
-                (static_cast<int64_t>(batch) * g.heads + head) * g.slots + before,
+                before,
+                static_cast<int64_t>(batch) * g.heads + head,
                 static_cast<int64_t>(s.sequence) * g.heads + head};
     }
 };
@@ -93,7 +99,7 @@ struct RowSum {
     int slices;
 
     __device__ inline RowSum(const GatesGlobals& g, const Tile& tile, const float* sums, int slices)
-        : rows(sums + (static_cast<int64_t>(tile.batch) * g.heads + tile.head) * g.seq + tile.first_row),
+        : rows(sums + tile.batch_head * g.seq + tile.first_row),
           slice_stride(static_cast<int64_t>(g.batch) * g.heads * g.seq),
           slices(slices) {}
 
@@ -135,43 +141,30 @@ struct LaneTokens {
     }
 };
 
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffff, x, step);
-    return x;
+__device__ inline FlowSum sum_tokens(float2 x) {
+    return {warp_sum(x.x + x.y), warp_sum(x.x * x.x + x.y * x.y)};
 }
 
 // Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
 // Without stabiliser no token has had a weight above 1.
 template <bool kSigmoid>
-__device__ inline bool forgets_all_before(const GatesGlobals& g, float2 i, float2 f, int64_t slot) {
+__device__ inline bool forgets_all_before(const GatesGlobals& g, const Tile& tile, int chunk, float2 i,
+                                          float2 f) {
     const int lane = fresh_laneid();
     const float b_low = warp_inclusive_sum(static_cast<float>(log2_sigmoid(f.x)), lane);
     const float b_high =
         __shfl_sync(0xffffffff, b_low, 31) + warp_inclusive_sum(static_cast<float>(log2_sigmoid(f.y)), lane);
     const float a = fmaxf(static_cast<float>(log2_input<kSigmoid>(i.x)) - b_low,
                           static_cast<float>(log2_input<kSigmoid>(i.y)) - b_high);
+    const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
     return warp_max(a) - (kSigmoid ? 0.f : static_cast<float>(g.chunk_m[slot])) > kForgotten;
 }
 
-template <bool kSigmoid> __device__ inline void sum_chunks(const GatesGlobals& g, const Tile& tile) {
-    const RowSum q_dq(g, tile, g.q_dq.inter, g.q_dq.slices), k_dk(g, tile, g.k_dk.inter, g.k_dk.slices);
-    const GateRows input(g.i, tile.batch, tile.head, tile.first_row);
-    const GateRows forget(g.f, tile.batch, tile.head, tile.first_row);
-    for (int chunk = threadIdx.x / 32; chunk < tile.chunks; chunk += kGatesWarps) {
-        const LaneTokens lane(chunk, tile.tokens);
-        const float2 q = lane.load(q_dq, 0.f), k = lane.load(k_dk, 0.f);
-        const float2 i = lane.load(input, kNoInput), f = lane.load(forget, kNoForget);
-        const int64_t slot = tile.slot + tile.first_chunk + chunk;
-        const ChunkFlow flow{warp_sum(q.x + q.y), warp_sum(k.x + k.y), warp_sum(q.x * q.x + q.y * q.y),
-                             warp_sum(k.x * k.x + k.y * k.y), forgets_all_before<kSigmoid>(g, i, f, slot)};
-        if (fresh_laneid() == 0) g.chunks[slot] = flow;
-    }
-}
-
 // <dC, C> + <dn, n> of one part of one state.
-__device__ inline void sum_state(const GatesGlobals& g, int block) {
+__global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_flows_kernel(
+    const __grid_constant__ GatesGlobals g) {
     __shared__ double sums[kGatesWarps];
+    const int block = blockIdx.x;
     const int part = block % kStateParts, at_end = block / kStateParts % 2;
     const int64_t state = block / (2 * kStateParts);
     const StateGradient& from = at_end ? g.last : g.initial;
@@ -196,74 +189,50 @@ __device__ inline void sum_state(const GatesGlobals& g, int block) {
     if (threadIdx.x == 0) g.state_flows[block] = sum;
 }
 
-template <bool kSigmoid>
-__global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_flows_kernel(
-    const __grid_constant__ GatesGlobals g) {
-    const int tiles = g.cut.segments * g.heads;
-    if (static_cast<int>(blockIdx.x) < tiles)
-        sum_chunks<kSigmoid>(g, Tile::of_block(g, blockIdx.x));
-    else
-        sum_state(g, blockIdx.x - tiles);
+// The sum of all parts, in fp64, by a whole warp.
+template <class X> __device__ inline double sum_parts(const X* parts, int count) {
+    double sum = 0.;
+    for (int part = fresh_laneid(); part < count; part += 32) sum += parts[part];
+    return warp_sum(sum);
 }
 
-// What is known of through_c from one side: a sum, and the variance of its noise. `settled`: it starts afresh
-// here, so that nothing further away counts.
-struct Through {
+// before_c of a chunk, counted from the sequence's start, behind an anchor or at an end of the sequence.
+// Called by whole warps.
+__device__ inline double known_flow(const GatesGlobals& g, const Tile& tile, int chunk) {
+    const bool at_end = chunk >= tile.all_chunks;
+    if (chunk == 0 || at_end) {
+        const StateGradient& state = at_end ? g.last : g.initial;
+        if (state.c == nullptr && state.n == nullptr) return 0.;
+        return sum_parts(g.state_flows + (2 * tile.state + at_end) * kStateParts, kStateParts);
+    }
+    const int64_t anchor = tile.batch_head * g.anchor_slots + (tile.slot + chunk) / kAnchorChunks;
+    return sum_parts(g.anchors.flows + anchor * g.anchors.parts, g.anchors.parts);
+}
+
+// A flow as followed from where it is known, and the variance of its noise.
+struct Flow {
     double value, variance;
-    int settled;
 
-    // `near` continues what `far` has found.
-    __device__ static inline Through joined(const Through& far, const Through& near) {
-        if (near.settled) return near;
-        return {far.value + near.value, far.variance + near.variance, far.settled};
-    }
-    __device__ static inline Through from_right(const ChunkFlow& own, const ChunkFlow& right) {
-        if (own.forgets) return {0., 0., true};
-        return {double{right.received} - own.sent, double{right.received_squares} + own.sent_squares, false};
-    }
-    __device__ static inline Through from_left(const ChunkFlow& own, const ChunkFlow& left) {
-        if (own.forgets) return {0., 0., true};
-        return {double{left.sent} - own.received, double{left.sent_squares} + own.received_squares, false};
-    }
-    __device__ inline Through from_later_lane(int step) const {
-        return {__shfl_down_sync(0xffffffff, value, step), __shfl_down_sync(0xffffffff, variance, step),
-                __shfl_down_sync(0xffffffff, settled, step)};
+    __device__ inline Flow plus(FlowSum x) const { return {value + x.value, variance + x.squares}; }
+    // through_c, from the flow on one side of the chunk and what of it the chunk itself receives or sends
+    __device__ inline Flow through(FlowSum own, bool forgets) const {
+        return forgets ? Flow{0., 0.} : Flow{value - own.value, variance + own.squares};
     }
 };
 
-// The chunks of a sequence, with F_0 and F_T in the place of neighbours at its ends.
-struct ChunkFlows {
-    const GatesGlobals& g;
-    const Tile& tile;
-
-    __device__ inline float state_flow(const StateGradient& state, int at_end) const {
-        if (state.c == nullptr && state.n == nullptr) return 0.f;
-        const double* parts = g.state_flows + (2 * tile.state + at_end) * kStateParts;
-        double sum = 0.;
-        for (int part = 0; part < kStateParts; part++) sum += parts[part];
-        return static_cast<float>(sum);
-    }
-    __device__ inline ChunkFlow operator[](int chunk) const {
-        if (chunk < 0) return {0.f, state_flow(g.initial, 0), 0.f, 0.f, false};
-        if (chunk == tile.all_chunks) return {state_flow(g.last, 1), 0.f, 0.f, 0.f, false};
-        return g.chunks[tile.slot + chunk];
-    }
-};
-
-// The steps 0 .. count - 1, far to near, joined by all threads.
-template <class Step>
-__device__ inline Through join_all(int count, Through (&of_warps)[kGatesWarps], Step step) {
-    const int each = (count + kGatesThreads - 1) / kGatesThreads, first = threadIdx.x * each;
-    Through sum{0., 0., false};
-    for (int n = first; n < min(first + each, count); n++) sum = Through::joined(sum, step(n));
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) sum = Through::joined(sum, sum.from_later_lane(lanes));
-    __syncthreads();  // of_warps may still be read
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = of_warps[0];
-    for (int warp = 1; warp < kGatesWarps; warp++) sum = Through::joined(sum, of_warps[warp]);
-    return sum;
+// before_{c+1} of one of the tile's chunks; `known`: before its first chunk and after its last one.
+__device__ inline double flow_after(const ChunkFlow (&flows)[kAnchorChunks], const double (&known)[2],
+                                    int chunk, int chunks) {
+    Flow left{known[0], 0.}, right{known[1], 0.};
+    for (int c = 0; c < chunk; c++)
+        left = left.through(flows[c].received, flows[c].forgets).plus(flows[c].sent);
+    for (int c = chunks - 1; c > chunk; c--)
+        right = right.through(flows[c].sent, flows[c].forgets).plus(flows[c].received);
+    const ChunkFlow& own = flows[chunk];
+    left = left.through(own.received, own.forgets), right = right.through(own.sent, own.forgets);
+    const double variance = left.variance + right.variance;
+    const double of_left = variance > 0. ? right.variance / variance : 0.;
+    return right.value + of_left * (left.value - right.value) + own.sent.value;
 }
 
 // sum_{u >= t} of the lane's two tokens.
@@ -279,59 +248,45 @@ __device__ inline float2 suffix_sums(float2 x) {
 template <bool kSigmoid>
 __global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_gates_kernel(
     const __grid_constant__ GatesGlobals g) {
-    __shared__ Through of_warps[kGatesWarps];
-    __shared__ ChunkFlow flows[kMostChunks + 2];  // with both neighbours
-    __shared__ Through right[kMostChunks], left[kMostChunks];
+    __shared__ ChunkFlow flows[kAnchorChunks];
+    __shared__ double known[2];
     const Tile tile = Tile::of_block(g, blockIdx.x);
     if (tile.tokens <= 0) return;
-    const ChunkFlows all{g, tile};
-    const int begin = tile.first_chunk, end = begin + tile.chunks;
-
-    // through, of the tile's outermost chunks by all threads, of the others one by one
-    if (static_cast<int>(threadIdx.x) < tile.chunks + 2) flows[threadIdx.x] = all[begin + threadIdx.x - 1];
-    const int behind = tile.all_chunks - end, before = begin;
-    const Through from_right = join_all(behind, of_warps, [&](int n) {
-        const int chunk = tile.all_chunks - 1 - n;
-        return Through::from_right(all[chunk], all[chunk + 1]);
-    });
-    const Through from_left =
-        join_all(before, of_warps, [&](int n) { return Through::from_left(all[n], all[n - 1]); });
-    if (threadIdx.x == 0) {
-        Through sum = from_right;
-        for (int n = tile.chunks - 1; n >= 0; n--)
-            right[n] = sum = Through::joined(sum, Through::from_right(flows[n + 1], flows[n + 2]));
-    } else if (threadIdx.x == 32) {
-        Through sum = from_left;
-        for (int n = 0; n < tile.chunks; n++)
-            left[n] = sum = Through::joined(sum, Through::from_left(flows[n + 1], flows[n]));
+    const int chunk = threadIdx.x / 32;
+    const LaneTokens lane(chunk, tile.tokens);
+    auto load = [&](const float* sums, int slices) { return lane.load(RowSum(g, tile, sums, slices), 0.f); };
+    auto load_gate = [&](const Gate& gate, float none) {
+        return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+    };
+    const float2 q = load(g.q_dq.whole, g.q_dq.slices), k = load(g.k_dk.whole, g.k_dk.slices);
+    const float2 i = load_gate(g.i, kNoInput), f = load_gate(g.f, kNoForget);
+    if (chunk < tile.chunks) {
+        const ChunkFlow flow{sum_tokens(load(g.q_dq.inter, g.q_dq.slices)),
+                             sum_tokens(load(g.k_dk.inter, g.k_dk.slices)),
+                             forgets_all_before<kSigmoid>(g, tile, chunk, i, f)};
+        if (fresh_laneid() == 0) flows[chunk] = flow;
+    }
+    if (chunk < 2) {
+        const double flow = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);
+        if (fresh_laneid() == 0) known[chunk] = flow;
     }
     __syncthreads();
+    if (chunk >= tile.chunks) return;
 
-    const RowSum q_dq(g, tile, g.q_dq.whole, g.q_dq.slices), k_dk(g, tile, g.k_dk.whole, g.k_dk.slices);
-    const GateRows input(g.i, tile.batch, tile.head, tile.first_row);
-    const GateRows forget(g.f, tile.batch, tile.head, tile.first_row);
+    const double flow = flow_after(flows, known, chunk, tile.chunks);
+    const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
     auto store = [&](const GateGradient& gate, int t, float x) {
         store_gate(gate,
                    tile.batch * gate.batch_stride + tile.head * gate.head_stride +
                        (tile.first_row + t) * gate.row_stride,
                    x);
     };
-    for (int chunk = threadIdx.x / 32; chunk < tile.chunks; chunk += kGatesWarps) {
-        const LaneTokens lane(chunk, tile.tokens);
-        const float2 q = lane.load(q_dq, 0.f), k = lane.load(k_dk, 0.f);
-        const float2 i = lane.load(input, kNoInput), f = lane.load(forget, kNoForget);
-        const Through r = right[chunk], l = left[chunk];
-        const double variance = r.variance + l.variance;
-        const double of_left = variance > 0. ? r.variance / variance : 0.;
-        const double flow = r.value + of_left * (l.value - r.value) + flows[chunk + 1].sent;
-        const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
-        auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
-            store(g.di, t, kSigmoid ? k_dk * sigmoid(-i) : k_dk);
-            store(g.df, t, static_cast<float>(flow + dlf) * sigmoid(-f));
-        };
-        if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
-        if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);
-    }
+    auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
+        store(g.di, t, kSigmoid ? k_dk * sigmoid(-i) : k_dk);
+        store(g.df, t, static_cast<float>(flow + dlf) * sigmoid(-f));
+    };
+    if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
+    if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);
 }
 
 }  // namespace tfla_tk::mlstm

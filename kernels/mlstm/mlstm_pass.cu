@@ -66,6 +66,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     };
     const int slices = (p.dim_values + C::kSlice - 1) / C::kSlice;
     const int chunks = (p.seq + kChunk - 1) / kChunk;
+    const int slots = chunk_slots(p.seq, p.sequences, p.offsets != nullptr);
     const PassGlobals g{map(p.queries, p.dim_keys, kChunk),
                         map(p.keys, p.dim_keys, kChunk),
                         map(p.values, p.dim_values, kChunk),
@@ -83,11 +84,15 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
                         p.leaving_n,
                         p.whole,
                         p.inter,
+                        p.states,
+                        p.flows,
+                        p.flow_parts,
                         {p.offsets, p.wide_offsets, p.sequences, p.sequences, chunks},
                         p.batch,
                         p.heads,
                         p.seq,
-                        chunk_slots(p.seq, p.sequences, p.offsets != nullptr),
+                        slots,
+                        anchor_slots(slots),
                         p.dim_keys,
                         p.dim_values,
                         slices,
@@ -111,6 +116,18 @@ template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t st
 }  // namespace tfla_tk::mlstm
 
 namespace tfla_tk {
+
+// Of what dq and dk do with anchors, the same for both and both operand dtypes.
+using AnchorConfig = mlstm::PassConfig<kittens::bf16, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dq>;
+
+inline int pass_slices(int dim_values) { return (dim_values + TFLA_SLICE - 1) / TFLA_SLICE; }
+
+std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_values) {
+    return static_cast<std::int64_t>(batch) * heads * anchor_slots(slots) * pass_slices(dim_values) *
+           AnchorConfig::kAnchorBytes;
+}
+
+int pass_flow_parts(int dim_values) { return pass_slices(dim_values) * AnchorConfig::kStateWarps; }
 
 void mlstm_pass(const MlstmPassParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);

@@ -21,8 +21,11 @@ struct PassGlobals {
     const float *entering_c, *entering_n;
     float *leaving_c, *leaving_n;
     float *whole, *inter;
+    void* states;
+    float* flows;
+    int flow_parts;
     Cut cut;
-    int batch, heads, seq, slots, dim_keys, dim_values, slices;
+    int batch, heads, seq, slots, anchor_slots, dim_keys, dim_values, slices;
     float scale;
     double log2_scale;
     bool sigmoid_gate;
@@ -35,9 +38,15 @@ struct PassTask {
     int batch, head, column;  // column: first of the values
     int first_row, tokens;    // tokens < 0: nothing to do
     int chunks;
-    int64_t row;    // of [B, H, S] vectors: the first
-    int64_t slot;   // of chunk_m: the first chunk's
-    int64_t state;  // sequence * heads + head
+    int64_t batch_head;  // batch * heads + head
+    int slot;            // of the first chunk, of chunk_slots
+    int64_t row;         // of [B, H, S] vectors: the first
+    int64_t state;       // sequence * heads + head
+
+    // The anchor before a chunk, counted through all heads.
+    __device__ inline int64_t anchor(const PassGlobals& g, int chunk) const {
+        return batch_head * g.anchor_slots + (slot + chunk) / kAnchorChunks;
+    }
 
     // Called by whole warps.
     template <class C> __device__ static inline PassTask of_block(const PassGlobals& g, int block) {
@@ -51,8 +60,9 @@ struct PassTask {
                 s.first_row,
                 s.tokens,
                 (s.tokens + kChunk - 1) / kChunk,
+                batch_head,
+                g.packed() ? s.first_row / kChunk + s.sequence : 0,
                 batch_head * g.seq + s.first_row,
-                batch_head * g.slots + (g.packed() ? s.first_row / kChunk + s.sequence : 0),
                 static_cast<int64_t>(s.sequence) * g.heads + head};
     }
 };
@@ -103,6 +113,12 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr int kParts = kDimKeys / kPart;
     static constexpr int kFragments = kTiling.fragments;
     static_assert(kFragments == 2 || kFragments == kChunk / 16);
+
+    // What a thread keeps of the state at an anchor, and how many of it: the operands of the state's GEMM.
+    using AnchorUnit = uint4;
+    static constexpr int kAnchorUnits = kBlocks * kDimKeys / 16;
+    static constexpr int64_t kAnchorBytes =
+        static_cast<int64_t>(kSlice) * (kDimKeys * sizeof(T) + sizeof(float));
 
     // Chunk of a step, and ring positions of a step.
     __device__ static inline int chunk(const PassTask& task, int step) {

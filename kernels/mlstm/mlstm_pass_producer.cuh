@@ -81,7 +81,7 @@ __device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
         const int chunk = C::chunk(task, step);
         const float2 log2_w = pair(g.log2_w, chunk);
         const float2 e = C::kNormalizer ? pair(g.e, chunk) : float2{0.f, 0.f};
-        const double m_in = kSigmoid ? 0. : g.chunk_m[task.slot + chunk];
+        const double m_in = kSigmoid ? 0. : g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
         const auto sums = C::gate_sums(step);
         const auto stage = C::gate_stage(step);
         wait(smem.sums_ready[sums.slot], sums.phase);  // after gates_free, on which the sums wait

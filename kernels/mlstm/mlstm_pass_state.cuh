@@ -183,6 +183,63 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         commit_stores();
     };
 
+    // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
+    // is their gradient and lies in the same threads, sums the product.
+    auto anchored = [](int chunk) { return chunk > 0 && chunk % kAnchorChunks == 0; };
+    auto anchor_memory = [&](int chunk) {
+        return static_cast<unsigned char*>(g.states) +
+               (task.anchor(g, chunk) * g.slices + task.column / C::kSlice) * C::kAnchorBytes;
+    };
+    auto for_each_unit = [&](int chunk, auto body) {
+        auto* units = reinterpret_cast<typename C::AnchorUnit*>(anchor_memory(chunk)) + fresh_thread() - 256;
+#pragma unroll
+        for (int block = 0; block < C::kBlocks; block++)
+#pragma unroll
+            for (int k = 0; k < C::kParts * kStepsPerPart; k++) {
+                body(*units, state[block][k / kStepsPerPart], k % kStepsPerPart);
+                units += 128 * C::kStateWarpgroups;
+                asm volatile("" ::: "memory");  // NOTES: one unit at a time: registers
+            }
+    };
+    auto anchor_norm = [&](int chunk, int block) {
+        constexpr int64_t kStateBytes = static_cast<int64_t>(C::kSlice) * C::kDimKeys * sizeof(T);
+        return reinterpret_cast<float*>(anchor_memory(chunk) + kStateBytes) + (norm_row(block) - smem.norm);
+    };
+    auto leave_state = [&](int chunk) {
+        for_each_unit(chunk, [&](auto& unit, auto& tile, int column) {
+            rt<T, 16, 16> a;
+            convert_fragment(a, tile, column);
+            unit = reinterpret_cast<const uint4&>(a.tiles[0][0].data);
+        });
+        if (fresh_laneid() % 4 != 0) return;
+#pragma unroll
+        for (int block = 0; block < C::kBlocks; block++) {
+            float* left = anchor_norm(chunk, block);
+            left[0] = norm_row(block)[0], left[8] = norm_row(block)[8];
+        }
+    };
+    auto sum_flow = [&](int chunk) {
+        float sum = 0.f;
+        if (fresh_laneid() % 4 == 0)
+#pragma unroll
+            for (int block = 0; block < C::kBlocks; block++) {
+                const float *left = anchor_norm(chunk, block), *own = norm_row(block);
+                sum += left[0] * own[0] + left[8] * own[8];
+            }
+        for_each_unit(chunk, [&](auto& unit, auto& tile, int column) {
+            rt<T, 16, 16> a;
+            reinterpret_cast<uint4&>(a.tiles[0][0].data) = unit;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 left = to_float2(a.tiles[0][0].data[k]), own = tile.tiles[0][column].data[k];
+                sum += left.x * own.x + left.y * own.y;
+            }
+        });
+        const float flow = warp_sum(sum);
+        const int part = task.column / C::kSlice * C::kStateWarps + warpgroup_id * 4 + warp();
+        if (fresh_laneid() == 0) g.flows[task.anchor(g, chunk) * g.flow_parts + part] = flow;
+    };
+
     // dv's state is [K, V] = [keys, values], that of the others its transpose
     const int64_t state_size = static_cast<int64_t>(g.dim_keys) * g.dim_values;
     const float* entering = g.entering_c ? g.entering_c + task.state * state_size : nullptr;
@@ -210,6 +267,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         const auto stage = C::gate_stage(step);
         const auto [slot, phase] = C::tile(step);
         const PassStage& gates = smem.gates[stage.slot];
+        if constexpr (C::kGradient == Gradient::dq)
+            if (anchored(chunk)) leave_state(chunk);
         wait(smem.gates_ready[stage.slot], stage.phase);
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
@@ -267,6 +326,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         for (int part = 0; part < C::kParts; part++) arrive_warp(smem.keys_free[slot][part]);
         arrive_warp(smem.scores_free[slot]);
         arrive_warp(smem.gates_free[stage.slot]);
+        if constexpr (C::kGradient == Gradient::dk)
+            if (anchored(chunk)) sum_flow(chunk);
     }
     if (fresh_laneid() == 0) wait_stores_read();
 

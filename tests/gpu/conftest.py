@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk
+from tfla_tk.backends import segments
 
 DEVICE = "cuda"
 
@@ -135,3 +136,20 @@ def assert_accurate() -> Callable[..., None]:
         assert not failed, f"relative errors {failed} exceed {limits}"
 
     return check
+
+
+@pytest.fixture
+def cut_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Cuts every sequence into segments of so many chunks."""
+
+    def cut_every(chunks: int) -> None:
+        def cut(sequences: int, tokens: int, *_: int) -> segments.Cut:
+            return segments.Cut(sequences * -(-tokens // (chunks * segments.CHUNK)), chunks)
+
+        def cut_packed(sequences: int, tokens: int, *_: int) -> segments.Cut:
+            return segments.Cut(sequences + tokens // (chunks * segments.CHUNK), chunks)
+
+        monkeypatch.setattr(segments, "cut", cut)
+        monkeypatch.setattr(segments, "cut_packed", cut_packed)
+
+    return cut_every

@@ -203,15 +203,3 @@ def test_unsupported_operands(
         operator(make_inputs(seq=10, **changed))
     assert reason in refused.value.reason
     assert remedy in refused.value.remedy
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v", "i", "f", "c_initial", "n_initial"])
-def test_gradients_are_refused(name: str, exponential: Any, make_inputs: Make) -> None:
-    x = make_inputs(seq=10, states=("c_initial", "n_initial", "m_initial"))
-    x[name].requires_grad_()
-    with pytest.raises(UnsupportedError) as refused:
-        exponential(x)
-    assert "backward" in refused.value.reason
-    assert "no_grad" in refused.value.remedy
-    with torch.no_grad():
-        assert exponential(x).isfinite().all()

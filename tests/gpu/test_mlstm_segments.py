@@ -21,27 +21,20 @@ TOKENS = ("q", "k", "v", "i", "f")
 LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 
 
-@pytest.fixture
-def cut_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Cuts every sequence into segments of so many chunks."""
-
-    def cut_every(chunks: int) -> None:
-        def cut(sequences: int, tokens: int, *_: int) -> segments.Cut:
-            return segments.Cut(sequences * -(-tokens // (chunks * segments.CHUNK)), chunks)
-
-        def cut_packed(sequences: int, tokens: int, *_: int) -> segments.Cut:
-            return segments.Cut(sequences + tokens // (chunks * segments.CHUNK), chunks)
-
-        monkeypatch.setattr(segments, "cut", cut)
-        monkeypatch.setattr(segments, "cut_packed", cut_packed)
-
-    return cut_every
-
-
 def pack(x: Tensors, lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensors:
     """x with the offsets of its packed sequences."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
     return x | {"cu_seqlens": ends.to(x["q"].device, dtype)}
+
+
+def chunk_slots(lengths: list[int]) -> list[int]:
+    """The slots of chunk_m that hold a chunk of a sequence, one after the other; the others hold nothing."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    return [
+        start // segments.CHUNK + sequence + chunk
+        for sequence, (start, length) in enumerate(zip(starts, lengths, strict=False))
+        for chunk in range(-(-length // segments.CHUNK))
+    ]
 
 
 def with_states(make: Make, x: Tensors, names: tuple[str, ...], count: int) -> Tensors:
@@ -165,35 +158,47 @@ def test_packed_sequences_do_not_see_each_other(
 
 @pytest.mark.parametrize("chunks", [2, 100])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("initial", [False, True], ids=["zeros", "initial"])
 def test_rows_for_the_backward(
     operator: Any,
+    initial: bool,
     packed: bool,
     chunks: int,
     cut_every: Callable[[int], None],
     make_inputs: Make,
     rel_err: Callable[[Tensor, Tensor], float],
 ) -> None:
-    """row_n and row_m against the fp64 CPU implementation of the op."""
+    """row_n, row_m and chunk_m against the fp64 CPU implementation of the op."""
     x = make_inputs(1 if packed else 2, 3, sum(LENGTHS))
-    for name in ("q", "k"):
-        x[name].abs_()
+    if initial:
+        x = with_states(make_inputs, x, operator.states, len(LENGTHS) if packed else 2)
+    for name in ("q", "k", "n_initial"):
+        if name in x:
+            x[name].abs_()
     offsets = pack(x, LENGTHS)["cu_seqlens"] if packed else None
     cut_every(chunks)
     sigmoid_gate = operator.function == "mlstm_siging_chunkwise"
     normalize = operator.options.get("normalize", True)
     options = (sigmoid_gate, normalize, 1e-6, False, True, "auto")
 
-    def op(tensors: list[Tensor], offsets: Tensor | None) -> list[Tensor]:
-        return list(torch.ops.tfla_tk.mlstm_fwd(*tensors, None, None, None, offsets, *options))
+    def op(tensors: list[Tensor | None], offsets: Tensor | None) -> list[Tensor]:
+        return list(torch.ops.tfla_tk.mlstm_fwd(*tensors, offsets, *options))
 
-    tensors = [x[name] for name in TOKENS]
-    *_, row_n, row_m = op(tensors, offsets)
-    *_, true_n, true_m = op([t.double().cpu() for t in tensors], None if offsets is None else offsets.cpu())
+    tensors = [x.get(name) for name in (*TOKENS, "c_initial", "n_initial", "m_initial")]
+    *_, row_n, row_m, chunk_m = op(tensors, offsets)
+    *_, true_n, true_m, true_chunk_m = op(
+        [None if t is None else t.double().cpu() for t in tensors],
+        None if offsets is None else offsets.cpu(),
+    )
     for found, truth, wanted in ((row_n, true_n, normalize), (row_m, true_m, not sigmoid_gate)):
         assert found.shape == (x["i"].shape if wanted else (0,))
         assert found.dtype == torch.float32
         # the scores are rounded to the operands' dtype nowhere on their way to row_n
         assert rel_err(found.cpu(), truth) <= (1e-4 if wanted else 0)
+    assert chunk_m.dtype == torch.float64 and chunk_m.shape == true_chunk_m.shape
+    if not sigmoid_gate:
+        used = chunk_slots(LENGTHS if packed else [sum(LENGTHS)])
+        assert rel_err(chunk_m.cpu()[..., used], true_chunk_m[..., used]) <= 1e-6
 
 
 @pytest.mark.parametrize("dims", MAIN, ids="{0[0]}_{0[1]}".format)

@@ -29,9 +29,10 @@ from tfla_tk.backends.tk import (
     _state_aligned,
 )
 from tfla_tk.build import instances
-from tfla_tk.ops import Grads, MaybeTensor, grads_like
+from tfla_tk.ops import Grads, MaybeTensor, chunk_slots, grads_like
 
 _SUM_COLUMNS = 64  # kSumColumns of params_pass.h
+_ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 _GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
 
 State = tuple[MaybeTensor, MaybeTensor]  # c and n, or their gradients
@@ -79,6 +80,26 @@ class RowSums:
         size = self.whole.shape[0] // self.parts
         own = slice(number * size, (number + 1) * size)
         return self.whole[own], self.inter[own]
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The exact flow of gradient over some boundaries between chunks, in the middle of long sequences.
+
+    Attributes:
+        states: uint8, what "dq" leaves there for "dk"; every part of v overwrites it.
+        flows: [B, NH, slots, P] fp32, to be summed over P; slots without an anchor are not written.
+        parts: how many of P each part of v writes.
+    """
+
+    states: Tensor
+    flows: Tensor
+    parts: tuple[int, ...]
+
+    def part(self, number: int) -> tuple[int, int, int]:
+        """The passes' argument for one part of v."""
+        flows = self.flows.data_ptr() + self.flows.element_size() * sum(self.parts[:number])
+        return self.states.data_ptr(), flows, self.flows.shape[-1]
 
 
 def mlstm_bwd(
@@ -139,6 +160,7 @@ def mlstm_bwd(
     # dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes as many as it holds
     parts = [slice(at, at + instances.MAX_DIM_QK) for at in range(0, v.shape[-1], instances.MAX_DIM_QK)]
     q_dq, k_dk = (_empty_sums(q, len(parts)) for _ in range(2))
+    anchors = _empty_anchors(q, [v[..., part].shape[-1] for part in parts], offsets)
     for number, part in enumerate(parts):
         first = number == 0
         dh_part, v_part = dh[..., part], v[..., part]
@@ -147,11 +169,13 @@ def mlstm_bwd(
         dn_part = dn_initial if first or dn_initial is None else _dense(dn_initial)
         state, state_grad = _columns(c_initial, part), _columns(dc_last, part)
         norm_grad = dn_last if first else None
-        sums = q_dq.part(number), k_dk.part(number)
-        _run_pass("dq", dh_part, v_part, k, dq_part, gates, rows, (state, n_initial), factor=q, sums=sums[0])
+        _run_pass(
+            "dq", dh_part, v_part, k, dq_part, gates, rows,
+            (state, n_initial), factor=q, sums=q_dq.part(number), anchors=anchors.part(number),
+        )  # fmt: skip
         _run_pass(
             "dk", v_part, dh_part, q, dk_part, gates, rows,
-            (state_grad, norm_grad), (None, dn_part), factor=k, sums=sums[1],
+            (state_grad, norm_grad), (None, dn_part), k, k_dk.part(number), anchors.part(number),
         )  # fmt: skip
         if first:
             _run_pass("dv", k, q, dh, dv, gates, rows, (dc_last, None), (dc_initial, None))
@@ -165,6 +189,7 @@ def mlstm_bwd(
         gates,
         q_dq,
         k_dk,
+        anchors.flows,
         di,
         df,
         (c_initial, dc_initial, n_initial, dn_initial),
@@ -189,6 +214,7 @@ def _run_pass(
     leaving: State = (None, None),
     factor: MaybeTensor = None,
     sums: tuple[Tensor, Tensor] | None = None,
+    anchors: tuple[int, int, int] = (0, 0, 0),
 ) -> None:
     """One pass over the chunks, on the current stream.
 
@@ -204,6 +230,8 @@ def _run_pass(
         leaving: (dc, dn) of the initial state, to be written at the walk's end where there is a tensor.
         factor: like `out`, what its rows are multiplied with for the row sums; not for "dv".
         sums: where these are written, whole and inter.
+        anchors: addresses of the states that "dq" leaves for "dk" and of the flows that "dk" makes of them,
+            and the parts of a flow.
     """
     batch, heads, seq, dim_values = values.shape
     device = values.get_device()
@@ -222,6 +250,7 @@ def _run_pass(
         (_pointer(entering[0]), _pointer(entering[1])),
         (_pointer(leaving[0]), _pointer(leaving[1])),
         (0, 0) if sums is None else (sums[0].data_ptr(), sums[1].data_ptr()),
+        anchors,
         (
             _pointer(offsets),
             offsets is not None and offsets.dtype == torch.int64,
@@ -241,6 +270,21 @@ def _empty_sums(q: Tensor, parts: int) -> RowSums:
     shape = (parts * -(-dim // _SUM_COLUMNS), batch, heads, seq)
     whole, inter = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     return RowSums(whole, inter, parts)
+
+
+def _empty_anchors(q: Tensor, widths: list[int], offsets: MaybeTensor) -> Anchors:
+    """For parts of v of these widths."""
+    batch, heads, seq, dim = q.shape
+    slots = chunk_slots(seq, offsets)
+    kernels = [build.load(instances.mlstm_pass("dq", width, dim)) for width in widths]
+    size = max(kernel.anchor_bytes(batch, heads, slots, dim) for kernel in kernels)
+    parts = tuple(int(kernel.flow_parts(dim)) for kernel in kernels)
+    shape = (batch, heads, slots // _ANCHOR_CHUNKS + 1, sum(parts))
+    return Anchors(
+        torch.empty(size, dtype=torch.uint8, device=q.device),
+        torch.empty(shape, dtype=torch.float32, device=q.device),
+        parts,
+    )
 
 
 def _columns(state: MaybeTensor, part: slice) -> MaybeTensor:
@@ -274,6 +318,7 @@ def _gate_gradients(
     gates: Gates,
     q_dq: RowSums,
     k_dk: RowSums,
+    anchors: Tensor,
     di: Tensor,
     df: Tensor,
     initial: StateGradient,
@@ -283,18 +328,20 @@ def _gate_gradients(
     """di and df from the passes' row sums.
 
     Args:
+        anchors: the flows of `Anchors`.
         initial, last: before the first and after the last token, contiguous fp32; None without one.
         sizes: batch, heads, seq, dim_qk, dim_v.
     """
     offsets = gates.cu_seqlens
-    batch, heads, seq = sizes[:3]
+    batch, heads = sizes[:2]
     sequences = batch if offsets is None else offsets.numel() - 1
-    size = kernel.mlstm_bwd_gates_workspace_bytes(batch, heads, seq, sequences, offsets is not None)
+    size = kernel.mlstm_bwd_gates_workspace_bytes(heads, sequences)
     workspace = torch.empty(size, dtype=torch.uint8, device=di.device)
     device = di.get_device()
     kernel.mlstm_bwd_gates(
         _row_sums(q_dq),
         _row_sums(k_dk),
+        (anchors.data_ptr(), anchors.shape[-1]),
         _gate(gates.i),
         _gate(gates.f),
         _gate(di),

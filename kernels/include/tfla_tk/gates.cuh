@@ -128,7 +128,7 @@ template <class X> __device__ inline X warp_max(X x) {
     return x;
 }
 
-__device__ inline double warp_sum(double x) {
+template <class X> __device__ inline X warp_sum(X x) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffff, x, step);
     return x;

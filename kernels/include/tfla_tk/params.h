@@ -41,6 +41,15 @@ inline int chunk_slots(int seq, int sequences, bool packed) {
     return (seq + 63) / 64 + (packed ? sequences : 0);
 }
 
+// The passes of the backward give the flow of gradient over the boundary before every chunk of a sequence
+// whose number is a multiple of this and not 0: the anchors.
+constexpr int kAnchorChunks = 8;
+
+// Slots per head of what there is once per anchor, of so many chunk_slots: the anchor before the chunk of
+// slot s has s / kAnchorChunks. It has it alone: neighbouring anchors' chunks are at least kAnchorChunks
+// slots apart, also across packed sequences, each of which begins without an anchor.
+inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
+
 struct MlstmFwdParams {
     Operand q, k, v, h;  // bf16 or fp16, all alike
     Gate i, f;

@@ -37,8 +37,16 @@ struct StateGradient {
     const float *c, *dc, *n, *dn;
 };
 
+// [B, H, anchor_slots, parts]: the flow <dC, C> + <dn, n> at every anchor, to be summed over the parts. Slots
+// without an anchor are not written.
+struct Anchors {
+    const float* flows;
+    int parts;
+};
+
 struct MlstmBwdGatesParams {
     RowSums q_dq, k_dk;
+    Anchors anchors;
     Gate i, f;
     GateGradient di, df;
     const double* chunk_m;  // [B, H, slots]: log2 units, at each chunk's start; null with the sigmoid gate
@@ -52,7 +60,7 @@ struct MlstmBwdGatesParams {
     int device;
 };
 
-std::int64_t mlstm_bwd_gates_workspace_bytes(int batch, int heads, int seq, int sequences, bool packed);
+std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences);
 
 // Both throw std::runtime_error on a refused launch; seq is at least 1.
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream);

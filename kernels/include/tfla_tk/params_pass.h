@@ -23,7 +23,12 @@ struct MlstmPassParams {
     const float *entering_c, *entering_n;  // what the walk begins with: [N, H, K, V] and [N, H, K], or null
     float *leaving_c, *leaving_n;          // gradients of the initial state, or null
     float *whole, *inter;                  // [panels, B, H, S] row sums of out . factor; null for dv
-    const void* offsets;                   // of packed sequences, as in Cut
+    // dq leaves its state before every chunk of a multiple of kAnchorChunks, for dk of the same tile to
+    // multiply with: the flow of gradient over that boundary. pass_anchor_bytes of it; null for dv.
+    void* states;
+    float* flows;  // [B, H, anchor_slots, flow_parts], dk only: this call writes pass_flow_parts of them
+    int flow_parts;
+    const void* offsets;  // of packed sequences, as in Cut
     bool wide_offsets;
     int sequences;
     int batch, heads, seq, dim_keys, dim_values;
@@ -35,6 +40,10 @@ struct MlstmPassParams {
 
 // Columns of `out` that one entry of the row sums adds up.
 constexpr int kSumColumns = 64;
+
+// Bytes of `states`, and the parts of a flow that a call writes.
+std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_values);
+int pass_flow_parts(int dim_values);
 
 // Defined once per instance (tile). Throws std::runtime_error on a refused launch.
 void mlstm_pass(const MlstmPassParams& params, void* stream);

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
@@ -59,9 +62,10 @@ def test_opcheck_packed_sequences(
 @pytest.mark.parametrize(("gate", "states"), [("exp", STATES), ("sig", ())])
 def test_opcheck_backward(gate: str, states: tuple[str, ...], varlen: bool, make_inputs: Make) -> None:
     x = packed(make_inputs, states) if varlen else make_inputs(seq=20, states=states)
-    count = 3 if varlen else 2
-    dh, dc, dn = torch.randn_like(x["v"]), torch.randn(count, 3, 16, 32), torch.randn(count, 3, 16)
-    opcheck(BWD, (*(x.get(n) for n in INPUTS), dh, dc, dn, gate == "sig", True, 1e-6, "auto"))
+    h, c, n, _, *rows = FWD(*arguments(x, gate, rows=True))
+    dh, dc, dn = (torch.randn_like(t) for t in (h, c, n))
+    tensors = (*(x.get(name) for name in INPUTS), h, *rows, c, n, dh, dc, dn)
+    opcheck(BWD, (*tensors, gate == "sig", True, 1e-6, "auto"))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -91,10 +95,12 @@ def test_states_are_empty_unless_asked_for(make_inputs: Make) -> None:
 def test_rows(gate: str, normalize: bool, varlen: bool, dtype: torch.dtype, make_inputs: Make) -> None:
     """s q_t.n_t and m_t of the recurrence, token by token."""
     x = packed(make_inputs, dtype=dtype) if varlen else make_inputs(1, seq=20, dtype=dtype)
-    *_, row_n, row_m = FWD(*arguments(x, gate, normalize, rows=True))
+    *_, row_n, row_m, chunk_m = FWD(*arguments(x, gate, normalize, rows=True))
     assert {row_n.dtype, row_m.dtype} == {ops.state_dtype(x["q"])}
     assert row_n.shape == ((1, 3, 20) if normalize else (0,))
     assert row_m.shape == ((1, 3, 20) if gate == "exp" else (0,))
+    assert chunk_m.shape == ((1, 3, 4 if varlen else 1) if gate == "exp" else (0,))
+    assert chunk_m.dtype == torch.float64
     tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     wide = {name: t.double() for name, t in x.items() if name != "cu_seqlens"}
     function = reference.mlstm_recurrent if gate == "exp" else reference.mlstm_siging_recurrent
@@ -110,14 +116,86 @@ def test_rows(gate: str, normalize: bool, varlen: bool, dtype: torch.dtype, make
             torch.testing.assert_close(row_m[:, :, t].double(), m[0][..., 0], **tolerance)
 
 
+@pytest.mark.parametrize("lengths", [None, [0, 70, 64, 1, 0, 200, 63]], ids=["batch", "packed"])
+@pytest.mark.parametrize("initial", [False, True], ids=["zeros", "initial"])
+def test_stabiliser_at_the_start_of_every_chunk(
+    lengths: list[int] | None, initial: bool, make_inputs: Make
+) -> None:
+    """In log2 units, a slot per chunk: that of the last token before it, or the initial one."""
+    states = STATES if initial else ()
+    if lengths is None:
+        x, bounds = make_inputs(seq=150, dtype=torch.float64, states=states), [(0, 150)]
+    else:
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        x = make_inputs(1, seq=sum(lengths), dtype=torch.float64, states=states, sequences=len(lengths))
+        x["cu_seqlens"], bounds = ends, list(itertools.pairwise(ends.tolist()))
+    *_, row_m, chunk_m = FWD(*arguments(x, rows=True))
+    assert chunk_m.shape[-1] == ops.chunk_slots(x["q"].shape[2], x.get("cu_seqlens"))
+    used = []
+    for sequence, (start, end) in enumerate(bounds):
+        for chunk in range(-(-(end - start) // 64)):
+            used.append(start // 64 + sequence + chunk)
+            if chunk > 0:
+                expected = row_m[:, :, start + 64 * chunk - 1]
+            elif initial:
+                m = x["m_initial"][..., 0]
+                expected = m if lengths is None else m[sequence : sequence + 1]
+            else:
+                expected = torch.zeros_like(row_m[:, :, 0])
+            torch.testing.assert_close(chunk_m[:, :, used[-1]], expected / math.log(2))
+    assert len(set(used)) == len(used) and max(used) < chunk_m.shape[-1]
+
+
 def test_rows_only_on_request_and_without_gradient(make_inputs: Make) -> None:
     x = leaves(make_inputs(states=STATES))
-    h, c, n, m, row_n, row_m = FWD(*arguments(x))
-    assert (row_n.shape, row_m.shape) == ((0,), (0,))
-    h_again, *_, row_n, row_m = FWD(*arguments(x, rows=True))
-    assert torch.equal(h, h_again) and (row_n.shape, row_m.shape) == ((2, 3, 40), (2, 3, 40))
+    h, c, n, m, *rows = FWD(*arguments(x))
+    assert [tuple(t.shape) for t in rows] == [(0,)] * 3
+    h_again, _, _, _, *rows = FWD(*arguments(x, rows=True))
+    assert torch.equal(h, h_again)
+    assert [tuple(t.shape) for t in rows] == [(2, 3, 40), (2, 3, 40), (2, 3, 1)]
     assert h_again.requires_grad and c.requires_grad and n.requires_grad
-    assert not (m.requires_grad or row_n.requires_grad or row_m.requires_grad)
+    assert not any(t.requires_grad for t in (m, *rows))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+def test_what_the_backward_is_given(
+    gate: str, last: bool, make_inputs: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward's rows without asking for them, and the last state where its gradient may come."""
+    seen: list[tuple[Any, ...]] = []
+
+    def record(*args: Any) -> ops.Grads:
+        seen.append(args)
+        return ops._bwd_cpu(*args)
+
+    monkeypatch.setattr(ops, "_bwd", record)
+    states = STATES if gate == "exp" else STATES[:2]
+    x = make_inputs(seq=70, dtype=torch.float64, states=states)
+    truth = FWD(*arguments(x, gate, rows=True))
+    h, c, *_ = FWD(*arguments(leaves(x), gate, last=last))
+    (h.sum() + c.sum()).backward()
+    found = dict(zip(("h", "row_n", "row_m", "chunk_m", "c_last", "n_last"), seen[0][9:15], strict=True))
+    expected = dict(zip(("h", "row_n", "row_m", "chunk_m"), (truth[0], *truth[4:]), strict=True))
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert torch.equal(found["c_last"], truth[1]) if last else found["c_last"] is found["n_last"] is None
+    assert (seen[0][16] is None) != last
+
+
+def test_an_initial_state_may_be_changed_after_the_forward(make_inputs: Make) -> None:
+    """A cache that is updated in place."""
+    x = make_inputs(states=STATES)
+    inputs = leaves({n: t.clone() for n, t in x.items()})
+    cache = {n: x[n].clone() for n in STATES}
+    gradients = []
+    for changed in (False, True):
+        h = FWD(*arguments(inputs | cache))[0]
+        if changed:
+            for t in cache.values():
+                t.zero_()
+        gradients.append(torch.autograd.grad(h.square().sum(), [inputs[n] for n in "qkvif"]))
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
 
 
 def test_packed_states_have_a_row_per_sequence(make_inputs: Make) -> None:
@@ -159,17 +237,19 @@ def test_fake_cuda_tensors(gate: str, last: bool, fake_tk: Any) -> None:
         v = torch.empty(2, 100, 4, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         i, f = (torch.empty(2, 4, 100, device="cuda") for _ in "if")
         options = (None, None, None, None, gate == "sig", True, 1e-6)
-        h, c, n, m, row_n, row_m = FWD(q, k, v, i, f, *options, last, True, "auto")
+        h, c, n, m, row_n, row_m, chunk_m = FWD(q, k, v, i, f, *options, last, True, "auto")
         assert (h.shape, h.dtype, h.stride(), h.device) == (v.shape, torch.bfloat16, v.stride(), v.device)
         shapes = [(2, 4, 64, 128), (2, 4, 64), (2, 4, 1) if gate == "exp" else (0,)] if last else [(0,)] * 3
         assert [tuple(t.shape) for t in (c, n, m)] == shapes
         assert row_n.shape == i.shape and row_m.shape == (i.shape if gate == "exp" else (0,))
+        assert chunk_m.shape == ((2, 4, 2) if gate == "exp" else (0,)) and chunk_m.dtype == torch.float64
         assert all(t.dtype == torch.float32 and t.device == v.device for t in (c, n, m, row_n, row_m))
         function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
         assert which(function, q, k, v, i, f).backend == "tk"
         out = function(q, k, v, i.bfloat16(), f, return_last_states=True)
         assert out[0].stride() == v.stride() and len(out[1]) == (3 if gate == "exp" else 2)
-        grads = BWD(q, k, v, i, f, *options[:4], h, None, None, *options[4:], "auto")
+        rows = (h, row_n, row_m, chunk_m, None, None)
+        grads = BWD(q, k, v, i, f, *options[:4], *rows, h, None, None, *options[4:], "auto")
         assert [tuple(g.shape) for g in grads] == [tuple(t.shape) for t in (q, k, v, i, f)] + [(0,), (0,)]
 
 
@@ -238,11 +318,13 @@ def compiled_agrees(
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
     results = []
-    for run in (function, compiled):
-        inputs = leaves({n: t.clone() for n, t in x.items()})
-        h = run(**inputs)
-        (h * h).sum().backward()
-        results.append([h.detach(), *(t.grad for t in inputs.values() if t.requires_grad)])
+    # a graph on disk may call an op of another version of this package
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for run in (function, compiled):
+            inputs = leaves({n: t.clone() for n, t in x.items()})
+            h = run(**inputs)
+            (h * h).sum().backward()
+            results.append([h.detach(), *(t.grad for t in inputs.values() if t.requires_grad)])
     for eager, graph in zip(*results, strict=True):
         torch.testing.assert_close(graph, eager, rtol=1e-4, atol=1e-4)
 

@@ -1,31 +1,46 @@
-"""Every kernel instance compiled once for all the tests and all the worker processes."""
+"""Every kernel instance compiled once for all the tests and worker processes; the backward in formulas."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from tfla_tk import build
+from tfla_tk import build, ops
+from tfla_tk.backends import tk_backward
+from tfla_tk.backends.tk_backward import Gates, RowSums
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
+from tfla_tk.reference.common import segment_sum
 
 _FUNCTION = re.compile(r"^\.text\.(\S+):$")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
+_GRADIENTS = tuple(tk_backward._GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
-_CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(?:Lb([01])E)?(?:LNS\w*_\d+ScheduleE(\d)E)?")
-_KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?I")
+_CONFIG = re.compile(
+    r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(?:Lb([01])E)?(?:LNS\w*_\d+(Schedule|Gradient)E(\d)E)?"
+)
+_KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?[IE]")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """The SASS of one kernel, with what its symbol names; schedule "" where it has none."""
+    """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none.
+
+    Of a pass of the backward, dim_qk and slice_v are the tile of the keys and the slice of the values.
+    """
 
     name: str
     half: bool
@@ -33,6 +48,7 @@ class Kernel:
     slice_v: int
     normalize: bool
     schedule: str
+    gradient: str
     instructions: list[tuple[str, str]]
 
     @property
@@ -92,14 +108,17 @@ def parse_sass(sass: str) -> list[Kernel]:
             assert name, f"{function[1]} is no kernel of this package"
             current = None
             if config:
-                length, text, dim_qk, slice_v, normalize, schedule = config.groups()
+                length, text, dim_qk, slice_v, normalize, enum, value = config.groups()
                 current = Kernel(
                     name=name[1],
                     half=text[: int(length)] == "__half",
                     dim_qk=int(dim_qk),
                     slice_v=int(slice_v),
                     normalize=normalize == "1",
-                    schedule=INTRA_SCHEDULES[int(schedule)] if schedule else "",  # begins with SCHEDULES
+                    schedule=INTRA_SCHEDULES[int(value)]
+                    if enum == "Schedule"
+                    else "",  # begins with SCHEDULES
+                    gradient=_GRADIENTS[int(value)] if enum == "Gradient" else "",
                     instructions=[],
                 )
                 found.append(current)
@@ -139,3 +158,186 @@ def _read_or_compile(instance: build.Instance, folder: Path) -> tuple[str, str]:
             log.write_text(result.ptxas_log)
             sass.write_text(build.disassemble(result.cubin))
     return log.read_text(), sass.read_text()
+
+
+# The backward with the formula of every kernel in its place
+
+
+CHUNK = 64
+SUM_COLUMNS = 64
+
+
+def exact(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Flows:
+    """For `tk_backward.Anchors`: the flows at the anchors, as many of them as there are parts of v."""
+
+    flows: Tensor
+
+    def part(self, number: int) -> Tensor:
+        return self.flows[..., number]
+
+
+class BackwardFormulas:
+    """tk_backward.mlstm_bwd in PyTorch, in fp64.
+
+    Attributes:
+        rounded: what a kernel does to an operand that it computes: scores and states.
+        anchored: whether the flows at the anchors are used.
+        row_sums: of the last call's passes by name, whole and inter.
+    """
+
+    def __init__(self, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]) -> None:
+        self.row_factors, self.gate_gradients = row_factors, gate_gradients
+        self.empty_sums = tk_backward._empty_sums
+        self.rounded: Callable[[Tensor], Tensor] = exact
+        self.anchored = True
+        self.states: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
+        self.row_sums: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, *arguments: Any) -> ops.Grads:
+        return tk_backward.mlstm_bwd(*arguments)
+
+    def of_rows(
+        self, kernel: Any, dh: Tensor, h: Tensor, row_n: Tensor, row_m: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        given = (x if x.numel() > 0 else None for x in (row_n, row_m))
+        found: tuple[Tensor, Tensor] = self.row_factors(dh, self.rounded(h), *given, eps)
+        return found
+
+    def of_sums(self, q: Tensor, parts: int) -> RowSums:
+        """In fp64; what no pass writes is not a number."""
+        found = self.empty_sums(q, parts)
+        whole, inter = (torch.full_like(x, torch.nan, dtype=q.dtype) for x in (found.whole, found.inter))
+        return RowSums(whole, inter, parts)
+
+    def of_anchors(self, q: Tensor, widths: list[int], offsets: Tensor | None) -> Flows:
+        """In fp64; what no pass writes is not a number."""
+        slots = ops.chunk_slots(q.shape[2], offsets) // tk_backward._ANCHOR_CHUNKS + 1
+        return Flows(q.new_full((*q.shape[:2], slots, len(widths)), torch.nan))
+
+    def of_pass(
+        self,
+        name: str,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        gates: Gates,
+        rows: tuple[Tensor, Tensor],
+        entering: tk_backward.State,
+        leaving: tk_backward.State = (None, None),
+        factor: Tensor | None = None,
+        sums: tuple[Tensor, Tensor] | None = None,
+        anchors: Tensor | None = None,
+    ) -> None:
+        """`tk_backward._run_pass`."""
+        forward, turned = name == "dq", name != "dv"
+        sequences = bounds_of(gates.cu_seqlens, queries.shape[2])
+        for number, (start, end) in enumerate(sequences):
+            which = slice(None) if gates.cu_seqlens is None else slice(number, number + 1)
+            slot = start // CHUNK + (0 if gates.cu_seqlens is None else number)
+            c, n = (None if x is None else x[which] for x in entering)
+            c = keys.new_zeros(keys.shape[-1], values.shape[-1]) if c is None else c.mT if turned else c
+            n = keys.new_zeros(values.shape[-1]) if n is None else n
+            for chunk in range(-(-(end - start) // CHUNK))[:: 1 if forward else -1]:
+                own = slice(start + chunk * CHUNK, min(start + (chunk + 1) * CHUNK, end))
+                flow = None  # to be written, where there is an anchor before the chunk
+                if anchors is not None and chunk > 0 and chunk % tk_backward._ANCHOR_CHUNKS == 0:
+                    flow = anchors[:, :, (slot + chunk) // tk_backward._ANCHOR_CHUNKS]
+                    if forward:
+                        self.states[number, chunk] = self.rounded(c), n
+                intra, of_t, of_j, decay = _chunk_factors(gates, rows[0], own, slot + chunk)
+                query, key, value, e = (x[:, :, own] for x in (queries, keys, values, rows[1]))
+                e = e if turned else torch.zeros_like(e)
+                # e belongs to time t: the rows forward in time, else the columns
+                scores = query @ key.mT + (e[..., :, None] if forward else e[..., None, :])
+                weights = (intra if forward else intra.mT) * scores
+                row, column = (of_t, of_j) if forward else (of_j, of_t)
+                row_n, column_n = (e * row, column) if forward else (row, e * column)
+                inter = row[..., None] * (query @ self.rounded(c)) + row_n[..., None] * n[..., None, :]
+                whole = inter + self.rounded(weights) @ value
+                out[:, :, own] = whole
+                if factor is not None and sums is not None:
+                    for found, x in zip(sums, (whole, inter), strict=True):
+                        panels = (factor[:, :, own] * x).split(SUM_COLUMNS, dim=-1)
+                        for panel, part in zip(found, panels, strict=True):
+                            panel[:, :, own] = part.sum(-1)
+                c = decay[..., None, None] * c + self.rounded(column[..., None] * key).mT @ value
+                n = decay[..., None] * n + (column_n[..., None] * value).sum(-2)
+                if flow is not None and not forward:
+                    left_c, left_n = self.states[number, chunk]
+                    flow.copy_((left_c * c).sum((-2, -1)) + (left_n * n).sum(-1))
+            for state, x in zip(leaving, (c.mT if turned else c, n), strict=True):
+                if state is not None:
+                    state[which] = x
+
+    def of_gates(
+        self,
+        kernel: Any,
+        gates: Gates,
+        q_dq: RowSums,
+        k_dk: RowSums,
+        anchors: Tensor,
+        di: Tensor,
+        df: Tensor,
+        *rest: Any,
+    ) -> None:
+        *states, (batch, heads, seq, _, _) = rest
+        bounds = bounds_of(gates.cu_seqlens, seq)
+        flows = []
+        for c, dc, n, dn in states:
+            flow = di.new_zeros(batch if gates.cu_seqlens is None else len(bounds), heads)
+            for state, grad in ((c, dc), (n, dn)):
+                if state is not None and grad is not None:
+                    flow += (state * grad).flatten(2).sum(-1)
+            flows.append(flow)
+        sums = {name: (x.whole.sum(0), x.inter.sum(0)) for name, x in (("dq", q_dq), ("dk", k_dk))}
+        known = anchors if self.anchored else None
+        found = self.gate_gradients(*sums.values(), known, gates.i, gates.f, gates.chunk_m, flows, bounds)
+        di.copy_(found[0]), df.copy_(found[1])
+        self.row_sums = sums
+
+
+def bounds_of(cu_seqlens: Tensor | None, seq: int) -> list[tuple[int, int]]:
+    """(start, end) of every sequence."""
+    return [(0, seq)] if cu_seqlens is None else list(itertools.pairwise(cu_seqlens.tolist()))
+
+
+def _chunk_factors(
+    gates: Gates, log2_w: Tensor, own: slice, slot: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of one chunk s W_tj / w_t, s e^{b_t + m_in - m_t} / w_t, w^end_j, and the state's decay."""
+    log_i = logsigmoid(gates.i[:, :, own]) if gates.sigmoid_gate else gates.i[:, :, own]
+    log_f = logsigmoid(gates.f[:, :, own])
+    intra, inter = segment_sum(log_f) + log_i[..., None, :], log_f.cumsum(-1)
+    m_t = torch.zeros_like(inter)
+    if gates.chunk_m is not None:
+        inter = inter + gates.chunk_m[:, :, slot, None] * math.log(2)
+        m_t = torch.maximum(inter, intra.amax(-1))
+    row = m_t + log2_w[:, :, own] * math.log(2)
+    end = m_t[..., -1:]
+    return (
+        gates.scale * torch.exp(intra - row[..., None]),
+        gates.scale * torch.exp(inter - row),
+        torch.exp(intra[..., -1, :] - end),
+        torch.exp(inter[..., -1] - end[..., 0]),
+    )
+
+
+@pytest.fixture
+def backward_formulas(
+    monkeypatch: pytest.MonkeyPatch, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]
+) -> BackwardFormulas:
+    """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
+    found = BackwardFormulas(row_factors, gate_gradients)
+    monkeypatch.setattr(build, "load", lambda instance: None)
+    monkeypatch.setattr(tk_backward, "_row_factors", found.of_rows)
+    monkeypatch.setattr(tk_backward, "_empty_sums", found.of_sums)
+    monkeypatch.setattr(tk_backward, "_empty_anchors", found.of_anchors)
+    monkeypatch.setattr(tk_backward, "_run_pass", found.of_pass)
+    monkeypatch.setattr(tk_backward, "_gate_gradients", found.of_gates)
+    return found

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build.instances import SCHEDULES, mlstm_fwd, shipped_instances
+from tfla_tk.build.instances import MLSTM_TILES, SCHEDULES, mlstm_fwd
 
 CHUNK = 64
 EXPONENTIALS = CHUNK * CHUNK // 128  # gates per thread and chunk
 MAIN = [mlstm_fwd(128, 256, schedule) for schedule in SCHEDULES]
-INSTANCES = list(dict.fromkeys([*shipped_instances(), *MAIN]))
+INSTANCES = list(dict.fromkeys([*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *MAIN]))
 
 Compile = Callable[[build.Instance], Any]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 
 from tfla_tk import ops
-from tfla_tk.backends import tk
+from tfla_tk.backends import tk, tk_backward
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
@@ -16,9 +17,13 @@ from tfla_tk.build.instances import (
     MAX_DIM_QK,
     MAX_DIM_V,
     MLSTM_TILES,
+    PASS_TILES,
     SCHEDULES,
+    Instance,
+    mlstm_bwd,
     mlstm_fwd,
     mlstm_intra,
+    mlstm_pass,
     shipped_instances,
 )
 
@@ -37,6 +42,7 @@ TILES = [
     ((208, 176), (256, 128)),
     ((256, 512), (256, 128)),
 ]
+EVERY_DIMS = list(itertools.product(range(16, MAX_DIM_QK + 1, 16), range(16, MAX_DIM_V + 1, 16)))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -53,11 +59,56 @@ def test_the_smallest_tile_that_holds_the_dims(
     }
 
 
+def passes_of(dim_qk: int, dim_v: int) -> list[tuple[str, int, int]]:
+    """Arguments of mlstm_pass in a backward: dq and dk per part of V of at most 256 columns, dv once."""
+    parts = [min(256, dim_v - at) for at in range(0, dim_v, 256)]
+    of_parts = [(gradient, part, dim_qk) for part in parts for gradient in ("dq", "dk")]
+    return [*of_parts, ("dv", dim_qk, dim_v)]
+
+
 def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     shipped = set(shipped_instances())
-    assert len(shipped) == len(MLSTM_TILES) == len({instance.name for instance in shipped})
-    taken = {mlstm_fwd(qk, v) for qk in range(16, MAX_DIM_QK + 1, 16) for v in range(16, MAX_DIM_V + 1, 16)}
-    assert taken == shipped
+    assert len(shipped) == len(shipped_instances()) == len({instance.name for instance in shipped})
+    forward, passes = set(), set()
+    for dims in EVERY_DIMS:
+        forward.add(mlstm_fwd(*dims))
+        passes |= {mlstm_pass(*call) for call in passes_of(*dims)}
+    assert (len(forward), len(passes)) == (len(MLSTM_TILES), len(PASS_TILES))
+    assert shipped == forward | passes | {mlstm_bwd()}
+
+
+def tile_of_pass(instance: Instance) -> tuple[int, int]:
+    defines = dict(instance.defines)
+    return int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
+
+
+def test_passes_take_the_smallest_tile_that_holds_their_operands() -> None:
+    """A slice may hold a part of the values; dq and dk leave slices of 256 to dv."""
+    for dims in EVERY_DIMS:
+        for gradient, keys, values in passes_of(*dims):
+            tile, slice_ = tile_of_pass(mlstm_pass(gradient, keys, values))
+            assert tile == min(x for x in (64, 128, 256) if x >= keys)
+            slices = [x for at, x in PASS_TILES if at == tile and (gradient == "dv" or x < 256)]
+            assert slice_ == min((x for x in slices if x >= values), default=max(slices))
+    for gradient, operands, expected in (
+        ("dq", (16, 16), (64, 64)),
+        ("dk", (80, 128), (128, 128)),
+        ("dq", (256, 144), (256, 128)),
+        ("dk", (64, 256), (64, 128)),
+        ("dv", (64, 256), (64, 256)),
+        ("dv", (128, 272), (128, 256)),
+        ("dv", (144, 48), (256, 64)),
+        ("dv", (256, 512), (256, 128)),
+    ):
+        instance = mlstm_pass(gradient, *operands)
+        assert tile_of_pass(instance) == expected
+        assert instance.name == f"mlstm_pass_k{expected[0]}_v{expected[1]}"
+
+
+@pytest.mark.parametrize("gradient", ["dq", "dk", "dv"])
+def test_keys_that_no_pass_holds(gradient: str) -> None:
+    with pytest.raises(ValueError):
+        mlstm_pass(gradient, MAX_DIM_QK + 16, 64)
 
 
 @pytest.mark.parametrize("dims", [(MAX_DIM_QK + 16, 64), (64, MAX_DIM_V + 16), (0, 64), (64, 0)])
@@ -73,7 +124,8 @@ def test_an_unknown_schedule() -> None:
 
 def test_sources_of_every_instance_exist() -> None:
     for instance in shipped_instances():
-        assert (sources.kernels_root() / instance.source).is_file()
+        for file in (instance.source, instance.bindings):
+            assert (sources.kernels_root() / file).is_file()
 
 
 def enum_of(file: str, name: str) -> dict[str, int]:
@@ -91,6 +143,11 @@ def test_enums_agree_with_the_sources() -> None:
     assert DEFAULT_SCHEDULE in SCHEDULES
     names = {str(dtype).removeprefix("torch."): code for dtype, code in tk._GATE_DTYPES.items()}
     assert names == enum_of("include/tfla_tk/params.h", "DType")
+    assert enum_of("include/tfla_tk/params_pass.h", "Gradient") == tk_backward._GRADIENTS
+    text = (sources.kernels_root() / "include/tfla_tk/params_pass.h").read_text()
+    assert f"kSumColumns = {tk_backward._SUM_COLUMNS};" in text
+    text = (sources.kernels_root() / "include/tfla_tk/params.h").read_text()
+    assert f"kAnchorChunks = {tk_backward._ANCHOR_CHUNKS};" in text
 
 
 def test_instances_of_the_intra_chunk_kernel() -> None:

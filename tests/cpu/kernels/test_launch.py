@@ -168,18 +168,21 @@ def test_states(launches: Launches) -> None:
         assert launches[-1].last == tuple(0 if t is None else t.data_ptr() for t in wanted)
         assert launches[-1].initial == (0, 0, 0)
         assert normalize or bool((n == 0).all())
-        assert rows == [None, None]
-    assert run(q, q, v)[1:] == (None,) * 5
+        assert rows == [None] * 3
+    assert run(q, q, v)[1:] == (None,) * 6
     assert launches[-1].last == (0, 0, 0)
 
 
 def test_rows_for_the_backward(launches: Launches) -> None:
     q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
     for sigmoid_gate, normalize in ((False, True), (True, True), (True, False)):
-        *_, row_n, row_m = run(q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_rows=True)
-        assert (row_n is None, row_m is None) == (not normalize, sigmoid_gate)
+        *_, row_n, row_m, chunk_m = run(
+            q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_rows=True
+        )
+        assert (row_n is None, row_m is None, chunk_m is None) == (not normalize, sigmoid_gate, sigmoid_gate)
+        assert sigmoid_gate or (chunk_m.shape, chunk_m.dtype) == ((B, NH, 1), torch.float64)
         assert {tuple(t.shape) for t in (row_n, row_m) if t is not None} <= {(B, NH, S)}
-        assert launches[-1].rows == tuple(0 if t is None else t.data_ptr() for t in (row_n, row_m))
+        assert launches[-1].rows == tuple(0 if t is None else t.data_ptr() for t in (row_n, row_m, chunk_m))
 
 
 def test_a_long_sequence_is_cut_and_gets_a_workspace(launches: Launches) -> None:

@@ -9,16 +9,21 @@ import torch
 
 from tfla_tk import build, env
 from tfla_tk.build import builder
-from tfla_tk.build.instances import mlstm_fwd
+from tfla_tk.build.instances import Instance, mlstm_bwd, mlstm_fwd, mlstm_pass
 
 
 @pytest.fixture(scope="module")
 def module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    return load_afresh(mlstm_fwd(64, 64), tmp_path_factory)
+
+
+def load_afresh(instance: Instance, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The module, built in a cache of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("THUNDERKITTENS_ROOT", str(build.find_thunderkittens(clone=False).root))
         patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
         patch.setattr(builder, "_loaded", {})
-        return build.load(mlstm_fwd(64, 64))
+        return build.load(instance)
 
 
 def test_it_tells_how_many_ctas_fit(module: ModuleType) -> None:
@@ -42,7 +47,7 @@ def test_a_launch_without_a_driver_is_an_error(module: ModuleType) -> None:
             *([gate] * 2),
             none,
             none,
-            (0, 0),
+            none,
             (0, False, 1, 1, 1),
             0,
             (1, 1, 64, 64, 64),
@@ -54,3 +59,48 @@ def test_a_launch_without_a_driver_is_an_error(module: ModuleType) -> None:
             0,
             0,
         )
+
+
+def test_the_module_around_the_backward_passes(
+    kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A workspace of 16 doubles per sequence and head."""
+    module = load_afresh(mlstm_bwd(), tmp_path_factory)
+    for heads, sequences in ((3, 2), (4, 7)):
+        assert module.mlstm_bwd_gates_workspace_bytes(heads, sequences) == 8 * 16 * heads * sequences
+    if torch.cuda.is_available():
+        return  # the launch would be real
+    operand = (16, 4096, 4096, 64)
+    with pytest.raises(RuntimeError, match="mlstm_bwd_rows: CUDA driver version is insufficient"):
+        module.mlstm_bwd_rows(operand, operand, (0, 0), (16, 16), (1, 1, 64, 64), 1e-6, False, 0, 0)
+
+
+def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """At an anchor a state of 16-bit numbers and n per slice of 128 values, a flow per warp of the state."""
+    module = load_afresh(mlstm_pass("dq", 64, 128), tmp_path_factory)
+    for batch, heads, slots, dim_values, slices in ((1, 2, 7, 80, 1), (3, 4, 8, 128, 1), (2, 1, 100, 256, 2)):
+        expected = batch * heads * (slots // 8 + 1) * slices * 128 * (64 * 2 + 4)
+        assert module.anchor_bytes(batch, heads, slots, dim_values) == expected
+        assert module.flow_parts(dim_values) == 8 * slices
+    # past 2^31
+    assert module.anchor_bytes(8, 16, 10_000, 256) > 2**31
+    if torch.cuda.is_available():
+        return  # the launch would be real
+    operand, gate, none = (16, 4096, 4096, 64), (16, 64, 64, 1, 0), (0, 0)
+    for gradient in range(3):
+        with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
+            module.mlstm_pass(
+                gradient,
+                *([operand] * 5),
+                *([gate] * 2),
+                (16, 16, 16),
+                *([none] * 3),
+                (0, 0, 0),
+                (0, False, 1),
+                (1, 1, 64, 64, 64),
+                0.125,
+                False,
+                False,
+                0,
+                0,
+            )

@@ -10,6 +10,7 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends import tk
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.validation import MLSTMCall
 
 CALL = MLSTMCall(
@@ -51,6 +52,12 @@ def test_serves(dtype: torch.dtype, dims: tuple[int, int]) -> None:
     assert verdict.ok and verdict.auto and not verdict.reason
 
 
+@pytest.mark.parametrize("dims", [(16, 16), (MAX_DIM_QK, MAX_DIM_V)])
+def test_serves_gradients(dims: tuple[int, int]) -> None:
+    verdict = tk.supports_mlstm(replace(CALL, requires_grad=True, dim_qk=dims[0], dim_v=dims[1]))
+    assert verdict.ok and verdict.auto and not verdict.reason
+
+
 @pytest.mark.parametrize(
     ("change", "reason", "remedy"),
     [
@@ -59,7 +66,6 @@ def test_serves(dtype: torch.dtype, dims: tuple[int, int]) -> None:
         ({"dim_qk": 272}, "head dims are 272/256", "multiples of 16 up to 256/512"),
         ({"dim_v": 528}, "head dims are 128/528", "multiples of 16 up to 256/512"),
         ({"dim_qk": 24}, "head dims are 24/256", "multiples of 16 up to 256/512"),
-        ({"requires_grad": True}, "no backward yet", "backend='reference'"),
     ],
 )
 def test_refuses(change: dict[str, object], reason: str, remedy: str) -> None:

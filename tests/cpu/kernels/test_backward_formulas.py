@@ -1,0 +1,337 @@
+"""The plan of the kernels' backward, formula by formula, against the explicit backward of the reference.
+
+Three passes that are one kernel with other operands, rows before them, gates from their row sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla_tk import ops, reference
+
+Tensors = dict[str, Tensor]
+Formulas = Callable[..., Any]
+
+EPS = 1e-6
+CHUNK = 64
+ANCHOR_CHUNKS = 8
+GATES = ["exp", "sig", "sig_unnormalised"]
+TOKENS = ("q", "k", "v", "i", "f")
+NAMES = (*TOKENS, "c_initial", "n_initial", "m_initial", "cu_seqlens")
+LENGTHS = [70, 0, 64, 1, 100]
+LONG = [600, 70, 0, 1100, 1, 513]  # with anchors
+
+
+def draw(
+    gate: str,
+    size: tuple[int, int, int] = (2, 3, 150),
+    *,
+    lengths: list[int] | None = None,
+    states: bool = True,
+    dims: tuple[int, int] = (8, 24),
+) -> Tensors:
+    """Inputs in fp64."""
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    dim_qk, dim_v = dims
+    count = size[0]
+    x: Tensors = {}
+    if lengths is not None:
+        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+        count, size = len(lengths), (1, size[1], sum(lengths))
+    x |= {"q": normal(*size, dim_qk), "k": normal(*size, dim_qk), "v": normal(*size, dim_v)}
+    x |= {"i": normal(*size), "f": normal(*size) + 3}
+    if states:
+        x["c_initial"] = normal(count, size[1], dim_qk, dim_v)
+        if gate != "sig_unnormalised":
+            x["n_initial"] = normal(count, size[1], dim_qk)
+        if gate == "exp":
+            x["m_initial"] = normal(count, size[1], 1)
+    return x
+
+
+def arguments(gate: str, x: Tensors, *, last: bool = True, dh: Tensor | None = None) -> tuple[Any, ...]:
+    """Of the backward op, from its forward."""
+    tensors = [x.get(name) for name in NAMES]
+    options = (gate != "exp", gate != "sig_unnormalised", EPS)
+    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
+    dh, dc, dn = torch.randn_like(h) if dh is None else dh, torch.randn_like(c), torch.randn_like(n)
+    given = (c, n, dh, dc, dn) if last else (None, None, dh, None, None)
+    return (*tensors, h, *rows, *given, *options, "auto")
+
+
+def assert_gradients(found: ops.Grads, expected: ops.Grads) -> None:
+    """df within what a chunk drops as forgotten, 2^-24; a gradient may be zero."""
+    for name, x, y in zip(reference.MLSTMGrads._fields, found, expected, strict=True):
+        assert x.isfinite().all(), name
+        error = (x - y).norm() / max(y.norm(), 1e-3)
+        assert error <= (1e-7 if name == "f" else 1e-9), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS, LONG], ids=["batch", "packed", "long"])
+@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "initial"])
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients(
+    gate: str, states: bool, last: bool, lengths: list[int] | None, backward_formulas: Formulas
+) -> None:
+    given = arguments(gate, draw(gate, lengths=lengths, states=states), last=last)
+    assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("seq", [1, 63, 64, 65, 300, 512, 513, 1030])
+def test_lengths(gate: str, seq: int, backward_formulas: Formulas) -> None:
+    given = arguments(gate, draw(gate, (2, 3, seq)))
+    assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:3]], ids=["batch", "packed", "long"])
+@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+@pytest.mark.parametrize("gate", GATES)
+def test_parts_of_v(gate: str, last: bool, lengths: list[int] | None, backward_formulas: Formulas) -> None:
+    """More columns than a pass takes for keys: dq, dk and dn are sums over parts of V."""
+    given = arguments(gate, draw(gate, (1, 2, 150), lengths=lengths, dims=(80, 272)), last=last)
+    assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+
+
+@pytest.mark.parametrize("size", [(0, 3, 10), (2, 0, 10), (2, 3, 0)])
+def test_no_token(size: tuple[int, int, int], backward_formulas: Formulas) -> None:
+    """The gradient of the initial state is that of the last one."""
+    for last in (False, True):
+        given = arguments("exp", draw("exp", size), last=last)
+        for x, y in zip(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given), strict=True):
+            assert torch.equal(x, y)
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def first_inside(x: Tensor) -> Tensor:
+    """The first dimension innermost in memory."""
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+@pytest.mark.parametrize("layout", [transposed, first_inside])
+def test_layouts(layout: Callable[[Tensor], Tensor], backward_formulas: Formulas) -> None:
+    """Gradients lie as their inputs do, whatever a kernel can write."""
+    x = draw("exp")
+    dh = torch.randn_like(x["v"])
+    expected = torch.ops.tfla_tk.mlstm_bwd(*arguments("exp", x, last=False, dh=dh))
+    view = {name: t if name == "m_initial" else layout(t) for name, t in x.items()}
+    found = backward_formulas(*arguments("exp", view, last=False, dh=layout(dh)))
+    assert_gradients(found, expected)
+    for name, t in zip(NAMES, found, strict=False):
+        assert t.stride() == torch.empty_like(view[name]).stride(), name
+
+
+# gates
+
+
+def forget_everything(i: Tensor, f: Tensor) -> None:
+    f.fill_(-1e4)
+
+
+def forget_nothing(i: Tensor, f: Tensor) -> None:
+    f.fill_(1e4)
+
+
+def never_written(i: Tensor, f: Tensor) -> None:
+    """e^{-m} beyond every float."""
+    i.fill_(-1e4)
+
+
+def spike(i: Tensor, f: Tensor) -> None:
+    half = i.shape[-1] // 2
+    i[..., :half], i[..., half:] = 80.0, -80.0
+
+
+def falling(i: Tensor, f: Tensor) -> None:
+    """The stabiliser falls by 200 across each chunk."""
+    i -= torch.arange(i.shape[-1]) * (200 / CHUNK)
+
+
+def resets(i: Tensor, f: Tensor) -> None:
+    f[..., ::90] = -torch.inf
+    i[..., 3::7] = -torch.inf
+
+
+def silence(i: Tensor, f: Tensor) -> None:
+    """A state that decays by e^-64 per chunk and is all there is, until tokens of its size come."""
+    f[..., 64:256], i[..., 64:256] = -math.log(math.e - 1), -1e4
+    i[..., :64] += 200.0
+    i[..., 256:] += 8.0
+
+
+EXTREME = [forget_everything, forget_nothing, never_written, spike, falling, resets, silence]
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("set_gates", EXTREME)
+def test_extreme_gates(
+    gate: str, set_gates: Callable[[Tensor, Tensor], None], backward_formulas: Formulas
+) -> None:
+    x = draw(gate, (2, 2, 300))
+    for name in "qk":
+        x[name].abs_()
+    set_gates(x["i"], x["f"])
+    given = arguments(gate, x)
+    assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+
+
+def test_a_state_that_outweighs_its_chunk_is_not_dropped(backward_formulas: Formulas) -> None:
+    """Its decay alone says nothing: what counts is what the chunk's own tokens weigh beside it."""
+    x = draw("exp", (2, 2, 400))
+    for name in "qk":
+        x[name].abs_()
+    silence(x["i"], x["f"])
+    given = arguments("exp", x)
+    want = torch.ops.tfla_tk.mlstm_bwd(*given)[4][..., 64:256]
+    assert want.abs().max() > 1e-3
+    torch.testing.assert_close(backward_formulas(*given)[4][..., 64:256], want, rtol=1e-6, atol=1e-9)
+
+
+def test_noise_does_not_pass_a_chunk_that_forgets(backward_formulas: Any, gate_gradients: Formulas) -> None:
+    """Row sums of other chunks, wrong as they may be, leave no trace in df between two such chunks."""
+    x = draw("exp", (1, 2, 6 * CHUNK), states=False)
+    x["f"][..., CHUNK + 5] = x["f"][..., 4 * CHUNK + 5] = -60.0
+    given = arguments("exp", x, last=False)
+    backward_formulas(*given)
+    flows = (torch.zeros(1, 2), torch.zeros(1, 2))
+
+    def df(*chunks: int) -> Tensor:
+        sums = [[t.clone() for t in backward_formulas.row_sums[name]] for name in ("dq", "dk")]
+        for chunk in chunks:
+            for noise, t in enumerate(itertools.chain(*sums)):
+                t[..., chunk * CHUNK : (chunk + 1) * CHUNK] += 100.0 * noise
+        found: Tensor = gate_gradients(*sums, None, x["i"], x["f"], given[12], flows, [(0, 6 * CHUNK)])[1]
+        return found
+
+    between = slice(CHUNK, 5 * CHUNK)
+    assert torch.equal(df(0, 5)[..., between], df()[..., between])
+    assert not torch.allclose(df(2)[..., between], df()[..., between])
+
+
+def test_noise_does_not_pass_an_anchor(gate_gradients: Formulas) -> None:
+    """Row sums in front of it leave no trace in df behind it, and the other way round."""
+    q_dq, k_dk, *rest = gate_problem("sig", [3 * ANCHOR_CHUNKS * CHUNK])
+    between = slice(ANCHOR_CHUNKS * CHUNK, 2 * ANCHOR_CHUNKS * CHUNK)
+
+    def df(noise: float) -> Tensor:
+        changed = [[t + noise for t in sums] for sums in (q_dq, k_dk)]
+        for sums, given in zip(changed, (q_dq, k_dk), strict=True):
+            for t, x in zip(sums, given, strict=True):
+                t[..., between] = x[..., between]
+        found: Tensor = gate_gradients(*changed, *rest, [(0, 3 * ANCHOR_CHUNKS * CHUNK)])[1]
+        return found
+
+    assert torch.equal(df(100.0)[..., between], df(0.0)[..., between])
+
+
+def to_bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().double()
+
+
+def error(x: Tensor, y: Tensor) -> float:
+    return ((x - y).norm() / y.norm()).item()
+
+
+def draw_rounded(gate: str, seq: int, forget_bias: float) -> tuple[Any, ...]:
+    """Arguments whose operands are bf16."""
+    x = draw(gate, (1, 2, seq), states=False, dims=(64, 64))
+    x |= {name: to_bf16(x[name]) for name in "qkv"}
+    x["f"] += forget_bias - 3
+    return arguments(gate, x, last=False, dh=to_bf16(torch.randn_like(x["v"])))
+
+
+@pytest.mark.parametrize("forget_bias", [0.0, 3.0, 12.0])
+def test_rounding_noise(forget_bias: float, backward_formulas: Any) -> None:
+    """Operands rounded to bf16 where the kernels round them: df within 1e-2 of the truth at S = 4096."""
+    given = draw_rounded("exp", 4096, forget_bias)
+    want = torch.ops.tfla_tk.mlstm_bwd(*given)
+    backward_formulas.rounded = to_bf16
+    found = backward_formulas(*given)
+    for name, a, b in zip(TOKENS, found, want, strict=False):
+        assert error(a, b) <= (8e-3 if name in "qkv" else 1e-2), name
+    # one sum over all tokens collects the noise of all of them
+    (q_dq, _), (k_dk, _) = (backward_formulas.row_sums[name] for name in ("dq", "dk"))
+    summed = (q_dq - k_dk).flip(-1).cumsum(-1).flip(-1) * torch.sigmoid(-given[4])
+    assert error(found[4], want[4]) <= error(summed, want[4]) * (0.3 if forget_bias == 0 else 1.1)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_anchors_hold_the_noise_of_long_sequences(gate: str, backward_formulas: Any) -> None:
+    """Without them what is followed from the ends takes up the noise of more and more chunks."""
+    given = draw_rounded(gate, 8192, 3.0)
+    want = torch.ops.tfla_tk.mlstm_bwd(*given)[4]
+    backward_formulas.rounded = to_bf16
+    anchored = error(backward_formulas(*given)[4], want)
+    backward_formulas.anchored = False
+    assert anchored <= min(1e-2, 0.5 * error(backward_formulas(*given)[4], want))
+
+
+# formulas by themselves
+
+
+def gate_problem(gate: str, lengths: Sequence[int]) -> tuple[Any, ...]:
+    """Arguments of gate_gradients for any row sums."""
+    torch.manual_seed(0)
+    shape = (1, 2, sum(lengths))
+    sums = [(torch.randn(shape), torch.randn(shape)) for _ in range(2)]
+    slots = -(-shape[-1] // CHUNK) + len(lengths)
+    anchors = torch.randn(1, 2, slots // ANCHOR_CHUNKS + 1, 3)
+    chunk_m = torch.randn(1, 2, slots) if gate == "exp" else None
+    flows = (torch.randn(len(lengths), 2), torch.randn(len(lengths), 2))
+    return (*sums, anchors, 5 * torch.randn(shape), 5 * torch.randn(shape), chunk_m, flows)
+
+
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, LONG, [513, 0, 575, 512, 1090] * 8], ids=["short", "long", "many"]
+)
+def test_packed_sequences_by_themselves(lengths: list[int], gate: str, gate_gradients: Formulas) -> None:
+    """Chunks start at each sequence's start; each has its own slot, and each anchor too."""
+    q_dq, k_dk, anchors, i, f, chunk_m, flows = gate_problem(gate, lengths)
+    bounds = list(itertools.pairwise(itertools.accumulate([0, *lengths])))
+    found = gate_gradients(q_dq, k_dk, anchors, i, f, chunk_m, flows, bounds)
+    used = []
+    for sequence, (start, end) in enumerate(bounds):
+        own, slot = slice(start, end), start // CHUNK + sequence
+        behind = range(ANCHOR_CHUNKS, -(-(end - start) // CHUNK), ANCHOR_CHUNKS)
+        own_anchors = [(slot + chunk) // ANCHOR_CHUNKS for chunk in behind]
+        used += own_anchors
+        expected = gate_gradients(
+            *([x[..., own] for x in sums] for sums in (q_dq, k_dk)),
+            anchors[:, :, [0, *own_anchors]],  # that before chunk 0 does not exist
+            i[..., own],
+            f[..., own],
+            None if chunk_m is None else chunk_m[..., slot:],
+            [x[sequence : sequence + 1] for x in flows],
+            [(0, end - start)],
+        )
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x[..., own], y)
+    assert len(set(used)) == len(used) and max(used, default=0) < anchors.shape[2]
+
+
+def test_row_factors_at_the_ends_of_the_range(row_factors: Formulas) -> None:
+    """Finite where e^{-m} is not; no gradient of d where the floor holds."""
+    m = torch.tensor([-1e4, -100.0, 0.0, 0.0, 0.0, 100.0, 1e4])
+    d = torch.tensor([1.0, 1.0, 0.5, -2.0, 0.0, 0.0, -3.0])
+    ones = torch.ones(len(m), 4)
+    log2_w, e = row_factors(ones, ones, d, m.double(), EPS)
+    assert log2_w.isfinite().all()
+    torch.testing.assert_close(log2_w[:2], torch.tensor([1e4, 100.0]).double() / math.log(2))
+    assert e.tolist() == [0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 4.0]
+    assert all((x == 0).all() for x in row_factors(ones, ones, None, None, EPS))

@@ -1,0 +1,382 @@
+"""What tk_backward.mlstm_bwd hands to its passes and the kernels around them; no GPU is touched."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends import tk_backward
+from tfla_tk.build import Instance, sources
+from tfla_tk.build.instances import mlstm_bwd, mlstm_pass
+from tfla_tk.ops import chunk_slots
+
+B, NH, S, K, V = 2, 3, 150, 80, 256
+PANELS = 2  # of 64 columns of K
+PART = 256  # columns of V that a pass takes for keys
+EPS = 1e-6
+
+# of the module's functions, as bindings_bwd.cpp names them
+ROWS_ARGUMENTS = ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream")
+GATES_ARGUMENTS = (
+    *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
+    *("offsets", "sizes", "sigmoid_gate", "device", "stream"),
+)
+
+
+PASS_ARGUMENTS = (
+    *("gradient", "queries", "keys", "values", "out", "factor", "i", "f", "rows", "entering", "leaving"),
+    *("sums", "anchors", "offsets", "sizes", "scale", "half", "sigmoid_gate", "device", "stream"),
+)
+
+
+def tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], *strides: int) -> Tensor:
+    """What lies at an address, as a kernel sees it; contiguous without strides."""
+    strides = strides or tuple(torch.empty(shape, device="meta").stride())
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+def flow_parts(instance: Instance) -> int:
+    """Of the tiles of the keys, so that the parts of V have different ones."""
+    return int(dict(instance.defines)["TFLA_DIM_KEYS"]) // 64
+
+
+class Launches(list[SimpleNamespace]):
+    """Stands for the kernels' modules and records their launches.
+
+    A pass writes WRITTEN into each of its outputs, and twice that where it is the second of its gradient.
+    What it enters with is recorded as it was then: `entering_c`.
+    """
+
+    WRITTEN = 3.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.anchor_sizes: set[tuple[int, ...]] = set()  # that anchor_bytes was asked for
+
+    def load(self, instance: Instance) -> SimpleNamespace:
+        """A module with the functions of its bindings."""
+        if instance == mlstm_bwd():
+            names = ("mlstm_bwd_rows", "mlstm_bwd_gates", "mlstm_bwd_gates_workspace_bytes")
+            return SimpleNamespace(**{name: getattr(self, name) for name in names})
+        return SimpleNamespace(
+            mlstm_pass=lambda *arguments: self.mlstm_pass(instance, *arguments),
+            anchor_bytes=lambda *sizes: self.anchor_bytes(instance, *sizes),
+            flow_parts=lambda dim_values: flow_parts(instance),
+        )
+
+    def mlstm_bwd_rows(self, *arguments: Any) -> None:
+        self.append(SimpleNamespace(name="rows", **dict(zip(ROWS_ARGUMENTS, arguments, strict=True))))
+
+    def mlstm_bwd_gates(self, *arguments: Any) -> None:
+        self.append(SimpleNamespace(name="gates", **dict(zip(GATES_ARGUMENTS, arguments, strict=True))))
+
+    def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
+        return 128 * heads * sequences
+
+    def anchor_bytes(self, instance: Instance, batch: int, heads: int, slots: int, dim_values: int) -> int:
+        self.anchor_sizes.add((batch, heads, slots, dim_values))
+        return 1000 * flow_parts(instance)
+
+    def mlstm_pass(self, instance: Instance, *arguments: Any) -> None:
+        launch = SimpleNamespace(instance=instance, **dict(zip(PASS_ARGUMENTS, arguments, strict=True)))
+        launch.name = ("dq", "dk", "dv")[launch.gradient]
+        batch, heads, seq, dim_keys, dim_values = launch.sizes
+        sequences = launch.offsets[2]
+        state = (dim_keys, dim_values) if launch.name == "dv" else (dim_values, dim_keys)
+        c_and_n = (sequences, heads, *state), (sequences, heads, dim_values)
+
+        def states(pointers: tuple[int, int]) -> list[Tensor | None]:
+            return [
+                tensor_at(pointer, torch.float32, shape) if pointer else None
+                for pointer, shape in zip(pointers, c_and_n, strict=True)
+            ]
+
+        launch.entering_c, launch.entering_n = (
+            None if x is None else x.clone() for x in states(launch.entering)
+        )
+        outputs = [x for x in states(launch.leaving) if x is not None]
+        pointer, *strides = launch.out
+        dtype = torch.float16 if launch.half else torch.bfloat16
+        outputs.append(tensor_at(pointer, dtype, (batch, heads, seq, dim_values), *strides, 1))
+        for x in outputs:
+            x.fill_(self.WRITTEN * (1 + len(self.of(launch.name))))
+        self.append(launch)
+
+    def of(self, name: str) -> list[SimpleNamespace]:
+        return [launch for launch in self if launch.name == name]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    recorder = Launches()
+    monkeypatch.setattr(build, "load", recorder.load)
+    monkeypatch.setattr(tk_backward, "_current_stream", lambda device: 7)
+    return recorder
+
+
+NAMES = (
+    *("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "offsets", "h"),
+    *("row_n", "row_m", "chunk_m", "c_last", "n_last", "dh", "dc_last", "dn_last"),
+)
+GATES = ["exp", "sig", "sig_unnormalised"]
+
+
+def draw(
+    gate: str,
+    packed: bool = False,
+    gate_dtype: torch.dtype = torch.float32,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    dim_v: int = V,
+) -> tuple[Any, ...]:
+    """Arguments of the backward op, its states all given."""
+    count, size = (5, (1, NH, B * S)) if packed else (B, (B, NH, S))
+    q, k = (torch.randn(*size, K, dtype=dtype) for _ in "qk")
+    v = torch.randn(*size, dim_v, dtype=dtype)
+    i, f = (torch.randn(size, dtype=gate_dtype) for _ in "if")
+    offsets = torch.tensor([0, 70, 70, 134, 135, B * S]) if packed else None
+    normalize = gate != "sig_unnormalised"
+    c, n = torch.randn(count, NH, K, dim_v), torch.randn(count, NH, K) if normalize else None
+    m = torch.randn(count, NH, 1) if gate == "exp" else None
+    tensors = (q, k, v, i, f, c, n, m, offsets)
+    options = (gate != "exp", normalize, EPS)
+    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
+    return (*tensors, h, *rows, c, n, *(torch.randn_like(x) for x in (h, c, n)), *options, "auto")
+
+
+def named(given: tuple[Any, ...]) -> SimpleNamespace:
+    return SimpleNamespace(**dict(zip(NAMES, given, strict=False)))
+
+
+def pointer(x: Tensor | None, wanted: bool = True) -> int:
+    return x.data_ptr() if wanted and x is not None else 0
+
+
+def operand(x: Tensor) -> tuple[int, ...]:
+    """Address and strides of B, NH, S; of B any multiple of 8 where there is one row of it."""
+    return x.data_ptr(), 8 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:3]
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def contiguous(x: Tensor) -> Tensor:
+    return x
+
+
+def columns_inside(x: Tensor) -> Tensor:
+    """Tokens innermost in memory: nothing that TMA can address."""
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_launches(gate: str, packed: bool, launches: Launches) -> None:
+    given = draw(gate, packed)
+    tk_backward.mlstm_bwd(*given)
+    first, *passes, second = launches
+    assert [x.name for x in passes] == ["dq", "dk", "dv"]
+    q, _, v, i, f, c, n, _, offsets, h, row_n, row_m, chunk_m, c_last, n_last, dh, dc, dn = given[:18]
+    normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
+
+    assert (first.dh, first.h) == (operand(dh), operand(h))
+    assert first.rows == (pointer(row_n, normalize), pointer(row_m, not sigmoid_gate))
+    assert (first.sizes, first.eps, first.half, first.stream) == (tuple(h.shape), EPS, False, 7)
+
+    assert second.i == (i.data_ptr(), *i.stride(), 0) and second.f[0] == f.data_ptr()
+    assert second.chunk_m == pointer(chunk_m, not sigmoid_gate)
+    assert second.last[:2] == (c_last.data_ptr(), dc.data_ptr())
+    assert second.last[2:] == (pointer(n_last, normalize), pointer(dn, normalize))
+    assert second.initial[0] == c.data_ptr() and second.initial[2] == pointer(n)
+    assert [x != 0 for x in second.initial[1::2]] == [True, normalize]
+    assert second.q_dq[2] == second.k_dk[2] == PANELS
+    assert second.offsets == (pointer(offsets), packed, c.shape[0])
+    assert second.sizes == (*q.shape, v.shape[-1])
+    assert (second.sigmoid_gate, second.stream) == (sigmoid_gate, 7)
+
+
+@pytest.mark.parametrize("layout", [contiguous, transposed])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+def test_three_passes(
+    gate: str, packed: bool, layout: Callable[[Tensor], Tensor], launches: Launches
+) -> None:
+    given = list(draw(gate, packed))
+    for name in ("q", "k", "v", "dh"):
+        given[NAMES.index(name)] = layout(given[NAMES.index(name)])
+    x = named(tuple(given))
+    dq, dk, dv, _, _, dc, dn = tk_backward.mlstm_bwd(*given)
+    rows, of_dq, of_dk, of_dv, gates = launches
+    normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
+
+    expected = ((of_dq, x.dh, x.v, x.k, dq), (of_dk, x.v, x.dh, x.q, dk), (of_dv, x.k, x.q, x.dh, dv))
+    for launch, *tensors in expected:
+        queries, keys, values, _ = tensors
+        found = launch.queries, launch.keys, launch.values, launch.out
+        assert found == tuple(map(operand, tensors))
+        assert launch.sizes == (*keys.shape, values.shape[-1])
+        assert launch.instance == mlstm_pass(launch.name, keys.shape[-1], values.shape[-1])
+        assert queries.shape == keys.shape
+        # of every pass the same
+        assert launch.i == (x.i.data_ptr(), *x.i.stride(), 0)
+        assert launch.f == (x.f.data_ptr(), *x.f.stride(), 0)
+        assert launch.rows == (*rows.factors, pointer(x.chunk_m, not sigmoid_gate))
+        assert launch.offsets == (pointer(x.offsets), packed, x.c_initial.shape[0])
+        assert math.isclose(launch.scale, K**-0.5)
+        assert (launch.half, launch.sigmoid_gate, launch.stream) == (False, sigmoid_gate, 7)
+    assert (of_dq.factor, of_dk.factor) == (operand(x.q), operand(x.k))
+
+    # states as dq walks forward in time, their gradients as the others walk back
+    assert of_dq.entering == (pointer(x.c_initial), pointer(x.n_initial))
+    assert of_dk.entering == (pointer(x.dc_last), pointer(x.dn_last, normalize))
+    assert of_dv.entering == (pointer(x.dc_last), 0)
+    assert of_dq.leaving == (0, 0)
+    assert of_dk.leaving == (0, pointer(dn, normalize))
+    assert of_dv.leaving == (pointer(dc), 0)
+    for grad in (dq, dk, dv, dc, *([dn] if normalize else [])):
+        assert (grad == Launches.WRITTEN).all()
+
+    assert (of_dq.sums, of_dk.sums, of_dv.sums) == (gates.q_dq[:2], gates.k_dk[:2], (0, 0))
+    assert len({*of_dq.sums, *of_dk.sums}) == 4
+    # what dq leaves, dk reads
+    states, *flows = of_dq.anchors
+    assert of_dk.anchors == of_dq.anchors and of_dv.anchors == (0, 0, 0)
+    assert states != 0 and tuple(flows) == gates.anchors
+    assert gates.anchors[1] == flow_parts(of_dq.instance)
+    slots = chunk_slots(x.q.shape[2], x.offsets)
+    assert launches.anchor_sizes == {(*x.q.shape[:2], slots, K)}
+
+
+@pytest.mark.parametrize("dim_v", [272, 512])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches) -> None:
+    given = draw(gate, packed, dim_v=dim_v)
+    x = named(given)
+    dq, dk, dv, _, _, dc, dn = tk_backward.mlstm_bwd(*given)
+    assert [launch.name for launch in launches] == ["rows", "dq", "dk", "dv", "rows", "dq", "dk", "gates"]
+    (of_dv,), (gates,), rows = launches.of("dv"), launches.of("gates"), launches.of("rows")
+    normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
+    chunk_m = pointer(x.chunk_m, not sigmoid_gate)
+
+    # dv: whole, and once
+    assert (of_dv.queries, of_dv.keys, of_dv.values) == (operand(x.k), operand(x.q), operand(x.dh))
+    assert (of_dv.out, of_dv.sizes) == (operand(dv), (*x.q.shape, dim_v))
+    assert of_dv.rows[0] == rows[0].factors[0] and of_dv.rows[2] == chunk_m
+    assert (of_dv.entering, of_dv.leaving) == ((pointer(x.dc_last), 0), (pointer(dc), 0))
+    assert (of_dv.sums, of_dv.anchors) == ((0, 0), (0, 0, 0))
+
+    columns = 0  # of the flows at the anchors, of the parts before
+    of_parts = zip(rows, launches.of("dq"), launches.of("dk"), strict=True)
+    for part, (of_rows, of_dq, of_dk) in enumerate(of_parts):
+        own = slice(part * PART, (part + 1) * PART)
+        # views: the rows of the whole, from a column on
+        dh, v, h = (operand(t[..., own]) for t in (x.dh, x.v, x.h))
+        assert dh[0] == x.dh.data_ptr() + 2 * own.start and dh[3] == dim_v
+        width = x.v[..., own].shape[-1]
+        assert (of_rows.dh, of_rows.h, of_rows.sizes) == (dh, h, (*x.h.shape[:3], width))
+        assert of_rows.rows == (pointer(x.row_n, normalize), pointer(x.row_m, not sigmoid_gate))
+        assert (of_dq.queries, of_dq.keys, of_dq.values, of_dq.factor) == (dh, v, *map(operand, (x.k, x.q)))
+        assert (of_dk.queries, of_dk.keys, of_dk.values, of_dk.factor) == (v, dh, *map(operand, (x.q, x.k)))
+        for launch in (of_dq, of_dk):
+            assert launch.rows == (*of_rows.factors, chunk_m)
+            assert launch.sizes == (*x.q.shape[:3], width, K)
+            assert launch.instance == mlstm_pass(launch.name, width, K)
+        # the gradients themselves, then what is added to them
+        assert [of_dq.out == operand(dq), of_dk.out == operand(dk)] == [part == 0] * 2
+
+        assert torch.equal(of_dq.entering_c, x.c_initial[..., own])
+        assert torch.equal(of_dk.entering_c, x.dc_last[..., own])
+        assert of_dq.entering[1] == pointer(x.n_initial)
+        assert of_dk.entering[1] == pointer(x.dn_last, normalize and part == 0)
+        assert of_dq.leaving == (0, 0) and of_dk.leaving[0] == 0
+        assert (of_dk.leaving[1] != 0) == normalize
+        assert (of_dk.leaving[1] == pointer(dn)) == (part == 0 or not normalize)
+
+        behind = 4 * part * PANELS * x.q.shape[0] * NH * x.q.shape[2]
+        assert of_dq.sums == tuple(at + behind for at in gates.q_dq[:2])
+        assert of_dk.sums == tuple(at + behind for at in gates.k_dk[:2])
+        flows, count = gates.anchors
+        assert of_dq.anchors == of_dk.anchors
+        assert of_dq.anchors[0] == launches.of("dq")[0].anchors[0]
+        assert of_dq.anchors[1:] == (flows + 4 * columns, count)
+        columns += flow_parts(of_dq.instance)
+    assert gates.q_dq[2] == gates.k_dk[2] == 2 * PANELS
+    assert gates.anchors[1] == columns
+    assert gates.sizes == (*x.q.shape, dim_v)
+
+    for grad, passes in ((dq, 3), (dk, 3), (dv, 1), (dc, 1), (dn, 3)):
+        assert (grad == passes * Launches.WRITTEN).all()
+
+
+def test_gradients_that_no_pass_can_write_are_copied(launches: Launches) -> None:
+    """As they lie; in one part of V and in two."""
+    for dim_v in (V, 2 * V):
+        given = list(draw("exp", dim_v=dim_v))
+        for name in ("q", "k", "v", "dh", "c_initial"):
+            given[NAMES.index(name)] = columns_inside(given[NAMES.index(name)])
+        launches.clear()
+        grads = tk_backward.mlstm_bwd(*given)
+        for name, grad, x in zip(("dq", "dk", "dv"), grads, given, strict=False):
+            assert grad.stride() == x.stride()
+            for launch in launches.of(name):
+                assert launch.out[0] != grad.data_ptr()
+            assert (grad == Launches.WRITTEN * (3 if len(launches.of(name)) == 2 else 1)).all()
+        assert grads[5].stride() == given[5].stride()
+        assert (grads[5] == Launches.WRITTEN).all()
+        for launch in launches.of("dq")[:1]:
+            assert torch.equal(launch.entering_c, given[5][..., :PART])
+
+
+def test_fp16_and_gates_in_bf16(launches: Launches) -> None:
+    given = draw("exp", False, torch.bfloat16, dtype=torch.float16)
+    tk_backward.mlstm_bwd(*given)
+    for launch in launches[1:-1]:
+        assert launch.half and launch.i[-1] == launch.f[-1] == 1
+
+
+def test_gate_gradients_lie_as_their_gates(launches: Launches) -> None:
+    given = list(draw("exp", False, torch.bfloat16))
+    given[3] = given[3].transpose(1, 2).contiguous().transpose(1, 2)
+    given[4] = given[4].repeat_interleave(2, dim=-1)[..., ::2]
+    di, df = tk_backward.mlstm_bwd(*given)[3:5]
+    assert launches[-1].f == (given[4].data_ptr(), *given[4].stride(), 1)
+    assert launches[-1].di == (di.data_ptr(), *given[3].stride(), 1)
+    assert launches[-1].df == (df.data_ptr(), NH * S, S, 1, 1)
+
+
+def test_no_gradient_of_states(launches: Launches) -> None:
+    given = list(draw("exp", False))
+    for place in (5, 6, 7, 13, 14, 16, 17):
+        given[place] = None
+    *_, dc_initial, dn_initial = tk_backward.mlstm_bwd(*given)
+    assert dc_initial.shape == dn_initial.shape == (0,)
+    assert launches[-1].initial == launches[-1].last == (0, 0, 0, 0)
+    for launch in launches[1:-1]:
+        assert launch.entering == launch.leaving == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "names"),
+    [
+        ("bindings_bwd.cpp", "mlstm_bwd_rows", ROWS_ARGUMENTS),
+        ("bindings_bwd.cpp", "mlstm_bwd_gates", GATES_ARGUMENTS),
+        ("bindings_pass.cpp", "mlstm_pass", PASS_ARGUMENTS),
+    ],
+)
+def test_arguments_are_those_of_the_bindings(file: str, name: str, names: tuple[str, ...]) -> None:
+    text = (sources.kernels_root() / file).read_text()
+    definition = re.search(rf'm\.def\(\s*"{name}",.*?\);', text, re.DOTALL)
+    assert definition and tuple(re.findall(r'py::arg\("(\w+)"\)', definition[0])) == names

@@ -1,0 +1,151 @@
+"""What the compiler made of the mLSTM backward's passes: a clean ptxas log, the wgmmas and their overlap."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tfla_tk import build
+from tfla_tk.build.instances import PASS_TILES, mlstm_pass
+
+CHUNK = 64
+STEPS = CHUNK // 16
+FRAGMENTS = 4  # of a block's output: 64 columns of the values by 16 tokens, one STSM each
+INSTANCES = [mlstm_pass("dv", *tile) for tile in PASS_TILES]
+
+Compile = Callable[[build.Instance], Any]
+
+
+@pytest.fixture(params=INSTANCES, ids=lambda instance: instance.name, scope="session")
+def compiled(request: pytest.FixtureRequest, compile_once: Compile) -> Any:
+    return compile_once(request.param)
+
+
+def gradients(slice_: int) -> tuple[str, ...]:
+    """What an instance makes: slices of 256 leave no registers for the row sums of dq and dk."""
+    return ("dv",) if slice_ == 256 else ("dq", "dk", "dv")
+
+
+def part_of_keys(dim_keys: int) -> int:
+    """Columns of the state in one wgmma."""
+    return min(dim_keys, 128)
+
+
+def blocks_of(slice_: int) -> int:
+    """64 columns of the values each, of one state warpgroup: there are two but at a slice of 64."""
+    return max(1, slice_ // 128)
+
+
+@dataclass
+class Block:
+    """A block's GEMMs from values^T scores^T on, and what stands under them: while they are in flight.
+
+    Attributes:
+        state: registers of the state, to which the update's wgmmas add.
+        scaled_under_values: registers that an FMUL writes under values^T scores^T.
+        under_update: opcodes under the state's update.
+    """
+
+    state: set[int] = field(default_factory=set)
+    scaled_under_values: set[int] = field(default_factory=set)
+    under_update: Counter[str] = field(default_factory=Counter)
+
+
+def kind_of(operands: str) -> str:
+    """Of a wgmma: "scores" Q K^T, "read" state Q^T, "values" values^T scores^T, "update" values^T K."""
+    _, a, b, *_ = operands.split(", ")
+    if a.startswith("gdesc"):
+        return "values" if ".tnspA" in a else "scores"
+    return "update" if ".tnspB" in b else "read"
+
+
+def wgmmas(kernel: Any) -> Counter[tuple[str, str]]:
+    """How many of which shape and kind."""
+    return Counter(
+        (opcode.split(".")[1], kind_of(operands))
+        for opcode, operands in kernel.instructions
+        if opcode.startswith("HGMMA")
+    )
+
+
+def walk_blocks(kernel: Any) -> list[Block]:
+    """The blocks of a state warpgroup in the order of the program."""
+    found: list[Block] = []
+    in_flight: list[str] = []  # groups from their first wgmma on, the oldest first
+    last, committed = "", True
+    for opcode, operands in kernel.instructions:
+        if opcode.startswith("HGMMA"):
+            kind = kind_of(operands)
+            if kind == "values" and last != "values":
+                found.append(Block())
+            if kind == "update":
+                first = int(operands.split(", ")[0].removeprefix("R"))
+                # fp32, M = 64: N / 2 registers per thread
+                found[-1].state |= set(range(first, first + int(opcode.split(".")[1].split("x")[1]) // 2))
+            if committed:
+                in_flight.append(kind)
+            assert in_flight[-1] == kind
+            last, committed = kind, "gsb0" in operands
+        elif opcode == "WARPGROUP.DEPBAR.LE":
+            assert committed
+            left = int(operands.split(", ")[1], 16)
+            in_flight = in_flight[max(0, len(in_flight) - left) :]
+        elif "values" in in_flight and opcode.startswith("FMUL"):
+            found[-1].scaled_under_values.add(int(operands.split(", ")[0].removeprefix("R")))
+        if "update" in in_flight:
+            found[-1].under_update[opcode.split(".")[0]] += 1
+    assert not in_flight
+    return found
+
+
+def test_ptxas_reports_no_fault(compiled: Any) -> None:
+    build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
+    entries = build.parse_ptxas_log(compiled.ptxas_log)
+    assert len(entries) == len(compiled.every_kernel)
+    assert all(re.search(r"mlstm_pass_kernel", entry.function) for entry in entries)
+    assert all(entry.stack_frame == entry.spill_stores == entry.spill_loads == 0 for entry in entries)
+
+
+def test_every_wgmma_is_there(compiled: Any) -> None:
+    """Each 16 deep. Scores warpgroup: Q K^T; state warpgroups, per block: the other three."""
+    defines = dict(compiled.instance.defines)
+    dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
+    made = {(kernel.half, kernel.gradient) for kernel in compiled.every_kernel}
+    assert len(made) == len(compiled.every_kernel)
+    assert made == set(itertools.product((False, True), gradients(slice_)))
+    blocks, part = blocks_of(slice_), part_of_keys(dim_keys)
+    for kernel in compiled.every_kernel:
+        assert (kernel.name, kernel.dim_qk, kernel.slice_v) == ("mlstm_pass", dim_keys, slice_)
+        assert wgmmas(kernel) == {
+            ("64x64x16", "scores"): dim_keys // 16,
+            ("64x64x16", "read"): blocks * dim_keys // 16,
+            ("64x64x16", "values"): blocks * STEPS,
+            (f"64x{part}x16", "update"): blocks * STEPS * dim_keys // part,
+        }
+
+
+def test_the_decay_stands_under_the_scores_gemm(compiled: Any) -> None:
+    """Every register of the state is multiplied between values^T scores^T and the wait for it."""
+    for kernel in compiled.every_kernel:
+        blocks = walk_blocks(kernel)
+        assert len(blocks) == blocks_of(kernel.slice_v)
+        for block in blocks:
+            assert len(block.state) == kernel.dim_qk // 2
+            assert block.state <= block.scaled_under_values
+        assert len(set().union(*(block.state for block in blocks))) == len(blocks) * kernel.dim_qk // 2
+
+
+def test_the_output_stands_under_the_update(compiled: Any) -> None:
+    """Its staging, and with dq and dk its row sums: four exchanges per 16 tokens."""
+    for kernel in compiled.every_kernel:
+        for block in walk_blocks(kernel):
+            assert block.under_update["STSM"] == FRAGMENTS
+            assert block.under_update["UTMASTG"] == 2  # a box of 16 rows, or row by row
+            if kernel.gradient != "dv":
+                assert block.under_update["SHFL"] >= 4 * FRAGMENTS
