@@ -69,7 +69,12 @@ def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
         gradient: "dq", "dk" or "dv", what the pass makes.
         dim_keys: Columns of what the pass takes for queries and keys, up to MAX_DIM_QK.
         dim_values: Columns of what it takes for values, any number.
+
+    Raises:
+        ValueError: No tile is large enough.
     """
+    if not (0 < dim_keys <= MAX_DIM_QK and dim_values > 0):
+        raise ValueError(f"columns: expected keys of at most {MAX_DIM_QK}, got {dim_keys}/{dim_values}")
     tile = min(keys for keys, _ in PASS_TILES if keys >= dim_keys)
     slices = [v for keys, v in PASS_TILES if keys == tile and (gradient == "dv" or v < 256)]
     return _pass_instance(tile, min((v for v in slices if v >= dim_values), default=max(slices)))
