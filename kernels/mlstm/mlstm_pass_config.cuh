@@ -114,9 +114,8 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr int kFragments = kTiling.fragments;
     static_assert(kFragments == 2 || kFragments == kChunk / 16);
 
-    // What a thread keeps of the state at an anchor, and how many of it: the operands of the state's GEMM.
+    // An anchor: the state as operands of its GEMM, a unit of one thread at a time, then n.
     using AnchorUnit = uint4;
-    static constexpr int kAnchorUnits = kBlocks * kDimKeys / 16;
     static constexpr int64_t kAnchorBytes =
         static_cast<int64_t>(kSlice) * (kDimKeys * sizeof(T) + sizeof(float));
 

@@ -157,7 +157,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             if (chunk * kChunk + t >= task.tokens || task.column + panel_of(block) * 64 >= g.dim_values)
                 return;
             const int64_t panel =
-                (task.column / 64 + panel_of(block)) * static_cast<int64_t>(g.batch) * g.heads;
+                (task.column / kSumColumns + panel_of(block)) * static_cast<int64_t>(g.batch) * g.heads;
             float* rows = (thread < kChunk ? g.whole : g.inter) + panel * g.seq + task.row;
             rows[chunk * kChunk + t] = (warps[0][t] + warps[1][t]) + (warps[2][t] + warps[3][t]);
         }
