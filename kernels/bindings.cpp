@@ -4,12 +4,12 @@
 
 namespace {
 
+using tfla_tk::pointer;
+
 using StateTuple = std::array<std::int64_t, 3>;  // pointers to c, n, m; 0 where there is none
 using RowsTuple = std::array<std::int64_t, 3>;   // pointers to row_n, row_m, chunk_m; 0 where there is none
 // pointer to the offsets or 0, whether they are 64-bit, sequences, segments, chunks per segment
 using CutTuple = std::array<std::int64_t, 5>;
-
-float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 
 tfla_tk::State state(const StateTuple& x) { return {pointer(x[0]), pointer(x[1]), pointer(x[2])}; }
 

@@ -4,13 +4,13 @@
 
 namespace {
 
-using Pair = std::array<std::int64_t, 2>;          // two pointers; 0 where there is none
+using tfla_tk::OffsetsTuple;
+using tfla_tk::Pair;
+using tfla_tk::pointer;
+
 using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and to the inter part, slices
 using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
-using OffsetsTuple = std::array<std::int64_t, 3>;  // pointer or 0, whether they are 64-bit, sequences
-
-float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 
 tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
     return {pointer(x[0]), pointer(x[1]), static_cast<int>(x[2])};

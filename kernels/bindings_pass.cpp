@@ -4,12 +4,12 @@
 
 namespace {
 
-using Pair = std::array<std::int64_t, 2>;          // two pointers; 0 where there is none
+using tfla_tk::OffsetsTuple;
+using tfla_tk::Pair;
+using tfla_tk::pointer;
+
 using RowsTuple = std::array<std::int64_t, 3>;     // pointers to log2_w, e, chunk_m or 0
 using AnchorsTuple = std::array<std::int64_t, 3>;  // pointers to states and flows or 0, parts of a flow
-using OffsetsTuple = std::array<std::int64_t, 3>;  // pointer or 0, whether they are 64-bit, sequences
-
-float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 
 void mlstm_pass(int gradient, const tfla_tk::OperandTuple& queries, const tfla_tk::OperandTuple& keys,
                 const tfla_tk::OperandTuple& values, const tfla_tk::OperandTuple& out,

@@ -1,8 +1,9 @@
 // The gate side of a pass of the mLSTM backward, scanned by two warps ahead of the GEMMs.
 //
-// With b, a, M and m_in of gates.cuh, in log2 units, a token j sends and a token t receives:
-//     s W_tj / w_t    = 2^{sends_j - receives_t}             sends_j = a_j + log2 s, receives_t = M_t + log2
-//     w_t from the state  = 2^{m_in - receives_t} s for t, 2^{a_j - M_L} for j
+// With b, a, M and m_in of gates.cuh, in log2 units, what a token j sends to a token t is weighted by
+//     s W_tj / w_t = 2^{sends_j - receives_t}
+//         with sends_j = a_j + log2 s and receives_t = M_t + log2 w_t;
+// from the state t gets s 2^{m_in - receives_t} of it, and j adds 2^{a_j - M_L} to it.
 // Each chunk's m_in was saved by the forward, so chunks come in either order. The sigmoid gate has m_in = 0
 // and receives_t = log2 w_t - b_t, and b_L in the place of -M_L.
 #pragma once
@@ -74,12 +75,8 @@ __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, do
         receives_x = high_and_low(-b.x), receives_y = high_and_low(-b.y);
         receives_x.y += log2_w.x, receives_y.y += log2_w.y;
     } else {  // M_t rounded up, as in the forward
-        const float up_x = fmaxf(__double2float_ru(a.x), __double2float_ru(m_in));
-        const float up_y = fmaxf(__double2float_ru(a.y), up_x);
-        const float row_y = warp_inclusive_max(up_y);
-        const float before = __shfl_up_sync(0xffffffff, row_y, 1);
-        receives_x = {lane == 0 ? up_x : fmaxf(before, up_x), log2_w.x};
-        receives_y = {row_y, log2_w.y};
+        const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);
+        receives_x = {rows.x, log2_w.x}, receives_y = {rows.y, log2_w.y};
     }
     *reinterpret_cast<float4*>(&out.receives[2 * lane]) = {receives_x.x, receives_x.y, receives_y.x,
                                                            receives_y.y};

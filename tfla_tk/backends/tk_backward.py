@@ -60,6 +60,13 @@ class Gates:
     def sigmoid_gate(self) -> bool:
         return self.chunk_m is None
 
+    @property
+    def offsets(self) -> tuple[int, bool, int]:
+        """cu_seqlens for the kernels: address or 0, whether 64-bit, number of sequences."""
+        if self.cu_seqlens is None:
+            return 0, False, self.i.shape[0]
+        return self.cu_seqlens.data_ptr(), self.cu_seqlens.dtype == torch.int64, self.cu_seqlens.numel() - 1
+
 
 @dataclass(frozen=True)
 class RowSums:
@@ -236,7 +243,6 @@ def _run_pass(
     batch, heads, seq, dim_values = values.shape
     device = values.get_device()
     kernel = build.load(instances.mlstm_pass(name, keys.shape[-1], dim_values))
-    offsets = gates.cu_seqlens
     kernel.mlstm_pass(
         _GRADIENTS[name],
         _operand(queries),
@@ -251,11 +257,7 @@ def _run_pass(
         (_pointer(leaving[0]), _pointer(leaving[1])),
         (0, 0) if sums is None else (sums[0].data_ptr(), sums[1].data_ptr()),
         anchors,
-        (
-            _pointer(offsets),
-            offsets is not None and offsets.dtype == torch.int64,
-            batch if offsets is None else offsets.numel() - 1,
-        ),
+        gates.offsets,
         (batch, heads, seq, keys.shape[-1], dim_values),
         gates.scale,
         values.dtype == torch.float16,
@@ -332,10 +334,8 @@ def _gate_gradients(
         initial, last: before the first and after the last token, contiguous fp32; None without one.
         sizes: batch, heads, seq, dim_qk, dim_v.
     """
-    offsets = gates.cu_seqlens
-    batch, heads = sizes[:2]
-    sequences = batch if offsets is None else offsets.numel() - 1
-    size = kernel.mlstm_bwd_gates_workspace_bytes(heads, sequences)
+    *_, sequences = gates.offsets
+    size = kernel.mlstm_bwd_gates_workspace_bytes(sizes[1], sequences)
     workspace = torch.empty(size, dtype=torch.uint8, device=di.device)
     device = di.get_device()
     kernel.mlstm_bwd_gates(
@@ -350,7 +350,7 @@ def _gate_gradients(
         _state_pair(*initial[:2]) + _state_pair(*initial[2:]),
         _state_pair(*last[:2]) + _state_pair(*last[2:]),
         workspace.data_ptr(),
-        (_pointer(offsets), offsets is not None and offsets.dtype == torch.int64, sequences),
+        gates.offsets,
         sizes,
         gates.sigmoid_gate,
         device,

@@ -1,4 +1,4 @@
-// Operands and gates as Python hands them to a module: tuples of integers.
+// What Python hands to the modules: tuples of integers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,6 +13,11 @@ namespace tfla_tk {
 
 using OperandTuple = std::array<std::int64_t, 4>;  // pointer, batch, head and row stride in elements
 using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
+
+using Pair = std::array<std::int64_t, 2>;          // two pointers; 0 where there is none
+using OffsetsTuple = std::array<std::int64_t, 3>;  // pointer or 0, whether they are 64-bit, sequences
+
+inline float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 
 inline Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }
 

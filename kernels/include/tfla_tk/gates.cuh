@@ -134,6 +134,15 @@ template <class X> __device__ inline X warp_sum(X x) {
     return x;
 }
 
+// M_t of the lane's two tokens, rounded up to fp32.
+__device__ inline float2 rounded_up_maxima(double a_x, double a_y, double m_in, int lane) {
+    const float up_x = fmaxf(__double2float_ru(a_x), __double2float_ru(m_in));
+    const float up_y = fmaxf(__double2float_ru(a_y), up_x);
+    const float row_y = warp_inclusive_max(up_y);
+    const float before = __shfl_up_sync(0xffffffff, row_y, 1);
+    return {lane == 0 ? up_x : fmaxf(before, up_x), row_y};
+}
+
 // Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk.
 template <bool kSigmoid> struct GateScan {
     double m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
@@ -159,12 +168,7 @@ template <bool kSigmoid> struct GateScan {
         *reinterpret_cast<float4*>(&out.column[2 * lane]) = {
             high_x, static_cast<float>(column_x - static_cast<double>(high_x)), high_y,
             static_cast<float>(column_y - static_cast<double>(high_y))};
-        const float up_x = fmaxf(__double2float_ru(a_x), __double2float_ru(m));
-        const float up_y = fmaxf(__double2float_ru(a_y), up_x);
-
-        const float row_y = warp_inclusive_max(up_y);
-        const float before = __shfl_up_sync(0xffffffff, row_y, 1);
-        const float row_x = lane == 0 ? up_x : fmaxf(before, up_x);
+        const auto [row_x, row_y] = rounded_up_maxima(a_x, a_y, m, lane);
         const double m_x = b_x + static_cast<double>(row_x), m_y = b_y + static_cast<double>(row_y);
         write_pair(out.row, row_x, row_y);
         write_pair(out.inter, scale * exp2_of(m - static_cast<double>(row_x)),
