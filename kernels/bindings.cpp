@@ -8,21 +8,15 @@ using tfla_tk::pointer;
 
 using StateTuple = std::array<std::int64_t, 3>;  // pointers to c, n, m; 0 where there is none
 using RowsTuple = std::array<std::int64_t, 3>;   // pointers to row_n, row_m, chunk_m; 0 where there is none
-// pointer to the offsets or 0, whether they are 64-bit, sequences, segments, chunks per segment
-using CutTuple = std::array<std::int64_t, 5>;
 
 tfla_tk::State state(const StateTuple& x) { return {pointer(x[0]), pointer(x[1]), pointer(x[2])}; }
-
-tfla_tk::Cut cut(const CutTuple& x) {
-    return {reinterpret_cast<const void*>(x[0]), x[1] != 0, static_cast<int>(x[2]), static_cast<int>(x[3]),
-            static_cast<int>(x[4])};
-}
 
 void mlstm_fwd(const tfla_tk::OperandTuple& q, const tfla_tk::OperandTuple& k, const tfla_tk::OperandTuple& v,
                const tfla_tk::OperandTuple& h, const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f,
                const StateTuple& initial, const StateTuple& last, const RowsTuple& rows,
-               const CutTuple& segments, std::int64_t workspace, const std::array<int, 5>& sizes, float scale,
-               float eps, bool half, bool sigmoid_gate, bool normalize, int device, std::uintptr_t stream) {
+               const tfla_tk::CutTuple& cut, std::int64_t workspace, const std::array<int, 5>& sizes,
+               float scale, float eps, bool half, bool sigmoid_gate, bool normalize, int device,
+               std::uintptr_t stream) {
     const tfla_tk::MlstmFwdParams params{tfla_tk::operand(q),
                                          tfla_tk::operand(k),
                                          tfla_tk::operand(v),
@@ -35,7 +29,7 @@ void mlstm_fwd(const tfla_tk::OperandTuple& q, const tfla_tk::OperandTuple& k, c
                                          pointer(rows[1]),
                                          reinterpret_cast<double*>(rows[2]),
                                          reinterpret_cast<void*>(workspace),
-                                         cut(segments),
+                                         tfla_tk::cut(cut),
                                          sizes[0],
                                          sizes[1],
                                          sizes[2],

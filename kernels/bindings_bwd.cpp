@@ -13,7 +13,7 @@ using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, part
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
 
 tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
-    return {pointer(x[0]), pointer(x[1]), static_cast<int>(x[2])};
+    return {pointer(x[0]), reinterpret_cast<const tfla_tk::FlowSum*>(x[1]), static_cast<int>(x[2])};
 }
 
 tfla_tk::Anchors anchors_of(const AnchorsTuple& x) { return {pointer(x[0]), static_cast<int>(x[1])}; }
@@ -43,6 +43,23 @@ void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple
                                              half,
                                              device};
     tfla_tk::mlstm_bwd_rows(params, reinterpret_cast<void*>(stream));
+}
+
+void mlstm_bwd_combine(const tfla_tk::BoundariesTuple& boundaries, int norm_parts, const Pair& entering,
+                       const tfla_tk::CutTuple& cut, const std::array<int, 4>& sizes, bool backward,
+                       int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdCombineParams params{tfla_tk::boundaries(boundaries),
+                                                norm_parts,
+                                                pointer(entering[0]),
+                                                pointer(entering[1]),
+                                                tfla_tk::cut(cut),
+                                                sizes[0],
+                                                sizes[1],
+                                                sizes[2],
+                                                sizes[3],
+                                                backward,
+                                                device};
+    tfla_tk::mlstm_bwd_combine(params, reinterpret_cast<void*>(stream));
 }
 
 void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const AnchorsTuple& anchors,
@@ -82,6 +99,11 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
           "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e; sizes: batch, heads, "
           "seq, dim_v.");
+    m.def("mlstm_bwd_combine", &mlstm_bwd_combine, py::arg("boundaries"), py::arg("norm_parts"),
+          py::arg("entering"), py::arg("cut"), py::arg("sizes"), py::arg("backward"), py::arg("device"),
+          py::arg("stream"),
+          "Launches what arrives at the boundaries between segments. boundaries: c, n, log2_decay; sizes: "
+          "heads, seq, dim_qk, dim_v.");
     m.def("mlstm_bwd_gates", &mlstm_bwd_gates, py::arg("q_dq"), py::arg("k_dk"), py::arg("anchors"),
           py::arg("i"), py::arg("f"), py::arg("di"), py::arg("df"), py::arg("chunk_m"), py::arg("initial"),
           py::arg("last"), py::arg("workspace"), py::arg("offsets"), py::arg("sizes"),

@@ -63,7 +63,13 @@ LEAST_LOG_GATE = -2e5  # kLeastLogGate
 
 
 class RowSums(NamedTuple):
-    """q_t.dq_t or k_t.dk_t [B, NH, S], and the part of it through the state that entered the chunk."""
+    """q_t.dq_t or k_t.dk_t.
+
+    Attributes:
+        whole: of every token, [B, NH, S].
+        inter: of every chunk the part through the state that entered it: the sum of its summands and of their
+            squares, [B, NH, slots, 2].
+    """
 
     whole: Tensor
     inter: Tensor
@@ -112,7 +118,7 @@ def _gate_gradients(
         slot = start // CHUNK + (sequence if len(bounds) > 1 else 0)
         behind = [] if anchors is None else range(ANCHOR_CHUNKS, -(-(end - start) // CHUNK), ANCHOR_CHUNKS)
         dlog_f[:, :, own] = _dlog_f(
-            *(RowSums(*(x[:, :, own] for x in sums)) for sums in (q, k)),
+            *(RowSums(sums.whole[:, :, own], sums.inter[:, :, slot:]) for sums in (q, k)),
             (logsigmoid(i) if chunk_m is None else i)[:, :, own].clamp(min=LEAST_LOG_GATE),
             logsigmoid(f)[:, :, own].clamp(min=LEAST_LOG_GATE),
             None if chunk_m is None else chunk_m[:, :, slot:].double(),
@@ -137,7 +143,7 @@ def _dlog_f(
     pieces = [slice(t, t + CHUNK) for t in range(0, log_f.shape[-1], CHUNK)]
     if not pieces:
         return torch.zeros_like(log_f)
-    received, sent = ([sums.inter[:, :, x] for x in pieces] for sums in (q_dq, k_dk))
+    received, sent = ([sums.inter[:, :, chunk] for chunk in range(len(pieces))] for sums in (q_dq, k_dk))
     forgets = []
     for number, x in enumerate(pieces):
         weight = (log_i[:, :, x] - log_f[:, :, x].cumsum(-1)).amax(-1) / math.log(2)
@@ -151,7 +157,7 @@ def _dlog_f(
     for x, left, right, sends in zip(pieces, from_left, from_right, sent, strict=True):
         variance = left[1] + right[1]
         of_left = torch.where(variance > 0, right[1] / variance, 0.0)
-        flow = right[0] + of_left * (left[0] - right[0]) + sends.sum(-1)
+        flow = right[0] + of_left * (left[0] - right[0]) + sends[..., 0]
         inside = (q_dq.whole - k_dk.whole)[:, :, x]
         found.append(flow[..., None] + inside.flip(-1).cumsum(-1).flip(-1))
     return torch.cat(found, dim=-1)
@@ -163,17 +169,17 @@ def _followed(
     """The flow through every chunk and the variance of its noise, as followed from chunk to chunk.
 
     Args:
-        ends_in, starts_in: summands of what leaves and joins the flow in every chunk.
+        ends_in, starts_in: what leaves and joins the flow in every chunk, and the squares of its summands.
         known: the flow that comes to every chunk; None where it is known from the chunk before alone.
     """
     found = []
     for ends, starts, forgotten, start in zip(ends_in, starts_in, forgets, known, strict=True):
         if start is not None:
             value, variance = start, torch.zeros_like(start)
-        value = torch.where(forgotten, 0.0, value - ends.sum(-1))
-        variance = torch.where(forgotten, 0.0, variance + ends.square().sum(-1))
+        value = torch.where(forgotten, 0.0, value - ends[..., 0])
+        variance = torch.where(forgotten, 0.0, variance + ends[..., 1])
         found.append((value, variance))
-        value, variance = value + starts.sum(-1), variance + starts.square().sum(-1)
+        value, variance = value + starts[..., 0], variance + starts[..., 1]
     return found
 
 

@@ -1,7 +1,9 @@
-// The small kernels around the passes of the mLSTM backward: what the passes need per row, and the gradients
-// of the gates from what they leave. No matrix product, so one instance serves all head dims.
+// The small kernels around the passes of the mLSTM backward: what the passes need per row, what arrives at
+// the segments of cut sequences, and the gradients of the gates from what the passes leave. No matrix
+// product, so one instance serves all head dims.
 #include <cmath>
 
+#include "mlstm_bwd_combine.cuh"
 #include "mlstm_bwd_gates.cuh"
 #include "mlstm_bwd_rows.cuh"
 #include "tfla_tk/launch.cuh"
@@ -70,6 +72,15 @@ void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_rows");
     const auto s = static_cast<cudaStream_t>(stream);
     params.half ? mlstm::run_rows<__half2>(params, s) : mlstm::run_rows<__nv_bfloat162>(params, s);
+}
+
+void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream) {
+    constexpr int kPerBlock = 4 * mlstm::kBwdCombineThreads;
+    const DeviceGuard guard(params.device, "mlstm_bwd_combine");
+    const int elements = params.dim_qk * (params.dim_v + params.norm_parts);
+    const dim3 grid(params.cut.segments * params.heads, (elements + kPerBlock - 1) / kPerBlock);
+    launch<mlstm::mlstm_bwd_combine_kernel>(params, grid, mlstm::kBwdCombineThreads, params.device,
+                                            static_cast<cudaStream_t>(stream), "mlstm_bwd_combine");
 }
 
 void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream) {

@@ -35,11 +35,6 @@ constexpr int kStateParts = 8;  // CTAs that share the flow through one state
 // A state whose weights are this far below those of the chunk's own tokens, in log2, is forgotten: fp32.
 constexpr float kForgotten = 24.f;
 
-// A sum over one chunk, and that of the squares.
-struct FlowSum {
-    float value, squares;
-};
-
 struct ChunkFlow {
     FlowSum received, sent;
     bool forgets;  // all that came before
@@ -141,8 +136,17 @@ struct LaneTokens {
     }
 };
 
-__device__ inline FlowSum sum_tokens(float2 x) {
-    return {warp_sum(x.x + x.y), warp_sum(x.x * x.x + x.y * x.y)};
+// A chunk's entry of RowSums::inter, summed over its slices in their order.
+__device__ inline FlowSum sum_slices(const GatesGlobals& g, const Tile& tile, const RowSums& sums,
+                                     int chunk) {
+    const int64_t stride = static_cast<int64_t>(g.batch) * g.heads * g.slots;
+    const FlowSum* own = sums.inter + tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
+    FlowSum sum = own[0];
+    for (int slice = 1; slice < sums.slices; slice++) {
+        const FlowSum x = own[slice * stride];
+        sum = {sum.value + x.value, sum.squares + x.squares};
+    }
+    return sum;
 }
 
 // Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
@@ -245,9 +249,10 @@ __device__ inline float2 suffix_sums(float2 x) {
     return {low + __shfl_sync(0xffffffff, high, 0), high};
 }
 
+// NOTES: four CTAs per multiprocessor, else ptxas aims at 40 registers and spills.
 template <bool kSigmoid>
-__global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_gates_kernel(
-    const __grid_constant__ GatesGlobals g) {
+__global__ __launch_bounds__(kGatesThreads,
+                             4) void mlstm_bwd_gates_kernel(const __grid_constant__ GatesGlobals g) {
     __shared__ ChunkFlow flows[kAnchorChunks];
     __shared__ double known[2];
     const Tile tile = Tile::of_block(g, blockIdx.x);
@@ -261,10 +266,9 @@ __global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_gates_kernel(
     const float2 q = load(g.q_dq.whole, g.q_dq.slices), k = load(g.k_dk.whole, g.k_dk.slices);
     const float2 i = load_gate(g.i, kNoInput), f = load_gate(g.f, kNoForget);
     if (chunk < tile.chunks) {
-        const ChunkFlow flow{sum_tokens(load(g.q_dq.inter, g.q_dq.slices)),
-                             sum_tokens(load(g.k_dk.inter, g.k_dk.slices)),
-                             forgets_all_before<kSigmoid>(g, tile, chunk, i, f)};
-        if (fresh_laneid() == 0) flows[chunk] = flow;
+        const bool forgets = forgets_all_before<kSigmoid>(g, tile, chunk, i, f);
+        if (fresh_laneid() == 0)
+            flows[chunk] = {sum_slices(g, tile, g.q_dq, chunk), sum_slices(g, tile, g.k_dk, chunk), forgets};
     }
     if (chunk < 2) {
         const double flow = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);

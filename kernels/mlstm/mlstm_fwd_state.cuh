@@ -38,7 +38,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
                 auto& tile = state[block][pass];
                 if (c)
                     load_state(tile, c, warp_row + C::kPartQK * block, task.column + pass * C::kPassV,
-                               g.dim_qk, g.dim_v);
+                               g.dim_qk, g.dim_v, g.dim_v);
                 else
                     warp::zero(tile);
                 pin(tile);
@@ -123,7 +123,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     for (int block = 0; block < kBlocks; block++) {
         for_each_pass([&](int pass) {
             store_state(c, state[block][pass], warp_row + C::kPartQK * block, task.column + pass * C::kPassV,
-                        g.dim_qk, g.dim_v);
+                        g.dim_qk, g.dim_v, g.dim_v);
         });
         if (!C::kNormalize || task.column != 0 || laneid() % 4 != 0) continue;
         for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)

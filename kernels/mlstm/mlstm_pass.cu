@@ -1,17 +1,20 @@
 // One pass of the mLSTM backward: dq, dk or dv (params_pass.h).
 //
-// One CTA owns a (sequence, head, slice of the values) and walks it in chunks of 64 tokens, for dq forward
-// and for dk and dv backward in time; the transposed state stays in registers in fp32. Per chunk:
+// One CTA owns a (segment of a sequence, head, slice of the values) and walks it in chunks of 64 tokens, for
+// dq forward and for dk and dv backward in time; the transposed state stays in registers in fp32. Per chunk:
 //   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh)
 //   scores     S = Q K^T; (S + e) . gate into shared memory
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
 //              O^T by TMA to global memory; row sums of O^T . factor
-// Equations: docs/mlstm-backward.md.
+// Where sequences are cut, mlstm_pass_segments.cuh made what each segment begins with. Equations:
+// docs/mlstm-backward.md.
 #include <cmath>
 
 #include "mlstm_pass_config.cuh"
+#include "mlstm_pass_output.cuh"
 #include "mlstm_pass_producer.cuh"
 #include "mlstm_pass_scores.cuh"
+#include "mlstm_pass_segments.cuh"
 #include "mlstm_pass_state.cuh"
 #include "tfla_tk/launch.cuh"
 
@@ -50,6 +53,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
             g.sigmoid_gate ? sum_gates<C, true>(g, smem) : sum_gates<C, false>(g, smem);
         else if (warp == 2)
             g.sigmoid_gate ? scale_gates<C, true>(g, smem) : scale_gates<C, false>(g, smem);
+        else
+            store_outputs(g, smem);
     } else if (warpgroup_id == 1) {
         set_registers<kRegisters.scores, kThreads, kCtas>();
         make_pass_scores(smem);
@@ -59,58 +64,86 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
     }
 }
 
+template <class C> WalkGlobals walk_globals(const PassWalk& p) {
+    auto map = [&](const Operand& x, int dim) {
+        return TensorMap(x, p.batch, p.heads, p.seq, dim, kChunk, p.half);
+    };
+    return {map(p.keys, p.dim_keys),
+            map(p.values, p.dim_values),
+            p.i,
+            p.f,
+            p.log2_w,
+            p.e,
+            p.chunk_m,
+            p.boundaries,
+            p.cut,
+            p.batch,
+            p.heads,
+            p.seq,
+            chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
+            p.dim_keys,
+            p.dim_values,
+            p.state_columns,
+            (p.dim_values + C::kSlice - 1) / C::kSlice,
+            p.scale,
+            std::log2(static_cast<double>(p.scale)),
+            p.sigmoid_gate};
+}
+
 template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
     using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
+    const PassWalk& walk = p.walk;
     auto map = [&](const Operand& x, int dim, int box_rows) {
-        return TensorMap(x, p.batch, p.heads, p.seq, dim, box_rows, p.half);
+        return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
     };
-    const int slices = (p.dim_values + C::kSlice - 1) / C::kSlice;
-    const int chunks = (p.seq + kChunk - 1) / kChunk;
-    const int slots = chunk_slots(p.seq, p.sequences, p.offsets != nullptr);
-    const PassGlobals g{map(p.queries, p.dim_keys, kChunk),
-                        map(p.keys, p.dim_keys, kChunk),
-                        map(p.values, p.dim_values, kChunk),
-                        map(C::kNormalizer ? p.factor : p.values, p.dim_values, kChunk),
-                        map(p.out, p.dim_values, 16),
-                        map(p.out, p.dim_values, 1),
-                        p.i,
-                        p.f,
-                        p.log2_w,
-                        p.e,
-                        p.chunk_m,
+    const WalkGlobals common = walk_globals<C>(walk);
+    const PassGlobals g{common,
+                        map(p.queries, walk.dim_keys, kChunk),
+                        map(C::kNormalizer ? p.factor : walk.values, walk.dim_values, kChunk),
+                        map(p.out, walk.dim_values, 16),
+                        map(p.out, walk.dim_values, 1),
                         p.entering_c,
                         p.entering_n,
                         p.leaving_c,
                         p.leaving_n,
                         p.whole,
                         p.inter,
+                        int64_t{walk.batch} * walk.heads * walk.seq,
+                        int64_t{walk.batch} * walk.heads * common.slots,
                         p.states,
                         p.flows,
                         p.flow_parts,
-                        {p.offsets, p.wide_offsets, p.sequences, p.sequences, chunks},
-                        p.batch,
-                        p.heads,
-                        p.seq,
-                        slots,
-                        anchor_slots(slots),
-                        p.dim_keys,
-                        p.dim_values,
-                        slices,
-                        p.scale,
-                        std::log2(static_cast<double>(p.scale)),
-                        p.sigmoid_gate};
-    const DeviceGuard guard(p.device, "mlstm_pass");
-    launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, p.sequences * p.heads * slices, C::kThreads,
-                                                        p.device, stream, "mlstm_pass");
+                        anchor_slots(common.slots),
+                        p.accumulate};
+    const DeviceGuard guard(walk.device, "mlstm_pass");
+    launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, walk.cut.segments * walk.heads * common.slices,
+                                                        C::kThreads, walk.device, stream, "mlstm_pass");
 }
 
 template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
-    if (p.gradient == Gradient::dv) return run_mlstm_pass<T, Gradient::dv>(p, stream);
+    const Gradient gradient = p.walk.gradient;
+    if (gradient == Gradient::dv) return run_mlstm_pass<T, Gradient::dv>(p, stream);
     if constexpr (pass_serves(TFLA_SLICE, Gradient::dq))
-        return p.gradient == Gradient::dq ? run_mlstm_pass<T, Gradient::dq>(p, stream)
-                                          : run_mlstm_pass<T, Gradient::dk>(p, stream);
+        return gradient == Gradient::dq ? run_mlstm_pass<T, Gradient::dq>(p, stream)
+                                        : run_mlstm_pass<T, Gradient::dk>(p, stream);
     else
         throw std::runtime_error("mlstm_pass: this instance makes dv alone");
+}
+
+template <class T, Gradient kGradient> void run_segments(const PassWalk& p, cudaStream_t stream) {
+    using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
+    const WalkGlobals g = walk_globals<C>(p);
+    const DeviceGuard guard(p.device, "mlstm_pass_segments");
+    launch<mlstm_pass_segments_kernel<C>, sizeof(SegmentsMemory<C>)>(
+        g, p.cut.segments * p.heads * g.slices, C::kThreads, p.device, stream, "mlstm_pass_segments");
+}
+
+template <class T> void run_segments(const PassWalk& p, cudaStream_t stream) {
+    if constexpr (pass_serves(TFLA_SLICE, Gradient::dq)) {
+        if (p.gradient == Gradient::dq) return run_segments<T, Gradient::dq>(p, stream);
+        if (p.gradient == Gradient::dk) return run_segments<T, Gradient::dk>(p, stream);
+    }
+    throw std::runtime_error("mlstm_pass_segments: this instance has none for this gradient");
 }
 
 }  // namespace tfla_tk::mlstm
@@ -131,8 +164,14 @@ int pass_flow_parts(int dim_values) { return pass_slices(dim_values) * AnchorCon
 
 void mlstm_pass(const MlstmPassParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    params.half ? mlstm::run_mlstm_pass<kittens::half>(params, s)
-                : mlstm::run_mlstm_pass<kittens::bf16>(params, s);
+    params.walk.half ? mlstm::run_mlstm_pass<kittens::half>(params, s)
+                     : mlstm::run_mlstm_pass<kittens::bf16>(params, s);
+}
+
+void mlstm_pass_segments(const PassWalk& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.half ? mlstm::run_segments<kittens::half>(params, s)
+                : mlstm::run_segments<kittens::bf16>(params, s);
 }
 
 }  // namespace tfla_tk

@@ -12,58 +12,101 @@ namespace tfla_tk::mlstm {
 
 using namespace kittens;
 
-struct PassGlobals {
-    TensorMap queries, keys, values, factor;
-    TensorMap out, out_row;  // boxes of 16 rows and of one
+// What a pass and its segments kernel read; fields as in PassWalk of params_pass.h.
+struct WalkGlobals {
+    TensorMap keys, values;
     Gate i, f;
     const float *log2_w, *e;
     const double* chunk_m;
-    const float *entering_c, *entering_n;
-    float *leaving_c, *leaving_n;
-    float *whole, *inter;
-    void* states;
-    float* flows;
-    int flow_parts;
+    Boundaries boundaries;
     Cut cut;
-    int batch, heads, seq, slots, anchor_slots, dim_keys, dim_values, slices;
+    int batch, heads, seq, slots, dim_keys, dim_values, state_columns, slices;
     float scale;
     double log2_scale;
     bool sigmoid_gate;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
+
+    // Of one head's state: dv's is [K, V] = [keys, values], that of the others its transpose.
+    template <class C> __device__ inline int64_t state_size() const {
+        return static_cast<int64_t>(C::kGradient == Gradient::dv ? dim_keys : dim_values) * state_columns;
+    }
 };
 
-// The (sequence, head, slice of the values) of a CTA; slices of one head are neighbours.
+struct PassGlobals : WalkGlobals {
+    TensorMap queries, factor;
+    TensorMap out, out_row;  // boxes of 16 rows and of one
+    const float *entering_c, *entering_n;
+    float *leaving_c, *leaving_n;
+    float* whole;
+    FlowSum* inter;
+    int64_t whole_stride, inter_stride;  // from one panel to the next
+    void* states;
+    float* flows;
+    int flow_parts, anchor_slots;
+    bool accumulate;
+};
+
+// The (segment, head, slice of the values) of a CTA; slices of one head are neighbours.
 struct PassTask {
     int batch, head, column;  // column: first of the values
     int first_row, tokens;    // tokens < 0: nothing to do
-    int chunks;
-    int64_t batch_head;  // batch * heads + head
-    int slot;            // of the first chunk, of chunk_slots
-    int64_t row;         // of [B, H, S] vectors: the first
-    int64_t state;       // sequence * heads + head
+    int first_chunk, chunks;  // first_chunk: of its sequence
+    bool first, last;         // of its sequence's segments in the walk
+    int64_t batch_head;       // batch * heads + head
+    int slot;                 // of the first chunk, of chunk_slots
+    int64_t row;              // of [B, H, S] vectors: the first
+    int64_t state;            // sequence * heads + head
+    int64_t entered, left;    // slots of the boundaries that the walk comes from and goes to
 
-    // The anchor before a chunk, counted through all heads.
+    // Whether there is an anchor before a chunk of the segment, and which, counted through all heads.
+    __device__ inline bool anchored(int chunk) const {
+        return first_chunk + chunk > 0 && (first_chunk + chunk) % kAnchorChunks == 0;
+    }
     __device__ inline int64_t anchor(const PassGlobals& g, int chunk) const {
         return batch_head * g.anchor_slots + (slot + chunk) / kAnchorChunks;
     }
+    // Where dq leaves this slice's state.
+    template <class C> __device__ inline unsigned char* anchor_memory(const PassGlobals& g, int chunk) const {
+        return static_cast<unsigned char*>(g.states) +
+               (anchor(g, chunk) * g.slices + column / C::kSlice) * C::kAnchorBytes;
+    }
+
+    // What the walk begins with, null where that is zero: the caller's, or what arrives at the boundary.
+    template <class C> __device__ inline const float* entering_c(const PassGlobals& g) const {
+        if (!first) return g.boundaries.c + entered * g.state_size<C>();
+        return g.entering_c ? g.entering_c + state * g.state_size<C>() : nullptr;
+    }
+    __device__ inline const float* entering_n(const PassGlobals& g) const {
+        if (!first) return g.boundaries.n + entered * g.dim_values;
+        return g.entering_n ? g.entering_n + state * g.dim_values : nullptr;
+    }
 
     // Called by whole warps.
-    template <class C> __device__ static inline PassTask of_block(const PassGlobals& g, int block) {
-        const int pair = block / g.slices, head = pair % g.heads;
-        const Segment s = find_segment(g.cut, g.seq, pair / g.heads);
+    template <class C> __device__ static inline PassTask of_block(const WalkGlobals& g, int block) {
+        const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;
+        const Segment s = find_segment(g.cut, g.seq, segment);
         const int batch = g.packed() ? 0 : s.sequence;
         const int64_t batch_head = static_cast<int64_t>(batch) * g.heads + head;
+        const bool earliest = s.number == 0, latest = s.number + 1 == s.count;
+        // boundaries of the sequences before it and of its own up to the one before it
+        const int64_t before = static_cast<int64_t>(segment - s.sequence - 1) * g.heads + head;
+        const int64_t after = before + g.heads;
         return {batch,
                 head,
                 block % g.slices * C::kSlice,
                 s.first_row,
                 s.tokens,
+                s.number * g.cut.segment_chunks,
                 (s.tokens + kChunk - 1) / kChunk,
+                C::kBackward ? latest : earliest,
+                C::kBackward ? earliest : latest,
                 batch_head,
-                g.packed() ? s.first_row / kChunk + s.sequence : 0,
+                s.first_row / kChunk + (g.packed() ? s.sequence : 0),
                 batch_head * g.seq + s.first_row,
-                static_cast<int64_t>(s.sequence) * g.heads + head};
+                static_cast<int64_t>(s.sequence) * g.heads + head,
+                C::kBackward ? after : before,
+                C::kBackward ? before : after};
     }
 };
 
@@ -74,7 +117,7 @@ struct PassRegisters {
 
 struct PassTiling {
     int stages, gate_stages;
-    int fragments;  // of 16 columns of a state warpgroup's A operand
+    int fragments;  // of 16 columns of a state warpgroup's A operand, all but one in GEMMs
     int ctas_per_sm;
     PassRegisters registers;
 };
@@ -82,9 +125,9 @@ struct PassTiling {
 // One row per (columns of the keys, slice of the values). The comment names what limits the row.
 constexpr PassTiling pass_tiling(int dim_keys, int slice) {
     if (dim_keys == 256 && slice == 128)
-        return {2, 3, 2, 1, {32, 80, 200}};  // registers: the state takes 128
+        return {2, 3, 3, 1, {32, 64, 208}};  // registers: the state takes 128
     if (dim_keys == 128 && slice == 256)
-        return {2, 3, 2, 1, {32, 80, 200}};                // registers: the state takes 128
+        return {2, 3, 3, 1, {32, 64, 208}};                // registers: the state takes 128
     if (slice == 64) return {2, 3, 4, 1, {48, 208, 240}};  // smem: one CTA per SM
     return {2, 3, 4, 1, {48, 112, 176}};                   // smem: one CTA per SM
 }
@@ -101,7 +144,8 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warps 1 and 2 gates), 1 makes the scores, then the state's.
+    // Warpgroups: 0 feeds the others (warp 0 TMA, warps 1 and 2 gates, warp 3 stores), 1 makes the scores,
+    // then the state's.
     static constexpr int kStateWarpgroups = kSlice == 64 ? 1 : 2;
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
@@ -112,7 +156,8 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr int kPart = kDimKeys == 256 ? 128 : kDimKeys;
     static constexpr int kParts = kDimKeys / kPart;
     static constexpr int kFragments = kTiling.fragments;
-    static_assert(kFragments == 2 || kFragments == kChunk / 16);
+    static_assert(kFragments >= 2);
+    static constexpr int kOutStages = 2;
 
     // An anchor: the state as operands of its GEMM, a unit of one thread at a time, then n.
     using AnchorUnit = uint4;
@@ -124,7 +169,7 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
         return kBackward ? task.chunks - 1 - step : step;
     }
     __device__ static inline auto tile(int step) { return Use<kTiling.stages>(step); }
-    __device__ static inline auto factor(int step) { return Use<1>(step); }
+    __device__ static inline auto out(int step, int block) { return Use<kOutStages>(step * kBlocks + block); }
     __device__ static inline auto gate_sums(int step) { return Use<2>(step); }
     __device__ static inline auto gate_stage(int step) { return Use<kTiling.gate_stages>(step); }
 
@@ -134,9 +179,10 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     using OutTile = PanelTile<T, kChunk, 64>;
 };
 
-// Row sums of out . factor by the warps of a state warpgroup, each over its own 16 columns.
-struct WarpRowSums {
-    float whole[4][kChunk], inter[4][kChunk];
+// Sums of out . factor by a state warpgroup, to be added up: per token by its warps, each over its own 16
+// columns, and of a whole chunk by its threads.
+struct PartialSums {
+    float whole[4][kChunk], inter[128];
 };
 
 // All shared memory of a CTA.
@@ -145,9 +191,9 @@ template <class C> struct PassMemory {
     typename C::KeyTile queries[C::kTiling.stages][C::kParts];
     typename C::ValueTile values[C::kTiling.stages];
     typename C::ScoreTile scores[C::kTiling.stages];  // gated
-    typename C::ValueTile factor[C::kNormalizer ? 1 : 0];
-    typename C::OutTile out[C::kStateWarpgroups];  // on its way to global memory
-    WarpRowSums sums[C::kNormalizer ? C::kStateWarpgroups : 0];
+    // 64 columns of the factor, then in their place the gradient on its way to global memory
+    typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
+    PartialSums sums[C::kNormalizer ? C::kOutStages : 0][C::kStateWarpgroups];
     float norm[C::kSlice];  // n of the values' columns
     PassStage gates[C::kTiling.gate_stages];
     PassSums gate_sums[2];
@@ -157,9 +203,10 @@ template <class C> struct PassMemory {
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
     semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
     semaphore scores_ready[C::kTiling.stages], scores_free[C::kTiling.stages];
-    semaphore factor_arrived[1], factor_free[1];
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     semaphore sums_ready[2], sums_free[2];
+    semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
+    semaphore out_ready[C::kOutStages][C::kStateWarpgroups], out_free[C::kOutStages][C::kStateWarpgroups];
     semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier.
@@ -174,9 +221,12 @@ template <class C> struct PassMemory {
             init(keys_arrived[stage], keys_free[stage], kByTma, 4 + C::kStateWarps);
             init(queries_arrived[stage], queries_free[stage], kByTma, 4 + C::kStateWarps);
         }
+        for (int stage = 0; stage < C::kOutStages; stage++) {
+            init(out_ready[stage], out_free[stage], 4, 1);
+            for (auto& barrier : factor_arrived[stage]) init_semaphore(barrier, 1);
+        }
         init(values_arrived, values_free, kByTma, C::kStateWarps);
         init(scores_ready, scores_free, 4, C::kStateWarps);
-        init(factor_arrived, factor_free, kByTma, C::kStateWarps);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);

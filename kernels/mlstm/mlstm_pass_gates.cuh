@@ -1,4 +1,5 @@
-// The gate side of a pass of the mLSTM backward, scanned by two warps ahead of the GEMMs.
+// The gate side of a pass of the mLSTM backward, scanned by two warps ahead of the GEMMs, and that of its
+// segments kernel, scanned by one.
 //
 // With b, a, M and m_in of gates.cuh, in log2 units, what a token j sends to a token t is weighted by
 //     s W_tj / w_t = 2^{sends_j - receives_t}
@@ -90,5 +91,55 @@ __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, do
     write_pair(kBackward ? out.query_scale : out.key_scale, sent_x, sent_y);
     write_pair(kBackward ? out.norm_query : out.norm_key, sent_x, sent_y);
 }
+
+// What the state warpgroups read of one chunk when a segment's own state is summed.
+struct alignas(16) SegmentStage {
+    float key_scale[kChunk], norm_key[kChunk];  // of a key in the state and in n at the boundary
+    bool last;                                  // no chunk further away can add anything
+};
+
+// Walks the chunks of a segment from a boundary away, by one warp: lane l owns tokens 2 l and 2 l + 1. Scales
+// are those of scale_pass_gates times the decay from the chunk to the boundary.
+template <bool kSigmoid, bool kBackward> struct SegmentScan {
+    // A token whose scale is this small is scaled by 2^x = 0.
+    static constexpr double kNothing = -150.;
+
+    double decay = 0.;  // log2, of the chunks walked so far together
+
+    // i, f, log2_w, e: of the lane's two tokens. m_in: of the chunk.
+    __device__ inline void chunk(SegmentStage& out, float2 i, float2 f, float2 log2_w, float2 e, double m_in,
+                                 float scale) {
+        const int lane = fresh_laneid();
+        const double log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+        const double b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
+        const double a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
+        const double end = kSigmoid ? __shfl_sync(0xffffffff, b_y, 31)
+                                    : -larger(m_in, warp_max(larger(a_x, a_y)));  // b_L or -M_L
+        auto write_pair = [&](float (&values)[kChunk], float x, float y) {
+            *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
+        };
+        if constexpr (kBackward) {
+            double receives_x = -b_x, receives_y = -b_y;
+            if constexpr (!kSigmoid) {
+                const float2 rows = rounded_up_maxima(a_x, a_y, m_in, lane);
+                receives_x = rows.x, receives_y = rows.y;
+            }
+            auto received = [&](double receives, float log2_w) {
+                return scale * exp2f(static_cast<float>(m_in - receives + decay) - log2_w);
+            };
+            const float x = received(receives_x, log2_w.x), y = received(receives_y, log2_w.y);
+            write_pair(out.key_scale, x, y);
+            write_pair(out.norm_key, x * e.x, y * e.y);
+        } else {
+            const float x = exp2_of(a_x + end + decay), y = exp2_of(a_y + end + decay);
+            write_pair(out.key_scale, x, y);
+            write_pair(out.norm_key, x, y);
+        }
+        decay += m_in + end;
+    }
+
+    // Whether chunks further away, whose scales are 2^largest at most where they stand, can add nothing.
+    __device__ inline bool forgets(float largest) const { return decay + largest <= kNothing; }
+};
 
 }  // namespace tfla_tk::mlstm

@@ -6,16 +6,20 @@
 
 namespace tfla_tk::mlstm {
 
-// One warp feeds the rings. Rows behind the last token may be another sequence's: zeros take their place in
-// keys and values.
-template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, PassMemory<C>& smem) {
-    const PassTask& task = smem.task;
+// Loads tiles of a CTA's chunks, by one warp. Rows behind the last token may be another sequence's: where
+// `fill`, zeros take their place.
+struct TileLoader {
+    const WalkGlobals& g;
+    const PassTask& task;
+    semaphore& tail_landed;
     int tails = 0;  // tiles that were loaded with zeros to fill in
-    auto load = [&](auto& tile, const TensorMap& map, semaphore& arrived, int column, int chunk, bool fill) {
-        using Tile = std::remove_reference_t<decltype(tile)>;
+
+    template <class Tile>
+    __device__ inline void operator()(Tile& tile, const TensorMap& map, semaphore& arrived, int column,
+                                      int chunk, bool fill) {
         const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
         const bool tail = fill && g.packed() && rows < kChunk;
-        semaphore& landed = tail ? smem.tail_landed : arrived;
+        semaphore& landed = tail ? tail_landed : arrived;
         if (fresh_laneid() == 0) {
             tma::expect_bytes(landed, sizeof(tile.data));
             load_panels(tile, map, landed, column, row, task.head, task.batch);
@@ -26,22 +30,35 @@ template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, 
         fence_async_proxy();
         __syncwarp();
         if (fresh_laneid() == 0) arrive(arrived);
-    };
+    }
+};
+
+// One warp feeds the rings.
+template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, PassMemory<C>& smem) {
+    const PassTask& task = smem.task;
+    TileLoader load{g, task, smem.tail_landed};
     for (int step = 0; step < task.chunks; step++) {
         const int chunk = C::chunk(task, step);
         const auto [slot, phase] = C::tile(step);
+        if constexpr (C::kGradient == Gradient::dk)
+            if (task.anchored(chunk) && fresh_laneid() == 0)
+                prefetch_bulk(task.anchor_memory<C>(g, chunk), C::kAnchorBytes);
         for (int part = 0; part < C::kParts; part++) {
             wait_free(smem.keys_free[slot][part], phase);
             load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], part * C::kPart, chunk, true);
             wait_free(smem.queries_free[slot][part], phase);
             load(smem.queries[slot][part], g.queries, smem.queries_arrived[slot][part], part * C::kPart,
-                 chunk, false);
+                 chunk, true);
         }
         wait_free(smem.values_free[slot], phase);
         load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk, true);
         if constexpr (C::kNormalizer) {
-            wait_free(smem.factor_free[0], C::factor(step).phase);
-            load(smem.factor[0], g.factor, smem.factor_arrived[0], task.column, chunk, false);
+            const auto out = C::out(step, 0);
+            for (int panel = 0; panel < C::kStateWarpgroups; panel++) {
+                wait_free(smem.out_free[out.slot][panel], out.phase);
+                load(smem.out[out.slot][panel], g.factor, smem.factor_arrived[out.slot][panel],
+                     task.column + 64 * panel, chunk, true);
+            }
         }
     }
 }

@@ -11,35 +11,88 @@
 
 namespace tfla_tk::mlstm {
 
-// sums[c] = sum over this warp's 16 rows of out . factor^T, by column. `address`: the factor's panel plus
-// transposed_lane_offset.
-template <class T, class Tile>
-__device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, uint32_t address) {
-    const int lane = fresh_laneid();
+// Of 16 columns of out . factor^T, this lane's products, summed over its two rows: columns 2 (lane % 4) and
+// the next one, then those 8 further on.
+struct Products {
+    float2 x[2];
+
+    template <class T, class Tile>
+    __device__ inline Products(const Tile& out, const rt<T, 16, 16>& factor, int j) {
 #pragma unroll
-    for (int j = 0; j < Tile::width; j++) {
-        rt<T, 16, 16> factor;
-        load_transposed(factor, address + 16 * j * kPanelColumns * sizeof(T));
-        auto dots = [&](int half) {
+        for (int half = 0; half < 2; half++) {
             const float2 upper = to_float2(factor.tiles[0][0].data[2 * half]);
             const float2 lower = to_float2(factor.tiles[0][0].data[2 * half + 1]);
-            const float2 x = out.tiles[0][j].data[2 * half], y = out.tiles[0][j].data[2 * half + 1];
-            return float2{x.x * upper.x + y.x * lower.x, x.y * upper.y + y.y * lower.y};
-        };
-        // Over the eight lanes of a column: each of the first two exchanges halves the columns that a lane
-        // sums.
-        auto exchange = [&](float first, float second, int distance) {
+            const float2 a = out.tiles[0][j].data[2 * half], b = out.tiles[0][j].data[2 * half + 1];
+            x[half] = {a.x * upper.x + b.x * lower.x, a.y * upper.y + b.y * lower.y};
+        }
+    }
+};
+
+// 16 columns of the factor, the transpose of a panel. `address`: the panel plus transposed_lane_offset.
+template <class T> __device__ inline rt<T, 16, 16> load_factor(uint32_t address, int j) {
+    rt<T, 16, 16> factor;
+    load_transposed(factor, address + 16 * j * kPanelColumns * sizeof(T));
+    return factor;
+}
+
+// sums[c] = sum over this warp's 16 rows of out . factor^T, by column.
+template <class T, class Tile>
+__device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, uint32_t address) {
+    static_assert(Tile::width == 4);
+    const int lane = fresh_laneid();
+    // Over the eight lanes that share columns: each exchange halves the columns that a lane sums.
+    auto exchange = [&](float2 first, float2 second, int distance) {
+        auto kept = [&](float first, float second) {
             const bool keeps_second = lane & distance;
             const float other = __shfl_xor_sync(0xffffffff, keeps_second ? first : second, distance);
             return (keeps_second ? second : first) + other;
         };
-        const float2 left = dots(0), right = dots(1);
-        const float even = exchange(left.x, right.x, 16), odd = exchange(left.y, right.y, 16);
-        float sum = exchange(even, odd, 8);
-        sum += __shfl_xor_sync(0xffffffff, sum, 4);
-        const int column = (lane & 16) / 2 + 2 * (lane % 4) + (lane & 8) / 8;
-        if ((lane & 4) == 0) sums[16 * j + column] = sum;
-        asm volatile("" ::: "memory");  // NOTES: one fragment at a time: registers
+        return float2{kept(first.x, second.x), kept(first.y, second.y)};
+    };
+    float2 x[2][2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const auto first_factor = load_factor<T>(address, j), second_factor = load_factor<T>(address, j + 2);
+        const Products first(out, first_factor, j), second(out, second_factor, j + 2);
+#pragma unroll
+        for (int half = 0; half < 2; half++) x[j][half] = exchange(first.x[half], second.x[half], 16);
+        asm volatile("" ::: "memory");  // NOTES: two fragments at a time: registers
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) x[0][half] = exchange(x[0][half], x[1][half], 8);
+    const float2 sum = exchange(x[0][0], x[0][1], 4);
+    // the bits of lane / 4 have chosen columns 32, 16 and 8
+    *reinterpret_cast<float2*>(&sums[2 * fresh_laneid()]) = sum;
+}
+
+// This lane's part of the sum of all of out . factor^T.
+template <class T, class Tile> __device__ inline float all_dots(const Tile& out, uint32_t address) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < Tile::width; j++) {
+        const Products products(out, load_factor<T>(address, j), j);
+        sum += (products.x[0].x + products.x[0].y) + (products.x[1].x + products.x[1].y);
+    }
+    return sum;
+}
+
+// 16 tokens of (values . key_scale)^T from 16 k on; adds what they are to n. `address`: the values' panel
+// plus transposed_lane_offset.
+template <class C, class A, class Gates>
+__device__ inline void load_scaled_values(A& a, float2& norm, uint32_t address, const Gates& gates, int k) {
+    load_transposed(a, address + 16 * k * kPanelColumns * sizeof(typename C::T));
+    if constexpr (C::kNormalizer) add_row_dots(norm, a, gates.norm_key + 16 * k);
+    scale_columns(a, gates.key_scale + 16 * k);
+}
+
+// state += a keys over 16 tokens from 16 k on.
+template <class C, class State, class A>
+__device__ inline void add_keys(State (&state)[C::kParts], const A& a,
+                                const typename C::KeyTile (&keys)[C::kParts], int k) {
+#pragma unroll
+    for (int part = 0; part < C::kParts; part++) {
+        const auto operand = Operand128B::columns(&keys[part], C::KeyTile::panel_bytes);
+        wgmma_step<true>(state[part], a, 0, operand.column_step(k));
     }
 }
 
@@ -51,7 +104,6 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     // NOTES: computed anew where needed: the state takes the registers
     auto warp = [] { return fresh_thread() % 128 / 32; };
     auto lane_offset = [&] { return transposed_lane_offset(warp()); };
-    auto out_panel = [&] { return shared_address(&smem.out[warpgroup_id]); };
     auto panel_of = [&](int block) { return warpgroup_id * C::kBlocks + block; };  // of the values
 
     rt_fl<16, C::kPart> state[C::kBlocks][C::kParts];
@@ -107,9 +159,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     auto load_values = [&](int block, int step, int k, const PassStage& gates, float2& norm) {
         auto& a = fragments[k % C::kFragments];
         const uint32_t panel = shared_address(smem.values[C::tile(step).slot].data[panel_of(block)]);
-        load_transposed(a, panel + lane_offset() + 16 * k * kPanelColumns * sizeof(T));
-        if constexpr (C::kNormalizer) add_row_dots(norm, a, gates.norm_key + 16 * k);
-        scale_columns(a, gates.key_scale + 16 * k);
+        load_scaled_values<C>(a, norm, panel + lane_offset(), gates, k);
     };
     // state += (values . key_scale)^T keys, 16 tokens
     auto issue_update = [&](int block, int step, int k) {
@@ -119,12 +169,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
 #pragma unroll
             for (auto& tile : state[block]) pin(tile);
         wgmma_fence();
-#pragma unroll
-        for (int part = 0; part < C::kParts; part++) {
-            const auto keys =
-                Operand128B::columns(&smem.keys[C::tile(step).slot][part], C::KeyTile::panel_bytes);
-            wgmma_step<true>(state[block][part], a, 0, keys.column_step(k));
-        }
+        add_keys<C>(state[block], a, smem.keys[C::tile(step).slot], k);
         warpgroup::mma_commit_group();
     };
     // n of the two rows of a block that this lane has: lane / 4 and + 8, the same in all four lanes
@@ -141,55 +186,31 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             __syncwarp();
         }
     };
-    auto sum_rows = [&](int block, bool whole) {
-        if constexpr (C::kNormalizer) {
-            auto& sums = smem.sums[warpgroup_id];
-            column_dots<T>(whole ? sums.whole[warp()] : sums.inter[warp()], out,
-                           shared_address(smem.factor[0].data[panel_of(block)]) + lane_offset());
-        }
+    // this warp's 16 columns of the factor, and of the gradient that takes its place
+    auto out_columns = [&](int block, int step) {
+        return shared_address(&smem.out[C::out(step, block).slot][warpgroup_id]) + lane_offset();
     };
-    // The sums of the four warps, by one thread per token and kind.
-    auto store_sums = [&](int block, int chunk) {
-        if constexpr (C::kNormalizer) {
-            const int thread = fresh_thread() % 128, t = thread % kChunk;
-            const auto& warps =
-                thread < kChunk ? smem.sums[warpgroup_id].whole : smem.sums[warpgroup_id].inter;
-            if (chunk * kChunk + t >= task.tokens || task.column + panel_of(block) * 64 >= g.dim_values)
-                return;
-            const int64_t panel =
-                (task.column / kSumColumns + panel_of(block)) * static_cast<int64_t>(g.batch) * g.heads;
-            float* rows = (thread < kChunk ? g.whole : g.inter) + panel * g.seq + task.row;
-            rows[chunk * kChunk + t] = (warps[0][t] + warps[1][t]) + (warps[2][t] + warps[3][t]);
-        }
-    };
-    // Until the last store has read the panel, and the last sums are read.
-    auto wait_out_panel = [&] {
-        if (fresh_laneid() == 0) wait_stores_read();
-        named_sync<128>(NamedBarrier::out_panel, warpgroup_id);
-    };
-    auto store_out = [&](int block, int chunk) {
-        const int warp_row = warp() * 16;
-        if (fresh_laneid() != 0) return;
-        auto store = [&](const TensorMap& map, int r) {
-            map.store_panel(out_panel() + (warp_row + r) * kPanelColumns * sizeof(T),
-                            task.column + panel_of(block) * 64,
-                            task.first_row + chunk * kChunk + warp_row + r, task.head, task.batch);
-        };
-        if (const int rows = task.tokens - chunk * kChunk - warp_row; g.packed() && rows < 16)
-#pragma unroll 1
-            for (int r = 0; r < rows; r++) store(g.out_row, r);  // a box would reach into the next sequence
+    auto wait_out = [&](int block, int step) {
+        const auto [slot, phase] = C::out(step, block);
+        if constexpr (C::kNormalizer)
+            wait(smem.factor_arrived[slot][warpgroup_id], phase);
         else
-            store(g.out, 0);
-        commit_stores();
+            wait_free(smem.out_free[slot][warpgroup_id], phase);
+    };
+    auto sum_inter = [&](int block, int step) {
+        if constexpr (C::kNormalizer)
+            smem.sums[C::out(step, block).slot][warpgroup_id].inter[fresh_thread() % 128] =
+                all_dots<T>(out, out_columns(block, step));
+    };
+    auto sum_rows = [&](int block, int step) {
+        if constexpr (C::kNormalizer)
+            column_dots<T>(smem.sums[C::out(step, block).slot][warpgroup_id].whole[warp()], out,
+                           out_columns(block, step));
     };
 
     // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
     // is their gradient and lies in the same threads, sums the product.
-    auto anchored = [](int chunk) { return chunk > 0 && chunk % kAnchorChunks == 0; };
-    auto anchor_memory = [&](int chunk) {
-        return static_cast<unsigned char*>(g.states) +
-               (task.anchor(g, chunk) * g.slices + task.column / C::kSlice) * C::kAnchorBytes;
-    };
+    auto anchor_memory = [&](int chunk) { return task.anchor_memory<C>(g, chunk); };
     auto for_each_unit = [&](int chunk, auto body) {
         auto* units = reinterpret_cast<typename C::AnchorUnit*>(anchor_memory(chunk)) + fresh_thread() - 256;
 #pragma unroll
@@ -226,38 +247,49 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 const float *left = anchor_norm(chunk, block), *own = norm_row(block);
                 sum += left[0] * own[0] + left[8] * own[8];
             }
-        for_each_unit(chunk, [&](auto& unit, auto& tile, int column) {
-            rt<T, 16, 16> a;
-            reinterpret_cast<uint4&>(a.tiles[0][0].data) = unit;
+        constexpr int kBatch = 4;  // units on their way
+        constexpr int kUnits = C::kBlocks * C::kParts * kStepsPerPart;
+        const auto* units =
+            reinterpret_cast<const typename C::AnchorUnit*>(anchor_memory(chunk)) + fresh_thread() - 256;
 #pragma unroll
-            for (int k = 0; k < 4; k++) {
-                const float2 left = to_float2(a.tiles[0][0].data[k]), own = tile.tiles[0][column].data[k];
-                sum += left.x * own.x + left.y * own.y;
+        for (int first = 0; first < kUnits; first += kBatch) {
+            typename C::AnchorUnit batch[kBatch];
+#pragma unroll
+            for (auto& unit : batch) unit = *units, units += 128 * C::kStateWarpgroups;
+            asm volatile("" ::: "memory");  // NOTES: no more than a batch: registers
+#pragma unroll
+            for (int n = 0; n < kBatch; n++) {
+                const int block = (first + n) / (C::kParts * kStepsPerPart),
+                          k = (first + n) % (C::kParts * kStepsPerPart);
+                const auto& tile = state[block][k / kStepsPerPart].tiles[0][k % kStepsPerPart];
+                const auto* pairs = reinterpret_cast<const typename rt<T, 16, 16>::dtype*>(&batch[n]);
+#pragma unroll
+                for (int pair = 0; pair < 4; pair++) {
+                    const float2 left = to_float2(pairs[pair]), own = tile.data[pair];
+                    sum += left.x * own.x + left.y * own.y;
+                }
             }
-        });
+        }
         const float flow = warp_sum(sum);
         const int part = task.column / C::kSlice * C::kStateWarps + warpgroup_id * 4 + warp();
         if (fresh_laneid() == 0) g.flows[task.anchor(g, chunk) * g.flow_parts + part] = flow;
     };
 
-    // dv's state is [K, V] = [keys, values], that of the others its transpose
-    const int64_t state_size = static_cast<int64_t>(g.dim_keys) * g.dim_values;
-    const float* entering = g.entering_c ? g.entering_c + task.state * state_size : nullptr;
+    const float* entering = task.entering_c<C>(g);
     for_each_state([&](auto& tile, int row, int column) {
         if (!entering)
             warp::zero(tile);
         else if constexpr (C::kGradient == Gradient::dv)
-            load_state_transposed(tile, entering, column, row, g.dim_keys, g.dim_values);
+            load_state_transposed(tile, entering, column, row, g.dim_keys, g.dim_values, g.state_columns);
         else
-            load_state(tile, entering, row, column, g.dim_values, g.dim_keys);
+            load_state(tile, entering, row, column, g.dim_values, g.dim_keys, g.state_columns);
         pin(tile);
     });
     if constexpr (C::kNormalizer) {
+        const float* entering_n = task.entering_n(g);
         for (int n = fresh_thread() % 128; n < 64 * C::kBlocks; n += 128) {
             const int own = warpgroup_id * 64 * C::kBlocks + n, column = task.column + own;
-            smem.norm[own] = g.entering_n && column < g.dim_values
-                                 ? g.entering_n[task.state * g.dim_values + column]
-                                 : 0.f;
+            smem.norm[own] = entering_n && column < g.dim_values ? entering_n[column] : 0.f;
         }
         named_sync<128>(NamedBarrier::out_panel, warpgroup_id);
     }
@@ -268,7 +300,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         const auto [slot, phase] = C::tile(step);
         const PassStage& gates = smem.gates[stage.slot];
         if constexpr (C::kGradient == Gradient::dq)
-            if (anchored(chunk)) leave_state(chunk);
+            if (task.anchored(chunk)) leave_state(chunk);
         wait(smem.gates_ready[stage.slot], stage.phase);
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
@@ -280,10 +312,9 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             if constexpr (C::kNormalizer) {
                 const float* n = norm_row(block);
                 add_outer(out, float2{n[0], n[8]}, gates.norm_query);
-                if (block == 0) wait(smem.factor_arrived[0], C::factor(step).phase);
             }
-            wait_out_panel();
-            sum_rows(block, false);
+            wait_out(block, step);
+            sum_inter(block, step);
 
             if (block == 0) wait(smem.values_arrived[slot], phase);
             if (block == 0) wait(smem.scores_ready[slot], phase);
@@ -294,30 +325,25 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);  // under the scores' GEMM
             if (block == 0)
                 for (int part = 0; part < C::kParts; part++) wait(smem.keys_arrived[slot][part], phase);
+            issue_update(block, step, 0);
 #pragma unroll
-            for (int k = 0; k < kSteps; k++) {
+            for (int k = 1; k < kSteps; k++) {
+                if (k >= C::kFragments) {
+                    warpgroup::mma_async_wait<C::kFragments - 1>();
+                    pin(fragments[k % C::kFragments]);
+                }
+                load_values(block, step, k, gates, norm);
                 issue_update(block, step, k);
-                if (k == 1) {  // out is complete; the rest runs under the update
-                    sum_rows(block, true);
-                    store_transposed<T>(out_panel() + lane_offset(), out);
-                    fence_async_proxy();
-                    if (last_block && C::kNormalizer) arrive_warp(smem.factor_free[0]);
-                }
-                if (k + 1 < kSteps) load_values(block, step, k + 1, gates, norm);
-                if (k == 2) {
-                    named_sync<128>(NamedBarrier::out_panel, warpgroup_id);
-                    store_out(block, chunk);
-                    store_sums(block, chunk);
-                }
-                if (k + 2 == kSteps && last_block) arrive_warp(smem.values_free[slot]);
-                if (k + 1 < kSteps)  // the scores' GEMM, and what reads the next fragment to be overwritten
-                    warpgroup::mma_async_wait<C::kFragments == 2 ? 0 : 1>();
-                else
-                    warpgroup::mma_async_wait<0>();
-                if constexpr (C::kFragments == 2) pin(fragments[k % 2]);
-                if (k == 0) pin(out);
             }
             update_norm(block, norm, gates.decay);
+            warpgroup::mma_async_wait<kSteps>();  // the scores' GEMM
+            pin(out);
+            if (last_block) arrive_warp(smem.values_free[slot]);
+            sum_rows(block, step);  // under the update
+            store_transposed<T>(out_columns(block, step), out);
+            fence_async_proxy();
+            arrive_warp(smem.out_ready[C::out(step, block).slot][warpgroup_id]);
+            warpgroup::mma_async_wait<0>();
 #pragma unroll
             for (auto& a : fragments) pin(a);
 #pragma unroll
@@ -327,25 +353,24 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         arrive_warp(smem.scores_free[slot]);
         arrive_warp(smem.gates_free[stage.slot]);
         if constexpr (C::kGradient == Gradient::dk)
-            if (anchored(chunk)) sum_flow(chunk);
+            if (task.anchored(chunk)) sum_flow(chunk);
     }
-    if (fresh_laneid() == 0) wait_stores_read();
 
-    if (g.leaving_c) {
-        float* leaving = g.leaving_c + task.state * state_size;
+    if (!task.last) return;
+    if constexpr (C::kGradient == Gradient::dv) {
+        if (!g.leaving_c) return;
+        float* leaving = g.leaving_c + task.state * g.state_size<C>();
         for_each_state([&](auto& tile, int row, int column) {
-            if constexpr (C::kGradient == Gradient::dv)
-                store_state_transposed(leaving, tile, column, row, g.dim_keys, g.dim_values);
-            else
-                store_state(leaving, tile, row, column, g.dim_values, g.dim_keys);
+            store_state_transposed(leaving, tile, column, row, g.dim_keys, g.dim_values, g.state_columns);
         });
-    }
-    if constexpr (C::kNormalizer) {
+    } else if constexpr (C::kGradient == Gradient::dk) {
         if (!g.leaving_n) return;
-        named_sync<128>(NamedBarrier::out_panel, warpgroup_id);
+        float* leaving = g.leaving_n + task.state * g.dim_values;
+        const int own_warpgroup = fresh_thread() / 128 - 2;  // NOTES: kept, it costs a register all along
+        named_sync<128>(NamedBarrier::out_panel, own_warpgroup);
         for (int n = fresh_thread() % 128; n < 64 * C::kBlocks; n += 128) {
-            const int own = warpgroup_id * 64 * C::kBlocks + n, column = task.column + own;
-            if (column < g.dim_values) g.leaving_n[task.state * g.dim_values + column] = smem.norm[own];
+            const int own = own_warpgroup * 64 * C::kBlocks + n, column = task.column + own;
+            if (column < g.dim_values) leaving[column] = smem.norm[own];
         }
     }
 }

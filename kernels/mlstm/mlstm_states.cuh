@@ -177,7 +177,7 @@ __device__ inline void sum_states(const Globals& g, StatesMemory<C>& smem, int w
     const int64_t slot = task.slot + g.heads;  // of the segment that follows
     for_each_tile([&](auto& tile, int block, int index) {
         store_state(g.workspace.arriving.c + slot * g.dim_qk * g.dim_v, tile, warp_row + 64 * block,
-                    task.column + index * C::kTileV, g.dim_qk, g.dim_v);
+                    task.column + index * C::kTileV, g.dim_qk, g.dim_v, g.dim_v);
     });
     if (!C::kNormalize || task.column != 0) return;
     float* n = g.workspace.arriving.n + slot * g.dim_qk;

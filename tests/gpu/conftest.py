@@ -21,6 +21,11 @@ Tensors = dict[str, Tensor]
 # relative Frobenius error of h and c; n and m are fp32 sums that never pass through the operands' dtype
 TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.25e-3}
 NORM_TOLERANCE = 1e-5
+# relative Frobenius error of the gradient of q, k, v and the states, and of the gates
+GRADIENT_TOLERANCE = {torch.bfloat16: (8e-3, 1e-2), torch.float16: (2e-3, 2.5e-3)}
+# Size of a gradient, relative to dh, below which it counts as vanished and only its size is checked: the
+# gradient of the only token that a row sees is a difference of equal terms.
+VANISHED = {"q": 0.1, "k": 0.1, "v": 0.1, "i": 0.5, "f": 0.5, "c_initial": 0.1, "n_initial": 0.1}
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,47 @@ class Operator:
         """The chunkwise reference in fp64 on the same rounded inputs."""
         exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
         return self.run(exact, "reference")
+
+    def draw_cotangents(self, x: Tensors, last: bool, seed: int = 7) -> Tensors:
+        """Of h, and on request of the last c and n."""
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE)
+
+        found = {"h": torch.empty_like(x["v"]).copy_(normal(*x["v"].shape))}
+        if last:
+            batch, heads, _, dim_qk = x["q"].shape
+            count = batch if "cu_seqlens" not in x else x["cu_seqlens"].numel() - 1
+            found["c"] = normal(count, heads, dim_qk, x["v"].shape[-1])
+            if len(self.states) > 1:
+                found["n"] = normal(count, heads, dim_qk)
+        return found
+
+    def gradients(
+        self, x: Tensors, cotangents: Tensors, backend: str = "tk", names: tuple[str, ...] = ()
+    ) -> Tensors:
+        """The gradients of x's tensors by name, of `names` alone where there are any."""
+        fixed = ("m_initial", "cu_seqlens")
+        wanted = names or tuple(name for name in x if name not in fixed)
+        leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
+        outputs = self.run(leaves, backend) if "c" in cotangents else {"h": self(leaves, backend)}
+        found = torch.autograd.grad(
+            [outputs[name] for name in cotangents],
+            [leaves[name] for name in wanted],
+            list(cotangents.values()),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return dict(zip(wanted, found, strict=True))
+
+    def true_gradients(self, x: Tensors, cotangents: Tensors, form: str = "reference") -> Tensors:
+        """Autograd of the reference in fp64 on the same rounded inputs."""
+        exact, given = (
+            {name: t.double() if t.is_floating_point() else t for name, t in group.items()}
+            for group in (x, cotangents)
+        )
+        return self.gradients(exact, given, form)
 
 
 OPERATORS = {
@@ -138,9 +184,74 @@ def assert_accurate() -> Callable[..., None]:
     return check
 
 
+def without_overflow(name: str, grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with zeros where the dtype can hardly store the truth: what counts there is size and sign."""
+    near_largest = 0.9 * torch.finfo(grad.dtype).max
+    beyond = (exact.to(grad.dtype).isinf() | grad.isinf()) & (exact.abs() > near_largest)
+    assert (grad.double() * exact.sign())[beyond].gt(near_largest).all(), name
+    return grad.masked_fill(beyond, 0.0), exact.masked_fill(beyond, 0.0)
+
+
+@pytest.fixture
+def assert_gradients() -> Callable[..., None]:
+    """Holds gradients against the truth; where they may vanish, relative to dh."""
+
+    def check(found: Tensors, expected: Tensors, dtype: torch.dtype, dh: Tensor | None = None) -> None:
+        assert found.keys() == expected.keys()
+        failed = {}
+        for name in found:
+            grad, exact = without_overflow(name, found[name], expected[name].double())
+            limit = GRADIENT_TOLERANCE[dtype][name in ("i", "f")]
+            error = relative_error(grad, exact)
+            size = 0.0 if dh is None else VANISHED[name] * dh.double().norm().item()
+            if exact.norm().item() < size:
+                error = (grad.double() - exact).norm().item() / size
+            # not(<=): NaN fails
+            if not error <= limit:
+                failed[name] = error
+        assert not failed, f"relative errors {failed} exceed {GRADIENT_TOLERANCE[dtype]}"
+
+    return check
+
+
+@pytest.fixture
+def compare(assert_gradients: Callable[..., None]) -> Callable[..., Tensors]:
+    """Gradients by the kernels, held against the truth."""
+
+    def compare(operator: Operator, x: Tensors, *, last: bool = True, vanishing: bool = False) -> Tensors:
+        cotangents = operator.draw_cotangents(x, last)
+        found = operator.gradients(x, cotangents)
+        for name, grad in found.items():
+            assert (grad.shape, grad.dtype) == (x[name].shape, x[name].dtype), name
+        dh = cotangents["h"] if vanishing else None
+        assert_gradients(found, operator.true_gradients(x, cotangents), x["q"].dtype, dh)
+        return found
+
+    return compare
+
+
+def pack(x: Tensors, lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensors:
+    """x with the offsets of its packed sequences."""
+    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, dtype)}
+
+
+@pytest.fixture
+def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Packed sequences with an initial state each."""
+
+    def draw(
+        operator: Operator, lengths: list[int], dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16
+    ) -> Tensors:
+        drawn = make_inputs(len(lengths), 3, 1, dims, states=operator.states, seed=1)
+        x = make_inputs(1, 3, sum(lengths), dims, dtype) | {name: drawn[name] for name in operator.states}
+        return pack(x, lengths)
+
+    return draw
+
+
 @pytest.fixture
 def cut_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Cuts every sequence into segments of so many chunks."""
+    """Cuts every sequence into segments of so many chunks, forward and backward."""
 
     def cut_every(chunks: int) -> None:
         def cut(sequences: int, tokens: int, *_: int) -> segments.Cut:

@@ -14,10 +14,10 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from tfla_tk import reference
-from tfla_tk.build.instances import MLSTM_TILES
 
 Tensors = dict[str, Tensor]
 Make = Callable[..., Tensors]
+Check = Callable[..., None]
 Error = Callable[[Tensor, Tensor], float]
 Change = Callable[[Tensors], None]
 
@@ -27,109 +27,10 @@ MAIN = [(64, 64), (128, 256), (256, 512)]
 TOKENS = ("q", "k", "v", "i", "f")
 OPERANDS = ("q", "k", "v")
 LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
-REPEATS = 200
-
-# relative Frobenius error of the gradient of q, k, v and the states, and of the gates
-TOLERANCE = {torch.bfloat16: (8e-3, 1e-2), torch.float16: (2e-3, 2.5e-3)}
-# Size of a gradient, relative to dh, below which it counts as vanished and only its size is checked: the
-# gradient of the only token that a row sees is a difference of equal terms.
-VANISHED = {"q": 0.1, "k": 0.1, "v": 0.1, "i": 0.5, "f": 0.5, "c_initial": 0.1, "n_initial": 0.1}
 
 
 def ids(dims: tuple[int, int]) -> str:
     return f"{dims[0]}_{dims[1]}"
-
-
-def draw_cotangents(operator: Any, x: Tensors, last: bool, seed: int = 7) -> Tensors:
-    """Of h, and on request of the last c and n."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    found = {"h": torch.empty_like(x["v"]).copy_(normal(*x["v"].shape))}
-    if last:
-        batch, heads, _, dim_qk = x["q"].shape
-        count = batch if "cu_seqlens" not in x else x["cu_seqlens"].numel() - 1
-        found["c"] = normal(count, heads, dim_qk, x["v"].shape[-1])
-        if len(operator.states) > 1:
-            found["n"] = normal(count, heads, dim_qk)
-    return found
-
-
-def gradients(
-    operator: Any, x: Tensors, cotangents: Tensors, backend: str = "tk", names: tuple[str, ...] = ()
-) -> Tensors:
-    """The gradients of x's tensors by name, of `names` alone where there are any."""
-    fixed = ("m_initial", "cu_seqlens")
-    wanted = names or tuple(name for name in x if name not in fixed)
-    leaves = {name: t.detach().requires_grad_(name in wanted) for name, t in x.items()}
-    outputs = operator.run(leaves, backend) if "c" in cotangents else {"h": operator(leaves, backend)}
-    found = torch.autograd.grad(
-        [outputs[name] for name in cotangents],
-        [leaves[name] for name in wanted],
-        list(cotangents.values()),
-        allow_unused=True,
-        materialize_grads=True,
-    )
-    return dict(zip(wanted, found, strict=True))
-
-
-def truth(operator: Any, x: Tensors, cotangents: Tensors, form: str = "reference") -> Tensors:
-    """Autograd of the reference in fp64 on the same rounded inputs."""
-    exact, given = (
-        {name: t.double() if t.is_floating_point() else t for name, t in group.items()}
-        for group in (x, cotangents)
-    )
-    return gradients(operator, exact, given, form)
-
-
-def without_overflow(name: str, grad: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with zeros where the dtype can hardly store the truth: what counts there is size and sign."""
-    near_largest = 0.9 * torch.finfo(grad.dtype).max
-    beyond = (exact.to(grad.dtype).isinf() | grad.isinf()) & (exact.abs() > near_largest)
-    assert (grad.double() * exact.sign())[beyond].gt(near_largest).all(), name
-    return grad.masked_fill(beyond, 0.0), exact.masked_fill(beyond, 0.0)
-
-
-@pytest.fixture
-def assert_gradients(rel_err: Error) -> Callable[..., None]:
-    """Holds gradients against the truth; where they may vanish, relative to dh."""
-
-    def check(found: Tensors, expected: Tensors, dtype: torch.dtype, dh: Tensor | None = None) -> None:
-        assert found.keys() == expected.keys()
-        failed = {}
-        for name in found:
-            grad, exact = without_overflow(name, found[name], expected[name].double())
-            limit = TOLERANCE[dtype][name in ("i", "f")]
-            error = rel_err(grad, exact)
-            size = 0.0 if dh is None else VANISHED[name] * dh.double().norm().item()
-            if exact.norm().item() < size:
-                error = (grad.double() - exact).norm().item() / size
-            # not(<=): NaN fails
-            if not error <= limit:
-                failed[name] = error
-        assert not failed, f"relative errors {failed} exceed {TOLERANCE[dtype]}"
-
-    return check
-
-
-def compare(
-    operator: Any,
-    x: Tensors,
-    assert_gradients: Callable[..., None],
-    *,
-    last: bool = True,
-    vanishing: bool = False,
-) -> Tensors:
-    """Gradients by the kernels, held against the truth."""
-    cotangents = draw_cotangents(operator, x, last)
-    found = gradients(operator, x, cotangents)
-    for name, grad in found.items():
-        assert (grad.shape, grad.dtype) == (x[name].shape, x[name].dtype), name
-    dh = cotangents["h"] if vanishing else None
-    assert_gradients(found, truth(operator, x, cotangents), x["q"].dtype, dh)
-    return found
 
 
 # accuracy
@@ -143,9 +44,9 @@ def test_native_head_dims(
     size: tuple[int, int, int],
     dims: tuple[int, int],
     make_inputs: Make,
-    assert_gradients: Callable[..., None],
+    compare: Make,
 ) -> None:
-    compare(operator, make_inputs(*size, dims, dtype, operator.states), assert_gradients)
+    compare(operator, make_inputs(*size, dims, dtype, operator.states))
 
 
 @pytest.mark.parametrize("dims", PADDED, ids=ids)
@@ -156,18 +57,16 @@ def test_padded_head_dims(
     seq: int,
     dims: tuple[int, int],
     make_inputs: Make,
-    assert_gradients: Callable[..., None],
+    compare: Make,
 ) -> None:
-    compare(operator, make_inputs(2, 3, seq, dims, dtype, operator.states), assert_gradients)
+    compare(operator, make_inputs(2, 3, seq, dims, dtype, operator.states))
 
 
 @pytest.mark.parametrize("dims", MAIN, ids=ids)
 @pytest.mark.parametrize("seq", [1, 2, 64, 65, 127, 129, 1000])
-def test_lengths(
-    operator: Any, seq: int, dims: tuple[int, int], make_inputs: Make, assert_gradients: Callable[..., None]
-) -> None:
+def test_lengths(operator: Any, seq: int, dims: tuple[int, int], make_inputs: Make, compare: Make) -> None:
     x = make_inputs(2, 3, seq, dims, states=operator.states)
-    compare(operator, x, assert_gradients, vanishing=seq < 64)
+    compare(operator, x, vanishing=seq < 64)
 
 
 @pytest.mark.parametrize("dims", MAIN, ids=ids)
@@ -180,23 +79,23 @@ def test_with_and_without_states(
     initial: bool,
     dims: tuple[int, int],
     make_inputs: Make,
-    assert_gradients: Callable[..., None],
+    compare: Make,
 ) -> None:
     x = make_inputs(2, 3, 300, dims, dtype, operator.states if initial else ())
-    compare(operator, x, assert_gradients, last=last)
+    compare(operator, x, last=last)
 
 
 @pytest.mark.parametrize("dims", MAIN, ids=ids)
 def test_only_through_the_last_state(
-    operator: Any, dims: tuple[int, int], make_inputs: Make, assert_gradients: Callable[..., None]
+    operator: Any, dims: tuple[int, int], make_inputs: Make, assert_gradients: Check
 ) -> None:
     """h is not used: the gradient of q is none, or zero."""
     x = make_inputs(2, 3, 300, dims, states=operator.states)
-    cotangents = draw_cotangents(operator, x, last=True)
+    cotangents = operator.draw_cotangents(x, last=True)
     del cotangents["h"]
-    found = gradients(operator, x, cotangents)
+    found = operator.gradients(x, cotangents)
     assert not found["q"].any()
-    assert_gradients(found, truth(operator, x, cotangents), x["q"].dtype)
+    assert_gradients(found, operator.true_gradients(x, cotangents), x["q"].dtype)
 
 
 @pytest.mark.parametrize("dims", MAIN, ids=ids)
@@ -205,13 +104,13 @@ def test_against_the_recurrence(
     dtype: torch.dtype,
     dims: tuple[int, int],
     make_inputs: Make,
-    assert_gradients: Callable[..., None],
+    assert_gradients: Check,
 ) -> None:
     """The specification itself, token by token."""
     x = make_inputs(1, 2, 150, dims, dtype, exponential.states)
-    cotangents = draw_cotangents(exponential, x, last=True)
-    expected = truth(exponential, x, cotangents, "reference:recurrent")
-    assert_gradients(gradients(exponential, x, cotangents), expected, dtype)
+    cotangents = exponential.draw_cotangents(x, last=True)
+    expected = exponential.true_gradients(x, cotangents, "reference:recurrent")
+    assert_gradients(exponential.gradients(x, cotangents), expected, dtype)
 
 
 @pytest.mark.parametrize("forget_bias", [0.0, 3.0, 12.0])
@@ -220,95 +119,12 @@ def test_forget_gates_of_a_long_sequence(
     dtype: torch.dtype,
     forget_bias: float,
     make_inputs: Make,
-    assert_gradients: Callable[..., None],
+    compare: Make,
 ) -> None:
     """df is a sum over tokens: the noise of all of them must not collect in it."""
     x = make_inputs(1, 4, 4096, (128, 256), dtype)
     x["f"] += forget_bias - 3
-    compare(operator, x, assert_gradients, last=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dims", MAIN, ids=ids)
-def test_long_sequences_are_cut_by_the_rule(
-    operator: Any, dims: tuple[int, int], make_inputs: Make, assert_gradients: Callable[..., None]
-) -> None:
-    compare(operator, make_inputs(1, 2, 8192, dims, states=operator.states), assert_gradients)
-
-
-# segments and packed sequences
-
-
-def pack(x: Tensors, lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensors:
-    """x with the offsets of its packed sequences."""
-    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to("cuda", dtype)}
-
-
-def draw_packed(
-    operator: Any, make: Make, lengths: list[int], dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16
-) -> Tensors:
-    """Packed sequences with an initial state each."""
-    drawn = make(len(lengths), 3, 1, dims, states=operator.states, seed=1)
-    x = make(1, 3, sum(lengths), dims, dtype) | {name: drawn[name] for name in operator.states}
-    return pack(x, lengths)
-
-
-@pytest.mark.parametrize("dims", [*MAIN, (48, 80)], ids=ids)
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_cut_sequences(
-    operator: Any,
-    dtype: torch.dtype,
-    chunks: int,
-    dims: tuple[int, int],
-    cut_every: Callable[[int], None],
-    make_inputs: Make,
-    assert_gradients: Callable[..., None],
-) -> None:
-    cut_every(chunks)
-    compare(operator, make_inputs(2, 3, 1000, dims, dtype, operator.states), assert_gradients)
-
-
-@pytest.mark.parametrize("dims", [*MAIN, (48, 80)], ids=ids)
-@pytest.mark.parametrize("chunks", [1, 2, 100])
-def test_packed_sequences(
-    operator: Any,
-    dtype: torch.dtype,
-    chunks: int,
-    dims: tuple[int, int],
-    cut_every: Callable[[int], None],
-    make_inputs: Make,
-    assert_gradients: Callable[..., None],
-) -> None:
-    cut_every(chunks)
-    compare(operator, draw_packed(operator, make_inputs, LENGTHS, dims, dtype), assert_gradients)
-
-
-@pytest.mark.parametrize("count", [31, 33, 100])
-def test_many_packed_sequences(
-    count: int, operator: Any, make_inputs: Make, assert_gradients: Callable[..., None]
-) -> None:
-    lengths = [(7 * n) % 90 for n in range(count)]
-    compare(operator, draw_packed(operator, make_inputs, lengths, (64, 64)), assert_gradients)
-
-
-def test_packed_sequences_do_not_see_each_other(operator: Any, make_inputs: Make) -> None:
-    x = draw_packed(operator, make_inputs, LENGTHS, (128, 256))
-    cotangents = draw_cotangents(operator, x, last=True)
-    expected = gradients(operator, x, cotangents)
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
-    for broken in (3, 7):
-        rows = slice(starts[broken], starts[broken + 1])
-        changed = {name: t.clone() for name, t in x.items()}
-        for name in TOKENS:
-            changed[name][:, :, rows] = torch.nan
-        found = gradients(operator, changed, cotangents)
-        others = [n for n in range(len(LENGTHS)) if n != broken]
-        for name, t in found.items():
-            if name in TOKENS:
-                assert torch.equal(t[:, :, : rows.start], expected[name][:, :, : rows.start]), name
-                assert torch.equal(t[:, :, rows.stop :], expected[name][:, :, rows.stop :]), name
-            else:
-                assert torch.equal(t[others], expected[name][others]), name
+    compare(operator, x, last=False)
 
 
 # gates
@@ -369,25 +185,25 @@ EXTREME: dict[str, tuple[Change, bool]] = {
 @pytest.mark.parametrize("dims", MAIN, ids=ids)
 @pytest.mark.parametrize("case", EXTREME)
 def test_extreme_gates(
-    operator: Any, case: str, dims: tuple[int, int], make_inputs: Make, assert_gradients: Callable[..., None]
+    operator: Any, case: str, dims: tuple[int, int], make_inputs: Make, compare: Make
 ) -> None:
     x = make_inputs(2, 3, 450, dims)
     for name in ("q", "k"):  # keeps q.n away from zero
         x[name].abs_()
     change, vanishing = EXTREME[case]
     change(x)
-    found = compare(operator, x, assert_gradients, vanishing=vanishing)
+    found = compare(operator, x, vanishing=vanishing)
     assert all(t.isfinite().all() for t in found.values())
 
 
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gates_of_any_dtype_and_strides(
-    operator: Any, gate_dtype: torch.dtype, make_inputs: Make, assert_gradients: Callable[..., None]
+    operator: Any, gate_dtype: torch.dtype, make_inputs: Make, compare: Make
 ) -> None:
     x = make_inputs()
     i = x["i"].to(gate_dtype).transpose(1, 2).contiguous().transpose(1, 2)
     f = x["f"].to(gate_dtype).repeat_interleave(2, dim=-1)[..., ::2]
-    compare(operator, x | {"i": i, "f": f}, assert_gradients)
+    compare(operator, x | {"i": i, "f": f})
 
 
 # memory
@@ -429,50 +245,50 @@ def test_layouts(
 ) -> None:
     """The same bits, whatever the layout of the operands and of dh; gradients lie as their inputs do."""
     x = make_inputs(2, 3, 200, dims, states=operator.states)
-    cotangents = draw_cotangents(operator, x, last=True)
-    expected = gradients(operator, x, cotangents)
+    cotangents = operator.draw_cotangents(x, last=True)
+    expected = operator.gradients(x, cotangents)
     view = relayout(x, layout)
-    found = gradients(operator, view, cotangents | {"h": layout(cotangents["h"])})
+    found = operator.gradients(view, cotangents | {"h": layout(cotangents["h"])})
     for name, t in found.items():
         assert torch.equal(t, expected[name]), name
         assert t.stride() == torch.empty_like(view[name]).stride(), name
 
 
-def test_a_cotangent_of_ones(operator: Any, make_inputs: Make, assert_gradients: Callable[..., None]) -> None:
+def test_a_cotangent_of_ones(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:
     """h.sum(): one element, expanded."""
     x = make_inputs()
     leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
     operator(leaves).sum().backward()
-    expected = truth(operator, x, {"h": torch.ones_like(x["v"])})
+    expected = operator.true_gradients(x, {"h": torch.ones_like(x["v"])})
     assert_gradients({name: t.grad for name, t in leaves.items()}, expected, x["q"].dtype)
 
 
 @pytest.mark.parametrize("dims", [*MAIN, (48, 80)], ids=ids)
 @pytest.mark.parametrize("seq", [1, 63, 129])
 def test_every_element_is_written(
-    operator: Any, seq: int, dims: tuple[int, int], make_inputs: Make, assert_gradients: Callable[..., None]
+    operator: Any, seq: int, dims: tuple[int, int], make_inputs: Make, assert_gradients: Check
 ) -> None:
     x = make_inputs(2, 3, seq, dims, states=operator.states)
     for view in (x, relayout(x, transposed)):
-        cotangents = draw_cotangents(operator, view, last=True)
+        cotangents = operator.draw_cotangents(view, last=True)
         with uninitialised_memory_is_nan():
-            found = gradients(operator, view, cotangents)
-        assert_gradients(found, truth(operator, view, cotangents), x["q"].dtype, cotangents["h"])
+            found = operator.gradients(view, cotangents)
+        assert_gradients(found, operator.true_gradients(view, cotangents), x["q"].dtype, cotangents["h"])
 
 
 def test_inputs_are_left_alone(operator: Any, make_inputs: Make) -> None:
     x = make_inputs(states=operator.states)
-    cotangents = draw_cotangents(operator, x, last=True)
+    cotangents = operator.draw_cotangents(x, last=True)
     before = {name: t.clone() for name, t in (x | cotangents).items()}
-    gradients(operator, x, cotangents)
+    operator.gradients(x, cotangents)
     assert all(torch.equal(t, before[name]) for name, t in (x | cotangents).items())
 
 
 @pytest.mark.parametrize("size", [(0, 3, 300), (2, 0, 300), (2, 3, 0)])
 def test_empty(operator: Any, size: tuple[int, int, int], make_inputs: Make) -> None:
     x = make_inputs(*size, states=operator.states)
-    cotangents = draw_cotangents(operator, x, last=True)
-    found = gradients(operator, x, cotangents)
+    cotangents = operator.draw_cotangents(x, last=True)
+    found = operator.gradients(x, cotangents)
     assert all(t.shape == x[name].shape for name, t in found.items())
     if size[-1] == 0:
         assert torch.equal(found["c_initial"], cotangents["c"])
@@ -481,30 +297,12 @@ def test_empty(operator: Any, size: tuple[int, int, int], make_inputs: Make) -> 
 # repeatability and PyTorch
 
 
-@pytest.mark.parametrize("dims", [*MLSTM_TILES, (128, 512), (256, 512)], ids=ids)
-@pytest.mark.parametrize("chunks", [2, 100], ids=["cut", "whole"])
-def test_repeats_are_bitwise_equal(
-    operator: Any, chunks: int, dims: tuple[int, int], cut_every: Callable[[int], None], make_inputs: Make
-) -> None:
-    cut_every(chunks)
-    x = make_inputs(2, 17, 450, dims, states=operator.states)
-    cotangents = draw_cotangents(operator, x, last=True)
-    first = gradients(operator, x, cotangents)
-    assert all(t.isfinite().all() for t in first.values())
-    different = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(REPEATS):
-        again = gradients(operator, x, cotangents)
-        for name, t in first.items():
-            different += (again[name] != t).sum()
-    assert different.item() == 0
-
-
 @pytest.mark.parametrize("name", [*TOKENS, "c_initial", "n_initial"])
 def test_one_gradient_alone(name: str, exponential: Any, make_inputs: Make) -> None:
     x = make_inputs(states=exponential.states)
-    cotangents = draw_cotangents(exponential, x, last=False)
-    expected = gradients(exponential, x, cotangents)
-    (found,) = gradients(exponential, x, cotangents, names=(name,)).values()
+    cotangents = exponential.draw_cotangents(x, last=False)
+    expected = exponential.gradients(x, cotangents)
+    (found,) = exponential.gradients(x, cotangents, names=(name,)).values()
     assert torch.equal(found, expected[name])
 
 
@@ -529,7 +327,7 @@ def test_gradients_land_in_leaves(operator: Any, make_inputs: Make) -> None:
 def test_a_cache_that_is_updated_in_place(operator: Any, make_inputs: Make) -> None:
     x = make_inputs(states=operator.states)
     dh = torch.randn_like(x["v"])
-    expected = gradients(operator, x, {"h": dh}, names=TOKENS)
+    expected = operator.gradients(x, {"h": dh}, names=TOKENS)
     leaves = {name: t.detach().clone().requires_grad_(name in TOKENS) for name, t in x.items()}
     h = operator(leaves)
     for name in operator.states:
@@ -538,9 +336,7 @@ def test_a_cache_that_is_updated_in_place(operator: Any, make_inputs: Make) -> N
     assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
 
 
-def test_two_calls_with_the_state_passed(
-    operator: Any, make_inputs: Make, assert_gradients: Callable[..., None]
-) -> None:
+def test_two_calls_with_the_state_passed(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:
     """The gradient of the first call comes through the state alone where its h is not used."""
     x = make_inputs(2, 3, 500, states=operator.states)
     dh = torch.randn_like(x["v"])
@@ -558,7 +354,7 @@ def test_two_calls_with_the_state_passed(
     leaves = {name: t.clone().requires_grad_(name != "m_initial") for name, t in x.items()}
     in_two(leaves).backward(dh)
     found = {name: t.grad for name, t in leaves.items() if t.requires_grad}
-    assert_gradients(found, truth(operator, x, {"h": dh}), x["q"].dtype)
+    assert_gradients(found, operator.true_gradients(x, {"h": dh}), x["q"].dtype)
 
 
 def test_cuda_graph_of_a_training_step(operator: Any, make_inputs: Make) -> None:
@@ -596,26 +392,22 @@ def test_cuda_graph_of_a_training_step(operator: Any, make_inputs: Make) -> None
 
 def test_no_host_synchronisation(operator: Any, make_inputs: Make) -> None:
     x = make_inputs(states=operator.states)
-    cotangents = draw_cotangents(operator, x, last=True)
-    gradients(operator, x, cotangents)
+    cotangents = operator.draw_cotangents(x, last=True)
+    operator.gradients(x, cotangents)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gradients(operator, x, cotangents)
+        operator.gradients(x, cotangents)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
-def test_torch_compile(operator: Any, last: bool, packed: bool, make_inputs: Make) -> None:
+def test_torch_compile(operator: Any, last: bool, packed: bool, make_inputs: Make, draw_packed: Make) -> None:
     """Forward and backward in one graph each, the same bits as without."""
     torch._dynamo.reset()
-    x = (
-        draw_packed(operator, make_inputs, LENGTHS, (128, 256))
-        if packed
-        else make_inputs(states=operator.states)
-    )
-    cotangents = draw_cotangents(operator, x, last)
+    x = draw_packed(operator, LENGTHS, (128, 256)) if packed else make_inputs(states=operator.states)
+    cotangents = operator.draw_cotangents(x, last)
     fixed = ("m_initial", "cu_seqlens")
 
     def run(leaves: Tensors) -> list[Tensor]:
@@ -632,12 +424,8 @@ def test_torch_compile(operator: Any, last: bool, packed: bool, make_inputs: Mak
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
-def test_opcheck(operator: Any, last: bool, packed: bool, make_inputs: Make) -> None:
-    x = (
-        draw_packed(operator, make_inputs, [70, 0, 65], (64, 128))
-        if packed
-        else make_inputs(2, 3, 70, (64, 128))
-    )
+def test_opcheck(operator: Any, last: bool, packed: bool, make_inputs: Make, draw_packed: Make) -> None:
+    x = draw_packed(operator, [70, 0, 65], (64, 128)) if packed else make_inputs(2, 3, 70, (64, 128))
     tensors = [x.get(name) for name in (*TOKENS, "c_initial", "n_initial", "m_initial", "cu_seqlens")]
     sigmoid_gate = operator.function == "mlstm_siging_chunkwise"
     options = (sigmoid_gate, operator.options.get("normalize", True), 1e-6)
@@ -651,7 +439,7 @@ def test_opcheck(operator: Any, last: bool, packed: bool, make_inputs: Make) -> 
 def test_activation_checkpointing(operator: Any, reentrant: bool, make_inputs: Make) -> None:
     x = make_inputs(states=operator.states)
     dh = torch.randn_like(x["v"])
-    expected = gradients(operator, x, {"h": dh}, names=TOKENS)
+    expected = operator.gradients(x, {"h": dh}, names=TOKENS)
     leaves = {name: t.detach().requires_grad_(name in TOKENS) for name, t in x.items()}
 
     def run(*tensors: Tensor) -> Tensor:
@@ -662,7 +450,7 @@ def test_activation_checkpointing(operator: Any, reentrant: bool, make_inputs: M
     assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
 
 
-def test_autocast(operator: Any, make_inputs: Make, assert_gradients: Callable[..., None]) -> None:
+def test_autocast(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:
     """Gradients of fp32 operands in fp32, as exact as those of the operands that the kernels saw."""
     x = make_inputs(dtype=torch.float32)
     dh = torch.randn_like(x["v"]).bfloat16()
@@ -673,7 +461,7 @@ def test_autocast(operator: Any, make_inputs: Make, assert_gradients: Callable[.
     found = {name: t.grad for name, t in leaves.items()}
     assert {t.dtype for t in found.values()} == {torch.float32}
     rounded = {name: t.bfloat16() if name in OPERANDS else t for name, t in x.items()}
-    assert_gradients(found, truth(operator, rounded, {"h": dh}), torch.bfloat16)
+    assert_gradients(found, operator.true_gradients(rounded, {"h": dh}), torch.bfloat16)
 
 
 def test_double_backward_is_refused(operator: Any, make_inputs: Make) -> None:
@@ -686,8 +474,8 @@ def test_double_backward_is_refused(operator: Any, make_inputs: Make) -> None:
 def test_the_explicit_formulas_agree(exponential: Any, make_inputs: Make, rel_err: Error) -> None:
     """The op on the GPU and the op on the CPU, which computes the reference, from the same saved rows."""
     x = make_inputs(1, 2, 200, (64, 64), states=exponential.states)
-    cotangents = draw_cotangents(exponential, x, last=True)
-    found = gradients(exponential, x, cotangents)
+    cotangents = exponential.draw_cotangents(x, last=True)
+    found = exponential.gradients(x, cotangents)
     names = (*TOKENS, "c_initial", "n_initial")
     expected = reference.mlstm_backward(
         *(x[name].double() for name in (*names, "m_initial")), *(t.double() for t in cotangents.values())
@@ -698,8 +486,6 @@ def test_the_explicit_formulas_agree(exponential: Any, make_inputs: Make, rel_er
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dims", MAIN, ids=ids)
-def test_small(
-    operator: Any, dims: tuple[int, int], make_inputs: Make, assert_gradients: Callable[..., None]
-) -> None:
+def test_small(operator: Any, dims: tuple[int, int], make_inputs: Make, compare: Make) -> None:
     """Three chunks, the last one short, from an initial state: for compute-sanitizer."""
-    compare(operator, make_inputs(1, 2, 130, dims, states=operator.states), assert_gradients)
+    compare(operator, make_inputs(1, 2, 130, dims, states=operator.states))

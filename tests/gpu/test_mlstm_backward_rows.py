@@ -147,8 +147,14 @@ def draw_gates(
     if lengths is not None:
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
     count = size[0] if lengths is None else len(lengths)
-    sums = [RowSums(normal(slices, *size, seed=n), normal(slices, *size, seed=n + 1), 1) for n in (1, 3)]
     slots = ops.chunk_slots(size[-1], cu_seqlens)
+
+    def row_sums(seed: int) -> RowSums:
+        inter = normal(slices, *size[:2], slots, 2, seed=seed + 1)
+        inter[..., 1] = 64 * inter[..., 1].square()  # of the squares
+        return RowSums(normal(slices, *size, seed=seed), inter, 1)
+
+    sums = [row_sums(seed) for seed in (1, 3)]
     chunk_m = 3 * normal(*size[:2], slots, dtype=torch.float64, seed=5) if gate == "exp" else None
 
     def state(seed: int) -> StateGradient:
@@ -296,9 +302,9 @@ def test_noise_does_not_pass_a_chunk_that_forgets(kernel: ModuleType) -> None:
     x.f[..., 64 + 5] = x.f[..., 4 * 64 + 5] = -60.0
     before = run(kernel, x)[1][..., 64 : 5 * 64]
     for sums in (x.q_dq, x.k_dk):
-        for t in (sums.whole, sums.inter):
-            t[..., :64] += 100.0
-            t[..., 5 * 64 :] += 100.0
+        sums.whole[..., :CHUNK] += 100.0
+        sums.whole[..., 5 * CHUNK :] += 100.0
+        sums.inter[..., [0, 5], :] += 100.0
     assert torch.equal(run(kernel, x)[1][..., 64 : 5 * 64], before)
 
 
@@ -307,9 +313,10 @@ def test_noise_does_not_pass_an_anchor(kernel: ModuleType) -> None:
     x = draw_gates("exp", (1, 2, 3 * tokens), states=True)
     before = run(kernel, x)[1][..., tokens : 2 * tokens]
     for sums in (x.q_dq, x.k_dk):
-        for t in (sums.whole, sums.inter):
-            t[..., :tokens] = torch.nan
-            t[..., 2 * tokens :] = torch.nan
+        sums.whole[..., :tokens] = torch.nan
+        sums.whole[..., 2 * tokens :] = torch.nan
+        sums.inter[..., :ANCHOR_CHUNKS, :] = torch.nan
+        sums.inter[..., 2 * ANCHOR_CHUNKS :, :] = torch.nan
     assert torch.equal(run(kernel, x)[1][..., tokens : 2 * tokens], before)
 
 

@@ -2,7 +2,7 @@
 
 A CTA walks one segment of one head and one V slice. Cut sequences cost two more launches: a states pass over
 all segments but the last of each sequence, and a small kernel that carries the states on from segment to
-segment.
+segment. So it is in the forward, and in the backward's passes with their own costs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ from dataclasses import dataclass
 
 CHUNK = 64  # kChunk of gates.cuh
 
-# Costs in chunks of the fused kernel, measured on an H200 (docs/mlstm.md, "Sequence split"): a chunk of the
-# states pass that forgets nothing, start and end of a CTA, and the combine with the gaps between launches.
-_STATES_CHUNK = 0.5
-_PROLOGUE = 4.0
-_LAUNCHES = 6.0
 # Shorter segments would make the states between them larger than the inputs.
 _LEAST_CHUNKS = 4
 
@@ -34,8 +29,29 @@ class Cut:
     chunks: int
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What a cut costs, in chunks of the kernel whose sequences are cut.
+
+    Attributes:
+        states_chunk: a chunk of the states pass that forgets nothing.
+        prologue: start and end of a CTA.
+        launches: the small kernel, with the gaps between launches.
+    """
+
+    states_chunk: float
+    prologue: float
+    launches: float
+
+
+# measured on an H200 (docs/mlstm.md, "Sequence split")
+FORWARD = Costs(states_chunk=0.5, prologue=4.0, launches=6.0)
+# of one pass: estimates (docs/mlstm-backward.md, "Cut sequences")
+BACKWARD = Costs(states_chunk=0.35, prologue=4.0, launches=6.0)
+
+
 @functools.lru_cache(maxsize=4096)
-def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int) -> Cut:
+def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
     """The cut of `sequences` sequences of `tokens` tokens each.
 
     Args:
@@ -46,11 +62,11 @@ def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int) -> Cut:
 
     def cost(length: int) -> float:
         count = -(-chunks // length)
-        fused = _waves(sequences * count * ctas, multiprocessors) * (length + _PROLOGUE)
+        fused = _waves(sequences * count * ctas, multiprocessors) * (length + costs.prologue)
         if count == 1:
             return fused
         states = _waves(sequences * (count - 1) * ctas, multiprocessors)
-        return fused + states * (_STATES_CHUNK * length + _PROLOGUE) + _LAUNCHES
+        return fused + states * (costs.states_chunk * length + costs.prologue) + costs.launches
 
     # more segments than fill the GPU twice only add work
     most = max(1, min(chunks // _LEAST_CHUNKS, 2 * multiprocessors // (sequences * ctas)))
@@ -59,13 +75,13 @@ def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int) -> Cut:
     return Cut(sequences * -(-chunks // best), best)
 
 
-def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int) -> Cut:
+def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
     """The cut of packed sequences of `tokens` tokens together, whose lengths the host does not know.
 
     A segment is as long as if all tokens were one sequence: then one long sequence among short ones fills the
     GPU, and sequences of equal length are rarely cut at all.
     """
-    length = cut(1, tokens, ctas, multiprocessors).chunks
+    length = cut(1, tokens, ctas, multiprocessors, costs).chunks
     if length * CHUNK >= tokens:
         return Cut(sequences, length)
     return Cut(sequences + tokens // (length * CHUNK), length)

@@ -8,6 +8,9 @@ the normaliser w_t, s = K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]
     dq_t = sum_{j <= t} s W_tj / w_t (dh_t.v_j + e_t) k_j + from the state    dh      v      k
     dk_j = sum_{t >= j} s W_tj / w_t (v_j.dh_t + e_t) q_t + from the state    v       dh     q
     dv_j = sum_{t >= j} s W_tj / w_t (k_j.q_t) dh_t       + from the state    k       q      dh
+
+Where a few long sequences would leave the GPU empty they are cut into segments, all passes alike: what a pass
+begins a segment with is made before it, by a segments kernel and a small kernel that carries it on.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends import segments
 from tfla_tk.backends.tk import (
     _current_stream,
+    _fp32,
     _gate,
     _has_aligned_rows,
+    _multiprocessors,
     _operand,
     _pointer,
     _rows_aligned,
@@ -35,8 +41,10 @@ _SUM_COLUMNS = 64  # kSumColumns of params_pass.h
 _ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 _GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
 
+Rows = tuple[Tensor, Tensor]  # log2_w and e of every token, [B, NH, S] fp32
 State = tuple[MaybeTensor, MaybeTensor]  # c and n, or their gradients
 StateGradient = tuple[MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]  # c, dc, n, dn
+Boundary = tuple[Tensor, MaybeTensor, Tensor]  # `Boundaries` of one part of v
 
 
 @dataclass(frozen=True)
@@ -69,12 +77,63 @@ class Gates:
 
 
 @dataclass(frozen=True)
-class RowSums:
-    """Row sums of q_t.dq_t or k_t.dk_t, fp32 [P, B, NH, S]: of every part of v and 64 columns of K by itself.
+class Walk:
+    """What all passes of a call have in common.
 
     Attributes:
-        whole: all of it.
-        inter: the part of it through the state that entered the chunk of 64 tokens.
+        gates: what they read of the forward.
+        cut: of the sequences into segments.
+        dim_v: columns of every state, of which a pass may see a part.
+    """
+
+    gates: Gates
+    cut: segments.Cut
+    dim_v: int
+
+    @property
+    def segments(self) -> tuple[int, bool, int, int, int]:
+        """The cut for the kernels: the offsets, all segments together, chunks of one."""
+        return (*self.gates.offsets, self.cut.segments, self.cut.chunks)
+
+    @property
+    def slots(self) -> int:
+        """Boundaries between segments times heads; an upper bound with packed sequences."""
+        *_, sequences = self.gates.offsets
+        return (self.cut.segments - sequences) * self.gates.i.shape[1]
+
+
+@dataclass(frozen=True)
+class Boundaries:
+    """What enters every segment of a pass that follows another one in its walk: states, or their gradients.
+
+    Attributes:
+        c: [slots, K, V] fp32.
+        n: [P, slots, K] fp32, of each part of v its own, or one for all.
+        log2_decay: [slots] fp64, of the segment that the walk leaves there.
+    """
+
+    c: Tensor
+    n: Tensor
+    log2_decay: Tensor
+
+    def made_by(self, number: int, columns: slice) -> Boundary:
+        """What the segments kernel over one part of v writes."""
+        n = self.n[number] if number < self.n.shape[0] else None
+        return self.c[..., columns], n, self.log2_decay
+
+    def read_by(self, number: int, columns: slice) -> Boundary:
+        """What the pass over one part of v begins its segments with."""
+        return self.c[..., columns], self.n[min(number, self.n.shape[0] - 1)], self.log2_decay
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Sums of q_t.dq_t or k_t.dk_t, fp32: of every part of v and 64 columns of K by itself.
+
+    Attributes:
+        whole: of every token, [P, B, NH, S].
+        inter: the part through the state that entered a chunk of 64 tokens, of all its tokens together,
+            and the squares of the summands, [P, B, NH, slots, 2].
         parts: of v.
     """
 
@@ -163,34 +222,40 @@ def mlstm_bwd(
     )
     offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
     gates = Gates(i, f, None if sigmoid_gate else chunk_m, offsets, q.shape[-1] ** -0.5)
+    walk = Walk(gates, _cut(gates, q, v), v.shape[-1])
 
     # dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes as many as it holds
     parts = [slice(at, at + instances.MAX_DIM_QK) for at in range(0, v.shape[-1], instances.MAX_DIM_QK)]
-    q_dq, k_dk = (_empty_sums(q, len(parts)) for _ in range(2))
+    rows = [_row_factors(kernel, dh[..., part], h[..., part], row_n, row_m, eps) for part in parts]
+    states = _fill_boundaries("dq", v, k, walk, rows, parts, (c_initial, n_initial))
+    state_grads = _fill_boundaries("dk", dh, q, walk, rows, parts, (dc_last, dn_last))
+    q_dq, k_dk = (_empty_sums(q, len(parts), offsets) for _ in range(2))
     anchors = _empty_anchors(q, [v[..., part].shape[-1] for part in parts], offsets)
     for number, part in enumerate(parts):
         first = number == 0
         dh_part, v_part = dh[..., part], v[..., part]
-        rows = _row_factors(kernel, dh_part, h[..., part], row_n, row_m, eps)
-        dq_part, dk_part = (dq, dk) if first else (_dense(dq), _dense(dk))
         dn_part = dn_initial if first or dn_initial is None else _dense(dn_initial)
-        state, state_grad = _columns(c_initial, part), _columns(dc_last, part)
-        norm_grad = dn_last if first else None
         _run_pass(
-            "dq", dh_part, v_part, k, dq_part, gates, rows,
-            (state, n_initial), factor=q, sums=q_dq.part(number), anchors=anchors.part(number),
+            "dq", dh_part, v_part, k, dq, walk, rows[number],
+            entering=(_columns(c_initial, part), n_initial),
+            boundary=None if states is None else states.read_by(number, part),
+            factor=q, sums=q_dq.part(number), anchors=anchors.part(number), accumulate=not first,
         )  # fmt: skip
         _run_pass(
-            "dk", v_part, dh_part, q, dk_part, gates, rows,
-            (state_grad, norm_grad), (None, dn_part), k, k_dk.part(number), anchors.part(number),
+            "dk", v_part, dh_part, q, dk, walk, rows[number],
+            entering=(_columns(dc_last, part), dn_last if first else None),
+            boundary=None if state_grads is None else state_grads.read_by(number, part),
+            leaving=(None, dn_part),
+            factor=k, sums=k_dk.part(number), anchors=anchors.part(number), accumulate=not first,
         )  # fmt: skip
-        if first:
-            _run_pass("dv", k, q, dh, dv, gates, rows, (dc_last, None), (dc_initial, None))
-            continue
-        dq.add_(dq_part)
-        dk.add_(dk_part)
-        if dn_initial is not None and dn_part is not None:
+        if not first and dn_initial is not None and dn_part is not None:
             dn_initial.add_(dn_part)
+    _run_pass(
+        "dv", k, q, dh, dv, walk, rows[0],
+        entering=(dc_last, None),
+        boundary=None if state_grads is None else (state_grads.c, None, state_grads.log2_decay),
+        leaving=(dc_initial, None),
+    )  # fmt: skip
     _gate_gradients(
         kernel,
         gates,
@@ -209,19 +274,109 @@ def mlstm_bwd(
     return grads
 
 
+def _cut(gates: Gates, q: Tensor, v: Tensor) -> segments.Cut:
+    """How the sequences are cut, the same for all passes: by the CTAs that dk has for one segment."""
+    _, heads, seq, dim = q.shape
+    *_, sequences = gates.offsets
+    instance = instances.mlstm_pass("dk", min(v.shape[-1], instances.MAX_DIM_QK), dim)
+    slices = -(-dim // int(dict(instance.defines)["TFLA_SLICE"]))
+    find = segments.cut if gates.cu_seqlens is None else segments.cut_packed
+    return find(sequences, seq, heads * slices, _multiprocessors(q.get_device()), segments.BACKWARD)
+
+
+def _fill_boundaries(
+    name: str,
+    keys: Tensor,
+    values: Tensor,
+    walk: Walk,
+    rows: list[Rows],
+    parts: list[slice],
+    entering: State,
+) -> Boundaries | None:
+    """What a pass begins its segments with, of all parts of the keys' columns; None where nothing is cut.
+
+    Args:
+        name: "dq", or "dk", whose c is that of "dv" too.
+        keys, values: of the pass.
+        rows: of every part.
+        entering: what a sequence's walk begins with.
+    """
+    if walk.slots == 0:
+        return None
+    # n of dq is a sum over keys; that of dk has e in it, which every part of v has its own of
+    found = _empty_boundaries(walk, values, 1 if name == "dq" else len(parts))
+    for number, part in enumerate(parts):
+        _sum_segments(name, keys[..., part], values, walk, rows[number], found.made_by(number, part))
+    _combine(found, walk, entering, backward=name != "dq")
+    return found
+
+
+def _empty_boundaries(walk: Walk, values: Tensor, parts: int) -> Boundaries:
+    dim = values.shape[-1]
+    return Boundaries(
+        _fp32(values, (walk.slots, dim, walk.dim_v)),
+        _fp32(values, (parts, walk.slots, dim)),
+        torch.empty(walk.slots, dtype=torch.float64, device=values.device),
+    )
+
+
+def _sum_segments(
+    name: str, keys: Tensor, values: Tensor, walk: Walk, rows: Rows, boundary: Boundary
+) -> None:
+    """What every segment adds by itself at the boundary over which the pass leaves it."""
+    kernel = build.load(instances.mlstm_pass(name, keys.shape[-1], values.shape[-1]))
+    batch, heads, seq, dim_values = values.shape
+    device = values.get_device()
+    kernel.mlstm_pass_segments(
+        _GRADIENTS[name],
+        _operand(keys),
+        _operand(values),
+        _gate(walk.gates.i),
+        _gate(walk.gates.f),
+        (rows[0].data_ptr(), rows[1].data_ptr(), _pointer(walk.gates.chunk_m)),
+        _boundary(boundary),
+        walk.segments,
+        (batch, heads, seq, keys.shape[-1], dim_values, walk.dim_v),
+        walk.gates.scale,
+        values.dtype == torch.float16,
+        walk.gates.sigmoid_gate,
+        device,
+        _current_stream(device),
+    )
+
+
+def _combine(boundaries: Boundaries, walk: Walk, entering: State, backward: bool) -> None:
+    """Carries what enters the sequences on over the boundaries, in place."""
+    i = walk.gates.i
+    device = i.get_device()
+    build.load(instances.mlstm_bwd()).mlstm_bwd_combine(
+        _boundary((boundaries.c, boundaries.n, boundaries.log2_decay)),
+        boundaries.n.shape[0],
+        (_pointer(entering[0]), _pointer(entering[1])),
+        walk.segments,
+        (*i.shape[1:], *boundaries.c.shape[1:]),
+        backward,
+        device,
+        _current_stream(device),
+    )
+
+
 def _run_pass(
     name: str,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     out: Tensor,
-    gates: Gates,
-    rows: tuple[Tensor, Tensor],
+    walk: Walk,
+    rows: Rows,
+    *,
     entering: State,
+    boundary: Boundary | None,
     leaving: State = (None, None),
     factor: MaybeTensor = None,
     sums: tuple[Tensor, Tensor] | None = None,
     anchors: tuple[int, int, int] = (0, 0, 0),
+    accumulate: bool = False,
 ) -> None:
     """One pass over the chunks, on the current stream.
 
@@ -229,19 +384,23 @@ def _run_pass(
         name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
         queries, keys, values: [B, NH, S, *], rows aligned for TMA.
         out: the gradient, to be written; like `values`, rows aligned for TMA.
-        gates: what every pass reads of the forward.
-        rows: log2_w and e of every token, [B, NH, S] fp32.
-        entering: what the walk begins with, (c, n) for "dq", (dc, dn) for the others, contiguous fp32; None
-            is zero. c and dc are [N, NH, K, V] always: the state of "dv"; those of "dq" and "dk" are its
-            transpose. n and dn [N, NH, K] go with the values' columns and are None for "dv".
-        leaving: (dc, dn) of the initial state, to be written at the walk's end where there is a tensor.
+        walk: what all passes have in common.
+        rows: log2_w and e, of the part of v.
+        entering: what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; None
+            is zero. c and dc are [N, NH, K, V] always, contiguous or columns of a contiguous one: the state
+            of "dv"; those of "dq" and "dk" are its transpose. n and dn [N, NH, K] go with the values' columns
+            and are None for "dv".
+        boundary: the same for the segments that follow others in the walk; None where nothing is cut.
+        leaving: gradients of the initial state, to be written at the walk's end where there is a tensor: "dv"
+            has that of c, "dk" that of n.
         factor: like `out`, what its rows are multiplied with for the row sums; not for "dv".
         sums: where these are written, whole and inter.
         anchors: addresses of the states that "dq" leaves for "dk" and of the flows that "dk" makes of them,
             and the parts of a flow.
+        accumulate: whether the gradient is added to what `out` holds; not for "dv".
     """
     batch, heads, seq, dim_values = values.shape
-    device = values.get_device()
+    gates, device = walk.gates, values.get_device()
     kernel = build.load(instances.mlstm_pass(name, keys.shape[-1], dim_values))
     kernel.mlstm_pass(
         _GRADIENTS[name],
@@ -255,11 +414,13 @@ def _run_pass(
         (rows[0].data_ptr(), rows[1].data_ptr(), _pointer(gates.chunk_m)),
         (_pointer(entering[0]), _pointer(entering[1])),
         (_pointer(leaving[0]), _pointer(leaving[1])),
+        _boundary(boundary),
         (0, 0) if sums is None else (sums[0].data_ptr(), sums[1].data_ptr()),
         anchors,
-        gates.offsets,
-        (batch, heads, seq, keys.shape[-1], dim_values),
+        walk.segments,
+        (batch, heads, seq, keys.shape[-1], dim_values, walk.dim_v),
         gates.scale,
+        accumulate,
         values.dtype == torch.float16,
         gates.sigmoid_gate,
         device,
@@ -267,10 +428,11 @@ def _run_pass(
     )
 
 
-def _empty_sums(q: Tensor, parts: int) -> RowSums:
+def _empty_sums(q: Tensor, parts: int, offsets: MaybeTensor) -> RowSums:
     batch, heads, seq, dim = q.shape
-    shape = (parts * -(-dim // _SUM_COLUMNS), batch, heads, seq)
-    whole, inter = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    rows = (parts * -(-dim // _SUM_COLUMNS), batch, heads)
+    shapes = (*rows, seq), (*rows, chunk_slots(seq, offsets), 2)
+    whole, inter = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     return RowSums(whole, inter, parts)
 
 
@@ -290,13 +452,11 @@ def _empty_anchors(q: Tensor, widths: list[int], offsets: MaybeTensor) -> Anchor
 
 
 def _columns(state: MaybeTensor, part: slice) -> MaybeTensor:
-    """A part of V of a state [N, NH, K, V], contiguous."""
-    return None if state is None else state[..., part].contiguous()
+    """A part of V of a state [N, NH, K, V]."""
+    return None if state is None else state[..., part]
 
 
-def _row_factors(
-    kernel: ModuleType, dh: Tensor, h: Tensor, row_n: Tensor, row_m: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _row_factors(kernel: ModuleType, dh: Tensor, h: Tensor, row_n: Tensor, row_m: Tensor, eps: float) -> Rows:
     """log2 w_t and e_t of every token."""
     batch, heads, seq, _ = h.shape
     log2_w, e = (torch.empty((batch, heads, seq), dtype=torch.float32, device=h.device) for _ in range(2))
@@ -366,6 +526,11 @@ def _dense(x: Tensor) -> Tensor:
 def _given(x: Tensor) -> int:
     """Address of the data; 0 for an empty tensor, which stands for none."""
     return x.data_ptr() if x.numel() > 0 else 0
+
+
+def _boundary(x: Boundary | None) -> tuple[int, int, int]:
+    """Addresses of c, n and log2_decay."""
+    return (0, 0, 0) if x is None else (x[0].data_ptr(), _pointer(x[1]), x[2].data_ptr())
 
 
 def _row_sums(x: RowSums) -> tuple[int, int, int]:

@@ -35,6 +35,13 @@ struct Cut {
     int segment_chunks;   // chunks of a segment, the last one of a sequence may have fewer
 };
 
+// What enters the segments of a walk of the backward, but the first of each sequence: states, or gradients of
+// them, at the boundaries between segments. One slot per head and boundary: (segments - sequences) * heads.
+struct Boundaries {
+    float *c, *n;        // [slots, K, V] and [slots, K]
+    double* log2_decay;  // [slots]: of the segment that the walk leaves over the boundary
+};
+
 // Slots per head of what there is once per chunk: chunk c of an unpacked sequence has slot c, that of packed
 // sequence s, which starts at token t, t / 64 + s + c.
 inline int chunk_slots(int seq, int sequences, bool packed) {
@@ -49,6 +56,11 @@ constexpr int kAnchorChunks = 8;
 // slot s has s / kAnchorChunks. It has it alone: neighbouring anchors' chunks are at least kAnchorChunks
 // slots apart, also across packed sequences, each of which begins without an anchor.
 inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
+
+// A sum over one chunk, and the squares of its parts.
+struct FlowSum {
+    float value, squares;
+};
 
 struct MlstmFwdParams {
     Operand q, k, v, h;  // bf16 or fp16, all alike

@@ -19,9 +19,23 @@ struct MlstmBwdRowsParams {
     int device;
 };
 
-// [slices, B, H, S]: q_t.dq_t or k_t.dk_t, each slice of K for itself.
+// Between the segments kernels of the passes and the passes: turns what each segment adds by itself into what
+// arrives at the boundaries, in place.
+struct MlstmBwdCombineParams {
+    Boundaries boundaries;  // n: [parts, slots, K], of parts of V
+    int norm_parts;
+    const float *entering_c, *entering_n;  // [N, H, K, V] and, of the first part, [N, H, K]; null: zero
+    Cut cut;
+    int heads, seq, dim_qk, dim_v;
+    bool backward;  // in time
+    int device;
+};
+
+// q_t.dq_t or k_t.dk_t, each slice of K for itself.
 struct RowSums {
-    const float *whole, *inter;  // inter: the part through the state that enters the chunk in the pass
+    const float* whole;  // [slices, B, H, S]
+    const FlowSum*
+        inter;  // [slices, B, H, slots], per chunk: the part through the state that enters it in the pass
     int slices;
 };
 
@@ -62,8 +76,9 @@ struct MlstmBwdGatesParams {
 
 std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences);
 
-// Both throw std::runtime_error on a refused launch; seq is at least 1.
+// All throw std::runtime_error on a refused launch; seq is at least 1.
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream);
+void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream);
 void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream);
 
 }  // namespace tfla_tk

@@ -13,29 +13,39 @@ namespace tfla_tk {
 //   time
 enum class Gradient : int { dq = 0, dk = 1, dv = 2 };
 
-struct MlstmPassParams {
+// What a pass and its segments kernel have in common.
+struct PassWalk {
     Gradient gradient;
-    Operand queries, keys, values, out;  // [B, H, S, *], bf16 or fp16; out as values
-    Operand factor;                      // like out: rows of the sums; dq and dk only
+    Operand keys, values;  // [B, H, S, *], bf16 or fp16
     Gate i, f;
-    const float *log2_w, *e;               // [B, H, S]
-    const double* chunk_m;                 // [B, H, slots] of chunk_slots; null with the sigmoid gate
-    const float *entering_c, *entering_n;  // what the walk begins with: [N, H, K, V] and [N, H, K], or null
-    float *leaving_c, *leaving_n;          // gradients of the initial state, or null
-    float *whole, *inter;                  // [panels, B, H, S] row sums of out . factor; null for dv
+    const float *log2_w, *e;  // [B, H, S]
+    const double* chunk_m;    // [B, H, slots] of chunk_slots; null with the sigmoid gate
+    Boundaries boundaries;    // c: from the first of the keys' columns on; null where no sequence is cut
+    Cut cut;
+    int batch, heads, seq, dim_keys, dim_values;
+    int state_columns;  // from one row of a state [K, V] to the next, all states alike
+    float scale;        // of q k^T
+    bool half;          // operands are fp16, not bf16
+    bool sigmoid_gate;
+    int device;
+};
+
+struct MlstmPassParams {
+    PassWalk walk;
+    Operand queries, out;  // as keys, as values
+    Operand factor;        // like out: rows of the sums; dq and dk only
+    // What a sequence's walk begins with, [N, H, K, V] and [N, H, K], and the gradients of the initial state,
+    // of which dv makes that of c and dk that of n; null where there is none.
+    const float *entering_c, *entering_n;
+    float *leaving_c, *leaving_n;
+    float* whole;    // [panels, B, H, S] row sums of out . factor; null for dv
+    FlowSum* inter;  // [panels, B, H, slots] of a chunk's, the part from the entering state
     // dq leaves its state before every chunk of a multiple of kAnchorChunks, for dk of the same tile to
     // multiply with: the flow of gradient over that boundary. pass_anchor_bytes of it; null for dv.
     void* states;
     float* flows;  // [B, H, anchor_slots, flow_parts], dk only: this call writes pass_flow_parts of them
     int flow_parts;
-    const void* offsets;  // of packed sequences, as in Cut
-    bool wide_offsets;
-    int sequences;
-    int batch, heads, seq, dim_keys, dim_values;
-    float scale;  // of q k^T
-    bool half;    // operands are fp16, not bf16
-    bool sigmoid_gate;
-    int device;
+    bool accumulate;  // dq and dk: what `out` holds is added to
 };
 
 // Columns of `out` that one entry of the row sums adds up.
@@ -45,7 +55,10 @@ constexpr int kSumColumns = 64;
 std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_values);
 int pass_flow_parts(int dim_values);
 
-// Defined once per instance (tile). Throws std::runtime_error on a refused launch.
+// Defined once per instance (tile). Both throw std::runtime_error on a refused launch. The second one writes
+// what each segment with a boundary behind it in the walk adds by itself to the state there, and its decay;
+// dq and dk only.
 void mlstm_pass(const MlstmPassParams& params, void* stream);
+void mlstm_pass_segments(const PassWalk& params, void* stream);
 
 }  // namespace tfla_tk

@@ -275,32 +275,33 @@ __device__ inline void for_each_pair(Tile& tile, int row0, int column0, Body bod
                  column0 + 16 * j + 8 * (k / 2) + 2 * (lane % 4));
 }
 
-// State tile from a [rows, columns] fp32 matrix in global memory; zeros outside it.
+// State tile from a [rows, columns] fp32 matrix in global memory, its rows `stride` apart; zeros outside it.
 template <class Tile>
 __device__ inline void load_state(Tile& tile, const float* matrix, int row0, int column0, int rows,
-                                  int columns) {
+                                  int columns, int stride) {
     for_each_pair(tile, row0, column0, [&](float2& x, int r, int c) {
         const bool inside = r < rows && c < columns;
-        x = inside ? *reinterpret_cast<const float2*>(&matrix[static_cast<int64_t>(r) * columns + c])
+        x = inside ? *reinterpret_cast<const float2*>(&matrix[static_cast<int64_t>(r) * stride + c])
                    : float2{0.f, 0.f};
     });
 }
 
 template <class Tile>
-__device__ inline void store_state(float* matrix, Tile& tile, int row0, int column0, int rows, int columns) {
+__device__ inline void store_state(float* matrix, Tile& tile, int row0, int column0, int rows, int columns,
+                                   int stride) {
     for_each_pair(tile, row0, column0, [&](float2& x, int r, int c) {
         if (r < rows && c < columns)
-            *reinterpret_cast<float2*>(&matrix[static_cast<int64_t>(r) * columns + c]) = x;
+            *reinterpret_cast<float2*>(&matrix[static_cast<int64_t>(r) * stride + c]) = x;
     });
 }
 
 // The transpose of such a matrix: tile rows are matrix columns.
 template <class Tile>
 __device__ inline void load_state_transposed(Tile& tile, const float* matrix, int row0, int column0, int rows,
-                                             int columns) {
+                                             int columns, int stride) {
     for_each_pair(tile, column0, row0, [&](float2& x, int c, int r) {
         auto at = [&](int r) {
-            return r < rows && c < columns ? matrix[static_cast<int64_t>(r) * columns + c] : 0.f;
+            return r < rows && c < columns ? matrix[static_cast<int64_t>(r) * stride + c] : 0.f;
         };
         x = {at(r), at(r + 1)};
     });
@@ -308,10 +309,10 @@ __device__ inline void load_state_transposed(Tile& tile, const float* matrix, in
 
 template <class Tile>
 __device__ inline void store_state_transposed(float* matrix, Tile& tile, int row0, int column0, int rows,
-                                              int columns) {
+                                              int columns, int stride) {
     for_each_pair(tile, column0, row0, [&](float2& x, int c, int r) {
-        if (r < rows && c < columns) matrix[static_cast<int64_t>(r) * columns + c] = x.x;
-        if (r + 1 < rows && c < columns) matrix[static_cast<int64_t>(r + 1) * columns + c] = x.y;
+        if (r < rows && c < columns) matrix[static_cast<int64_t>(r) * stride + c] = x.x;
+        if (r + 1 < rows && c < columns) matrix[static_cast<int64_t>(r + 1) * stride + c] = x.y;
     });
 }
 

@@ -69,6 +69,15 @@ struct TensorMap {
             "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch)
             : "memory");
     }
+
+    // The same, added to what is there; sums are rounded to the tensor's type.
+    __device__ inline void add_panel(uint32_t src, int column, int row, int head, int batch) const {
+        asm volatile(
+            "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
+            " [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(reinterpret_cast<uint64_t>(&map)),
+            "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch)
+            : "memory");
+    }
 };
 
 // Loads the first `rows` rows of all panels of a tile; `column` is one of the operand.
@@ -88,6 +97,13 @@ __device__ inline void load_tile(Tile& tile, const TensorMap& map, kittens::sema
     for (int panel = 0; panel < Tile::cols / kPanelColumns; panel++)
         map.load_panel(&tile.data[panel * Tile::rows * kPanelColumns], arrived,
                        first_column + panel * kPanelColumns, row, head, batch);
+}
+
+// Starts to bring global memory into L2; 16 bytes aligned.
+__device__ inline void prefetch_bulk(const void* memory, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(__cvta_generic_to_global(memory)),
+                 "r"(bytes)
+                 : "memory");
 }
 
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import build, ops
-from tfla_tk.backends import tk_backward
-from tfla_tk.backends.tk_backward import Gates, RowSums
+from tfla_tk.backends import segments, tk_backward
+from tfla_tk.backends.tk_backward import Boundaries, Boundary, Gates, Rows, RowSums, State, Walk
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
@@ -187,12 +187,14 @@ class BackwardFormulas:
     Attributes:
         rounded: what a kernel does to an operand that it computes: scores and states.
         anchored: whether the flows at the anchors are used.
+        segment_chunks: of which sequences are cut into segments.
         row_sums: of the last call's passes by name, whole and inter.
     """
 
     def __init__(self, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]) -> None:
         self.row_factors, self.gate_gradients = row_factors, gate_gradients
-        self.empty_sums = tk_backward._empty_sums
+        self.empty_sums, self.empty_boundaries = tk_backward._empty_sums, tk_backward._empty_boundaries
+        self.segment_chunks = 10_000
         self.rounded: Callable[[Tensor], Tensor] = exact
         self.anchored = True
         self.states: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
@@ -208,9 +210,9 @@ class BackwardFormulas:
         found: tuple[Tensor, Tensor] = self.row_factors(dh, self.rounded(h), *given, eps)
         return found
 
-    def of_sums(self, q: Tensor, parts: int) -> RowSums:
+    def of_sums(self, q: Tensor, parts: int, offsets: Tensor | None) -> RowSums:
         """In fp64; what no pass writes is not a number."""
-        found = self.empty_sums(q, parts)
+        found = self.empty_sums(q, parts, offsets)
         whole, inter = (torch.full_like(x, torch.nan, dtype=q.dtype) for x in (found.whole, found.inter))
         return RowSums(whole, inter, parts)
 
@@ -219,6 +221,57 @@ class BackwardFormulas:
         slots = ops.chunk_slots(q.shape[2], offsets) // tk_backward._ANCHOR_CHUNKS + 1
         return Flows(q.new_full((*q.shape[:2], slots, len(widths)), torch.nan))
 
+    def of_cut(self, gates: Gates, q: Tensor, v: Tensor) -> segments.Cut:
+        """Every sequence cut into segments of `segment_chunks`."""
+        lengths = [end - start for start, end in bounds_of(gates.cu_seqlens, q.shape[2])]
+        count = sum(max(1, -(-length // (CHUNK * self.segment_chunks))) for length in lengths)
+        return segments.Cut(count if gates.cu_seqlens is not None else count * len(q), self.segment_chunks)
+
+    def of_boundaries(self, walk: Walk, values: Tensor, parts: int) -> Boundaries:
+        """In fp64; what no kernel writes is not a number."""
+        found = self.empty_boundaries(walk, values, parts)
+        return Boundaries(*(torch.full_like(x, torch.nan, dtype=values.dtype) for x in vars(found).values()))
+
+    def of_segments(
+        self, name: str, keys: Tensor, values: Tensor, walk: Walk, rows: Rows, boundary: Boundary
+    ) -> None:
+        """`tk_backward._sum_segments`: from the boundary away, until all is forgotten."""
+        forward = name == "dq"
+        for sequence in sequences_of(walk, keys.shape[2]):
+            for g in range(1, len(sequence.segments)):
+                chunks = sequence.segments[g - 1][::-1] if forward else sequence.segments[g]
+                c, n, log2_decay = (None if x is None else sequence.at(x, g) for x in boundary)
+                assert c is not None and log2_decay is not None
+                c.zero_(), log2_decay.zero_()
+                own_n = torch.zeros_like(c[..., 0])
+                tokens = slice(sequence.tokens(min(chunks)).start, sequence.tokens(max(chunks)).stop)
+                largest = 0.0 if forward else (-rows[0][:, :, tokens]).amax(-1).clamp(min=0)
+                for chunk in chunks:
+                    own = sequence.tokens(chunk)
+                    forgotten = log2_decay + largest <= -150.0
+                    _, of_t, of_j, decay = _chunk_factors(walk.gates, rows[0], own, sequence.slot + chunk)
+                    scale = (of_j if forward else of_t) * torch.exp2(log2_decay)[..., None]
+                    scale = torch.where(forgotten[..., None], 0.0, scale)
+                    key, value, e = (x[:, :, own] for x in (keys, values, rows[1]))
+                    c += value.mT @ self.rounded(scale[..., None] * key)
+                    own_n += ((scale if forward else e * scale)[..., None] * value).sum(-2)
+                    log2_decay += torch.where(forgotten, 0.0, torch.log2(decay))
+                if n is not None:
+                    n.copy_(own_n)
+
+    def of_combine(self, boundaries: Boundaries, walk: Walk, entering: State, backward: bool) -> None:
+        """`tk_backward._combine`."""
+        for sequence in sequences_of(walk, walk.gates.i.shape[2]):
+            along = range(1, len(sequence.segments))
+            for part, states in ((0, boundaries.c), *enumerate(boundaries.n)):
+                given = entering[states is not boundaries.c] if part == 0 else None
+                x = 0.0 if given is None else given[sequence.which]
+                for g in reversed(along) if backward else along:
+                    own, log2_decay = sequence.at(states, g), sequence.at(boundaries.log2_decay, g)
+                    decay = torch.exp2(log2_decay).reshape(*log2_decay.shape, *(1,) * (own.ndim - 2))
+                    x = own + decay * x
+                    own.copy_(x)
+
     def of_pass(
         self,
         name: str,
@@ -226,31 +279,39 @@ class BackwardFormulas:
         keys: Tensor,
         values: Tensor,
         out: Tensor,
-        gates: Gates,
-        rows: tuple[Tensor, Tensor],
-        entering: tk_backward.State,
-        leaving: tk_backward.State = (None, None),
+        walk: Walk,
+        rows: Rows,
+        *,
+        entering: State,
+        boundary: Boundary | None,
+        leaving: State = (None, None),
         factor: Tensor | None = None,
         sums: tuple[Tensor, Tensor] | None = None,
         anchors: Tensor | None = None,
+        accumulate: bool = False,
     ) -> None:
         """`tk_backward._run_pass`."""
         forward, turned = name == "dq", name != "dv"
-        sequences = bounds_of(gates.cu_seqlens, queries.shape[2])
-        for number, (start, end) in enumerate(sequences):
-            which = slice(None) if gates.cu_seqlens is None else slice(number, number + 1)
-            slot = start // CHUNK + (0 if gates.cu_seqlens is None else number)
-            c, n = (None if x is None else x[which] for x in entering)
-            c = keys.new_zeros(keys.shape[-1], values.shape[-1]) if c is None else c.mT if turned else c
-            n = keys.new_zeros(values.shape[-1]) if n is None else n
-            for chunk in range(-(-(end - start) // CHUNK))[:: 1 if forward else -1]:
-                own = slice(start + chunk * CHUNK, min(start + (chunk + 1) * CHUNK, end))
+
+        def state(c: Tensor | None, n: Tensor | None) -> tuple[Tensor, Tensor]:
+            zero = keys.new_zeros(keys.shape[-1], values.shape[-1])
+            return zero if c is None else c.mT if turned else c, zero[0] if n is None else n
+
+        for number, sequence in enumerate(sequences_of(walk, queries.shape[2])):
+            c, n = state(*(None if x is None else x[sequence.which] for x in entering))
+            along = list(enumerate(sequence.segments))[:: 1 if forward else -1]
+            for chunk, g in ((chunk, g) for g, chunks in along for chunk in chunks[:: 1 if forward else -1]):
+                first = sequence.segments[g][0 if forward else -1] == chunk
+                if first and boundary is not None and g != along[0][0]:
+                    at = (None if x is None else sequence.at(x, g + (not forward)) for x in boundary[:2])
+                    c, n = state(*at)
+                own = sequence.tokens(chunk)
                 flow = None  # to be written, where there is an anchor before the chunk
                 if anchors is not None and chunk > 0 and chunk % tk_backward._ANCHOR_CHUNKS == 0:
-                    flow = anchors[:, :, (slot + chunk) // tk_backward._ANCHOR_CHUNKS]
+                    flow = anchors[:, :, (sequence.slot + chunk) // tk_backward._ANCHOR_CHUNKS]
                     if forward:
                         self.states[number, chunk] = self.rounded(c), n
-                intra, of_t, of_j, decay = _chunk_factors(gates, rows[0], own, slot + chunk)
+                intra, of_t, of_j, decay = _chunk_factors(walk.gates, rows[0], own, sequence.slot + chunk)
                 query, key, value, e = (x[:, :, own] for x in (queries, keys, values, rows[1]))
                 e = e if turned else torch.zeros_like(e)
                 # e belongs to time t: the rows forward in time, else the columns
@@ -260,20 +321,25 @@ class BackwardFormulas:
                 row_n, column_n = (e * row, column) if forward else (row, e * column)
                 inter = row[..., None] * (query @ self.rounded(c)) + row_n[..., None] * n[..., None, :]
                 whole = inter + self.rounded(weights) @ value
-                out[:, :, own] = whole
+                out[:, :, own] = whole + out[:, :, own] if accumulate else whole
                 if factor is not None and sums is not None:
-                    for found, x in zip(sums, (whole, inter), strict=True):
-                        panels = (factor[:, :, own] * x).split(SUM_COLUMNS, dim=-1)
-                        for panel, part in zip(found, panels, strict=True):
-                            panel[:, :, own] = part.sum(-1)
+                    of_tokens, of_chunks = (
+                        [part.sum(-1) for part in (factor[:, :, own] * x).split(SUM_COLUMNS, dim=-1)]
+                        for x in (whole, inter)
+                    )
+                    for panel, found in enumerate(of_tokens):
+                        sums[0][panel, :, :, own] = found
+                    for panel, found in enumerate(of_chunks):
+                        both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
+                        sums[1][panel, :, :, sequence.slot + chunk] = both
                 c = decay[..., None, None] * c + self.rounded(column[..., None] * key).mT @ value
                 n = decay[..., None] * n + (column_n[..., None] * value).sum(-2)
                 if flow is not None and not forward:
                     left_c, left_n = self.states[number, chunk]
                     flow.copy_((left_c * c).sum((-2, -1)) + (left_n * n).sum(-1))
-            for state, x in zip(leaving, (c.mT if turned else c, n), strict=True):
-                if state is not None:
-                    state[which] = x
+            for given, x in zip(leaving, (c.mT if turned else c, n), strict=True):
+                if given is not None:
+                    given[sequence.which] = x
 
     def of_gates(
         self,
@@ -300,6 +366,56 @@ class BackwardFormulas:
         found = self.gate_gradients(*sums.values(), known, gates.i, gates.f, gates.chunk_m, flows, bounds)
         di.copy_(found[0]), df.copy_(found[1])
         self.row_sums = sums
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A packed sequence, or the sequences of a batch together.
+
+    Attributes:
+        which: of the states of all sequences.
+        start, end: its tokens.
+        slot: of its first chunk.
+        segments: the chunks of each.
+        boundaries: its own of all.
+        batch, heads: of what there is at a boundary.
+    """
+
+    which: slice
+    start: int
+    end: int
+    slot: int
+    segments: list[range]
+    boundaries: slice
+    batch: int
+    heads: int
+
+    def tokens(self, chunk: int) -> slice:
+        first = self.start + chunk * CHUNK
+        return slice(first, min(first + CHUNK, self.end))
+
+    def at(self, x: Tensor, boundary: int) -> Tensor:
+        """The entries [N, NH, *] at the boundary before a segment, of x [slots, *]."""
+        own = x.unflatten(0, (-1, self.heads))[self.boundaries]
+        return own.unflatten(0, (self.batch, -1))[:, boundary - 1]
+
+
+def sequences_of(walk: Walk, seq: int) -> list[Sequence]:
+    """The sequences as the kernels see them."""
+    gates, chunks_of = walk.gates, walk.cut.chunks
+    batch, heads, _ = gates.i.shape
+    found = []
+    behind = 0  # the boundaries of the sequences before
+    for number, (start, end) in enumerate(bounds_of(gates.cu_seqlens, seq)):
+        packed = gates.cu_seqlens is not None
+        chunks = -(-(end - start) // CHUNK)
+        pieces = [range(at, min(at + chunks_of, chunks)) for at in range(0, max(chunks, 1), chunks_of)]
+        own = slice(behind, behind + batch * (len(pieces) - 1))
+        behind = own.stop
+        which = slice(number, number + 1) if packed else slice(None)
+        slot = start // CHUNK + (number if packed else 0)
+        found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))
+    return found
 
 
 def bounds_of(cu_seqlens: Tensor | None, seq: int) -> list[tuple[int, int]]:
@@ -338,6 +454,10 @@ def backward_formulas(
     monkeypatch.setattr(tk_backward, "_row_factors", found.of_rows)
     monkeypatch.setattr(tk_backward, "_empty_sums", found.of_sums)
     monkeypatch.setattr(tk_backward, "_empty_anchors", found.of_anchors)
+    monkeypatch.setattr(tk_backward, "_cut", found.of_cut)
+    monkeypatch.setattr(tk_backward, "_empty_boundaries", found.of_boundaries)
+    monkeypatch.setattr(tk_backward, "_sum_segments", found.of_segments)
+    monkeypatch.setattr(tk_backward, "_combine", found.of_combine)
     monkeypatch.setattr(tk_backward, "_run_pass", found.of_pass)
     monkeypatch.setattr(tk_backward, "_gate_gradients", found.of_gates)
     return found

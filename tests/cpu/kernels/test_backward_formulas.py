@@ -60,10 +60,12 @@ def draw(
     return x
 
 
-def arguments(gate: str, x: Tensors, *, last: bool = True, dh: Tensor | None = None) -> tuple[Any, ...]:
+def arguments(
+    gate: str, x: Tensors, *, last: bool = True, dh: Tensor | None = None, eps: float = EPS
+) -> tuple[Any, ...]:
     """Of the backward op, from its forward."""
     tensors = [x.get(name) for name in NAMES]
-    options = (gate != "exp", gate != "sig_unnormalised", EPS)
+    options = (gate != "exp", gate != "sig_unnormalised", eps)
     h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
     dh, dc, dn = torch.randn_like(h) if dh is None else dh, torch.randn_like(c), torch.randn_like(n)
     given = (c, n, dh, dc, dn) if last else (None, None, dh, None, None)
@@ -103,6 +105,43 @@ def test_parts_of_v(gate: str, last: bool, lengths: list[int] | None, backward_f
     """More columns than a pass takes for keys: dq, dk and dn are sums over parts of V."""
     given = arguments(gate, draw(gate, (1, 2, 150), lengths=lengths, dims=(80, 272)), last=last)
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:4]], ids=["batch", "packed", "long"])
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("gate", GATES)
+def test_cut_sequences(
+    gate: str, chunks: int, states: bool, lengths: list[int] | None, backward_formulas: Any
+) -> None:
+    """Each segment from what arrives at it, as the segments before it in the walk make it."""
+    given = arguments(gate, draw(gate, (2, 2, 600), lengths=lengths, states=states), last=states)
+    backward_formulas.segment_chunks = chunks
+    assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+
+
+@pytest.mark.parametrize("lengths", [None, LONG[:3]], ids=["batch", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+def test_cut_sequences_in_parts_of_v(gate: str, lengths: list[int] | None, backward_formulas: Any) -> None:
+    given = arguments(gate, draw(gate, (2, 2, 450), lengths=lengths, dims=(80, 528)))
+    backward_formulas.segment_chunks = 2
+    assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
+
+
+def test_a_small_normaliser_outweighs_the_gates(backward_formulas: Any) -> None:
+    """The gates leave 2^-185 of the only rows with a gradient, but these are divided by 2^-100."""
+    x = draw("exp", (1, 2, 512), states=False)
+    x["i"].fill_(80.0)
+    x["f"].fill_(-math.log(math.e - 1))  # log f = -1
+    x["k"][..., 1:] = 0
+    x["q"][..., 0] = 0  # q.n = 0: the normaliser is eps
+    dh = torch.zeros_like(x["v"])
+    dh[:, :, 384:400] = 1
+    given = arguments("exp", x, last=False, dh=dh, eps=1e-30)
+    backward_formulas.segment_chunks = 4
+    found, want = (of(*given)[1][:, :, :256] for of in (backward_formulas, torch.ops.tfla_tk.mlstm_bwd))
+    assert 0 < want.abs().max() < 2**-70
+    assert error(found, want) <= 1e-9
 
 
 @pytest.mark.parametrize("size", [(0, 3, 10), (2, 0, 10), (2, 3, 0)])
@@ -178,15 +217,17 @@ EXTREME = [forget_everything, forget_nothing, never_written, spike, falling, res
 
 
 @pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("chunks", [2, 100], ids=["cut", "whole"])
 @pytest.mark.parametrize("set_gates", EXTREME)
 def test_extreme_gates(
-    gate: str, set_gates: Callable[[Tensor, Tensor], None], backward_formulas: Formulas
+    gate: str, chunks: int, set_gates: Callable[[Tensor, Tensor], None], backward_formulas: Any
 ) -> None:
     x = draw(gate, (2, 2, 300))
     for name in "qk":
         x[name].abs_()
     set_gates(x["i"], x["f"])
     given = arguments(gate, x)
+    backward_formulas.segment_chunks = chunks
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
@@ -213,8 +254,9 @@ def test_noise_does_not_pass_a_chunk_that_forgets(backward_formulas: Any, gate_g
     def df(*chunks: int) -> Tensor:
         sums = [[t.clone() for t in backward_formulas.row_sums[name]] for name in ("dq", "dk")]
         for chunk in chunks:
-            for noise, t in enumerate(itertools.chain(*sums)):
-                t[..., chunk * CHUNK : (chunk + 1) * CHUNK] += 100.0 * noise
+            for noise, (whole, inter) in enumerate(sums, start=1):
+                whole[..., chunk * CHUNK : (chunk + 1) * CHUNK] += 100.0 * noise
+                inter[:, :, chunk] += 300.0 * noise
         found: Tensor = gate_gradients(*sums, None, x["i"], x["f"], given[12], flows, [(0, 6 * CHUNK)])[1]
         return found
 
@@ -230,9 +272,10 @@ def test_noise_does_not_pass_an_anchor(gate_gradients: Formulas) -> None:
 
     def df(noise: float) -> Tensor:
         changed = [[t + noise for t in sums] for sums in (q_dq, k_dk)]
-        for sums, given in zip(changed, (q_dq, k_dk), strict=True):
-            for t, x in zip(sums, given, strict=True):
-                t[..., between] = x[..., between]
+        chunks = slice(ANCHOR_CHUNKS, 2 * ANCHOR_CHUNKS)
+        for (whole, inter), given in zip(changed, (q_dq, k_dk), strict=True):
+            whole[..., between] = given[0][..., between]
+            inter[:, :, chunks] = given[1][:, :, chunks]
         found: Tensor = gate_gradients(*changed, *rest, [(0, 3 * ANCHOR_CHUNKS * CHUNK)])[1]
         return found
 
@@ -288,8 +331,8 @@ def gate_problem(gate: str, lengths: Sequence[int]) -> tuple[Any, ...]:
     """Arguments of gate_gradients for any row sums."""
     torch.manual_seed(0)
     shape = (1, 2, sum(lengths))
-    sums = [(torch.randn(shape), torch.randn(shape)) for _ in range(2)]
     slots = -(-shape[-1] // CHUNK) + len(lengths)
+    sums = [(torch.randn(shape), torch.rand(1, 2, slots, 2)) for _ in range(2)]
     anchors = torch.randn(1, 2, slots // ANCHOR_CHUNKS + 1, 3)
     chunk_m = torch.randn(1, 2, slots) if gate == "exp" else None
     flows = (torch.randn(len(lengths), 2), torch.randn(len(lengths), 2))
@@ -312,7 +355,7 @@ def test_packed_sequences_by_themselves(lengths: list[int], gate: str, gate_grad
         own_anchors = [(slot + chunk) // ANCHOR_CHUNKS for chunk in behind]
         used += own_anchors
         expected = gate_gradients(
-            *([x[..., own] for x in sums] for sums in (q_dq, k_dk)),
+            *((whole[..., own], inter[:, :, slot:]) for whole, inter in (q_dq, k_dk)),
             anchors[:, :, [0, *own_anchors]],  # that before chunk 0 does not exist
             i[..., own],
             f[..., own],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends import tk_backward
+from tfla_tk.backends import segments, tk_backward
 from tfla_tk.build import Instance, sources
 from tfla_tk.build.instances import mlstm_bwd, mlstm_pass
 from tfla_tk.ops import chunk_slots
@@ -22,6 +22,7 @@ from tfla_tk.ops import chunk_slots
 B, NH, S, K, V = 2, 3, 150, 80, 256
 PANELS = 2  # of 64 columns of K
 PART = 256  # columns of V that a pass takes for keys
+CHUNK = 64
 EPS = 1e-6
 
 # of the module's functions, as bindings_bwd.cpp names them
@@ -32,9 +33,19 @@ GATES_ARGUMENTS = (
 )
 
 
+COMBINE_ARGUMENTS = (
+    *("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device", "stream"),
+)
+
+
 PASS_ARGUMENTS = (
     *("gradient", "queries", "keys", "values", "out", "factor", "i", "f", "rows", "entering", "leaving"),
-    *("sums", "anchors", "offsets", "sizes", "scale", "half", "sigmoid_gate", "device", "stream"),
+    *("boundaries", "sums", "anchors", "cut", "sizes", "scale", "accumulate", "half", "sigmoid_gate"),
+    *("device", "stream"),
+)
+SEGMENTS_ARGUMENTS = (
+    *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),
+    *("sigmoid_gate", "device", "stream"),
 )
 
 
@@ -46,6 +57,20 @@ def tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], *strides
     return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
+def states_at(
+    pointers: tuple[int, ...], count: tuple[int, ...], launch: SimpleNamespace
+) -> tuple[Tensor | None, Tensor | None]:
+    """c and n of a pass at these addresses, as many as `count`: of c, its columns of the whole state."""
+    *_, dim_keys, dim_values, columns = launch.sizes
+    rows, own = (dim_keys, dim_values) if launch.gradient == 2 else (dim_values, dim_keys)
+    whole = torch.empty(*count, rows, columns, device="meta")
+    c, n = pointers
+    return (
+        tensor_at(c, torch.float32, (*count, rows, own), *whole.stride()) if c else None,
+        tensor_at(n, torch.float32, (*count, dim_values)) if n else None,
+    )
+
+
 def flow_parts(instance: Instance) -> int:
     """Of the tiles of the keys, so that the parts of V have different ones."""
     return int(dict(instance.defines)["TFLA_DIM_KEYS"]) // 64
@@ -54,23 +79,32 @@ def flow_parts(instance: Instance) -> int:
 class Launches(list[SimpleNamespace]):
     """Stands for the kernels' modules and records their launches.
 
-    A pass writes WRITTEN into each of its outputs, and twice that where it is the second of its gradient.
-    What it enters with is recorded as it was then: `entering_c`.
+    A pass writes WRITTEN into each of its outputs, and twice that where it is the second of its gradient. The
+    n-th segments kernel of a gradient writes its own number, `own`, into its boundaries, and the combine adds
+    CARRIED to all of them. What a pass reads of states is recorded as it was then: `entering_c`,
+    `boundary_c`, `boundary_n`.
     """
 
-    WRITTEN = 3.0
+    WRITTEN, CARRIED = 3.0, 100.0
 
     def __init__(self) -> None:
         super().__init__()
         self.anchor_sizes: set[tuple[int, ...]] = set()  # that anchor_bytes was asked for
 
+    @staticmethod
+    def own(gradient: int, number: int) -> float:
+        return 10.0 * gradient + number
+
     def load(self, instance: Instance) -> SimpleNamespace:
         """A module with the functions of its bindings."""
         if instance == mlstm_bwd():
-            names = ("mlstm_bwd_rows", "mlstm_bwd_gates", "mlstm_bwd_gates_workspace_bytes")
-            return SimpleNamespace(**{name: getattr(self, name) for name in names})
+            names = ("rows", "combine", "gates", "gates_workspace_bytes")
+            return SimpleNamespace(
+                **{f"mlstm_bwd_{name}": getattr(self, f"mlstm_bwd_{name}") for name in names}
+            )
         return SimpleNamespace(
             mlstm_pass=lambda *arguments: self.mlstm_pass(instance, *arguments),
+            mlstm_pass_segments=lambda *arguments: self.mlstm_pass_segments(instance, *arguments),
             anchor_bytes=lambda *sizes: self.anchor_bytes(instance, *sizes),
             flow_parts=lambda dim_values: flow_parts(instance),
         )
@@ -84,33 +118,56 @@ class Launches(list[SimpleNamespace]):
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
 
+    def mlstm_bwd_combine(self, *arguments: Any) -> None:
+        launch = SimpleNamespace(name="combine", **dict(zip(COMBINE_ARGUMENTS, arguments, strict=True)))
+        c, n, _ = launch.boundaries
+        heads, _, dim_qk, dim_v = launch.sizes
+        _, _, sequences, segments, _ = launch.cut
+        slots = heads * (segments - sequences)
+        tensor_at(c, torch.float32, (slots, dim_qk, dim_v)).add_(self.CARRIED)
+        tensor_at(n, torch.float32, (launch.norm_parts, slots, dim_qk)).add_(self.CARRIED)
+        self.append(launch)
+
     def anchor_bytes(self, instance: Instance, batch: int, heads: int, slots: int, dim_values: int) -> int:
         self.anchor_sizes.add((batch, heads, slots, dim_values))
         return 1000 * flow_parts(instance)
 
+    def mlstm_pass_segments(self, instance: Instance, *arguments: Any) -> None:
+        launch = SimpleNamespace(instance=instance, **dict(zip(SEGMENTS_ARGUMENTS, arguments, strict=True)))
+        launch.name = ("segments_dq", "segments_dk")[launch.gradient]
+        launch.own = self.own(launch.gradient, len(self.of(launch.name)))
+        slots = self.slots(launch)
+        for x in states_at(launch.boundaries[:2], (slots,), launch):
+            if x is not None:
+                x.fill_(launch.own)
+        tensor_at(launch.boundaries[2], torch.float64, (slots,)).fill_(-1.0)
+        self.append(launch)
+
+    @staticmethod
+    def slots(launch: SimpleNamespace) -> int:
+        _, _, sequences, segments, _ = launch.cut
+        return int((segments - sequences) * launch.sizes[1])
+
     def mlstm_pass(self, instance: Instance, *arguments: Any) -> None:
         launch = SimpleNamespace(instance=instance, **dict(zip(PASS_ARGUMENTS, arguments, strict=True)))
         launch.name = ("dq", "dk", "dv")[launch.gradient]
-        batch, heads, seq, dim_keys, dim_values = launch.sizes
-        sequences = launch.offsets[2]
-        state = (dim_keys, dim_values) if launch.name == "dv" else (dim_values, dim_keys)
-        c_and_n = (sequences, heads, *state), (sequences, heads, dim_values)
-
-        def states(pointers: tuple[int, int]) -> list[Tensor | None]:
-            return [
-                tensor_at(pointer, torch.float32, shape) if pointer else None
-                for pointer, shape in zip(pointers, c_and_n, strict=True)
-            ]
-
-        launch.entering_c, launch.entering_n = (
-            None if x is None else x.clone() for x in states(launch.entering)
+        batch, heads, seq, _, dim_values, _ = launch.sizes
+        count = (launch.cut[2], heads)
+        launch.entering_c, launch.entering_n, launch.boundary_c, launch.boundary_n = (
+            None if x is None else x.clone()
+            for x in (
+                *states_at(launch.entering, count, launch),
+                *states_at(launch.boundaries[:2], (self.slots(launch),), launch),
+            )
         )
-        outputs = [x for x in states(launch.leaving) if x is not None]
+        written = self.WRITTEN * (1 + len(self.of(launch.name)))
+        for x in states_at(launch.leaving, count, launch):
+            if x is not None:
+                x.fill_(written)
         pointer, *strides = launch.out
         dtype = torch.float16 if launch.half else torch.bfloat16
-        outputs.append(tensor_at(pointer, dtype, (batch, heads, seq, dim_values), *strides, 1))
-        for x in outputs:
-            x.fill_(self.WRITTEN * (1 + len(self.of(launch.name))))
+        out = tensor_at(pointer, dtype, (batch, heads, seq, dim_values), *strides, 1)
+        out.copy_(out + written if launch.accumulate else torch.full_like(out, written))
         self.append(launch)
 
     def of(self, name: str) -> list[SimpleNamespace]:
@@ -122,6 +179,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     recorder = Launches()
     monkeypatch.setattr(build, "load", recorder.load)
     monkeypatch.setattr(tk_backward, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(tk_backward, "_multiprocessors", lambda device: 132)
     return recorder
 
 
@@ -138,16 +196,18 @@ def draw(
     gate_dtype: torch.dtype = torch.float32,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    dim_qk: int = K,
     dim_v: int = V,
 ) -> tuple[Any, ...]:
     """Arguments of the backward op, its states all given."""
     count, size = (5, (1, NH, B * S)) if packed else (B, (B, NH, S))
-    q, k = (torch.randn(*size, K, dtype=dtype) for _ in "qk")
+    q, k = (torch.randn(*size, dim_qk, dtype=dtype) for _ in "qk")
     v = torch.randn(*size, dim_v, dtype=dtype)
     i, f = (torch.randn(size, dtype=gate_dtype) for _ in "if")
     offsets = torch.tensor([0, 70, 70, 134, 135, B * S]) if packed else None
     normalize = gate != "sig_unnormalised"
-    c, n = torch.randn(count, NH, K, dim_v), torch.randn(count, NH, K) if normalize else None
+    c = torch.randn(count, NH, dim_qk, dim_v)
+    n = torch.randn(count, NH, dim_qk) if normalize else None
     m = torch.randn(count, NH, 1) if gate == "exp" else None
     tensors = (q, k, v, i, f, c, n, m, offsets)
     options = (gate != "exp", normalize, EPS)
@@ -226,14 +286,17 @@ def test_three_passes(
         queries, keys, values, _ = tensors
         found = launch.queries, launch.keys, launch.values, launch.out
         assert found == tuple(map(operand, tensors))
-        assert launch.sizes == (*keys.shape, values.shape[-1])
+        assert launch.sizes == (*keys.shape, values.shape[-1], V)
         assert launch.instance == mlstm_pass(launch.name, keys.shape[-1], values.shape[-1])
         assert queries.shape == keys.shape
         # of every pass the same
         assert launch.i == (x.i.data_ptr(), *x.i.stride(), 0)
         assert launch.f == (x.f.data_ptr(), *x.f.stride(), 0)
         assert launch.rows == (*rows.factors, pointer(x.chunk_m, not sigmoid_gate))
-        assert launch.offsets == (pointer(x.offsets), packed, x.c_initial.shape[0])
+        count = x.c_initial.shape[0]
+        assert launch.cut[:4] == (pointer(x.offsets), packed, count, count)
+        assert launch.cut[4] >= -(-x.q.shape[2] // CHUNK)
+        assert launch.boundaries == (0, 0, 0) and not launch.accumulate
         assert math.isclose(launch.scale, K**-0.5)
         assert (launch.half, launch.sigmoid_gate, launch.stream) == (False, sigmoid_gate, 7)
     assert (of_dq.factor, of_dk.factor) == (operand(x.q), operand(x.k))
@@ -266,14 +329,15 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
     given = draw(gate, packed, dim_v=dim_v)
     x = named(given)
     dq, dk, dv, _, _, dc, dn = tk_backward.mlstm_bwd(*given)
-    assert [launch.name for launch in launches] == ["rows", "dq", "dk", "dv", "rows", "dq", "dk", "gates"]
+    expected = ["rows", "rows", "dq", "dk", "dq", "dk", "dv", "gates"]
+    assert [launch.name for launch in launches] == expected
     (of_dv,), (gates,), rows = launches.of("dv"), launches.of("gates"), launches.of("rows")
     normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
     chunk_m = pointer(x.chunk_m, not sigmoid_gate)
 
     # dv: whole, and once
     assert (of_dv.queries, of_dv.keys, of_dv.values) == (operand(x.k), operand(x.q), operand(x.dh))
-    assert (of_dv.out, of_dv.sizes) == (operand(dv), (*x.q.shape, dim_v))
+    assert (of_dv.out, of_dv.sizes) == (operand(dv), (*x.q.shape, dim_v, dim_v))
     assert of_dv.rows[0] == rows[0].factors[0] and of_dv.rows[2] == chunk_m
     assert (of_dv.entering, of_dv.leaving) == ((pointer(x.dc_last), 0), (pointer(dc), 0))
     assert (of_dv.sums, of_dv.anchors) == ((0, 0), (0, 0, 0))
@@ -292,11 +356,14 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
         assert (of_dk.queries, of_dk.keys, of_dk.values, of_dk.factor) == (v, dh, *map(operand, (x.q, x.k)))
         for launch in (of_dq, of_dk):
             assert launch.rows == (*of_rows.factors, chunk_m)
-            assert launch.sizes == (*x.q.shape[:3], width, K)
+            assert launch.sizes == (*x.q.shape[:3], width, K, dim_v)
+            assert launch.boundaries == (0, 0, 0) and launch.accumulate == (part > 0)
             assert launch.instance == mlstm_pass(launch.name, width, K)
-        # the gradients themselves, then what is added to them
-        assert [of_dq.out == operand(dq), of_dk.out == operand(dk)] == [part == 0] * 2
+        assert (of_dq.out, of_dk.out) == (operand(dq), operand(dk))
 
+        # columns of the states as they lie
+        assert of_dq.entering[0] == x.c_initial.data_ptr() + 4 * own.start
+        assert of_dk.entering[0] == x.dc_last.data_ptr() + 4 * own.start
         assert torch.equal(of_dq.entering_c, x.c_initial[..., own])
         assert torch.equal(of_dk.entering_c, x.dc_last[..., own])
         assert of_dq.entering[1] == pointer(x.n_initial)
@@ -305,9 +372,10 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
         assert (of_dk.leaving[1] != 0) == normalize
         assert (of_dk.leaving[1] == pointer(dn)) == (part == 0 or not normalize)
 
-        behind = 4 * part * PANELS * x.q.shape[0] * NH * x.q.shape[2]
-        assert of_dq.sums == tuple(at + behind for at in gates.q_dq[:2])
-        assert of_dk.sums == tuple(at + behind for at in gates.k_dk[:2])
+        rows_behind = 4 * part * PANELS * x.q.shape[0] * NH
+        behind = (rows_behind * x.q.shape[2], rows_behind * 2 * chunk_slots(x.q.shape[2], x.offsets))
+        for launch, sums in ((of_dq, gates.q_dq), (of_dk, gates.k_dk)):
+            assert launch.sums == tuple(at + own for at, own in zip(sums, behind, strict=False))
         flows, count = gates.anchors
         assert of_dq.anchors == of_dk.anchors
         assert of_dq.anchors[0] == launches.of("dq")[0].anchors[0]
@@ -319,6 +387,97 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
 
     for grad, passes in ((dq, 3), (dk, 3), (dv, 1), (dc, 1), (dn, 3)):
         assert (grad == passes * Launches.WRITTEN).all()
+
+
+@pytest.fixture
+def cut_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts every sequence into segments of one chunk."""
+
+    def cut(sequences: int, tokens: int, *_: Any) -> segments.Cut:
+        return segments.Cut(sequences * -(-tokens // CHUNK), 1)
+
+    def cut_packed(sequences: int, tokens: int, *_: Any) -> segments.Cut:
+        return segments.Cut(sequences + tokens // CHUNK, 1)
+
+    monkeypatch.setattr(segments, "cut", cut)
+    monkeypatch.setattr(segments, "cut_packed", cut_packed)
+
+
+@pytest.mark.parametrize("dim_v", [V, 2 * V])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("gate", GATES)
+def test_cut_sequences(
+    gate: str, packed: bool, dim_v: int, cut_every_chunk: None, launches: Launches
+) -> None:
+    given = draw(gate, packed, dim_v=dim_v)
+    x = named(given)
+    tk_backward.mlstm_bwd(*given)
+    parts = [slice(at, at + PART) for at in range(0, dim_v, PART)]
+    count = len(parts)
+    before = [*["segments_dq"] * count, "combine", *["segments_dk"] * count, "combine"]
+    expected = [*["rows"] * count, *before, *["dq", "dk"] * count, "dv", "gates"]
+    assert [launch.name for launch in launches] == expected
+    normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
+    sequences = x.c_initial.shape[0]
+    all_segments = sequences + x.q.shape[2] // CHUNK if packed else sequences * -(-S // CHUNK)
+    cut = (pointer(x.offsets), packed, sequences, all_segments, 1)
+    rows, (of_states, of_grads) = launches.of("rows"), launches.of("combine")
+
+    kinds = (("dq", x.v, x.k, of_states), ("dk", x.dh, x.q, of_grads))
+    for gradient, (name, keys, values, combine) in enumerate(kinds):
+        c, n, log2_decay = combine.boundaries
+        assert len({0, c, n, log2_decay}) == 4
+        own_n = [n + 4 * part * launches.slots(launches.of(name)[0]) * K for part in range(count)]
+        if name == "dq":  # that of the first part is that of all
+            own_n = [n, *[0] * (count - 1)]
+        for part, launch in enumerate(launches.of(f"segments_{name}")):
+            own = keys[..., parts[part]]
+            assert (launch.gradient, launch.keys, launch.values) == (gradient, *map(operand, (own, values)))
+            assert launch.instance == mlstm_pass(name, own.shape[-1], K)
+            assert launch.i == (x.i.data_ptr(), *x.i.stride(), 0)
+            assert launch.f == (x.f.data_ptr(), *x.f.stride(), 0)
+            assert launch.rows == (*rows[part].factors, pointer(x.chunk_m, not sigmoid_gate))
+            assert launch.boundaries == (c + 4 * parts[part].start, own_n[part], log2_decay)
+            assert launch.cut == cut
+            assert launch.sizes == (*x.q.shape[:3], own.shape[-1], K, dim_v)
+            assert math.isclose(launch.scale, K**-0.5)
+            assert (launch.half, launch.sigmoid_gate, launch.stream) == (False, sigmoid_gate, 7)
+        assert (combine.norm_parts, combine.backward) == (1 if name == "dq" else count, name == "dk")
+        assert (combine.cut, combine.sizes) == (cut, (*x.q.shape[1:], dim_v))
+        assert combine.stream == 7
+        for part, launch in enumerate(launches.of(name)):
+            assert launch.cut == cut
+            assert launch.boundaries[2] == log2_decay
+            # columns of what arrives, and n of the part
+            carried = launches.own(gradient, part) + launches.CARRIED
+            assert (launch.boundary_c == carried).all()
+            n_part = 0 if name == "dq" else part
+            assert (launch.boundary_n == launches.own(gradient, n_part) + launches.CARRIED).all()
+    assert of_states.entering == (pointer(x.c_initial), pointer(x.n_initial))
+    assert of_grads.entering == (pointer(x.dc_last), pointer(x.dn_last, normalize))
+    (of_dv,) = launches.of("dv")
+    assert (of_dv.cut, of_dv.boundaries) == (cut, (of_grads.boundaries[0], 0, of_grads.boundaries[2]))
+    for part, columns in enumerate(parts):
+        assert (of_dv.boundary_c[..., columns] == launches.own(1, part) + launches.CARRIED).all()
+
+
+def test_the_rule_is_asked_with_the_ctas_of_dk(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
+    """One cut for all passes: heads times slices of K, with the backward's costs."""
+    asked = []
+
+    def find(sequences: int, tokens: int, *options: Any) -> segments.Cut:
+        asked.append((sequences, tokens, *options))
+        return segments.Cut(sequences, tokens)
+
+    monkeypatch.setattr(segments, "cut", find)
+    monkeypatch.setattr(segments, "cut_packed", find)
+    for dim_qk, slices in ((K, 1), (256, 2)):
+        for packed in (False, True):
+            given = draw("exp", packed, dim_qk=dim_qk)
+            tk_backward.mlstm_bwd(*given)
+            seq = given[0].shape[2]
+            assert asked.pop() == (given[5].shape[0], seq, NH * slices, 132, segments.BACKWARD)
+            assert not asked
 
 
 def test_gradients_that_no_pass_can_write_are_copied(launches: Launches) -> None:
@@ -372,8 +531,10 @@ def test_no_gradient_of_states(launches: Launches) -> None:
     ("file", "name", "names"),
     [
         ("bindings_bwd.cpp", "mlstm_bwd_rows", ROWS_ARGUMENTS),
+        ("bindings_bwd.cpp", "mlstm_bwd_combine", COMBINE_ARGUMENTS),
         ("bindings_bwd.cpp", "mlstm_bwd_gates", GATES_ARGUMENTS),
         ("bindings_pass.cpp", "mlstm_pass", PASS_ARGUMENTS),
+        ("bindings_pass.cpp", "mlstm_pass_segments", SEGMENTS_ARGUMENTS),
     ],
 )
 def test_arguments_are_those_of_the_bindings(file: str, name: str, names: tuple[str, ...]) -> None:

@@ -32,6 +32,11 @@ def gradients(slice_: int) -> tuple[str, ...]:
     return ("dv",) if slice_ == 256 else ("dq", "dk", "dv")
 
 
+def kernels_named(compiled: Any, name: str) -> list[Any]:
+    """The passes, "mlstm_pass", or their segments kernels, "mlstm_pass_segments"."""
+    return [kernel for kernel in compiled.every_kernel if kernel.name == name]
+
+
 def part_of_keys(dim_keys: int) -> int:
     """Columns of the state in one wgmma."""
     return min(dim_keys, 128)
@@ -108,7 +113,7 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
     build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
     entries = build.parse_ptxas_log(compiled.ptxas_log)
     assert len(entries) == len(compiled.every_kernel)
-    assert all(re.search(r"mlstm_pass_kernel", entry.function) for entry in entries)
+    assert all(re.search(r"mlstm_pass(_segments)?_kernel", entry.function) for entry in entries)
     assert all(entry.stack_frame == entry.spill_stores == entry.spill_loads == 0 for entry in entries)
 
 
@@ -116,12 +121,13 @@ def test_every_wgmma_is_there(compiled: Any) -> None:
     """Each 16 deep. Scores warpgroup: Q K^T; state warpgroups, per block: the other three."""
     defines = dict(compiled.instance.defines)
     dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
-    made = {(kernel.half, kernel.gradient) for kernel in compiled.every_kernel}
-    assert len(made) == len(compiled.every_kernel)
+    passes = kernels_named(compiled, "mlstm_pass")
+    made = {(kernel.half, kernel.gradient) for kernel in passes}
+    assert len(made) == len(passes)
     assert made == set(itertools.product((False, True), gradients(slice_)))
     blocks, part = blocks_of(slice_), part_of_keys(dim_keys)
-    for kernel in compiled.every_kernel:
-        assert (kernel.name, kernel.dim_qk, kernel.slice_v) == ("mlstm_pass", dim_keys, slice_)
+    for kernel in passes:
+        assert (kernel.dim_qk, kernel.slice_v) == (dim_keys, slice_)
         assert wgmmas(kernel) == {
             ("64x64x16", "scores"): dim_keys // 16,
             ("64x64x16", "read"): blocks * dim_keys // 16,
@@ -130,9 +136,44 @@ def test_every_wgmma_is_there(compiled: Any) -> None:
         }
 
 
+def test_segments_only_update(compiled: Any) -> None:
+    """values^T K over a chunk, waited for once; nothing else writes the registers of the state."""
+    defines = dict(compiled.instance.defines)
+    dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
+    kernels = kernels_named(compiled, "mlstm_pass_segments")
+    made = [(kernel.half, kernel.gradient) for kernel in kernels]
+    wanted = [name for name in gradients(slice_) if name != "dv"]
+    assert sorted(made) == sorted(itertools.product((False, True), wanted))
+    part = part_of_keys(dim_keys)
+    for kernel in kernels:
+        assert wgmmas(kernel) == {(f"64x{part}x16", "update"): STEPS * dim_keys // part}
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        assert opcodes.count("WARPGROUP.DEPBAR.LE") == 1
+        first, wait = (
+            next(n for n, opcode in enumerate(opcodes) if opcode.startswith(name))
+            for name in ("HGMMA", "WARPGROUP.DEPBAR.LE")
+        )
+        state: set[int] = set()
+        for opcode, operands in kernel.instructions[first:wait]:
+            if opcode.startswith("HGMMA"):
+                register = int(operands.split(", ")[0].removeprefix("R"))
+                state |= set(range(register, register + part // 2))
+        assert len(state) == dim_keys // 2
+        # from the loop's first wait for tiles, the loads of the values, to that for the GEMM
+        loads = [n for n, opcode in enumerate(opcodes) if opcode.startswith("LDSM")]
+        assert len(loads) == STEPS
+        written = [
+            (opcode, operands)
+            for opcode, operands in kernel.instructions[loads[0] : wait]
+            if not opcode.startswith(("HGMMA", "ST"))
+            and any(operands.split(", ")[0].split(".")[0] == f"R{n}" for n in state)
+        ]
+        assert not written
+
+
 def test_the_decay_stands_under_the_scores_gemm(compiled: Any) -> None:
     """Every register of the state is multiplied between values^T scores^T and the wait for it."""
-    for kernel in compiled.every_kernel:
+    for kernel in kernels_named(compiled, "mlstm_pass"):
         blocks = walk_blocks(kernel)
         assert len(blocks) == blocks_of(kernel.slice_v)
         for block in blocks:
@@ -142,10 +183,18 @@ def test_the_decay_stands_under_the_scores_gemm(compiled: Any) -> None:
 
 
 def test_the_output_stands_under_the_update(compiled: Any) -> None:
-    """Its staging, and with dq and dk its row sums: four exchanges per 16 tokens."""
-    for kernel in compiled.every_kernel:
+    """Its staging, and with dq and dk its row sums: 14 exchanges, and two for each of a lane's rows of n."""
+    for kernel in kernels_named(compiled, "mlstm_pass"):
         for block in walk_blocks(kernel):
             assert block.under_update["STSM"] == FRAGMENTS
-            assert block.under_update["UTMASTG"] == 2  # a box of 16 rows, or row by row
-            if kernel.gradient != "dv":
-                assert block.under_update["SHFL"] >= 4 * FRAGMENTS
+            assert block.under_update["SHFL"] == (0 if kernel.gradient == "dv" else 14 + 2 * 2)
+
+
+def test_one_warp_stores_the_output(compiled: Any) -> None:
+    """By a box of 16 rows or of one, stored, or added by dq and dk; never by the state's warps."""
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        opcodes = Counter(opcode.split(".")[0] for opcode, _ in kernel.instructions)
+        assert opcodes["UTMASTG"] == 2
+        assert opcodes["UTMAREDG"] == (0 if kernel.gradient == "dv" else 2)
+        for block in walk_blocks(kernel):
+            assert not block.under_update.keys() & {"UTMASTG", "UTMAREDG"}

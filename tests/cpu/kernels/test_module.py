@@ -73,6 +73,9 @@ def test_the_module_around_the_backward_passes(
     operand = (16, 4096, 4096, 64)
     with pytest.raises(RuntimeError, match="mlstm_bwd_rows: CUDA driver version is insufficient"):
         module.mlstm_bwd_rows(operand, operand, (0, 0), (16, 16), (1, 1, 64, 64), 1e-6, False, 0, 0)
+    cut = (0, False, 1, 2, 1)
+    with pytest.raises(RuntimeError, match="mlstm_bwd_combine: CUDA driver version is insufficient"):
+        module.mlstm_bwd_combine((16, 16, 16), 1, (0, 0), cut, (1, 128, 64, 64), False, 0, 0)
 
 
 def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -86,21 +89,29 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
     assert module.anchor_bytes(8, 16, 10_000, 256) > 2**31
     if torch.cuda.is_available():
         return  # the launch would be real
-    operand, gate, none = (16, 4096, 4096, 64), (16, 64, 64, 1, 0), (0, 0)
+    operand, none = (16, 4096, 4096, 64), (0, 0)
+    of_both = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 16))  # gates and rows
+    sizes = ((0, False, 1, 1, 1), (1, 1, 64, 64, 64, 64), 0.125)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
             module.mlstm_pass(
                 gradient,
                 *([operand] * 5),
-                *([gate] * 2),
-                (16, 16, 16),
-                *([none] * 3),
+                *of_both,
+                none,
+                none,
                 (0, 0, 0),
-                (0, False, 1),
-                (1, 1, 64, 64, 64),
-                0.125,
+                none,
+                (0, 0, 0),
+                *sizes,
+                False,
                 False,
                 False,
                 0,
                 0,
+            )
+        fault = "no CUDA driver is installed" if gradient < 2 else "has none for this gradient"
+        with pytest.raises(RuntimeError, match=fault):
+            module.mlstm_pass_segments(
+                gradient, operand, operand, *of_both, (16, 16, 16), *sizes, False, False, 0, 0
             )

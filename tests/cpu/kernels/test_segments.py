@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfla_tk.backends.segments import CHUNK, Cut, cut, cut_packed
+from tfla_tk.backends.segments import BACKWARD, CHUNK, FORWARD, Costs, Cut, cut, cut_packed
 
 H200 = 132
 
@@ -64,6 +64,22 @@ def test_packed_sequences_have_segments_for_any_lengths(sequences: int, tokens: 
     for case in ([tokens] + [0] * (sequences - 1), lengths):
         assert sum(case) == tokens
         assert needed(case) <= found.segments
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "ctas", "count"), [(1, 65536, 16, 8), (1, 8192, 16, 8), (1, 8192, 8, 16)]
+)
+def test_the_backward_fills_the_gpu_too(sequences: int, tokens: int, ctas: int, count: int) -> None:
+    assert cut(sequences, tokens, ctas, H200, BACKWARD).segments == sequences * count
+    assert cut(8, 8192, 16, H200, BACKWARD).segments == 8
+
+
+def test_costs_decide() -> None:
+    """Where states cost as much as the kernel itself, or launches more than it all, sequences stay whole."""
+    assert cut(1, 4096, 60, H200, FORWARD).segments > 1
+    for costs in (Costs(1.0, 4.0, 6.0), Costs(0.5, 4.0, 100.0)):
+        assert cut(1, 4096, 60, H200, costs) == Cut(1, 64)
+        assert cut_packed(1, 4096, 60, H200, costs) == Cut(1, 64)
 
 
 def test_one_packed_sequence_is_cut_like_a_batch_of_one() -> None:

@@ -1,0 +1,68 @@
+// Stores of the mLSTM backward's passes: one warp sends to global memory what the state warpgroups leave in
+// shared memory.
+#pragma once
+
+#include "mlstm_pass_config.cuh"
+#include "tfla_tk/tiles.cuh"
+
+namespace tfla_tk::mlstm {
+
+// 64 columns of a chunk's gradient, by boxes of rows. Each lane waits for its own stores later.
+template <class C>
+__device__ inline void store_out(const PassGlobals& g, const PassTask& task, const typename C::OutTile& out,
+                                 int column, int chunk) {
+    constexpr int kBoxRows = 16;
+    const int rows = min(task.tokens - chunk * kChunk, kChunk), lane = fresh_laneid();
+    auto store = [&](const TensorMap& map, int row) {
+        const uint32_t panel = shared_address(&out) + row * kPanelColumns * sizeof(typename C::T);
+        const int first_row = task.first_row + chunk * kChunk + row;
+        if (C::kNormalizer && g.accumulate)
+            map.add_panel(panel, column, first_row, task.head, task.batch);
+        else
+            map.store_panel(panel, column, first_row, task.head, task.batch);
+    };
+    // the last box may reach beyond the operand, but not into the next packed sequence
+    const int boxes = (g.packed() ? rows : rows + kBoxRows - 1) / kBoxRows;
+    if (lane < boxes) store(g.out, lane * kBoxRows);
+    if (g.packed() && lane < rows % kBoxRows) store(g.out_row, boxes * kBoxRows + lane);
+    commit_stores();
+}
+
+// The sums of a chunk's out . factor over 64 columns.
+template <class C>
+__device__ inline void store_sums(const PassGlobals& g, const PassTask& task, const PartialSums& sums,
+                                  int column, int chunk) {
+    const int panel = column / kSumColumns, lane = fresh_laneid();
+    float* whole = g.whole + panel * g.whole_stride + task.row;
+#pragma unroll
+    for (int t = lane; t < kChunk; t += 32)
+        if (chunk * kChunk + t < task.tokens)
+            whole[chunk * kChunk + t] =
+                (sums.whole[0][t] + sums.whole[1][t]) + (sums.whole[2][t] + sums.whole[3][t]);
+    const float4 x = reinterpret_cast<const float4*>(sums.inter)[lane];
+    const float value = warp_sum((x.x + x.y) + (x.z + x.w));
+    const float squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
+    if (lane == 0)
+        g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = {value, squares};
+}
+
+template <class C> __device__ inline void store_outputs(const PassGlobals& g, PassMemory<C>& smem) {
+    const PassTask& task = smem.task;
+    for (int step = 0; step < task.chunks; step++)
+#pragma unroll 1
+        for (int panel = 0; panel < C::kBlocks * C::kStateWarpgroups; panel++) {
+            const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
+            const int column = task.column + (warpgroup_id * C::kBlocks + block) * 64;
+            const int chunk = C::chunk(task, step);
+            const auto [slot, phase] = C::out(step, block);
+            wait(smem.out_ready[slot][warpgroup_id], phase);
+            store_out<C>(g, task, smem.out[slot][warpgroup_id], column, chunk);
+            if constexpr (C::kNormalizer)
+                if (column < g.dim_values)
+                    store_sums<C>(g, task, smem.sums[slot][warpgroup_id], column, chunk);
+            wait_stores_read();
+            arrive_warp(smem.out_free[slot][warpgroup_id]);
+        }
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,234 @@
+// Segments kernel of the mLSTM backward's passes: what each segment adds by itself to the state at the
+// boundary that it leaves over, of C for dq and of its gradient for dk and dv, as the pass holds its state
+// there.
+//
+// One CTA = (segment that the walk leaves over a boundary, head, slice of the values). It starts at that
+// boundary and walks away from it, against the pass, so that it can stop where the gates have forgotten
+// everything further away: a key whose scale is below 2^-150 is scaled by 0, in fp32. Scales are relative to
+// the boundary, so the state itself never decays.
+#pragma once
+
+#include "mlstm_pass_config.cuh"
+#include "mlstm_pass_producer.cuh"
+#include "mlstm_pass_state.cuh"
+#include "tfla_tk/tiles.cuh"
+#include "tfla_tk/wgmma.cuh"
+
+namespace tfla_tk::mlstm {
+
+constexpr int kSegmentStages = 4;
+// As in a pass: warpgroup 0 feeds the others (warp 0 TMA, warp 1 gates), 1 reads all gates once, then the
+// state's.
+constexpr PassRegisters kSegmentRegisters{88, 56, 184};
+
+// Of all tokens of a segment, one warp's part.
+struct SegmentBounds {
+    double gates;   // not a number if one of the gates is
+    float largest;  // log2 of the largest scale of a key where it stands, and at least 0
+};
+
+template <class C> struct SegmentsMemory {
+    typename C::KeyTile keys[kSegmentStages][C::kParts];
+    typename C::ValueTile values[kSegmentStages];
+    SegmentStage gates[kSegmentStages];
+    SegmentBounds bounds[4];
+    PassTask task;
+    semaphore gates_ready[kSegmentStages], arrived[kSegmentStages], free[kSegmentStages];
+    semaphore bounds_ready, tail_landed;
+
+    __device__ inline void init_barriers() {
+        for (int stage = 0; stage < kSegmentStages; stage++) {
+            init_warp_barrier(gates_ready[stage], 1);
+            init_semaphore(arrived[stage], C::kParts + 1);  // by tile
+            init_warp_barrier(free[stage], C::kStateWarps);
+        }
+        init_warp_barrier(bounds_ready, 4);
+        init_semaphore(tail_landed, 1);
+        publish_barriers();
+    }
+};
+
+// The chunk of a step: against the pass's direction.
+template <class C> __device__ inline int chunk_from_boundary(const PassTask& task, int step) {
+    return C::kBackward ? step : task.chunks - 1 - step;
+}
+
+template <class C> __device__ inline void load_segment(const WalkGlobals& g, SegmentsMemory<C>& smem) {
+    const PassTask& task = smem.task;
+    TileLoader load{g, task, smem.tail_landed};
+    bool last = false;
+    for (int step = 0; !last; step++) {
+        const int chunk = chunk_from_boundary<C>(task, step);
+        const auto [slot, phase] = Use<kSegmentStages>(step);
+        wait(smem.gates_ready[slot], phase);  // after `free`, on which the gates wait
+        last = smem.gates[slot].last;
+        __syncwarp();  // read by every lane before the slot can be free again
+        for (int part = 0; part < C::kParts; part++)
+            load(smem.keys[slot][part], g.keys, smem.arrived[slot], part * C::kPart, chunk, true);
+        load(smem.values[slot], g.values, smem.arrived[slot], task.column, chunk, true);
+    }
+}
+
+// The bounds of the whole segment, by one warpgroup under the first steps of the walk.
+template <class C, bool kSigmoid>
+__device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem) {
+    constexpr int kBatch = 8;  // loads in flight
+    const PassTask& task = smem.task;
+    const int thread = fresh_thread() % 128;
+    SegmentGates gates{0., -1e30};
+    gates.add<kSigmoid>(GateRows(g.i, task.batch, task.head, task.first_row),
+                        GateRows(g.f, task.batch, task.head, task.first_row), thread, 128, task.tokens);
+    float largest = 0.f;
+    if constexpr (C::kBackward)  // s 2^{m_in - M_t} / w_t is 1 / w_t at most
+        for (int t = thread; t < task.tokens; t += kBatch * 128) {
+            float log2_w[kBatch];
+#pragma unroll
+            for (int n = 0; n < kBatch; n++)
+                log2_w[n] = t + n * 128 < task.tokens ? g.log2_w[task.row + t + n * 128] : 0.f;
+#pragma unroll
+            for (int n = 0; n < kBatch; n++) largest = fmaxf(largest, -log2_w[n]);
+        }
+    const SegmentBounds bounds{warp_sum(0. * gates.decay), warp_max(largest)};
+    if (fresh_laneid() == 0) smem.bounds[thread / 32] = bounds;
+    arrive_warp(smem.bounds_ready);
+}
+
+template <class C, bool kSigmoid>
+__device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& smem) {
+    // What a chunk's scales are made of, of this lane's two tokens.
+    struct Inputs {
+        float2 i, f, log2_w, e;
+        double m_in;
+    };
+    const PassTask& task = smem.task;
+    const GateRows input(g.i, task.batch, task.head, task.first_row);
+    const GateRows forget(g.f, task.batch, task.head, task.first_row);
+    SegmentScan<kSigmoid, C::kBackward> scan;
+    bool last = false;
+    auto bounds = [&] {
+        wait(smem.bounds_ready, 0);
+        const SegmentBounds part = smem.bounds[laneid() % 4];
+        return SegmentBounds{warp_sum(part.gates), warp_max(part.largest)};
+    };
+    auto pair = [&](const float* rows, int chunk) {
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        rows += task.row;
+        return float2{t < task.tokens ? rows[t] : 0.f, t + 1 < task.tokens ? rows[t + 1] : 0.f};
+    };
+    auto load = [&](int step, Inputs& x) {
+        if (step >= task.chunks) return;
+        const int chunk = chunk_from_boundary<C>(task, step);
+        x.i = input.pair(chunk, task.tokens, kNoInput), x.f = forget.pair(chunk, task.tokens, kNoForget);
+        if constexpr (C::kBackward) x.log2_w = pair(g.log2_w, chunk), x.e = pair(g.e, chunk);
+        if constexpr (!kSigmoid) x.m_in = g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
+    };
+    auto scan_step = [&](int step, Inputs& x) {
+        const auto [slot, phase] = Use<kSegmentStages>(step);
+        wait_free(smem.free[slot], phase);
+        scan.chunk(smem.gates[slot], x.i, x.f, x.log2_w, x.e, x.m_in, g.scale);
+        load(step + 2, x);
+        last = step + 1 == task.chunks || (scan.forgets(0.f) && scan.forgets(bounds().largest));
+        if (laneid() == 0) smem.gates[slot].last = last;
+        arrive_warp(smem.gates_ready[slot]);
+    };
+    Inputs x[2]{};  // of this step and the next one
+    load(0, x[0]);
+    load(1, x[1]);
+    for (int step = 0; !last; step += 2) {
+        scan_step(step, x[0]);
+        if (!last) scan_step(step + 1, x[1]);
+    }
+    // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
+    const double decay = scan.decay + bounds().gates;
+    if (task.column == 0 && laneid() == 0) g.boundaries.log2_decay[task.left] = decay;
+}
+
+template <class C>
+__device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem, int warpgroup_id) {
+    static_assert(C::kBlocks == 1);
+    using T = typename C::T;
+    constexpr int kSteps = kChunk / 16;
+    const PassTask& task = smem.task;
+    const int warp = warpgroup::warpid();
+    const uint32_t lane_offset = transposed_lane_offset(warp);
+
+    rt_fl<16, C::kPart> state[C::kParts];
+    rt<T, 16, 16> values[kSteps];
+    float2 norm{0.f, 0.f};  // of the rows lane / 4 and + 8, this lane's part
+#pragma unroll
+    for (auto& tile : state) warp::zero(tile);
+
+    bool last = false;
+    for (int step = 0; !last; step++) {
+        const auto [slot, phase] = Use<kSegmentStages>(step);
+        wait(smem.arrived[slot], phase);  // its loads wait for the gates
+        const SegmentStage& gates = smem.gates[slot];
+        last = gates.last;
+        const uint32_t panel = shared_address(smem.values[slot].data[warpgroup_id]);
+#pragma unroll
+        for (int k = 0; k < kSteps; k++)
+            load_scaled_values<C>(values[k], norm, panel + lane_offset, gates, k);
+#pragma unroll
+        for (auto& a : values) pin(a);
+#pragma unroll
+        for (auto& tile : state) pin(tile);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSteps; k++) add_keys<C>(state, values[k], smem.keys[slot], k);
+        warpgroup::mma_commit_group();
+        warpgroup::mma_async_wait<0>();
+#pragma unroll
+        for (auto& a : values) pin(a);
+#pragma unroll
+        for (auto& tile : state) pin(tile);
+        arrive_warp(smem.free[slot]);
+    }
+
+    const int row = task.column + warpgroup_id * 64 + warp * 16;
+#pragma unroll
+    for (int part = 0; part < C::kParts; part++)
+        store_state(g.boundaries.c + task.left * g.state_size<C>(), state[part], row, part * C::kPart,
+                    g.dim_values, g.dim_keys, g.state_columns);
+    if (!g.boundaries.n) return;
+    const float2 sums{quad_sum(norm.x), quad_sum(norm.y)};
+    float* n = g.boundaries.n + task.left * g.dim_values;
+    const int upper = row + laneid() / 4;
+    if (laneid() % 4 == 0 && upper < g.dim_values) n[upper] = sums.x;
+    if (laneid() % 4 == 0 && upper + 8 < g.dim_values) n[upper + 8] = sums.y;
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads,
+                             1) void mlstm_pass_segments_kernel(const __grid_constant__ WalkGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<SegmentsMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+
+    if (threadIdx.x < 32) {
+        const PassTask task = PassTask::of_block<C>(g, blockIdx.x);
+        if (threadIdx.x == 0) {
+            smem.task = task;
+            smem.init_barriers();
+            g.keys.prefetch(), g.values.prefetch();
+        }
+    }
+    __syncthreads();
+    if (smem.task.tokens < 0 || smem.task.last) return;
+
+    if (warpgroup_id == 0) {
+        set_registers<kSegmentRegisters.producer, C::kThreads, 1>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_segment(g, smem);
+        else if (warp == 1)
+            g.sigmoid_gate ? scan_segment<C, true>(g, smem) : scan_segment<C, false>(g, smem);
+    } else if (warpgroup_id == 1) {
+        set_registers<kSegmentRegisters.scores, C::kThreads, 1>();
+        g.sigmoid_gate ? find_bounds<C, true>(g, smem) : find_bounds<C, false>(g, smem);
+    } else {
+        set_registers<kSegmentRegisters.state, C::kThreads, 1>();
+        sum_segment(g, smem, warpgroup_id - 2);
+    }
+}
+
+}  // namespace tfla_tk::mlstm
