@@ -104,7 +104,7 @@ else
 	echo "setting up $(VENV) with $$("$$python" --version) (the first time PyTorch is downloaded)"; \
 	"$$python" -m venv $(VENV) || \
 		{ echo "$$python cannot make a virtual environment: install python3-venv, or name another PYTHON=..." >&2; exit 1; }
-	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,baselines]'
+	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,baselines,xlstm]'
 endif
 	@touch $@
 

@@ -3,14 +3,17 @@
 Importing this package touches no GPU and compiles nothing. Public names:
 
     mlstm_chunkwise, mlstm_siging_chunkwise    mLSTM with exponential and with sigmoid input gate
+    mlstm_step, mlstm_siging_step              one token of them, for decoding
     which                                      the backend that a call would use, and why
     UnsupportedError                           a backend asked for by name cannot serve the call
 
-The subpackage tfla_tk.reference holds every operator in pure PyTorch; import it by name.
+Imported by name: tfla_tk.integrations.xlstm puts the kernels into xLSTM models, tfla_tk.reference holds every
+operator in pure PyTorch.
 """
 
 from __future__ import annotations
 
+from tfla_tk.decode import mlstm_siging_step, mlstm_step
 from tfla_tk.dispatch import Choice, Support, which
 from tfla_tk.errors import UnsupportedError
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
@@ -21,5 +24,7 @@ __all__ = [
     "UnsupportedError",
     "mlstm_chunkwise",
     "mlstm_siging_chunkwise",
+    "mlstm_siging_step",
+    "mlstm_step",
     "which",
 ]

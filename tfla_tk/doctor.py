@@ -158,7 +158,23 @@ def _mlstm_example(requires_grad: bool) -> list[Tensor]:
     return [tensor.requires_grad_(requires_grad) for tensor in (*operands, *gates)]
 
 
+def _step_example(requires_grad: bool) -> list[Tensor]:
+    """q, k, v, i, f, c, n of one token of that call."""
+    tokens = [tensor[:, :, -1:].detach() for tensor in _mlstm_example(False)]
+    q, k, v = (tensor[:, :, 0].requires_grad_(requires_grad) for tensor in tokens[:3])
+    c = tokens[3].new_zeros(1, 1, q.shape[-1], v.shape[-1])
+    return [q, k, v, *tokens[3:], c, c[..., 0]]
+
+
+def _exponential_step_example(requires_grad: bool) -> list[Tensor]:
+    """The same and m."""
+    example = _step_example(requires_grad)
+    return [*example, example[-1][..., :1]]
+
+
 EXAMPLES: dict[str, Callable[[bool], list[Tensor]]] = {
     "mlstm_chunkwise": _mlstm_example,
     "mlstm_siging_chunkwise": _mlstm_example,
+    "mlstm_step": _exponential_step_example,
+    "mlstm_siging_step": _step_example,
 }

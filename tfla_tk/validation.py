@@ -219,6 +219,80 @@ def check_mlstm(
     )
 
 
+def check_mlstm_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor | None,
+    *,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    dtype_state: torch.dtype | None,
+) -> MLSTMCall:
+    """Check one mLSTM step and describe it as a call of one time step.
+
+    Args:
+        q, k: query and key [B, NH, DHQK]. v: value [B, NH, DHHV].
+        i, f: gate pre-activations [B, NH, 1].
+        c, n, m: state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1]; m is None with the sigmoid gate.
+
+    Raises:
+        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
+        ValueError: wrong rank, shape, device or value.
+    """
+    check_tensor("q", q, 3, "[B, NH, DHQK]")
+    batch, heads, dim_qk = q.shape
+    check_tensor("v", v, 3, "[B, NH, DHHV]")
+    dim_v = v.shape[2]
+    checks: list[tuple[str, Any, tuple[int, ...], str]] = [
+        ("k", k, (batch, heads, dim_qk), "[B, NH, DHQK] of q"),
+        ("v", v, (batch, heads, dim_v), "[B, NH] of q and [DHHV]"),
+        ("i", i, (batch, heads, 1), "[B, NH] of q and [1]"),
+        ("f", f, (batch, heads, 1), "[B, NH] of q and [1]"),
+        ("c", c, (batch, heads, dim_qk, dim_v), "[B, NH, DHQK, DHHV]"),
+        ("n", n, (batch, heads, dim_qk), "[B, NH, DHQK]"),
+    ]
+    if not sigmoid_gate:
+        checks.append(("m", m, (batch, heads, 1), "[B, NH, 1]"))
+    for name, t, shape, layout in checks:
+        check_tensor(name, t, len(shape), layout)
+        check_shape(name, t, shape, layout)
+        check_device(name, t, q.device)
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            fail(name, f"dtype {q.dtype}, the dtype of q", t.dtype, TypeError)
+    for name, size in (("q", dim_qk), ("v", dim_v)):
+        if size == 0:
+            fail(name, "a head dimension of at least 1", size)
+    check_bool("normalize", normalize)
+    check_eps(eps)
+    if dtype_state is not None and dtype_state not in FLOAT_DTYPES:
+        fail("dtype_state", "None or one of float16, bfloat16, float32, float64", dtype_state)
+    return MLSTMCall(
+        device=q.device,
+        dtype=q.dtype,
+        batch=batch,
+        sequences=batch,
+        heads=heads,
+        seq=1,
+        dim_qk=dim_qk,
+        dim_v=dim_v,
+        sigmoid_gate=sigmoid_gate,
+        normalize=normalize,
+        return_last_states=True,
+        has_initial_state=True,
+        varlen=False,
+        requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, i, f, c, n)),
+        chunk_size=CHUNK_MULTIPLE,
+        eps=float(eps),
+    )
+
+
 def _check_initial_state(
     q: Tensor,
     shape: tuple[int, int, int, int],

@@ -55,3 +55,28 @@ def mlstm(
     else:
         h, last = _MLSTM[form](q, k, v, i, f, c_initial, n_initial, m_initial, **options)
     return h, last
+
+
+def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Everything is supported; ValueError for a variant: the step has one form."""
+    if variant is not None:
+        fail("backend", "'reference' for a step", repr(f"reference:{variant}"))
+    return SUPPORTED
+
+
+def mlstm_step(
+    call: MLSTMCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, V] and the next state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32."""
+    if call.sigmoid_gate:
+        return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=call.eps, normalize=call.normalize)
+    assert m is not None
+    return forms.mlstm_step(q, k, v, i, f, c, n, m, eps=call.eps)

@@ -46,6 +46,16 @@ def supports_mlstm(call: MLSTMCall) -> Support:
     return Support(False, reason, remedy) if reason else SUPPORTED
 
 
+def supports_mlstm_step(call: MLSTMCall) -> Support:
+    """Whether a step can be had here: by name, from the chunkwise kernel over a sequence of one token."""
+    support = supports_mlstm(call)
+    if not support.ok:
+        return support
+    return Support(
+        True, "there is no step kernel yet, only the chunkwise one over one token", "name it", auto=False
+    )
+
+
 def _device_fault(index: int | None) -> tuple[str, str]:
     """Why no kernel can run on this GPU of this machine, and the remedy; empty when it can."""
     return _probe_device(index)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.dispatch import Support
+from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.errors import UnsupportedError
 from tfla_tk.validation import MLSTMCall, fail
 
@@ -211,6 +211,55 @@ def mlstm(
         # comes back uninitialised
         last = (last[0], torch.zeros_like(last[1]))
     return h, last
+
+
+def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether mlstm_kernels' Triton step serves one token; ValueError for a variant: it has one form."""
+    if variant is not None:
+        fail("backend", "'triton' for a step", repr(f"triton:{variant}"))
+    if call.sigmoid_gate:
+        return Support(False, "mlstm_kernels has no step with sigmoid input gate", "use backend='reference'")
+    unusable = _unusable(call.device, MLSTM_KERNELS_MISSING)
+    if unusable is not None:
+        return unusable
+    if call.dtype == torch.float64:
+        return Support(False, "Triton kernels have no float64", "use float32 or backend='reference'")
+    if call.requires_grad:
+        return Support(False, "its step has no gradients", "use torch.no_grad() or backend='reference'")
+    for label, dim in (("DHQK", call.dim_qk), ("DHHV", call.dim_v)):
+        if dim < _MIN_TILE or dim % min(_MAX_TILE, _next_power_of_2(dim)) != 0:
+            return Support(
+                False,
+                f"{label} = {dim} makes the step read and write out of bounds",
+                f"pad {label} to 16, 32, 64 or a multiple of 64",
+            )
+    elements = call.batch * call.heads * call.dim_qk * call.dim_v
+    if elements > INT32_LIMIT:
+        return Support(False, f"its int32 offsets wrap: {elements:,} elements in c", "split the batch")
+    if INTERPRETED and call.device.type == "cpu":
+        return Support(True, "runs in Triton's interpreter", auto=False)
+    return SUPPORTED
+
+
+def mlstm_step(
+    call: MLSTMCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, V] and the next state (c, n, m) in fp32, by mlstm_kernels' Triton step."""
+    module = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")
+    device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
+    with device:
+        h, state = module.mlstm_recurrent_step__triton(
+            q, k, v, i, f, c, n, m, eps=call.eps, dtype_state=torch.float32
+        )
+    return h, state
 
 
 def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk.backends
-from tfla_tk import Support, mlstm, ops
+from tfla_tk import Support, decode, mlstm, ops
 from tfla_tk.validation import MLSTMCall
 
 Inputs = dict[str, Tensor]
@@ -61,11 +61,14 @@ class FakeTk(ModuleType):
     def supports_mlstm(self, call: MLSTMCall) -> Support:
         return self.verdict
 
+    supports_mlstm_step = supports_mlstm
+
 
 @pytest.fixture(autouse=True)
 def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
     """Replaces tfla_tk.backends.tk, which asks the machine; by default it refuses every call."""
     mlstm._plans.clear()
+    decode._plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(tfla_tk.backends, "tk", module, raising=False)

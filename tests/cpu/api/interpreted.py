@@ -103,6 +103,40 @@ def mlstm_forward(gate: str, variant: str, seq: int, normalize: bool = True) -> 
     }
 
 
+def mlstm_step(dims: tuple[int, int], state_dtype: torch.dtype) -> Numbers:
+    """One token from a state of that dtype."""
+    g = torch.Generator().manual_seed(0)
+    shapes = ((dims[0],), (dims[0],), (dims[1],), (1,), (1,), dims, (dims[0],), (1,))
+    inputs = [torch.randn(3, HEADS, *shape, generator=g) for shape in shapes]
+    inputs[5:] = [t.to(state_dtype) for t in inputs[5:]]
+    h, last = tfla_tk.mlstm_step(*inputs, backend="triton")
+    h_true, last_true = reference.mlstm_step(*double(inputs))
+    pairs = zip(("h", "c", "n", "m"), (h, *last), (h_true, *last_true), strict=True)
+    return {name: error(found, truth) for name, found, truth in pairs}
+
+
+def siging_inference_of_mlstm_kernels() -> Numbers:
+    """1 where it raises, before and after this package's kernels take its place."""
+    from mlstm_kernels.torch.backend_module import mLSTMBackend, mLSTMBackendConfig
+
+    from tfla_tk.integrations.xlstm import replaced
+
+    config = mLSTMBackendConfig(chunkwise_kernel="chunkwise--triton_xl_chunk_siging", mode="inference")
+    backend = mLSTMBackend(config)
+    inputs = dict(zip(INPUTS, mlstm_inputs(128), strict=True))
+
+    def raises() -> float:
+        try:
+            backend(**inputs)
+        except ValueError:
+            return 1.0
+        return 0.0
+
+    before = raises()
+    with replaced(backend):
+        return {"before": before, "after": raises()}
+
+
 def mlstm_gradients(gate: str, variant: str, seq: int, loss: Loss, normalize: bool = True) -> Numbers:
     options = {"normalize": normalize} if gate == "sig" else {}
     return gradient_errors(MLSTM[gate], mlstm_inputs(seq), INPUTS, loss, variant, **options)
@@ -296,6 +330,10 @@ for gate, variant in (
     ("sig", "triton:siging_xl_64"),
 ):
     CASES[f"last_c/{gate}/{variant}"] = lambda g=gate, v=variant: mlstm_last_state_gradients(g, v, 0)
+CASES["step/16/32"] = lambda: mlstm_step((16, 32), torch.float32)
+CASES["step/64/128"] = lambda: mlstm_step((64, 128), torch.float32)
+CASES["step/64/64, fp16 state"] = lambda: mlstm_step((64, 64), torch.float16)
+CASES["siging inference"] = siging_inference_of_mlstm_kernels
 CASES["last_n/exp"] = lambda: mlstm_last_state_gradients("exp", "triton", 1)
 for op in adapters.FLA_OPS:
     dtype = torch.float16 if op == "chunk_delta_rule" else torch.float32

@@ -48,6 +48,17 @@ def test_mlstm_forward_and_states_agree(numbers: Numbers) -> None:
         assert {"h", "c", "n"} <= set(errors) and max(errors.values()) < EXACT, (name, errors)
 
 
+def test_mlstm_step_agrees(numbers: Numbers) -> None:
+    cases = group(numbers, "step/")
+    assert len(cases) == 3
+    for name, errors in cases.items():
+        assert set(errors) == {"h", "c", "n", "m"} and max(errors.values()) < EXACT, (name, errors)
+
+
+def test_siging_inference_raises_in_mlstm_kernels(numbers: Numbers) -> None:
+    assert numbers["siging inference"] == {"before": 1.0, "after": 0.0}
+
+
 def test_auto_never_interprets(numbers: Numbers) -> None:
     assert numbers["auto"] == {"reference": 1.0, "triton ok": 1.0}
 

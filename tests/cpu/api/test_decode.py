@@ -1,0 +1,222 @@
+"""One token: against the recurrence, its dtypes and errors, and which backend serves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tfla_tk
+from tfla_tk import UnsupportedError, mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_siging_step, mlstm_step
+from tfla_tk.backends import tk, triton
+from tfla_tk.decode import representable
+from tfla_tk.validation import check_mlstm_step
+
+NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
+
+
+@pytest.fixture
+def token() -> Callable[..., dict[str, Tensor]]:
+    """The arguments of a step: two heads, dims 16/32."""
+
+    def draw(dtype: torch.dtype = torch.float32, **replaced: Any) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((16,), (16,), (32,), (1,), (1,), (16, 32), (16,), (1,))
+        drawn = {
+            name: torch.randn(3, 2, *shape, generator=generator, dtype=torch.float64)
+            for name, shape in zip(NAMES, shapes, strict=True)
+        }
+        return {name: x.to(dtype) if name in "qkv" else x.float() for name, x in drawn.items()} | replaced
+
+    return draw
+
+
+Token = Callable[..., dict[str, Any]]
+
+
+def as_sequence(token: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same as a sequence of one."""
+    sequence = {name: x.unsqueeze(2) if name in "qkv" else x for name, x in token.items()}
+    return {name if name in "qkvif" else f"{name}_initial": x for name, x in sequence.items()}
+
+
+def test_step_is_a_sequence_of_one(token: Token) -> None:
+    inputs = token(torch.float64)
+    h, state = mlstm_step(**inputs)
+    expected, last = mlstm_chunkwise(**as_sequence(inputs), return_last_states=True)
+    torch.testing.assert_close((h, *state), (expected.squeeze(2), *last))
+    assert {x.dtype for x in (h, *state)} == {torch.float64}
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_siging_step_is_a_sequence_of_one(token: Token, normalize: bool) -> None:
+    inputs = token(torch.float64)
+    del inputs["m"]
+    h, (c, n) = mlstm_siging_step(**inputs, normalize=normalize)
+    options = {"return_last_states": True, "normalize": normalize}
+    expected, (c_last, n_last) = mlstm_siging_chunkwise(**as_sequence(inputs), **options)
+    torch.testing.assert_close((h, c), (expected.squeeze(2), c_last))
+    torch.testing.assert_close(n, n_last if normalize else inputs["n"].double())
+    assert n.data_ptr() != inputs["n"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(token: Token, dtype: torch.dtype) -> None:
+    h, state = mlstm_step(**token(dtype))
+    assert h.dtype == dtype and {x.dtype for x in state} == {torch.float32}
+    exact, truth = mlstm_step(**{name: x.double() for name, x in token(dtype).items()})
+    assert (h.double() - exact).norm() < 5e-3 * exact.norm()
+    _, kept = mlstm_step(**token(dtype), dtype_state=torch.bfloat16)
+    assert {x.dtype for x in kept} == {torch.bfloat16}
+    c, _, m = (x.double() for x in kept)
+    memory = truth[0] * truth[2][..., None].exp()
+    assert (c * m[..., None].exp() - memory).norm() < 4e-3 * memory.norm()
+
+
+def test_representable_keeps_the_memory() -> None:
+    m = torch.tensor([[[7.99], [-1000.3], [0.0], [float("-inf")]]])
+    c, n = torch.ones(1, 4, 2, 3), torch.ones(1, 4, 2)
+    c_kept, n_kept, m_kept = representable(c, n, m, torch.bfloat16)
+    assert torch.equal(m_kept, m.bfloat16().float()) and c_kept.dtype == torch.float32
+    change = torch.tensor([[[7.99 - 8.0], [-1000.3 + 1000.0], [0.0], [0.0]]]).exp()
+    torch.testing.assert_close(n_kept, change.expand_as(n), rtol=1e-4, atol=0)
+    torch.testing.assert_close(c_kept, change[..., None].expand_as(c), rtol=1e-4, atol=0)
+
+
+def test_gradients(token: Token) -> None:
+    """Exact for h, and for e^m c and e^m n: m is a constant of the differentiation."""
+    inputs = {name: x.double().requires_grad_() for name, x in token().items()}
+    m = inputs.pop("m").detach()
+
+    def step(*tensors: Tensor) -> Tensor:
+        return mlstm_step(*tensors, m)[0]
+
+    assert torch.autograd.gradcheck(step, tuple(inputs.values()), atol=1e-5)
+    _, (c, n, last) = mlstm_step(*inputs.values(), m)
+    assert not last.requires_grad and c.requires_grad and n.requires_grad
+
+
+def test_plans_are_kept_by_signature(token: Token) -> None:
+    """The same step again costs no validation, another gate or dtype is another plan."""
+    inputs = token()
+    first = mlstm_step(**inputs)
+    assert torch.equal(mlstm_step(**inputs)[0], first[0])
+    assert mlstm_step(**token(torch.bfloat16))[0].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="eps"):
+        mlstm_step(**inputs, eps=-1.0)
+
+
+@pytest.mark.parametrize(
+    "name, change, error",
+    [
+        ("q", lambda x: x[..., None], (ValueError, r"q: expected 3 dimensions \[B, NH, DHQK\]")),
+        ("k", lambda x: x[..., :8], (ValueError, "k: expected shape")),
+        ("v", lambda x: x.double(), (TypeError, "v: expected dtype torch.float32, the dtype of q")),
+        ("v", lambda x: x[:2], (ValueError, "v: expected shape")),
+        ("i", lambda x: x.squeeze(2), (ValueError, r"i: expected 3 dimensions \[B, NH\] of q and \[1\]")),
+        ("f", lambda x: x.long(), (TypeError, "f: expected dtype float16")),
+        ("c", lambda x: x.mT, (ValueError, "c: expected shape")),
+        ("n", lambda x: x.to("meta"), (ValueError, "n: expected device cpu")),
+        ("m", lambda x: None, (TypeError, r"m: expected a tensor \[B, NH, 1\], got NoneType")),
+    ],
+)
+def test_bad_arguments(
+    token: Token, name: str, change: Callable[[Tensor], Any], error: tuple[type[Exception], str]
+) -> None:
+    inputs = token()
+    with pytest.raises(error[0], match=error[1]):
+        mlstm_step(**inputs | {name: change(inputs[name])})
+
+
+def test_bad_options(token: Token) -> None:
+    with pytest.raises(ValueError, match="dtype_state"):
+        mlstm_step(**token(), dtype_state=torch.int8)
+    with pytest.raises(ValueError, match="backend: expected 'reference' for a step"):
+        mlstm_step(**token(), backend="reference:parallel")
+    with pytest.raises(UnsupportedError, match=r"mlstm_step on backend 'triton': .*on cpu"):
+        mlstm_step(**token(), backend="triton")
+    with pytest.raises(UnsupportedError, match="mlstm_step on backend 'tk'"):
+        mlstm_step(**token(), backend="tk")
+
+
+def test_compile(token: Token) -> None:
+    inputs = token(torch.bfloat16)
+    compiled = torch.compile(mlstm_step, backend="eager", fullgraph=True)
+    h, state = compiled(**inputs)
+    expected, last = mlstm_step(**inputs)
+    torch.testing.assert_close((h, *state), (expected, *last))
+
+
+# on a GPU, as far as it can be asked without one
+
+
+def on_gpu(token: dict[str, Tensor], **changes: Any) -> Any:
+    options = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6, "dtype_state": None}
+    call = check_mlstm_step(**token, **options)
+    return dataclasses.replace(call, device=torch.device("cuda", 0), **changes)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", None)
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+
+
+@pytest.mark.parametrize(
+    "changes, refusal",
+    [
+        ({}, None),
+        ({"sigmoid_gate": True}, "no step with sigmoid input gate"),
+        ({"dtype": torch.float64}, "no float64"),
+        ({"requires_grad": True}, "no gradients"),
+        ({"dim_qk": 48}, "DHQK = 48"),
+        ({"dim_v": 96}, "DHHV = 96"),
+        ({"batch": 1 << 23}, "int32 offsets"),
+    ],
+)
+def test_triton_step(token: Token, gpu: None, changes: dict[str, Any], refusal: str | None) -> None:
+    support = triton.supports_mlstm_step(on_gpu(token(), **changes))
+    assert support.ok == support.auto == (refusal is None) if refusal is None else not support.ok
+    assert refusal is None or (refusal in support.reason and support.remedy)
+
+
+def test_tk_step_is_by_name_only(token: Token, gpu: None, fake_tk: Any) -> None:
+    """auto prefers the Triton step to the chunkwise kernel over one token; by name it serves."""
+    inputs = token(torch.bfloat16)
+    support = tk.supports_mlstm_step(on_gpu(inputs))
+    assert support.ok and not support.auto and "no step kernel yet" in support.reason
+    assert not tk.supports_mlstm_step(on_gpu(token())).ok
+    fake_tk.verdict = support
+    assert tfla_tk.which("mlstm_step", **inputs).backend == "reference"
+    expected = mlstm_step(**inputs)
+    h, state = mlstm_step(**inputs, backend="tk")  # the op computes the reference on a CPU
+    torch.testing.assert_close((h, *state), (expected[0], *expected[1]))
+    del inputs["m"]
+    for normalize in (True, False):
+        found = mlstm_siging_step(**inputs, normalize=normalize, backend="tk:pingpong")
+        want = mlstm_siging_step(**inputs, normalize=normalize)
+        torch.testing.assert_close((found[0], *found[1]), (want[0], *want[1]))
+
+
+def test_a_later_step_kernel_is_taken_first(token: Token, fake_tk: Any) -> None:
+    fake_tk.verdict = tfla_tk.Support(True)
+    assert tfla_tk.which("mlstm_step", **token()).backend == "tk"
+
+
+def test_the_triton_step_gets_what_it_takes(token: Token, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and order of the arguments, with mlstm_kernels' native step in its place."""
+    pytest.importorskip("mlstm_kernels")
+    theirs = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")
+    native = importlib.import_module("mlstm_kernels.torch.recurrent.native_step")
+    monkeypatch.setattr(theirs, "mlstm_recurrent_step__triton", native.mlstm_recurrent_step__native)
+    monkeypatch.setattr(triton, "supports_mlstm_step", lambda call, variant=None: tfla_tk.Support(True))
+    inputs = token()
+    h, state = mlstm_step(**inputs, backend="triton")
+    expected = mlstm_step(**inputs)
+    torch.testing.assert_close((h, *state), (expected[0], *expected[1]), rtol=1e-4, atol=1e-5)

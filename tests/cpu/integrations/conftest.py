@@ -1,0 +1,159 @@
+"""Small models of the real packages, and what the kernels of the packages compute."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tfla_tk.integrations import xlstm
+
+NATIVE = {
+    "chunkwise_kernel": "chunkwise--native_autograd",
+    "sequence_kernel": "native_sequence__native",
+    "step_kernel": "native",
+}
+OURS = NATIVE | {"chunkwise_kernel": "chunkwise--tfla_tk", "step_kernel": "tfla_tk"}
+OURS_SIGING = NATIVE | {"chunkwise_kernel": "chunkwise--tfla_tk_siging", "step_kernel": "tfla_tk_siging"}
+
+
+@pytest.fixture
+def mlstm_kernels() -> Iterator[Any]:
+    """mlstm_kernels.torch; whatever a test registers or replaces is undone after it."""
+    yield pytest.importorskip("mlstm_kernels.torch", reason="mlstm-kernels is not installed")
+    xlstm.unregister()
+
+
+@pytest.fixture
+def make_backend(mlstm_kernels: Any) -> Callable[..., nn.Module]:
+    """Builds an mLSTMBackend from fields of its configuration, native kernels by default."""
+    module = importlib.import_module("mlstm_kernels.torch.backend_module")
+
+    def make(**fields: Any) -> nn.Module:
+        return module.mLSTMBackend(module.mLSTMBackendConfig(**NATIVE | fields))
+
+    return make
+
+
+@pytest.fixture
+def make_large(mlstm_kernels: Any) -> Callable[..., nn.Module]:
+    """Builds an xLSTMLarge of two blocks with random gates."""
+    model = pytest.importorskip("xlstm.xlstm_large.model", reason="xlstm is not installed")
+
+    def make(**fields: Any) -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"embedding_dim": 64, "num_heads": 2, "num_blocks": 2, "vocab_size": 50}
+        config = model.xLSTMLargeConfig(**sizes | {"return_last_states": True} | NATIVE | fields)
+        return _random_gates(model.xLSTMLarge(config))
+
+    return make
+
+
+@pytest.fixture
+def make_hf(mlstm_kernels: Any) -> Callable[..., nn.Module]:
+    """Builds transformers' xLSTMForCausalLM of two blocks with random gates."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("xlstm", reason="xlstm is not installed")
+
+    def make(**fields: Any) -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "num_heads": 2, "num_hidden_layers": 2, "vocab_size": 50}
+        return _random_gates(transformers.xLSTMForCausalLM(transformers.xLSTMConfig(**sizes | fields)))
+
+    return make
+
+
+def _random_gates(model: nn.Module) -> nn.Module:
+    """Gates that open and forget, so that states and layers matter; transformers starts with closed ones."""
+    for name, parameter in model.named_parameters():
+        if "gate" in name:
+            forget_bias = "fgate" in name and name.endswith("bias")
+            of_state = "igate" in name or "fgate" in name
+            nn.init.normal_(parameter, 1.0 if forget_bias else 0.0, 0.3 if of_state else 0.05)
+    return model
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    """Token ids [2, 64] below 50."""
+    return torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def draw() -> Callable[..., dict[str, Tensor]]:
+    """q, k, v, i, f of a backend module with two heads, as models pass them: [B, S, NH, D] in memory."""
+
+    def draw(
+        seq: int, dims: tuple[int, int] = (16, 32), dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seq)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(2, seq, 2, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        q, k, v = (normal(dim).transpose(1, 2) for dim in (dims[0], *dims))
+        i, f = normal().transpose(1, 2), normal().transpose(1, 2) + 2
+        return {"q": q, "k": k, "v": v, "i": i, "f": f}
+
+    return draw
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """Relative Frobenius error."""
+    assert found.shape == truth.shape
+    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+@pytest.fixture
+def rel_err() -> Callable[[Tensor, Tensor], float]:
+    return relative_error
+
+
+@pytest.fixture
+def gradients() -> Callable[..., dict[str, Tensor]]:
+    """The gradients of every parameter, after `loss(model)`."""
+
+    def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+        model.train()
+        model.zero_grad()
+        loss(model).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    return gradients
+
+
+@pytest.fixture
+def assert_same_gradients() -> Callable[[dict[str, Tensor], dict[str, Tensor]], None]:
+    """Every gradient is there, not zero, and agrees."""
+
+    def check(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+        assert found.keys() == truth.keys() and found
+        errors = {name: relative_error(x, truth[name]) for name, x in found.items()}
+        assert not {name: error for name, error in errors.items() if not error <= 2e-4}
+
+    return check
+
+
+@pytest.fixture(params=["named", "switched"])
+def switched(request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
+    """Gives a model of `make` on these kernels: configured with their names, or switched when built."""
+
+    def build(make: Callable[..., nn.Module], **fields: Any) -> nn.Module:
+        if request.param == "named":
+            xlstm.register()
+            return make(**OURS | fields)
+        model = make(**fields)
+        assert xlstm.replace(model)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def ours_siging() -> dict[str, str]:
+    """Kernel names of a model with sigmoid input gate."""
+    return OURS_SIGING

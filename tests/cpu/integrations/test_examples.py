@@ -1,0 +1,59 @@
+"""The examples at toy size, and the README's recipe as their code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+
+Load = Callable[[str], Any]
+
+
+@pytest.fixture
+def load(mlstm_kernels: Any) -> Load:
+    """Imports an example."""
+    pytest.importorskip("xlstm", reason="xlstm is not installed")
+
+    def load(name: str) -> Any:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_train_and_generate(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text("abcabcabd" * 100)
+    sizes = ["--steps", "40", "--batch", "4", "--seq", "64", "--width", "32", "--blocks", "1", "--lr", "0.01"]
+    train, generate = load("train_xlstm"), load("generate_xlstm")
+    losses = train.main([str(text), *sizes, "--save", str(tmp_path / "model.pt")])
+    assert len(losses) == 40 and losses[-1] < 1.0 < losses[0]
+    original = train.main([str(text), *sizes, "--original"])
+    assert losses == pytest.approx(original, abs=2e-3)
+
+    options = [str(tmp_path / "model.pt"), "--prompt", "abcabcabdabc", "--tokens", "13"]
+    written = generate.main(options)
+    assert written.startswith("abcabcabdabc") and len(written.encode()) == 12 + 13
+    assert written == generate.main([*options, "--original"])
+    printed = capsys.readouterr().out
+    assert "mLSTM layers on" in printed and "decoding on" in printed
+
+
+def test_the_readme_shows_the_code_of_the_examples() -> None:
+    section = (ROOT / "README.md").read_text().partition("## xLSTM models\n")[2].partition("\n## ")[0]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    code = "\n".join(path.read_text() for path in EXAMPLES.glob("*.py"))
+    lines = [line.partition("  #")[0].strip() for line in block[1].splitlines()]
+    known = {line.strip() for line in code.splitlines()}
+    assert len(lines) > 5 and [line for line in lines if line and line not in known] == []

@@ -1,0 +1,71 @@
+"""Which backend serves a model, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tfla_tk import dispatch
+from tfla_tk.dispatch import Choice
+from tfla_tk.integrations.xlstm import modules
+
+
+def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:
+    """Say which backend of tfla_tk a model's mLSTM layers would use, and why not the others.
+
+    Head dims, gate, dtype and device are those of the first layer, the modes are the caller's: model.train()
+    or eval(), torch.no_grad(), torch.autocast. Nothing is computed. The layer need not be switched yet; one
+    that is switched is asked with its own backend=.
+
+    Args:
+        model: xLSTMLarge, transformers' xLSTM, or another module with such layers.
+        batch: sequences in a batch. seq: tokens in a sequence; 1 asks about the step.
+
+    Returns:
+        The choice with a verdict per backend; `print` it to read it.
+
+    Raises:
+        TypeError, ValueError: no mLSTM layer in the model.
+        UnsupportedError: the backend that the layer was switched to by name cannot serve it.
+    """
+    name, module = next(iter(modules.backends_of(model).items()))
+    layer: Any = model.get_submodule(name.rpartition(".")[0])
+    if not hasattr(layer, "qk_dim"):
+        raise ValueError(
+            f"model: expected an mLSTM layer around {name or 'the module'} with qk_dim and v_dim"
+        )
+    config: Any = module.config
+    backend: Any = module.chunkwise_kernel_fn
+    sigmoid_gate = "siging" in getattr(config, "chunkwise_kernel", "")
+    heads = layer.config.num_heads
+    dim_qk, dim_v = layer.qk_dim // heads, layer.v_dim // heads
+    weight = layer.out_proj.weight
+    options: dict[str, Any] = {"eps": config.eps}
+    if modules.is_ours(backend):
+        options["backend"] = backend.keywords["backend"]
+    if sigmoid_gate:
+        options["normalize"] = getattr(config, "normalize_siging", True)
+    grad = torch.is_grad_enabled() and weight.requires_grad
+    with FakeTensorMode():
+
+        def empty(*shape: int, dtype: torch.dtype = weight.dtype) -> torch.Tensor:
+            return torch.empty(batch, heads, *shape, dtype=dtype, device=weight.device, requires_grad=grad)
+
+        if seq == 1:
+            # the step itself casts nothing: it gets what the projections return
+            autocast = torch.is_autocast_enabled(weight.device.type)
+            dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+            tokens = [empty(*shape, dtype=dtype) for shape in ((dim_qk,), (dim_qk,), (dim_v,), (1,), (1,))]
+            state = (empty(dim_qk, dim_v), empty(dim_qk), *(() if sigmoid_gate else (empty(1),)))
+            if "backend" in options:
+                options["backend"] = options["backend"].partition(":")[0]
+            op = "mlstm_siging_step" if sigmoid_gate else "mlstm_step"
+            return dispatch.which(op, *tokens, *state, **options)
+        operands = (empty(seq, dim_qk), empty(seq, dim_qk), empty(seq, dim_v), empty(seq), empty(seq))
+        options["return_last_states"] = config.mode == "inference" or config.return_last_states
+        options["autocast_kernel_dtype"] = getattr(torch, config.autocast_kernel_dtype)
+        op = "mlstm_siging_chunkwise" if sigmoid_gate else "mlstm_chunkwise"
+        return dispatch.which(op, *operands, **options)

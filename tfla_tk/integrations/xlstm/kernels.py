@@ -1,0 +1,291 @@
+"""The functions that mlstm_kernels' registries and the models' backend modules call.
+
+All of them return the state as (c, n, m), with zeros for m with the sigmoid gate, as the models expect.
+
+Models copy each new state over the one they passed in and hand out (xLSTM's block stack, Hugging Face's
+cache), while autograd may still need both. Where a gradient is recorded, the functions therefore compute from
+copies of the initial state and return copies of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tfla_tk.decode import mlstm_siging_step, mlstm_step, representable
+from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
+from tfla_tk.ops import state_dtype
+from tfla_tk.validation import CHUNK_MULTIPLE
+
+State = tuple[Tensor, Tensor, Tensor]
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+
+# tile sizes and the like of mlstm_kernels' functions: nothing here depends on them
+TUNING = frozenset(
+    {
+        "chunk_size_inter",
+        "chunk_size_intra",
+        "num_stages",
+        "num_stages_inter",
+        "num_stages_intra",
+        "num_warps",
+        "num_warps_inter",
+        "num_warps_intra",
+        "recompute_states_in_bw",
+        "siz_b_DHHV",
+        "siz_b_DHQK",
+        "siz_b_DH_loop",
+        "siz_b_DH_parallel",
+        "siz_b_L_loop",
+        "siz_b_L_parallel",
+    }
+)
+
+
+def chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    chunk_size: int = 64,
+    autocast_kernel_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    **tuning: Any,
+) -> Tensor | tuple[Tensor, State]:
+    """`tfla_tk.mlstm_chunkwise` as mlstm_kernels' registry expects it: any S, any chunk_size, state as above.
+
+    An initial state in 16 bits gets a last state whose m those 16 bits hold (`representable`), since it is
+    going to be stored in them.
+
+    Raises:
+        TypeError: an argument that neither this package nor mlstm_kernels knows.
+    """
+    _check_tuning(tuning)
+    recorded = _records((q, k, v, i, f, c_initial, n_initial))
+    given = (c_initial, n_initial, m_initial)
+    c, n, m = (_private(q, x) for x in given) if recorded else given
+    out = mlstm_chunkwise(
+        q,
+        k,
+        v,
+        i,
+        f,
+        c,
+        n,
+        m,
+        return_last_states=return_last_states,
+        eps=eps,
+        chunk_size=_multiple(chunk_size),
+        autocast_kernel_dtype=autocast_kernel_dtype,
+        backend=backend,
+    )
+    if isinstance(out, Tensor):
+        return out
+    h, (c, n, m) = out
+    if c_initial is not None and c_initial.dtype.itemsize == 2:
+        c, n, m = representable(c, n, m, c_initial.dtype)
+    last = (c, n, m)
+    return h, _handed_out(last) if recorded else last
+
+
+def chunkwise_siging(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    normalize: bool = True,
+    chunk_size: int = 64,
+    autocast_kernel_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    **tuning: Any,
+) -> Tensor | tuple[Tensor, State]:
+    """`tfla_tk.mlstm_siging_chunkwise` as mlstm_kernels' registry expects it; see `chunkwise`."""
+    _check_tuning(tuning)
+    recorded = _records((q, k, v, i, f, c_initial, n_initial))
+    given = (c_initial, n_initial)
+    c, n = (_private(q, x) for x in given) if recorded else given
+    out = mlstm_siging_chunkwise(
+        q,
+        k,
+        v,
+        i,
+        f,
+        c,
+        n,
+        return_last_states=return_last_states,
+        eps=eps,
+        normalize=normalize,
+        chunk_size=_multiple(chunk_size),
+        autocast_kernel_dtype=autocast_kernel_dtype,
+        backend=backend,
+    )
+    if isinstance(out, Tensor):
+        return out
+    h, (c, n) = out
+    last = (c, n, n.new_zeros(*n.shape[:2], 1))
+    return h, _handed_out(last) if recorded else last
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor,
+    eps: float = 1e-6,
+    dtype_state: torch.dtype = torch.float32,
+    backend: str = "auto",
+    **tuning: Any,
+) -> tuple[Tensor, State]:
+    """`tfla_tk.mlstm_step` as mlstm_kernels' registry expects it.
+
+    A state that comes in 16 bits is taken to be stored in them, as in `chunkwise`.
+    """
+    _check_tuning(tuning)
+    stored = c.dtype
+    recorded = _records((q, k, v, i, f, c, n))
+    if recorded:
+        c, n, m = (_private(q, x) for x in (c, n, m))
+    h, last = mlstm_step(q, k, v, i, f, c, n, m, eps, _kept_dtype(q, dtype_state), backend=backend)
+    if stored.itemsize == 2 and last[0].dtype != stored:
+        c, n, m = last
+        last = representable(c, n, m, stored)
+    return h, _handed_out(last) if recorded else last
+
+
+def step_siging(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor | None = None,
+    eps: float = 1e-6,
+    dtype_state: torch.dtype = torch.float32,
+    normalize: bool = True,
+    backend: str = "auto",
+    **tuning: Any,
+) -> tuple[Tensor, State]:
+    """`tfla_tk.mlstm_siging_step` in the form of mlstm_kernels' step functions; m is not read."""
+    _check_tuning(tuning)
+    recorded = _records((q, k, v, i, f, c, n))
+    if recorded:
+        c, n = (_private(q, x) for x in (c, n))
+    dtype = _kept_dtype(q, dtype_state)
+    h, (c, n) = mlstm_siging_step(q, k, v, i, f, c, n, eps, dtype, normalize, backend=backend)
+    last = (c, n, n.new_zeros(*n.shape[:2], 1))
+    return h, _handed_out(last) if recorded else last
+
+
+def inference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None = None,
+    n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None,
+    *,
+    sequence: Callable[..., Any],
+    one_token: Callable[..., Any],
+    dtype_state: torch.dtype,
+) -> tuple[Tensor, State]:
+    """A backend module's pass in inference: `one_token` for S = 1, else `sequence`, unpadded.
+
+    Args:
+        q, k, v, i, f, c_initial, n_initial, m_initial: as in `chunkwise`.
+        sequence: chunkwise function without further arguments but return_last_states.
+        one_token: step function without further arguments but dtype_state.
+        dtype_state: of the state returned; fp64 for fp64 q.
+
+    Returns:
+        h [B, NH, S, DHHV] and the state after the last token.
+    """
+    dtype = _kept_dtype(q, dtype_state)
+    if q.shape[2] != 1:
+        h, last = sequence(q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states=True)
+        c, n, m = last
+        if dtype.itemsize == 2:
+            c, n, m = representable(c, n, m, dtype)
+        return h, (c.to(dtype), n.to(dtype), m.to(dtype))
+    if c_initial is None:
+        batch, heads, _, dim_qk = q.shape
+        c_initial = q.new_zeros(batch, heads, dim_qk, v.shape[-1], dtype=dtype)
+        n_initial, m_initial = c_initial[..., 0].contiguous(), c_initial[..., 0, :1].contiguous()
+    h, last = one_token(
+        q.squeeze(2),
+        k.squeeze(2),
+        v.squeeze(2),
+        i,
+        f,
+        c_initial,
+        n_initial,
+        m_initial,
+        dtype_state=dtype,
+    )
+    return h.unsqueeze(2), last
+
+
+def renamed(
+    function: Callable[..., Any],
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    igate: Tensor,
+    fgate: Tensor,
+    **rest: Any,
+) -> Any:
+    """Call `function` under the argument names of transformers' own xLSTM backend."""
+    return function(q=query, k=key, v=value, i=igate, f=fgate, **rest)
+
+
+def _check_tuning(tuning: dict[str, Any]) -> None:
+    unknown = sorted(set(tuning) - TUNING)
+    if unknown:
+        raise TypeError(f"unexpected arguments {', '.join(unknown)}")
+
+
+def _multiple(chunk_size: int) -> int:
+    """The next chunk size that the public functions take; the result does not depend on it."""
+    return -(-chunk_size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
+def _kept_dtype(q: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return state_dtype(q) if dtype == torch.float32 else dtype
+
+
+def _records(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether autograd records operations on the tensors; torch.compile follows this one."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _private(q: Tensor, state: MaybeTensor) -> MaybeTensor:
+    """A copy of a part of the state, in the dtype that the kernels read."""
+    return None if state is None else state.to(state_dtype(q), copy=True)
+
+
+def _handed_out(state: State) -> State:
+    c, n, m = state
+    return c.clone(), n.clone(), m.clone()
