@@ -227,15 +227,20 @@ __device__ inline void store_panels(uint32_t base, int first_row, const Tile& ti
     }
 }
 
+// Zeros units of 16 bytes, by one warp; before a lane of it arrives for all.
+__device__ inline void zero_units(uint4* units, int count) {
+    constexpr int kLanes = kArrivalsPerWarp == 1 ? 32 : 1;  // racecheck follows the arriving lane alone
+    if (kittens::laneid() >= kLanes) return;
+    for (int unit = kittens::laneid(); unit < count; unit += kLanes) units[unit] = {0, 0, 0, 0};
+}
+
 // Zeros the rows of a tile from `first_row` on, by one warp.
 template <class Tile> __device__ inline void zero_rows(Tile& tile, int first_row) {
     constexpr int kUnits =
         kPanelColumns * sizeof(typename Tile::dtype) / 16;  // of 16 bytes per row of a panel
     const int count = (Tile::rows - first_row) * kUnits;
-    for (int panel = 0; panel < Tile::cols / kPanelColumns; panel++) {
-        auto* rows = reinterpret_cast<uint4*>(&tile.data[(panel * Tile::rows + first_row) * kPanelColumns]);
-        for (int unit = kittens::laneid(); unit < count; unit += 32) rows[unit] = {0, 0, 0, 0};
-    }
+    for (int n = 0; n < Tile::cols / kPanelColumns; n++)
+        zero_units(reinterpret_cast<uint4*>(panel(tile, n) + first_row * kPanelColumns), count);
 }
 
 // Writes the transpose of a tile, converted to T, into a panel: this warp's 16 rows become its columns.
@@ -248,17 +253,6 @@ template <class T, class Tile> __device__ inline void store_transposed(uint32_t 
 #pragma unroll
         for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
         kittens::move<T2>::stsm4t(address + 16 * j * kPanelColumns * 2, x[0], x[1], x[2], x[3]);
-    }
-}
-
-// Zeros the rows [first_row, kChunk) of a tile, by one warp.
-template <class T, int kRows, int kColumns>
-__device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_row) {
-    constexpr int kUnits = kPanelColumns * sizeof(T) / 16;  // of 16 bytes per row of a panel
-    const int count = (kChunk - first_row) * kUnits;
-    for (auto& panel : tile.data) {
-        auto* rows = reinterpret_cast<uint4*>(panel[first_row]);
-        for (int unit = kittens::laneid(); unit < count; unit += 32) rows[unit] = {0, 0, 0, 0};
     }
 }
 
