@@ -56,6 +56,8 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the README's tables and th
 	@$(PY) -m tfla_tk compare $(ON_RECORD) --layout bsnd $(ARGS)
 	@$(PY) -m tfla_tk compare $(ON_RECORD) --forget-bias 12 $(ARGS)
 	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
+	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype fp32
+	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype bf16
 	@[ ! -f $(RECORD) ] || $(MAKE) tables
 
 .PHONY: tables

@@ -1,7 +1,7 @@
-"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation | train`.
+"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation | step | train`.
 
 `merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of the README;
-`ablation` times the schedules of the intra-chunk kernel; `train` compares loss curves.
+`ablation` times the schedules of the intra-chunk kernel, `step` one token; `train` compares loss curves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import ablation, compare, plots, readme, results, train
+from . import ablation, compare, plots, readme, results, step, train
 from .operators import OPERATORS
 from .shapes import MAIN, PASSES, parse_shapes
 
@@ -57,6 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("ablation", help="time the schedules of the intra-chunk kernel")
     compare.add_run_arguments(command)
     command.set_defaults(run=ablation.run)
+    command = commands.add_parser("step", help="time one token of mLSTM against the copy rate")
+    command.add_argument(
+        "--shapes",
+        type=compare.argument(parse_shapes),
+        metavar="SHAPES",
+        help="as compare takes them, T steps on states of their own (default: batch 1 to 256)",
+    )
+    compare.add_run_arguments(command)
+    command.set_defaults(run=step.run)
     command = commands.add_parser("train", help="train a language model on every backend, compare the curves")
     train.add_arguments(command)
     command.set_defaults(run=train.run)

@@ -178,11 +178,18 @@ def _intra(shape: Shape, itemsize: int) -> tuple[Cost, None]:
     return Cost(tiles * 2 * CHUNK**2 * dims / shape.T, 2 * itemsize * dims + 8), None
 
 
+def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
+    """Formulas per head and step of decoding: the state once in and once out, a token, two fp32 gates."""
+    state = shape.K * (shape.V + 1) + 1
+    return Cost(5 * shape.K * shape.V, 2 * itemsize * (state + shape.K + shape.V) + 8), None
+
+
 # three numbers: i, f and m; one: the log decay of the token; none: one decay per head
 COSTS: dict[str, PerToken] = {
     "mlstm_exp": _scalar_decay(3),
     "mlstm_sig": _scalar_decay(3),
     "mlstm_intra": _intra,
+    "mlstm_step": _step,
     "simple_gla": _scalar_decay(1),
     "retention": _scalar_decay(0),
     "gla": _gla,

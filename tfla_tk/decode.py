@@ -1,7 +1,7 @@
 """One token of mLSTM, with exponential and with sigmoid input gate: the public functions of decoding.
 
-Signatures follow mlstm_kernels' step functions; its tile parameters are not taken. There is no ThunderKittens
-step kernel yet: "auto" takes mlstm_kernels' Triton step where it serves the call, else the reference.
+Signatures follow mlstm_kernels' step functions; its tile parameters are not taken. The state is read once and
+written once (docs/mlstm-step.md).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tfla_tk import ops
 from tfla_tk.dispatch import choose, load_backend, operator
-from tfla_tk.memo import Memo, signature
+from tfla_tk.memo import Memo, is_direct, signature
 from tfla_tk.validation import MLSTMCall, check_mlstm_step
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
-_OPTIONS = ("sigmoid_gate", "normalize", "eps", "dtype_state", "backend")
+_OPTIONS = ("sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
 
 
 def _describe_exp(*, backend: str, **arguments: Any) -> tuple[str, MLSTMCall]:
@@ -41,6 +41,7 @@ def mlstm_step(
     eps: float = 1e-6,
     dtype_state: torch.dtype | None = None,
     *,
+    inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """One token of mLSTM with exponential input gate (mLSTMexp): the recurrence of `mlstm_chunkwise`.
@@ -52,27 +53,28 @@ def mlstm_step(
         v: value [B, NH, DHHV], q's dtype.
         i, f: pre-activations of input and forget gate [B, NH, 1], any floating dtype.
         c, n, m: state before the token [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1], any floating dtype;
-            not modified.
+            not modified, unless `inplace`.
         eps: added to the normaliser after the maximum; positive.
         dtype_state: dtype of the state returned; None for fp32 (fp64 for fp64 q, k, v). A state in 16 bits
             has its m rounded, and c and n rescaled to it: c e^m and n e^m, all that matters, keep their
             value up to their own rounding.
+        inplace: overwrite c, n and m with the state after the token and return them, each in its own dtype;
+            dtype_state is then None or theirs. Not where a gradient is recorded.
         backend: "auto" takes the first of tk, triton, reference that serves the call exactly
-            (`tfla_tk.which` says which and why). "triton" has no gradients. "tk" is so far the chunkwise
-            kernel over a sequence of one token, and is taken by name only.
+            (`tfla_tk.which` says which and why). "triton" has no gradients. "tk" takes them from the
+            chunkwise kernel over a sequence of one token, by name only; "tk:<schedule>" chooses that
+            kernel's, the step kernel has one.
 
     Returns:
-        h [B, NH, DHHV] in q's dtype and the state after the token (c, n, m), new tensors.
+        h [B, NH, DHHV] in q's dtype and the state after the token (c, n, m), new tensors unless `inplace`.
 
     Raises:
         TypeError, ValueError: bad arguments, before anything is computed.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
-    h, (c, n, m) = _run("mlstm_step", (q, k, v, i, f, c, n, m), (False, True, eps, dtype_state, backend))
-    kept = _state_dtype(q, dtype_state)
-    if kept.itemsize == 2:
-        c, n, m = representable(c, n, m, kept)
-    return h, (c.to(kept), n.to(kept), m.to(kept))
+    options = (False, True, eps, dtype_state, inplace, backend)
+    h, (c, n, m) = _run("mlstm_step", (q, k, v, i, f, c, n, m), options)
+    return h, (c, n, m)
 
 
 @operator(_describe_sig)
@@ -88,6 +90,7 @@ def mlstm_siging_step(
     dtype_state: torch.dtype | None = None,
     normalize: bool = True,
     *,
+    inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """One token of mLSTM with sigmoid input gate (mLSTMsig): the recurrence of `mlstm_siging_chunkwise`.
@@ -99,13 +102,11 @@ def mlstm_siging_step(
         normalize: divide by the normaliser; without it n is passed through.
 
     Returns:
-        h [B, NH, DHHV] in q's dtype and the state after the token (c, n), new tensors.
+        h [B, NH, DHHV] in q's dtype and the state after the token (c, n), new tensors unless `inplace`.
     """
-    options = (True, normalize, eps, dtype_state, backend)
-    h, state = _run("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
-    kept = _state_dtype(q, dtype_state)
-    c_next, n_next = state[0].to(kept), state[1].to(kept)
-    return h, (c_next, n_next.clone() if n_next is n else n_next)
+    options = (True, normalize, eps, dtype_state, inplace, backend)
+    h, (c, n) = _run("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
+    return h, (c, n)
 
 
 def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,23 +126,20 @@ def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[
     return c * scale[..., None], n * scale, kept
 
 
-def _state_dtype(q: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return ops.state_dtype(q) if dtype is None else dtype
-
-
 class _Plan(NamedTuple):
-    """How a step is served."""
+    """How a step is served; direct: the kernel is called without the op."""
 
     call: MLSTMCall
     backend: str
     variant: str | None
+    direct: bool
 
 
 _plans: Memo[_Plan] = Memo()
 
 
 def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Validate, choose the backend, apply: h and the next state in the backend's dtype.
+    """Validate, choose the backend, apply: h and the next state as the public function returns it.
 
     Args:
         op: name of the public function.
@@ -150,23 +148,61 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
     key = signature(tensors, options)
     plan = None if key is None else _plans.get(key)
     if plan is None:
-        arguments = dict(zip(_TENSORS + _OPTIONS, tensors + options, strict=True))
-        backend = arguments.pop("backend")
-        call = check_mlstm_step(**arguments)
-        plan = _Plan(call, *choose(op, "mlstm_step", call, backend))
+        plan = _make_plan(op, tensors, options, eager=key is not None)
         if key is not None:
             _plans.keep(key, plan)
-    if plan.backend == "tk":
-        return _chunk_of_one(plan, tensors)
-    result: tuple[Tensor, tuple[Tensor, ...]] = load_backend(plan.backend).mlstm_step(plan.call, *tensors)
-    return result
+    call, name, variant, direct = plan
+    *_, dtype_state, inplace, _ = options
+    kept = None if inplace else dtype_state or ops.state_dtype(tensors[0])
+    if name == "tk" and not call.requires_grad:
+        written = torch.float32 if kept == torch.float64 else kept
+        h, state = ops.mlstm_step(call, written, *tensors, direct=direct)
+        return h, state if written == kept else tuple(x.to(kept) for x in state)
+    if name == "tk":
+        h, state = _chunk_of_one(call, variant, tensors)
+    else:
+        h, state = load_backend(name).mlstm_step(call, *tensors)
+    return h, _as_stored(state, tensors[5 : 5 + len(state)], kept)
 
 
-def _chunk_of_one(plan: _Plan, tensors: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The chunkwise kernel over a sequence of one token."""
+def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> _Plan:
+    """Validate a step and choose its backend; `eager` says that nothing traces or intercepts it."""
+    arguments = dict(zip(_TENSORS + _OPTIONS, tensors + options, strict=True))
+    backend = arguments.pop("backend")
+    call = check_mlstm_step(**arguments)
+    name, variant = choose(op, "mlstm_step", call, backend)
+    if call.is_empty:
+        # nothing to launch
+        name, variant = "reference", None
+    return _Plan(call, name, variant, direct=eager and name == "tk" and is_direct(tensors))
+
+
+def _as_stored(
+    state: tuple[Tensor, ...], given: tuple[Tensor, ...], kept: torch.dtype | None
+) -> tuple[Tensor, ...]:
+    """A new state in the dtype that is kept, or over the given one where that is None."""
+    dtypes = [x.dtype if kept is None else kept for x in given]
+    if len(state) == 3 and dtypes[2].itemsize == 2:
+        state = representable(*state, dtypes[2])
+    if kept is not None:
+        # the sigmoid gate without normaliser hands n through
+        return tuple(
+            x.clone() if x is old and x.dtype == kept else x.to(kept)
+            for x, old in zip(state, given, strict=True)
+        )
+    for old, x in zip(given, state, strict=True):
+        if old is not x:
+            old.copy_(x)
+    return given
+
+
+def _chunk_of_one(
+    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The chunkwise kernel over a sequence of one token: it has gradients."""
     q, k, v, i, f, c, n, m = tensors
     q, k, v = (x.unsqueeze(2) for x in (q, k, v))
-    h, state = ops.mlstm(plan.call, plan.variant or "auto", q, k, v, i, f, c, n, m, None)
-    if plan.call.sigmoid_gate and not plan.call.normalize:
+    h, state = ops.mlstm(call, variant or "auto", q, k, v, i, f, c, n, m, None)
+    if call.sigmoid_gate and not call.normalize:
         state = (state[0], n)
     return h.squeeze(2), state

@@ -233,6 +233,7 @@ def check_mlstm_step(
     normalize: bool,
     eps: float,
     dtype_state: torch.dtype | None,
+    inplace: bool = False,
 ) -> MLSTMCall:
     """Check one mLSTM step and describe it as a call of one time step.
 
@@ -240,6 +241,7 @@ def check_mlstm_step(
         q, k: query and key [B, NH, DHQK]. v: value [B, NH, DHHV].
         i, f: gate pre-activations [B, NH, 1].
         c, n, m: state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1]; m is None with the sigmoid gate.
+        inplace: the state will be overwritten.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
@@ -273,6 +275,14 @@ def check_mlstm_step(
     check_eps(eps)
     if dtype_state is not None and dtype_state not in FLOAT_DTYPES:
         fail("dtype_state", "None or one of float16, bfloat16, float32, float64", dtype_state)
+    requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, i, f, c, n))
+    check_bool("inplace", inplace)
+    if inplace and requires_grad:
+        fail("inplace", "False where a gradient is recorded (torch.no_grad() records none)", inplace)
+    if inplace and dtype_state is not None:
+        for name, t in (("c", c), ("n", n), ("m", m)):
+            if t is not None and t.dtype != dtype_state:
+                fail("dtype_state", f"None or {t.dtype}, the dtype of {name}, in place", dtype_state)
     return MLSTMCall(
         device=q.device,
         dtype=q.dtype,
@@ -287,7 +297,7 @@ def check_mlstm_step(
         return_last_states=True,
         has_initial_state=True,
         varlen=False,
-        requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, i, f, c, n)),
+        requires_grad=requires_grad,
         chunk_size=CHUNK_MULTIPLE,
         eps=float(eps),
     )

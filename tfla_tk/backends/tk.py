@@ -20,15 +20,14 @@ from tfla_tk.validation import MLSTMCall
 HOPPER = (9, 0)
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _GATE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class DType of params.h
+_GRID_LIMIT = 65535  # CTAs along a grid's second and third dimension
 _ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
 
 
 def supports_mlstm(call: MLSTMCall) -> Support:
     """Whether the mLSTM kernels serve a call. CUDA is only touched for calls on a CUDA device."""
     if call.device.type != "cuda":
-        return Support(
-            False, f"the kernels run on a GPU, the tensors are on {call.device}", "move them to a GPU"
-        )
+        return _not_on_a_gpu(call.device)
     if call.dtype not in _OPERAND_DTYPES:
         return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
     if (
@@ -47,13 +46,35 @@ def supports_mlstm(call: MLSTMCall) -> Support:
 
 
 def supports_mlstm_step(call: MLSTMCall) -> Support:
-    """Whether a step can be had here: by name, from the chunkwise kernel over a sequence of one token."""
-    support = supports_mlstm(call)
-    if not support.ok:
-        return support
-    return Support(
-        True, "there is no step kernel yet, only the chunkwise one over one token", "name it", auto=False
-    )
+    """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name."""
+    if call.requires_grad:
+        support = supports_mlstm(call)
+        if not support.ok:
+            return support
+        reason = "its step has no gradients, they come from the chunkwise kernel over one token"
+        return Support(True, reason, "name it, or use torch.no_grad()", auto=False)
+    if call.device.type != "cuda":
+        return _not_on_a_gpu(call.device)
+    if call.dtype == torch.float64:
+        return Support(
+            False, "q, k, v are torch.float64", "use torch.float32, torch.bfloat16 or torch.float16"
+        )
+    if call.dim_qk > instances.MAX_DIM_QK or call.dim_v > instances.MAX_DIM_V:
+        return Support(
+            False,
+            f"head dims are {call.dim_qk}/{call.dim_v}",
+            f"use at most {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
+        )
+    if max(call.batch, call.heads) > _GRID_LIMIT:
+        return Support(
+            False, f"batch and heads are {call.batch} and {call.heads}", f"use at most {_GRID_LIMIT} of each"
+        )
+    reason, remedy = _device_fault(call.device.index)
+    return Support(False, reason, remedy) if reason else SUPPORTED
+
+
+def _not_on_a_gpu(device: torch.device) -> Support:
+    return Support(False, f"the kernels run on a GPU, the tensors are on {device}", "move them to a GPU")
 
 
 def _device_fault(index: int | None) -> tuple[str, str]:

@@ -62,6 +62,12 @@ def mlstm_bwd() -> Instance:
 
 
 @functools.cache
+def mlstm_step() -> Instance:
+    """One token of mLSTM, for all head dims and dtypes."""
+    return Instance("mlstm_step", "mlstm/mlstm_step.cu", (), "bindings_step.cpp")
+
+
+@functools.cache
 def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
     """A pass of the mLSTM backward, by the smallest tile that holds its operands, else the largest slice.
 
@@ -122,4 +128,5 @@ def shipped_instances() -> list[Instance]:
         *(mlstm_fwd(qk, v) for qk, v in MLSTM_TILES),
         *(_pass_instance(keys, v) for keys, v in PASS_TILES),
         mlstm_bwd(),
+        mlstm_step(),
     ]

@@ -66,10 +66,13 @@ class FakeTk(ModuleType):
 
 @pytest.fixture(autouse=True)
 def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
-    """Replaces tfla_tk.backends.tk, which asks the machine; by default it refuses every call."""
+    """Replaces tfla_tk.backends.tk and tk_step, which ask the machine; by default it refuses every call."""
     mlstm._plans.clear()
     decode._plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(tfla_tk.backends, "tk", module, raising=False)
+    step = ModuleType("tfla_tk.backends.tk_step")
+    step.mlstm_step, step.mlstm_step_ = ops._step_cpu, ops._step_in_place_cpu
+    for name, fake in (("tk", module), ("tk_step", step)):
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+        monkeypatch.setattr(tfla_tk.backends, name, fake, raising=False)
     return module

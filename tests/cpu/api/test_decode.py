@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 import tfla_tk
 from tfla_tk import UnsupportedError, mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_siging_step, mlstm_step
@@ -18,6 +19,7 @@ from tfla_tk.decode import representable
 from tfla_tk.validation import check_mlstm_step
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
+STEP, STEP_IN_PLACE = torch.ops.tfla_tk.mlstm_step.default, torch.ops.tfla_tk.mlstm_step_.default
 
 
 @pytest.fixture
@@ -186,27 +188,135 @@ def test_triton_step(token: Token, gpu: None, changes: dict[str, Any], refusal: 
     assert refusal is None or (refusal in support.reason and support.remedy)
 
 
-def test_tk_step_is_by_name_only(token: Token, gpu: None, fake_tk: Any) -> None:
-    """auto prefers the Triton step to the chunkwise kernel over one token; by name it serves."""
-    inputs = token(torch.bfloat16)
-    support = tk.supports_mlstm_step(on_gpu(inputs))
-    assert support.ok and not support.auto and "no step kernel yet" in support.reason
-    assert not tk.supports_mlstm_step(on_gpu(token())).ok
+def test_tk_serves_steps_first(token: Token, gpu: None, fake_tk: Any) -> None:
+    support = tk.supports_mlstm_step(on_gpu(token(torch.bfloat16)))
+    assert support.ok and support.auto and not support.reason
     fake_tk.verdict = support
-    assert tfla_tk.which("mlstm_step", **inputs).backend == "reference"
-    expected = mlstm_step(**inputs)
-    h, state = mlstm_step(**inputs, backend="tk")  # the op computes the reference on a CPU
+    inputs = token(torch.bfloat16)
+    assert tfla_tk.which("mlstm_step", **inputs).backend == "tk"
+    expected = mlstm_step(**inputs, backend="reference")
+    h, state = mlstm_step(**inputs)  # the op computes the reference on a CPU
     torch.testing.assert_close((h, *state), (expected[0], *expected[1]))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_come_from_the_chunkwise_kernel_by_name(
+    token: Token, gpu: None, fake_tk: Any, normalize: bool
+) -> None:
+    inputs = token(torch.bfloat16)
+    support = tk.supports_mlstm_step(on_gpu(inputs, requires_grad=True))
+    assert support.ok and not support.auto and "chunkwise kernel over one token" in support.reason
+    assert not tk.supports_mlstm_step(on_gpu(token(), requires_grad=True)).ok  # it takes no fp32
     del inputs["m"]
-    for normalize in (True, False):
-        found = mlstm_siging_step(**inputs, normalize=normalize, backend="tk:pingpong")
-        want = mlstm_siging_step(**inputs, normalize=normalize)
-        torch.testing.assert_close((found[0], *found[1]), (want[0], *want[1]))
+    fake_tk.verdict = support
+    inputs["q"].requires_grad_()
+    assert tfla_tk.which("mlstm_siging_step", **inputs).backend == "reference"
+    found = mlstm_siging_step(**inputs, normalize=normalize, backend="tk:pingpong")
+    want = mlstm_siging_step(**inputs, normalize=normalize)
+    torch.testing.assert_close((found[0], *found[1]), (want[0], *want[1]))
+    torch.autograd.grad(found[0].float().sum(), inputs["q"])
 
 
-def test_a_later_step_kernel_is_taken_first(token: Token, fake_tk: Any) -> None:
+@pytest.fixture(params=["reference", "tk"])
+def backend(request: pytest.FixtureRequest, fake_tk: Any) -> str:
+    """tk is the op on the CPU."""
     fake_tk.verdict = tfla_tk.Support(True)
-    assert tfla_tk.which("mlstm_step", **token()).backend == "tk"
+    return request.param
+
+
+@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16", "float32", "bfloat16"), ("float16",) * 3])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_in_place(token: Token, backend: str, dtypes: tuple[str, ...], contiguous: bool) -> None:
+    """The given tensors hold what a step otherwise returns, each part in its own dtype."""
+    inputs = token(torch.bfloat16)
+    kinds = [getattr(torch, name) for name in dtypes]
+    state = [inputs.pop(name).to(kind) for name, kind in zip("cnm", kinds, strict=True)]
+    if not contiguous:
+        state = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in state]
+    before = [x.clone() for x in state]
+    h, expected = mlstm_step(**inputs, **dict(zip("cnm", before, strict=True)), backend="reference")
+    found, returned = mlstm_step(
+        **inputs, **dict(zip("cnm", state, strict=True)), inplace=True, backend=backend
+    )
+    assert all(x is y for x, y in zip(returned, state, strict=True))
+    assert [x.dtype for x in state] == kinds
+    torch.testing.assert_close(found, h)
+    memory, truth = (x[0].double() * x[2].double()[..., None].exp() for x in (state, expected))
+    assert (memory - truth).norm() < (1e-6 if kinds[0] == torch.float32 else 4e-3) * truth.norm()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_siging_in_place(token: Token, backend: str, normalize: bool) -> None:
+    inputs = token(torch.bfloat16)
+    del inputs["m"]
+    expected = mlstm_siging_step(**inputs, normalize=normalize, backend="reference")
+    n_before = inputs["n"].clone()
+    h, (c, n) = mlstm_siging_step(**inputs, normalize=normalize, inplace=True, backend=backend)
+    assert c is inputs["c"] and n is inputs["n"]
+    torch.testing.assert_close((h, c, n), (expected[0], *expected[1]))
+    assert torch.equal(n, n_before) != normalize
+
+
+@pytest.mark.parametrize("dtype_state", [None, torch.float16, torch.bfloat16, torch.float64])
+def test_dtype_of_the_state_returned(token: Token, backend: str, dtype_state: torch.dtype | None) -> None:
+    inputs = token(torch.bfloat16)
+    _, state = mlstm_step(**inputs, dtype_state=dtype_state, backend=backend)
+    assert {x.dtype for x in state} == {dtype_state or torch.float32}
+    _, expected = mlstm_step(**inputs, dtype_state=dtype_state, backend="reference")
+    torch.testing.assert_close(state, expected)
+
+
+def test_in_place_is_refused(token: Token) -> None:
+    with pytest.raises(TypeError, match="inplace: expected a bool"):
+        mlstm_step(**token(), inplace=1)
+    with pytest.raises(ValueError, match=r"dtype_state: expected None or torch.float32, the dtype of c"):
+        mlstm_step(**token(), inplace=True, dtype_state=torch.bfloat16)
+    inputs = token()
+    inputs["q"].requires_grad_()
+    with pytest.raises(ValueError, match="inplace: expected False where a gradient is recorded"):
+        mlstm_step(**inputs, inplace=True)
+    with torch.no_grad():
+        mlstm_step(**inputs, inplace=True)
+
+
+def test_no_head_at_all(token: Token, fake_tk: Any) -> None:
+    fake_tk.verdict = tfla_tk.Support(True)
+    inputs = {name: x[:0] for name, x in token().items()}
+    h, (c, _, _) = mlstm_step(**inputs, backend="tk")
+    assert h.shape == (0, 2, 32) and c.shape == (0, 2, 16, 32)
+
+
+def arguments(token: dict[str, Tensor], sigmoid_gate: bool, *rest: Any) -> tuple[Any, ...]:
+    """Of the ops."""
+    tensors = [token[name] for name in NAMES]
+    return (*tensors[:7], None if sigmoid_gate else tensors[7], sigmoid_gate, True, 1e-6, *rest)
+
+
+@pytest.mark.parametrize("sigmoid_gate", [False, True])
+def test_opcheck(token: Token, sigmoid_gate: bool) -> None:
+    """Schemas, fake tensors, and what the ops write."""
+    for kind in (torch.float32, torch.bfloat16):
+        opcheck(STEP, arguments(token(torch.bfloat16), sigmoid_gate, kind))
+    inputs = token(torch.bfloat16)
+    opcheck(STEP_IN_PLACE, arguments(inputs, sigmoid_gate))
+    inputs["c"] = inputs["c"].bfloat16()
+    opcheck(STEP_IN_PLACE, arguments(inputs, sigmoid_gate))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_compile_the_op(token: Token, fake_tk: Any, inplace: bool) -> None:
+    fake_tk.verdict = tfla_tk.Support(True)
+    inputs, again = token(torch.bfloat16), token(torch.bfloat16)
+
+    def step(**x: Tensor) -> Any:
+        h, (c, n, m) = mlstm_step(**x, inplace=inplace, backend="tk")
+        return 2 * h, c + 1, n, m
+
+    expected = step(**inputs)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**again), expected)
+    for name in "cnm":
+        torch.testing.assert_close(again[name], inputs[name])
 
 
 def test_the_triton_step_gets_what_it_takes(token: Token, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from tfla_tk.build.instances import (
     mlstm_fwd,
     mlstm_intra,
     mlstm_pass,
+    mlstm_step,
     shipped_instances,
 )
 
@@ -74,7 +75,7 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
         forward.add(mlstm_fwd(*dims))
         passes |= {mlstm_pass(*call) for call in passes_of(*dims)}
     assert (len(forward), len(passes)) == (len(MLSTM_TILES), len(PASS_TILES))
-    assert shipped == forward | passes | {mlstm_bwd()}
+    assert shipped == forward | passes | {mlstm_bwd(), mlstm_step()}
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:

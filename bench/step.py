@@ -1,0 +1,140 @@
+"""`python -m tfla_tk.bench step`: one token of mLSTM, against mlstm_kernels' Triton step and the copy rate.
+
+A call makes T steps, each on a state of its own, as a model of T layers does for one token: at T = 32 even
+the states of batch 1 are more than the L2 cache holds. The column "roofline" is the share of the copy rate
+that was measured in the same run. q, k, v, h and the state are of the run's dtype, m among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk import mlstm_step, reference
+from tfla_tk.backends import triton
+from tfla_tk.errors import UnsupportedError
+
+from .compare import Contest, carry_out
+from .inputs import FORGET_BIAS
+from .operators import Operator
+from .shapes import Shape
+from .variants import Variant
+
+STEP = "mlstm_step"
+IN_PLACE = "tk:in_place"
+SHAPES = (
+    Shape(64, 1, 8, 256, 512),
+    Shape(256, 1, 8, 256, 512),
+    Shape(64, 1, 16, 128, 256),
+    Shape(8, 8, 8, 256, 512),
+    Shape(1, 32, 8, 256, 512),
+)
+
+
+def step_inputs(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bnsd",
+    seed: int = 0,
+    forget_bias: float = FORGET_BIAS,
+) -> dict[str, Tensor]:
+    """q, k, v, i, f and c, n, m of T steps, N(0, 1), f + forget_bias.
+
+    Args:
+        dtype: of q, k, v and of the state. layout: has no meaning for one token.
+
+    Returns:
+        Tensors [B, NH, T, ...], those of one step contiguous in memory.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    dims: dict[str, tuple[int, ...]]
+    dims = {"q": (shape.K,), "k": (shape.K,), "v": (shape.V,), "i": (1,), "f": (1,)}
+    dims |= {"c": (shape.K, shape.V), "n": (shape.K,), "m": (1,)}
+    found = {}
+    for name, own in dims.items():
+        kind = torch.float32 if name in "if" else dtype
+        sizes = (shape.T, shape.B, shape.H, *own)
+        found[name] = torch.randn(sizes, generator=generator, dtype=kind, device=device).movedim(0, 2)
+    found["f"] += forget_bias
+    return found
+
+
+class StepOperator(Operator):
+    """T steps of mLSTMexp; in place they go on from the state that the call before left."""
+
+    def call(self, backend: str, *tensors: Tensor) -> Tensor:
+        """h [B, NH, T, V] of "tk", "tk:in_place", "triton" or "reference"."""
+        state = _own_copy(tensors[5:]) if backend == IN_PLACE else tensors[5:]
+        outputs = []
+        for q, k, v, i, f, c, n, m in zip(*(t.unbind(2) for t in (*tensors[:5], *state)), strict=True):
+            if backend == "triton":
+                h = _triton_step(q, k, v, i, f, c, n, m)
+            elif backend == IN_PLACE:
+                h, _ = mlstm_step(q, k, v, i, f, c, n, m, inplace=True, backend="tk")
+            else:
+                h, _ = mlstm_step(q, k, v, i, f, c, n, m, dtype_state=c.dtype, backend=backend)
+            outputs.append(h)
+        return outputs[0].unsqueeze(2) if len(outputs) == 1 else torch.stack(outputs, dim=2)
+
+
+_copies: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+
+
+def _own_copy(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A copy of the given state, made on the first call with it, for steps in place."""
+    key = tuple((x.data_ptr(), x.shape, x.dtype) for x in state)
+    if key not in _copies:
+        _copies.clear()
+        _copies[key] = tuple(x.movedim(2, 0).clone().movedim(0, 2) for x in state)
+    return _copies[key]
+
+
+def _triton_step(*tensors: Tensor) -> Tensor:
+    """mlstm_kernels' step as its users call it, the state in the dtype it has."""
+    missing = triton.MLSTM_KERNELS_MISSING
+    if missing is not None:
+        raise UnsupportedError("triton's step", missing.reason, missing.remedy)
+    module = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")
+    h: Tensor
+    h, _ = module.mlstm_recurrent_step__triton(*tensors, eps=1e-6, dtype_state=tensors[5].dtype)
+    return h
+
+
+def step_truth(*tensors: Tensor, chunk_size: int) -> Tensor:
+    """h [B, NH, T, V] of the recurrence."""
+    steps = zip(*(t.unbind(2) for t in tensors), strict=True)
+    return torch.stack([reference.mlstm_step(*x)[0] for x in steps], dim=2)
+
+
+OPERATOR = StepOperator(STEP, STEP, step_inputs, step_truth)
+VARIANTS = (
+    Variant("tk", "tk"),
+    Variant(IN_PLACE, IN_PLACE),
+    Variant("triton", "triton"),
+    Variant("reference", "reference"),
+)
+
+
+def contests(shapes: tuple[Shape, ...]) -> list[Contest]:
+    """Every variant at each of the shapes; without a GPU the reference alone."""
+    variants = VARIANTS if torch.cuda.is_available() else VARIANTS[-1:]
+    return [Contest(OPERATOR, "fwd", shape, variants) for shape in shapes]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time the steps with the options of `compare.add_run_arguments`; returns the exit status.
+
+    Raises:
+        ValueError: options that do not go together.
+    """
+    on_gpu = torch.cuda.is_available()
+    shapes = args.shapes or (SHAPES if on_gpu else (Shape(2, 3, 2, 16, 32),))
+    try:
+        return carry_out(args, contests(shapes[:1] if args.quick else shapes), on_gpu=on_gpu)
+    finally:
+        _copies.clear()

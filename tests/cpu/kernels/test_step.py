@@ -1,0 +1,317 @@
+"""The mLSTM step without a GPU: what is handed to the kernel, its formula, its module, its compilation."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tfla_tk import build, env, reference
+from tfla_tk.backends import tk, tk_step
+from tfla_tk.build import builder, sources
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
+
+from .test_support import CALL
+
+B, NH, K, V = 2, 3, 64, 128
+SHAPES = {"q": (K,), "k": (K,), "v": (V,), "i": (1,), "f": (1,), "c": (K, V), "n": (K,), "m": (1,)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# of a module's mlstm_step, as bindings_step.cpp names them
+ARGUMENTS = (
+    *("q", "k", "v", "i", "f", "before", "after", "h", "tiling", "sizes", "scale", "eps"),
+    *("sigmoid_gate", "normalize", "in_place", "device", "stream"),
+)
+
+
+class Launches(list[SimpleNamespace]):
+    """Stands for the kernel's module and records its launches."""
+
+    def load(self, instance: build.Instance) -> Launches:
+        assert instance == mlstm_step()
+        return self
+
+    def mlstm_step(self, *arguments: Any) -> None:
+        self.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True))))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    recorder = Launches()
+    monkeypatch.setattr(build, "load", recorder.load)
+    monkeypatch.setattr(tk_step, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tk_step, "_current_stream", lambda device: 7)
+    return recorder
+
+
+def token(dtype: torch.dtype = torch.bfloat16, state: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(B, NH, *shape, dtype=dtype if name in "qkv" else state)
+        for name, shape in SHAPES.items()
+    }
+
+
+OPTIONS = (False, True, 1e-6)
+
+
+def addresses(state: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    pointers = (0 if x is None else x.data_ptr() for x in state)
+    return *pointers, *(0 if x is None else CODES[x.dtype] for x in state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(DTYPES, DTYPES)))
+def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: Launches) -> None:
+    x = token(dtype, before)
+    h, *state = tk_step.mlstm_step(*x.values(), *OPTIONS, after)
+    (launch,) = launches
+    assert (h.shape, h.dtype, h.data_ptr()) == ((B, NH, V), dtype, launch.h)
+    assert [(t.shape, t.dtype) for t in state] == [(x[name].shape, after) for name in "cnm"]
+    assert launch.after == addresses(tuple(state)) and not launch.in_place
+    if {before, after} == {torch.bfloat16, torch.float16}:
+        assert launch.before[0] != x["c"].data_ptr() and launch.before[3] == 0  # widened before
+        assert launch.before[1:3] == (x["n"].data_ptr(), x["m"].data_ptr())
+    else:
+        assert launch.before == addresses((x["c"], x["n"], x["m"]))
+    width = 8 if before.itemsize == 2 and after == before else 4
+    assert launch.tiling[1] == width
+    assert launch.sizes == (B, NH, K, V) and launch.stream == 7 and launch.device == -1
+    assert (launch.scale, launch.eps) == (K**-0.5, 1e-6)
+    assert (launch.sigmoid_gate, launch.normalize) == (False, True)
+
+
+def test_tokens_are_read_where_they_lie(launches: Launches) -> None:
+    """Any strides: heads of a fused projection, the only token of a sequence, every second number."""
+    x = token()
+    fused = torch.zeros(B, NH, 2 * K + V, dtype=torch.bfloat16)
+    x["q"], x["k"], x["v"] = fused.split((K, K, V), dim=-1)
+    x["i"] = torch.zeros(B, NH, 5).transpose(0, 1).contiguous().transpose(0, 1)[..., 4:]
+    x["f"] = torch.zeros(B, 1, 1, dtype=torch.float16).expand(B, NH, 1)
+    tk_step.mlstm_step(*x.values(), *OPTIONS, torch.float32)
+    for name in ("q", "k", "v", "i", "f"):
+        assert getattr(launches[0], name) == (x[name].data_ptr(), *x[name].stride(), CODES[x[name].dtype])
+    x["i"] = x["i"].double()
+    x["q"] = torch.zeros(B, NH, 2 * K, dtype=torch.bfloat16)[..., ::2]
+    tk_step.mlstm_step(*x.values(), *OPTIONS, torch.float32)
+    assert launches[1].i[4] == 0 and launches[1].q[3] == 2
+
+
+def test_in_place(launches: Launches) -> None:
+    x = token()
+    x["c"], x["m"] = x["c"].bfloat16(), x["m"].half()
+    tk_step.mlstm_step_(*x.values(), *OPTIONS)
+    (launch,) = launches
+    assert launch.before == launch.after == addresses((x["c"], x["n"], x["m"]))
+    assert launch.in_place and launch.tiling[1] == 8
+
+
+def test_in_place_on_what_the_kernel_cannot_write(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy is updated, and copied back; what the kernel can write is written by it."""
+    x = token()
+    x["c"] = torch.zeros(B, NH, V, K).mT
+    x["n"] = x["n"].double()
+    monkeypatch.setattr(
+        Launches, "mlstm_step", lambda self, *a: self.append(dict(zip(ARGUMENTS, a, strict=True)))
+    )
+    written: list[Tensor] = []
+    readable = tk_step._readable
+
+    def note(t: Tensor) -> Tensor:
+        written.append(readable(t))
+        if written[-1] is not t:
+            written[-1].fill_(3.0)
+        return written[-1]
+
+    monkeypatch.setattr(tk_step, "_readable", note)
+    tk_step.mlstm_step_(*x.values(), *OPTIONS)
+    assert launches[0]["before"] == addresses(tuple(written))
+    assert [float(x[name].mean()) for name in "cnm"] == [3.0, 3.0, 0.0]
+    assert launches[0]["before"][2] == x["m"].data_ptr()
+
+
+def test_sigmoid_gate_has_no_m(launches: Launches) -> None:
+    x = token()
+    for normalize in (True, False):
+        *_, m = tk_step.mlstm_step(*x.values(), True, normalize, 1e-6, torch.float32)
+        assert m is None
+        launch = launches[-1]
+        assert launch.before[2] == launch.after[2] == 0
+        assert (launch.sigmoid_gate, launch.normalize) == (True, normalize)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_vectors_do_not_fit(dtype: torch.dtype, launches: Launches) -> None:
+    x = token(state=dtype)
+    x["c"] = torch.zeros(B * NH * K * V + 1, dtype=dtype)[1:].view(B, NH, K, V)  # shifted by one number
+    tk_step.mlstm_step_(*x.values(), *OPTIONS)
+    x["c"], x["v"] = torch.zeros(B, NH, K, 31, dtype=dtype), torch.zeros(B, NH, 31)
+    tk_step.mlstm_step_(*x.values(), *OPTIONS)
+    assert [launch.tiling[1] for launch in launches] == [1, 1]
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 114, 132])
+def test_lanes(multiprocessors: int) -> None:
+    """A head never takes more slices than a cluster has CTAs; a small batch takes more than a large one."""
+    for width, dim_v in itertools.product((1, 4, 8), range(1, MAX_DIM_V + 1)):
+        if dim_v % width:
+            continue
+        found = [tk_step._lanes(heads, dim_v, width, multiprocessors) for heads in (1, 8, 64, 4096)]
+        assert found == sorted(found)
+        for lanes in found:
+            assert lanes in (1, 2, 4, 8, 16, 32)
+            assert -(-dim_v // (lanes * width)) <= tk_step._MAX_SLICES
+        assert found[-1] == 32 or found[-1] * width >= dim_v
+    assert tk_step._lanes(8, 512, 4, 132) == 8  # 128 CTAs
+    assert tk_step._lanes(8, 512, 8, 132) == 4
+    assert tk_step._lanes(512, 512, 4, 132) == 32
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16, 32])
+def test_every_element_has_one_thread(lanes: int, width: int) -> None:
+    """The kernel's indices in Python."""
+    threads, in_flight = 256, 8
+    dim_qk, dim_v = 37, 3 * width * lanes - width
+    groups, columns = threads // lanes, lanes * width
+    count = torch.zeros(dim_qk, dim_v, dtype=torch.int)
+    for slice_ in range(-(-dim_v // columns)):
+        for thread in range(threads):
+            column = slice_ * columns + thread % lanes * width
+            for base in range(thread // lanes, dim_qk, in_flight * groups):
+                for row in range(base, base + in_flight * groups, groups):
+                    if column < dim_v and row < dim_qk:
+                        count[row, column : column + width] += 1
+    assert (count == 1).all()
+
+
+def test_constants_agree_with_the_sources() -> None:
+    text = (sources.kernels_root() / "include/tfla_tk/params_step.h").read_text()
+    assert f"kStepMaxKeys = {MAX_DIM_QK}, kStepMaxSlices = {tk_step._MAX_SLICES};" in text
+
+
+# the formula
+
+
+def step_by_factors(x: dict[str, Tensor], stored: torch.dtype, eps: float) -> tuple[Tensor, ...]:
+    """`step_factors` and what the kernel does with them, in fp64 but for m, which is `stored`'s."""
+    q, k, v, i, f, c, n, m = x.values()
+    log_f = logsigmoid(f)
+    exact = torch.maximum(log_f + m, i)
+    unit = exact.float().to(stored).double()
+    decay, write = torch.exp(log_f + m - unit), torch.exp(i - unit)
+    floor, eps = torch.exp(-unit), eps * torch.exp(exact - unit)
+    c = decay[..., None] * c + (k * write)[..., None] * v[..., None, :]
+    n = decay * n + write * k
+    scale = q.shape[-1] ** -0.5
+    d = scale * (q * n).sum(-1, keepdim=True)
+    h = scale * (q[..., None, :] @ c)[..., 0, :] / (torch.maximum(d.abs(), floor) + eps)
+    return h, c, n, unit
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("gates", [(0.0, 3.0), (80.0, 3.0), (-80.0, -80.0), (1e4, -1e4), (-1e4, 1e4)])
+def test_m_as_it_is_stored_changes_nothing_else(stored: torch.dtype, gates: tuple[float, float]) -> None:
+    """h, C e^m and n e^m do not depend on how m is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    x = {
+        name: torch.randn(B, NH, *shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+    x["i"] += gates[0]
+    x["f"] += gates[1]
+    x["m"] = 3 * x["m"] + 7
+    h, (c, n, m) = reference.mlstm_step(*x.values(), eps=0.1)
+    found, c_next, n_next, unit = step_by_factors(x, stored, eps=0.1)
+    assert torch.equal(unit.to(stored).double(), unit)
+    torch.testing.assert_close(found, h, rtol=1e-9, atol=1e-12)
+    change = torch.exp(unit - m)
+    torch.testing.assert_close(c_next * change[..., None], c, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(n_next * change, n, rtol=1e-9, atol=1e-12)
+
+
+# support
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(1, 1), (17, 31), (MAX_DIM_QK, MAX_DIM_V)])
+def test_serves(dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None:
+    verdict = tk.supports_mlstm_step(replace(CALL, dtype=dtype, dim_qk=dims[0], dim_v=dims[1]))
+    assert verdict.ok and verdict.auto and not verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "remedy"),
+    [
+        ({"device": torch.device("cpu")}, "the tensors are on cpu", "move them to a GPU"),
+        ({"dtype": torch.float64}, "q, k, v are torch.float64", "use torch.float32"),
+        ({"dim_qk": 257}, "head dims are 257/256", "use at most 256/512"),
+        ({"dim_v": 513}, "head dims are 128/513", "use at most 256/512"),
+        ({"batch": 1 << 16}, "batch and heads are 65536 and 2", "use at most 65535"),
+        ({"requires_grad": True, "dtype": torch.float32}, "q, k, v are torch.float32", "torch.bfloat16"),
+    ],
+)
+def test_refuses(change: dict[str, object], reason: str, remedy: str, hopper: None) -> None:
+    verdict = tk.supports_mlstm_step(replace(CALL, **change))  # type: ignore[arg-type]
+    assert not verdict.ok and reason in verdict.reason and remedy in verdict.remedy
+
+
+def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    verdict = tk.supports_mlstm_step(CALL)
+    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
+
+
+# compiled
+
+
+def test_ptxas_reports_no_fault(compile_once: Callable[[build.Instance], Any]) -> None:
+    compiled = compile_once(mlstm_step())
+    build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
+    entries = build.parse_ptxas_log(compiled.ptxas_log)
+    registers = {
+        re.search(r"mlstm_step_kernelI(\w+?)EEv", entry.function)[1]: entry.registers for entry in entries
+    }
+    # fp32, two dtypes of 16 bits, both ways to and from fp32; by vectors and by numbers
+    assert len(registers) == 2 * 7
+    # three CTAs of 256 threads on a multiprocessor, two where the state becomes narrower
+    assert max(count for name, count in registers.items() if not name.startswith("f") or "ff" in name) <= 80
+    assert max(registers.values()) <= 128
+
+
+def test_the_module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THUNDERKITTENS_ROOT", str(build.find_thunderkittens(clone=False).root))
+        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(builder, "_loaded", {})
+        module = build.load(mlstm_step())
+    assert (module.MAX_KEYS, module.MAX_SLICES) == (MAX_DIM_QK, tk_step._MAX_SLICES)
+    row, state = (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
+    options = (0.125, 1e-6, False, True, True, 0, 0)
+
+    def launch(lanes: int = 32, width: int = 4, dim_qk: int = 64, before: tuple[int, ...] = state) -> None:
+        sizes = (1, 1, dim_qk, 64)
+        module.mlstm_step(*([row] * 5), before, state, 16, (lanes, width), sizes, *options)
+
+    for fault in ({"lanes": 3}, {"lanes": 64}, {"dim_qk": 257}):
+        with pytest.raises(ValueError, match="no kernel for these lanes or this many keys"):
+            launch(**fault)
+    if torch.cuda.is_available():
+        return  # the launch would be real
+    with pytest.raises(RuntimeError, match="mlstm_step: CUDA driver version is insufficient"):
+        launch()

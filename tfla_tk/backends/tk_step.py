@@ -1,0 +1,157 @@
+"""One token of mLSTM by the step kernel, from tensors: one launch, whatever strides q, k and v have.
+
+The state is read once and written once. docs/mlstm-step.md tells how the kernel shares it among its threads.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends.tk import _GATE_DTYPES, _current_stream, _gate, _multiprocessors, _pointer
+from tfla_tk.build import instances
+from tfla_tk.ops import MaybeTensor
+
+_VECTOR = 16  # bytes of a thread's load
+_MOST_LANES, _FEWEST_LANES = 32, 4  # threads side by side in a row of C
+_MAX_SLICES = 16  # kStepMaxSlices of params_step.h
+_FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
+
+State = tuple[Tensor, Tensor, MaybeTensor]
+
+
+def mlstm_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    dtype_state: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
+    """Launch one step on the current stream; arguments and results are those of tfla_tk::mlstm_step.
+
+    m is None with the sigmoid gate.
+
+    Raises:
+        BuildError: The kernel is not compiled yet and cannot be.
+        RuntimeError: The launch was refused.
+    """
+    c = c if dtype_state in (c.dtype, torch.float32) or c.dtype == torch.float32 else c.float()
+    before = (_readable(c), _readable(n), None if sigmoid_gate or m is None else _readable(m))
+    after = (
+        torch.empty_like(before[0], dtype=dtype_state),
+        torch.empty_like(before[1], dtype=dtype_state),
+        None if before[2] is None else torch.empty_like(before[2], dtype=dtype_state),
+    )
+    h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps)
+    return h, *after
+
+
+def mlstm_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    """`mlstm_step` that writes the state over the one it read, each part in its own dtype; returns h."""
+    given = (c, n, None if sigmoid_gate else m)
+    state = (_readable(c), _readable(n), None if given[2] is None else _readable(given[2]))
+    h = _launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps)
+    for target, result in zip(given, state, strict=True):
+        if target is not None and result is not None and result is not target:
+            target.copy_(result)
+    return h
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    before: State,
+    after: State,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    batch, heads, dim_qk = q.shape
+    dim_v = v.shape[-1]
+    device = q.get_device()
+    kernel = build.load(instances.mlstm_step())
+    h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
+    width = _width(before[0], after[0], dim_v)
+    kernel.mlstm_step(
+        _gate(q),
+        _gate(k),
+        _gate(v),
+        _gate(i.float() if i.dtype == torch.float64 else i),
+        _gate(f.float() if f.dtype == torch.float64 else f),
+        _stored(before),
+        _stored(after),
+        h.data_ptr(),
+        (_lanes(batch * heads, dim_v, width, _multiprocessors(device)), width),
+        (batch, heads, dim_qk, dim_v),
+        dim_qk**-0.5,
+        eps,
+        sigmoid_gate,
+        normalize,
+        after is before,
+        device,
+        _current_stream(device),
+    )
+    return h
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x contiguous and in a dtype that the kernel reads; x itself where it is that already."""
+    return (x.float() if x.dtype == torch.float64 else x).contiguous()
+
+
+def _stored(state: State) -> tuple[int, ...]:
+    pointers = (_pointer(x) for x in state)
+    return *pointers, *(0 if x is None else _GATE_DTYPES[x.dtype] for x in state)
+
+
+def _width(before: Tensor, after: Tensor, dim_v: int) -> int:
+    """Columns of C that a thread moves at a time: 16 bytes of the wider dtype, 1 where rows forbid that."""
+    width = _VECTOR // max(before.itemsize, after.itemsize)
+    aligned = all(x.data_ptr() % (width * x.itemsize) == 0 for x in (before, after))
+    return width if aligned and dim_v % width == 0 else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
+    """Threads side by side in a row of C: as many as the row fills, fewer where CTAs are.
+
+    Args:
+        heads: of the whole batch. width: columns of a thread.
+    """
+    found = min(_MOST_LANES, 1 << (-(-dim_v // width) - 1).bit_length())
+
+    def slices(lanes: int) -> int:
+        return -(-dim_v // (lanes * width))
+
+    while (
+        found > _FEWEST_LANES
+        and heads * slices(found) < _FULL * multiprocessors
+        and slices(found // 2) <= _MAX_SLICES
+    ):
+        found //= 2
+    return found
