@@ -173,10 +173,10 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     __device__ static inline auto gate_sums(int step) { return Use<2>(step); }
     __device__ static inline auto gate_stage(int step) { return Use<kTiling.gate_stages>(step); }
 
-    using KeyTile = st<T, kChunk, kPart>;
-    using ValueTile = st<T, kChunk, kSlice>;
-    using ScoreTile = st<T, kChunk, kChunk>;
-    using OutTile = st<T, kChunk, 64>;
+    using KeyTile = PanelTile<T, kChunk, kPart>;
+    using ValueTile = PanelTile<T, kChunk, kSlice>;
+    using ScoreTile = PanelTile<T, kChunk, kChunk>;
+    using OutTile = PanelTile<T, kChunk, 64>;
 };
 
 // Sums of out . factor by a state warpgroup, to be added up: per token by its warps, each over its own 16

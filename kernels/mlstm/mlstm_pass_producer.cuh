@@ -21,8 +21,8 @@ struct TileLoader {
         const bool tail = fill && g.packed() && rows < kChunk;
         semaphore& landed = tail ? tail_landed : arrived;
         if (fresh_laneid() == 0) {
-            tma::expect_bytes(landed, sizeof(tile));
-            load_tile(tile, map, landed, column, row, task.head, task.batch);
+            tma::expect_bytes(landed, sizeof(tile.data));
+            load_panels(tile, map, landed, column, row, task.head, task.batch);
         }
         if (!tail) return;
         wait(landed, tails++ & 1);

@@ -69,8 +69,8 @@ template <class C> __device__ inline void make_pass_scores(PassMemory<C>& smem) 
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kSteps; k++)
-                wgmma_step<T, false>(scores, queries.row_step(kPanelBytes<typename C::KeyTile>, k),
-                                     keys.row_step(kPanelBytes<typename C::KeyTile>, k), part > 0 || k > 0);
+                wgmma_step<T, false>(scores, queries.row_step(C::KeyTile::panel_bytes, k),
+                                     keys.row_step(C::KeyTile::panel_bytes, k), part > 0 || k > 0);
         }
         warpgroup::mma_commit_group();
         wait(smem.gates_ready[stage.slot], stage.phase);

@@ -164,10 +164,10 @@ __device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem
         wait(smem.arrived[slot], phase);  // its loads wait for the gates
         const SegmentStage& gates = smem.gates[slot];
         last = gates.last;
-        const uint32_t columns = shared_address(panel(smem.values[slot], warpgroup_id));
+        const uint32_t panel = shared_address(smem.values[slot].data[warpgroup_id]);
 #pragma unroll
         for (int k = 0; k < kSteps; k++)
-            load_scaled_values<C>(values[k], norm, columns + lane_offset, gates, k);
+            load_scaled_values<C>(values[k], norm, panel + lane_offset, gates, k);
 #pragma unroll
         for (auto& a : values) pin(a);
 #pragma unroll

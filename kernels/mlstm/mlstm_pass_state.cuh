@@ -91,7 +91,7 @@ __device__ inline void add_keys(State (&state)[C::kParts], const A& a,
                                 const typename C::KeyTile (&keys)[C::kParts], int k) {
 #pragma unroll
     for (int part = 0; part < C::kParts; part++) {
-        const auto operand = Operand128B::columns(&keys[part], kPanelBytes<typename C::KeyTile>);
+        const auto operand = Operand128B::columns(&keys[part], C::KeyTile::panel_bytes);
         wgmma_step<true>(state[part], a, 0, operand.column_step(k));
     }
 }
@@ -134,7 +134,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             pin(a);
             wgmma_fence();
             const auto queries = Operand128B::rows(&smem.queries[slot][part]);
-            wgmma_step<false>(out, a, 0, queries.row_step(kPanelBytes<typename C::KeyTile>, column), k > 0);
+            wgmma_step<false>(out, a, 0, queries.row_step(C::KeyTile::panel_bytes, column), k > 0);
             warpgroup::mma_commit_group();
         }
         warpgroup::mma_async_wait<0>();
@@ -145,22 +145,21 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     // out += values^T scores^T
     auto issue_intra = [&](int block, int step) {
         const int slot = C::tile(step).slot;
-        const auto values = Operand128B::columns(panel(smem.values[slot], panel_of(block)),
-                                                 kPanelBytes<typename C::ValueTile>);
+        const auto values =
+            Operand128B::columns(smem.values[slot].data[panel_of(block)], C::ValueTile::panel_bytes);
         const auto scores = Operand128B::rows(&smem.scores[slot]);
         pin(out);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kSteps; k++)
-            wgmma_step<T, true>(out, values.column_step(k),
-                                scores.row_step(kPanelBytes<typename C::ScoreTile>, k));
+            wgmma_step<T, true>(out, values.column_step(k), scores.row_step(C::ScoreTile::panel_bytes, k));
         warpgroup::mma_commit_group();
     };
     // 16 tokens of (values . key_scale)^T; adds what they are to n
     auto load_values = [&](int block, int step, int k, const PassStage& gates, float2& norm) {
         auto& a = fragments[k % C::kFragments];
-        const auto* columns = panel(smem.values[C::tile(step).slot], panel_of(block));
-        load_scaled_values<C>(a, norm, shared_address(columns) + lane_offset(), gates, k);
+        const uint32_t panel = shared_address(smem.values[C::tile(step).slot].data[panel_of(block)]);
+        load_scaled_values<C>(a, norm, panel + lane_offset(), gates, k);
     };
     // state += (values . key_scale)^T keys, 16 tokens
     auto issue_update = [&](int block, int step, int k) {

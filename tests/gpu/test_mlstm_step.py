@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.library import opcheck
 
 import tfla_tk
-from tfla_tk import which
 from tfla_tk.backends import tk_step
 
 Tensors = dict[str, Tensor]
@@ -392,16 +391,6 @@ def test_after_prefill(step: Step, draw: Draw) -> None:
         found = step({**tokens[t], **state})
         state = {name: found[name] for name in state}
         assert relative_error(found["h"], exact[:, :, t]) <= 6e-3
-
-
-def test_auto_takes_it(step: Step, draw: Draw) -> None:
-    x = draw()
-    given = {name: x[name] for name in step.names}
-    choice = which(step.function, **given, **step.options)
-    assert choice.backend == "tk", str(choice)
-    expected = step(x)
-    found = step(x, "auto")
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
 @pytest.mark.parametrize("sigmoid_gate", [False, True])

@@ -1,7 +1,7 @@
 """xLSTM models on the tk kernels: trained, prefilled and decoded beside their fp32 native path.
 
-The baseline is the same model on the reference backend: over this model Triton's compiler has aborted, and with
-it the whole run (docs/triton-baselines.md).
+The baseline is the same model on the reference backend: over this model Triton's compiler has aborted, and
+with it the whole run (docs/triton-baselines.md).
 """
 
 from __future__ import annotations

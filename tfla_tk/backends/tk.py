@@ -46,7 +46,7 @@ def supports_mlstm(call: MLSTMCall) -> Support:
 
 
 def supports_mlstm_step(call: MLSTMCall) -> Support:
-    """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name."""
+    """Whether the step kernel serves a call, by name; gradients come from the chunkwise kernel."""
     if call.requires_grad:
         support = supports_mlstm(call)
         if not support.ok:
@@ -70,7 +70,9 @@ def supports_mlstm_step(call: MLSTMCall) -> Support:
             False, f"batch and heads are {call.batch} and {call.heads}", f"use at most {_GRID_LIMIT} of each"
         )
     reason, remedy = _device_fault(call.device.index)
-    return Support(False, reason, remedy) if reason else SUPPORTED
+    if reason:
+        return Support(False, reason, remedy)
+    return Support(True, "its step kernel has not been tested on a GPU yet", "name it", auto=False)
 
 
 def _not_on_a_gpu(device: torch.device) -> Support:

@@ -239,8 +239,10 @@ template <class Tile> __device__ inline void zero_rows(Tile& tile, int first_row
     constexpr int kUnits =
         kPanelColumns * sizeof(typename Tile::dtype) / 16;  // of 16 bytes per row of a panel
     const int count = (Tile::rows - first_row) * kUnits;
-    for (int n = 0; n < Tile::cols / kPanelColumns; n++)
-        zero_units(reinterpret_cast<uint4*>(panel(tile, n) + first_row * kPanelColumns), count);
+    for (int panel = 0; panel < Tile::cols / kPanelColumns; panel++) {
+        auto* rows = reinterpret_cast<uint4*>(&tile.data[(panel * Tile::rows + first_row) * kPanelColumns]);
+        zero_units(rows, count);
+    }
 }
 
 // Writes the transpose of a tile, converted to T, into a panel: this warp's 16 rows become its columns.
@@ -253,6 +255,17 @@ template <class T, class Tile> __device__ inline void store_transposed(uint32_t 
 #pragma unroll
         for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
         kittens::move<T2>::stsm4t(address + 16 * j * kPanelColumns * 2, x[0], x[1], x[2], x[3]);
+    }
+}
+
+// Zeros the rows [first_row, kChunk) of a tile, by one warp.
+template <class T, int kRows, int kColumns>
+__device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_row) {
+    constexpr int kUnits = kPanelColumns * sizeof(T) / 16;  // of 16 bytes per row of a panel
+    const int count = (kChunk - first_row) * kUnits;
+    for (auto& panel : tile.data) {
+        auto* rows = reinterpret_cast<uint4*>(panel[first_row]);
+        zero_units(rows, count);
     }
 }
 

@@ -14,6 +14,14 @@ namespace tfla_tk {
 
 constexpr int kPanelColumns = 64;  // 128 bytes of bf16: the swizzle width
 
+// A tile in shared memory as panels of 64 columns under the 128-byte swizzle, each with all of its rows.
+template <class T, int kRows, int kColumns> struct alignas(1024) PanelTile {
+    using type = T;
+    static constexpr int rows = kRows, panels = kColumns / kPanelColumns;
+    static constexpr uint32_t panel_bytes = kRows * kPanelColumns * sizeof(T);
+    T data[panels][kRows][kPanelColumns];
+};
+
 struct TensorMap {
     CUtensorMap map;
 
@@ -72,11 +80,13 @@ struct TensorMap {
     }
 };
 
-// Panel by panel a tile kittens::st<T, R, C> holds 64 columns of all its rows, under the 128-byte swizzle.
+// Loads the first `rows` rows of all panels of a tile; `column` is one of the operand.
 template <class Tile>
-constexpr uint32_t kPanelBytes = Tile::rows * kPanelColumns * sizeof(typename Tile::dtype);
-template <class Tile> __device__ inline auto* panel(Tile& tile, int number) {
-    return &tile.data[number * Tile::rows * kPanelColumns];
+__device__ inline void load_panels(Tile& tile, const TensorMap& map, kittens::semaphore& arrived, int column,
+                                   int row, int head, int batch) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::panels; panel++)
+        map.load_panel(tile.data[panel], arrived, column + panel * kPanelColumns, row, head, batch);
 }
 
 // Loads all panels of a [rows, columns] tile; `first_column` is a column of the operand.
@@ -84,8 +94,9 @@ template <class Tile>
 __device__ inline void load_tile(Tile& tile, const TensorMap& map, kittens::semaphore& arrived,
                                  int first_column, int row, int head, int batch) {
 #pragma unroll
-    for (int n = 0; n < Tile::cols / kPanelColumns; n++)
-        map.load_panel(panel(tile, n), arrived, first_column + n * kPanelColumns, row, head, batch);
+    for (int panel = 0; panel < Tile::cols / kPanelColumns; panel++)
+        map.load_panel(&tile.data[panel * Tile::rows * kPanelColumns], arrived,
+                       first_column + panel * kPanelColumns, row, head, batch);
 }
 
 // Starts to bring global memory into L2; 16 bytes aligned.

@@ -252,7 +252,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dims", [(1, 1), (17, 31), (MAX_DIM_QK, MAX_DIM_V)])
 def test_serves(dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None:
     verdict = tk.supports_mlstm_step(replace(CALL, dtype=dtype, dim_qk=dims[0], dim_v=dims[1]))
-    assert verdict.ok and verdict.auto and not verdict.reason
+    assert verdict.ok and not verdict.auto and "not been tested on a GPU" in verdict.reason
 
 
 @pytest.mark.parametrize(
