@@ -85,8 +85,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
           "Launches one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; rows: log2_w, e, chunk_m; "
           "boundaries: c, n, log2_decay; sums: whole, inter; anchors: states, flows, parts; sizes: batch, "
-          "heads, "
-          "seq, dim_keys, dim_values, columns of a state.");
+          "heads, seq, dim_keys, dim_values, columns of a state.");
     m.def("mlstm_pass_segments", &mlstm_pass_segments, py::arg("gradient"), py::arg("keys"),
           py::arg("values"), py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("boundaries"),
           py::arg("cut"), py::arg("sizes"), py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"),

@@ -11,7 +11,7 @@ namespace tfla_tk::mlstm {
 constexpr int kBwdCombineThreads = 256;
 
 // In place, along the walk of a sequence: X' = 2^log2_decay X + own, X' being what arrives at a boundary. The
-// stabilisers at the boundaries are given, so that no maximum runs along, as in the forward's combine. One
+// stabilisers at the boundaries are given, so no maximum runs along as it does in the forward's combine. One
 // thread carries 4 elements of one head over all boundaries of a sequence.
 __global__ __launch_bounds__(kBwdCombineThreads) void mlstm_bwd_combine_kernel(
     const __grid_constant__ MlstmBwdCombineParams g) {

@@ -2,10 +2,11 @@
 //
 // One CTA owns a (segment of a sequence, head, slice of the values) and walks it in chunks of 64 tokens, for
 // dq forward and for dk and dv backward in time; the transposed state stays in registers in fp32. Per chunk:
-//   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh)
+//   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh), one stores
+//              O^T and its row sums (mlstm_pass_output.cuh)
 //   scores     S = Q K^T; (S + e) . gate into shared memory
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
-//              O^T by TMA to global memory; row sums of O^T . factor
+//              row sums of O^T . factor; O^T into the factor's place
 // Where sequences are cut, mlstm_pass_segments.cuh made what each segment begins with. Equations:
 // docs/mlstm-backward.md.
 #include <cmath>

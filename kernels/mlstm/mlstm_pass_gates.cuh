@@ -135,7 +135,8 @@ template <bool kSigmoid, bool kBackward> struct SegmentScan {
             write_pair(out.key_scale, x, y);
             write_pair(out.norm_key, x, y);
         }
-        decay += m_in + end;
+        // NOTES: one for all lanes, who branch on it: a NaN reaches only some of them through warp_max
+        decay = __shfl_sync(0xffffffff, decay + (m_in + end), 0);
     }
 
     // Whether chunks further away, whose scales are 2^largest at most where they stand, can add nothing.

@@ -1,4 +1,4 @@
-// Producer warpgroup of the mLSTM backward's passes: TMA loads, gate scan.
+// Producer warpgroup of the mLSTM backward's passes, but for its stores: TMA loads, gate scan.
 #pragma once
 
 #include "mlstm_pass_config.cuh"
@@ -6,8 +6,8 @@
 
 namespace tfla_tk::mlstm {
 
-// Loads tiles of a CTA's chunks, by one warp. Rows behind the last token may be another sequence's: where
-// `fill`, zeros take their place.
+// Loads tiles of a CTA's chunks, by one warp. Rows behind the last token may be another sequence's: zeros
+// take their place.
 struct TileLoader {
     const WalkGlobals& g;
     const PassTask& task;
@@ -16,9 +16,9 @@ struct TileLoader {
 
     template <class Tile>
     __device__ inline void operator()(Tile& tile, const TensorMap& map, semaphore& arrived, int column,
-                                      int chunk, bool fill) {
+                                      int chunk) {
         const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
-        const bool tail = fill && g.packed() && rows < kChunk;
+        const bool tail = g.packed() && rows < kChunk;
         semaphore& landed = tail ? tail_landed : arrived;
         if (fresh_laneid() == 0) {
             tma::expect_bytes(landed, sizeof(tile.data));
@@ -45,19 +45,20 @@ template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, 
                 prefetch_bulk(task.anchor_memory<C>(g, chunk), C::kAnchorBytes);
         for (int part = 0; part < C::kParts; part++) {
             wait_free(smem.keys_free[slot][part], phase);
-            load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], part * C::kPart, chunk, true);
+            load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], part * C::kPart, chunk);
             wait_free(smem.queries_free[slot][part], phase);
             load(smem.queries[slot][part], g.queries, smem.queries_arrived[slot][part], part * C::kPart,
-                 chunk, true);
+                 chunk);
         }
         wait_free(smem.values_free[slot], phase);
-        load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk, true);
+        load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk);
         if constexpr (C::kNormalizer) {
+            static_assert(C::kBlocks == 1);
             const auto out = C::out(step, 0);
             for (int panel = 0; panel < C::kStateWarpgroups; panel++) {
                 wait_free(smem.out_free[out.slot][panel], out.phase);
                 load(smem.out[out.slot][panel], g.factor, smem.factor_arrived[out.slot][panel],
-                     task.column + 64 * panel, chunk, true);
+                     task.column + 64 * panel, chunk);
             }
         }
     }

@@ -64,8 +64,8 @@ template <class C> __device__ inline void load_segment(const WalkGlobals& g, Seg
         last = smem.gates[slot].last;
         __syncwarp();  // read by every lane before the slot can be free again
         for (int part = 0; part < C::kParts; part++)
-            load(smem.keys[slot][part], g.keys, smem.arrived[slot], part * C::kPart, chunk, true);
-        load(smem.values[slot], g.values, smem.arrived[slot], task.column, chunk, true);
+            load(smem.keys[slot][part], g.keys, smem.arrived[slot], part * C::kPart, chunk);
+        load(smem.values[slot], g.values, smem.arrived[slot], task.column, chunk);
     }
 }
 

@@ -211,27 +211,22 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
     // is their gradient and lies in the same threads, sums the product.
     auto anchor_memory = [&](int chunk) { return task.anchor_memory<C>(g, chunk); };
-    auto for_each_unit = [&](int chunk, auto body) {
-        auto* units = reinterpret_cast<typename C::AnchorUnit*>(anchor_memory(chunk)) + fresh_thread() - 256;
-#pragma unroll
-        for (int block = 0; block < C::kBlocks; block++)
-#pragma unroll
-            for (int k = 0; k < C::kParts * kStepsPerPart; k++) {
-                body(*units, state[block][k / kStepsPerPart], k % kStepsPerPart);
-                units += 128 * C::kStateWarpgroups;
-                asm volatile("" ::: "memory");  // NOTES: one unit at a time: registers
-            }
-    };
     auto anchor_norm = [&](int chunk, int block) {
         constexpr int64_t kStateBytes = static_cast<int64_t>(C::kSlice) * C::kDimKeys * sizeof(T);
         return reinterpret_cast<float*>(anchor_memory(chunk) + kStateBytes) + (norm_row(block) - smem.norm);
     };
     auto leave_state = [&](int chunk) {
-        for_each_unit(chunk, [&](auto& unit, auto& tile, int column) {
-            rt<T, 16, 16> a;
-            convert_fragment(a, tile, column);
-            unit = reinterpret_cast<const uint4&>(a.tiles[0][0].data);
-        });
+        auto* units = reinterpret_cast<typename C::AnchorUnit*>(anchor_memory(chunk)) + fresh_thread() - 256;
+#pragma unroll
+        for (int block = 0; block < C::kBlocks; block++)
+#pragma unroll
+            for (int k = 0; k < C::kParts * kStepsPerPart; k++) {
+                rt<T, 16, 16> a;
+                convert_fragment(a, state[block][k / kStepsPerPart], k % kStepsPerPart);
+                *units = reinterpret_cast<const typename C::AnchorUnit&>(a.tiles[0][0].data);
+                units += 128 * C::kStateWarpgroups;
+                asm volatile("" ::: "memory");  // NOTES: one unit at a time: registers
+            }
         if (fresh_laneid() % 4 != 0) return;
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
@@ -291,7 +286,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             const int own = warpgroup_id * 64 * C::kBlocks + n, column = task.column + own;
             smem.norm[own] = entering_n && column < g.dim_values ? entering_n[column] : 0.f;
         }
-        named_sync<128>(NamedBarrier::out_panel, warpgroup_id);
+        named_sync<128>(NamedBarrier::state_norm, warpgroup_id);
     }
 
     for (int step = 0; step < task.chunks; step++) {
@@ -367,7 +362,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         if (!g.leaving_n) return;
         float* leaving = g.leaving_n + task.state * g.dim_values;
         const int own_warpgroup = fresh_thread() / 128 - 2;  // NOTES: kept, it costs a register all along
-        named_sync<128>(NamedBarrier::out_panel, own_warpgroup);
+        named_sync<128>(NamedBarrier::state_norm, own_warpgroup);
         for (int n = fresh_thread() % 128; n < 64 * C::kBlocks; n += 128) {
             const int own = own_warpgroup * 64 * C::kBlocks + n, column = task.column + own;
             if (column < g.dim_values) leaving[column] = smem.norm[own];

@@ -108,7 +108,8 @@ __device__ inline void scan_backward(const Globals& g, StatesMemory<C>& smem) {
         last = step + 1 == task.chunks;
         if (!last && scan.forgets(scan.m)) {  // where no earlier input gate is larger than the latest weights
             read_sums();
-            last = scan.forgets(largest);
+            // NOTES: one for all lanes: a NaN reaches only some of them through warp_max
+            last = __shfl_sync(0xffffffff, scan.forgets(largest), 0);
         }
         if (laneid() == 0) smem.gates[slot].last = last;
         arrive_warp(smem.gates_ready[slot]);

@@ -100,7 +100,7 @@ def test_a_small_normaliser_outweighs_the_gates(
 
 
 @pytest.mark.parametrize("gate", ["i", "f"])
-@pytest.mark.parametrize("position", [70, 1000, 1950])
+@pytest.mark.parametrize("position", [70, 957, 1000, 1001, 1063, 1950])  # odd ones too: each lane has two
 def test_a_nan_gate_shows_behind_a_cut(
     operator: Any, position: int, gate: str, cut_every: CutEvery, make_inputs: Make
 ) -> None:

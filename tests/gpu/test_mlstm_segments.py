@@ -84,7 +84,7 @@ def test_segments_that_forget_and_that_do_not(
 
 
 @pytest.mark.parametrize("gate", ["i", "f"])
-@pytest.mark.parametrize("position", [70, 900])
+@pytest.mark.parametrize("position", [70, 900, 957])
 def test_a_nan_gate_shows_behind_a_cut(
     operator: Any, position: int, gate: str, cut_every: Callable[[int], None], make_inputs: Make
 ) -> None:

@@ -31,11 +31,11 @@ struct MlstmBwdCombineParams {
     int device;
 };
 
-// q_t.dq_t or k_t.dk_t, each slice of K for itself.
+// q_t.dq_t or k_t.dk_t, each part of V and 64 columns of K (a slice) for itself.
 struct RowSums {
     const float* whole;  // [slices, B, H, S]
-    const FlowSum*
-        inter;  // [slices, B, H, slots], per chunk: the part through the state that enters it in the pass
+    // [slices, B, H, slots], of a chunk: the part through the state that enters it in the pass
+    const FlowSum* inter;
     int slices;
 };
 

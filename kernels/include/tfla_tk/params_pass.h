@@ -7,10 +7,9 @@ namespace tfla_tk {
 
 // The gradient that a pass makes, and what it walks over; s K^-1/2, W the gates, w the normaliser, e as in
 // params_bwd.h.
-//   dq_t = sum_{j <= t} s W_tj / w_t (dh_t.v_j + e_t) k_j     queries dh, keys v,  values k, forward in time
-//   dk_j = sum_{t >= j} s W_tj / w_t (v_j.dh_t + e_t) q_t     queries v,  keys dh, values q, backward in time
-//   dv_j = sum_{t >= j} s W_tj / w_t (k_j.q_t) dh_t           queries k,  keys q,  values dh, backward in
-//   time
+//   dq_t = sum_{j <= t} s W_tj / w_t (dh_t.v_j + e_t) k_j   queries dh, keys v,  values k,  forward in time
+//   dk_j = sum_{t >= j} s W_tj / w_t (v_j.dh_t + e_t) q_t   queries v,  keys dh, values q,  backward
+//   dv_j = sum_{t >= j} s W_tj / w_t (k_j.q_t) dh_t         queries k,  keys q,  values dh, backward
 enum class Gradient : int { dq = 0, dk = 1, dv = 2 };
 
 // What a pass and its segments kernel have in common.

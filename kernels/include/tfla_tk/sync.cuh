@@ -86,7 +86,7 @@ __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.sha
 
 enum class NamedBarrier : int {
     gemm_turn = 1,
-    out_panel = 2,  // and 3: one per warpgroup
+    state_norm = 2,  // and 3: one per warpgroup
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {

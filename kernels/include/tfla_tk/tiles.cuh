@@ -62,7 +62,8 @@ __device__ inline uint32_t panel_offset(uint32_t row, uint32_t unit) {
     return row * (kPanelColumns * 2) + ((unit ^ (row % 8)) * 16);
 }
 
-// This lane's row address for load_scaled_transposed, relative to the panel: columns [16 warp, 16 warp + 16).
+// This lane's row address for ldmatrix and stmatrix, transposed, relative to the panel: columns [16 warp,
+// 16 warp + 16).
 __device__ inline uint32_t transposed_lane_offset(int warp) {
     const uint32_t lane = kittens::laneid();
     return panel_offset(lane % 8 + (lane / 16) * 8, 2 * warp + (lane / 8) % 2);
@@ -258,11 +259,11 @@ template <class T, class Tile> __device__ inline void store_transposed(uint32_t 
     }
 }
 
-// Zeros the rows [first_row, kChunk) of a tile, by one warp.
+// Zeros the rows [first_row, kRows) of a tile, by one warp.
 template <class T, int kRows, int kColumns>
 __device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_row) {
     constexpr int kUnits = kPanelColumns * sizeof(T) / 16;  // of 16 bytes per row of a panel
-    const int count = (kChunk - first_row) * kUnits;
+    const int count = (kRows - first_row) * kUnits;
     for (auto& panel : tile.data) {
         auto* rows = reinterpret_cast<uint4*>(panel[first_row]);
         zero_units(rows, count);

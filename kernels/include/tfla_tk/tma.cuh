@@ -16,7 +16,6 @@ constexpr int kPanelColumns = 64;  // 128 bytes of bf16: the swizzle width
 
 // A tile in shared memory as panels of 64 columns under the 128-byte swizzle, each with all of its rows.
 template <class T, int kRows, int kColumns> struct alignas(1024) PanelTile {
-    using type = T;
     static constexpr int rows = kRows, panels = kColumns / kPanelColumns;
     static constexpr uint32_t panel_bytes = kRows * kPanelColumns * sizeof(T);
     T data[panels][kRows][kPanelColumns];
@@ -80,7 +79,7 @@ struct TensorMap {
     }
 };
 
-// Loads the first `rows` rows of all panels of a tile; `column` is one of the operand.
+// Loads all panels of a PanelTile; `column` and `row` are the operand's.
 template <class Tile>
 __device__ inline void load_panels(Tile& tile, const TensorMap& map, kittens::semaphore& arrived, int column,
                                    int row, int head, int batch) {
