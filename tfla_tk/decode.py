@@ -6,14 +6,15 @@ written once (docs/mlstm-step.md).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tfla_tk import ops
+from tfla_tk import ops, step_ops
 from tfla_tk.dispatch import choose, load_backend, operator
-from tfla_tk.memo import Memo, is_direct, signature
+from tfla_tk.memo import Memo, is_direct
 from tfla_tk.validation import MLSTMCall, check_mlstm_step
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
@@ -109,23 +110,6 @@ def mlstm_siging_step(
     return h, (c, n)
 
 
-def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The same state with an m that dtype holds exactly; what m loses in rounding goes into c and n.
-
-    Rounding m alone would scale everything remembered by e^(error): 3 % at m = 8 in bfloat16, and a decay of
-    less than that would never happen.
-
-    Args:
-        c: [B, NH, DHQK, DHHV]. n: [B, NH, DHQK]. m: [B, NH, 1]. dtype: a dtype of 16 bits.
-
-    Returns:
-        (c, n, m) in the dtypes they came in.
-    """
-    kept = m.to(dtype).to(m.dtype)
-    scale = torch.where(kept == m, 1.0, torch.exp(m - kept)).to(c.dtype)
-    return c * scale[..., None], n * scale, kept
-
-
 class _Plan(NamedTuple):
     """How a step is served; direct: the kernel is called without the op."""
 
@@ -145,18 +129,12 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
         op: name of the public function.
         tensors: in the order of _TENSORS. options: in the order of _OPTIONS; they tell the operators apart.
     """
-    key = signature(tensors, options)
-    plan = None if key is None else _plans.get(key)
-    if plan is None:
-        plan = _make_plan(op, tensors, options, eager=key is not None)
-        if key is not None:
-            _plans.keep(key, plan)
-    call, name, variant, direct = plan
+    call, name, variant, direct = _plans.of(tensors, options, partial(_make_plan, op))
     *_, dtype_state, inplace, _ = options
     kept = None if inplace else dtype_state or ops.state_dtype(tensors[0])
     if name == "tk" and not call.requires_grad:
         written = torch.float32 if kept == torch.float64 else kept
-        h, state = ops.mlstm_step(call, written, *tensors, direct=direct)
+        h, state = step_ops.mlstm_step(call, written, *tensors, direct=direct)
         return h, state if written == kept else tuple(x.to(kept) for x in state)
     if name == "tk":
         h, state = _chunk_of_one(call, variant, tensors)
@@ -183,7 +161,7 @@ def _as_stored(
     """A new state in the dtype that is kept, or over the given one where that is None."""
     dtypes = [x.dtype if kept is None else kept for x in given]
     if len(state) == 3 and dtypes[2].itemsize == 2:
-        state = representable(*state, dtypes[2])
+        state = step_ops.representable(*state, dtypes[2])
     if kept is not None:
         # the sigmoid gate without normaliser hands n through
         return tuple(

@@ -6,7 +6,7 @@ equal. Neither keys nor results hold a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,6 +41,20 @@ class Memo(Generic[Result]):
 
     def __len__(self) -> int:
         return len(self._results)
+
+    def of(self, tensors: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Result]) -> Result:
+        """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one signature.
+
+        eager says that the call is such a one: nothing traces or intercepts it.
+        """
+        key = signature(tensors, options)
+        if key is None:
+            return make(tensors, options, eager=False)
+        result = self.get(key)
+        if result is None:
+            result = make(tensors, options, eager=True)
+            self.keep(key, result)
+        return result
 
     def keep(self, key: Hashable, result: Result) -> None:
         """Have `get(key)` return the result from now on."""

@@ -5,6 +5,7 @@ Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tfla_tk import ops
 from tfla_tk.dispatch import choose, load_backend, operator
-from tfla_tk.memo import Memo, is_direct, signature
+from tfla_tk.memo import Memo, is_direct
 from tfla_tk.validation import MLSTMCall, autocast_dtype, check_bool, check_kernel_dtype, check_mlstm
 
 ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -213,13 +214,7 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
         op: name of the public function.
         tensors: in the order of _TENSORS. options: in the order of _OPTIONS; they tell the operators apart.
     """
-    key = signature(tensors, options)
-    plan = None if key is None else _plans.get(key)
-    if plan is None:
-        plan = _make_plan(op, tensors, options, eager=key is not None)
-        if key is not None:
-            _plans.keep(key, plan)
-    call, name, variant, casts, direct = plan
+    call, name, variant, casts, direct = _plans.of(tensors, options, partial(_make_plan, op))
     if casts:
         tensors = (*(x.to(call.dtype) for x in tensors[:3]), *tensors[3:])
     if name == "tk":

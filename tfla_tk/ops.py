@@ -1,4 +1,4 @@
-"""The registered mLSTM ops: forward and backward with autograd, one token; for CPU, CUDA, fake tensors.
+"""The registered mLSTM ops: one forward and one backward, with CPU, CUDA, fake and autograd implementations.
 
 They are the path of the tk backend. On a CPU they compute the reference, so that torch.compile, fake tensors
 and opcheck can be tested on any machine. Arguments are not validated here: the public functions do that.
@@ -19,12 +19,6 @@ tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_
     and c_last, n_last where dc_last, dn_last are given. It returns (dq, dk, dv, di, df, dc_initial,
     dn_initial), each like its input; the last two are empty tensors [0] where no initial state was given.
 cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one, rising from 0 to S.
-tfla_tk::mlstm_step is one token: q, k [B, NH, K], v [B, NH, V], i, f [B, NH, 1], and the state c, n, m in any
-    dtypes, m null with the sigmoid gate. It returns (h, c, n, m): h [B, NH, V] in q's dtype and the state in
-    dtype_state; in 16 bits m is rounded, and c and n are relative to the rounded m. m is an empty tensor [0]
-    with the sigmoid gate; without normaliser n is copied.
-tfla_tk::mlstm_step_ writes the state over the one it read, each part in its own dtype, and returns h. Neither
-    has gradients.
 schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
     rounding.
 """
@@ -46,7 +40,6 @@ SCHEDULES = ("auto", *instances.SCHEDULES)
 
 Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-StepOutput: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 MaybeTensor: TypeAlias = Tensor | None
 
 _INPUTS = (
@@ -65,20 +58,8 @@ _library.define(
     "bool sigmoid_gate, bool normalize, float eps, str schedule)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dc_initial, Tensor dn_initial)"
 )
-_TOKEN = "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
-_library.define(
-    f"mlstm_step({_TOKEN}Tensor c, Tensor n, Tensor? m, "
-    "bool sigmoid_gate, bool normalize, float eps, ScalarType dtype_state)"
-    " -> (Tensor h, Tensor c_next, Tensor n_next, Tensor m_next)"
-)
-_library.define(
-    f"mlstm_step_({_TOKEN}Tensor(a!) c, Tensor(b!) n, Tensor(c!)? m, "
-    "bool sigmoid_gate, bool normalize, float eps) -> Tensor h"
-)
 _fwd = torch.ops.tfla_tk.mlstm_fwd.default
 _bwd = torch.ops.tfla_tk.mlstm_bwd.default
-_step = torch.ops.tfla_tk.mlstm_step.default
-_step_in_place = torch.ops.tfla_tk.mlstm_step_.default
 
 
 def mlstm(
@@ -124,39 +105,6 @@ def mlstm(
         schedule,
     )
     return h, (c, n) if call.sigmoid_gate else (c, n, m)
-
-
-def mlstm_step(
-    call: MLSTMCall,
-    dtype_state: torch.dtype | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    *,
-    direct: bool = False,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The tk backend's step: tfla_tk::mlstm_step, or mlstm_step_ where dtype_state is None.
-
-    Args:
-        dtype_state: of the state returned; None: the given state is overwritten and returned.
-        direct: call the kernel, not the op: for plain eager calls.
-
-    Returns:
-        h and the next state, (c, n, m) or with the sigmoid gate (c, n).
-    """
-    m = None if call.sigmoid_gate else m
-    options = (call.sigmoid_gate, call.normalize, call.eps)
-    if dtype_state is None:
-        h = (_kernel_step_in_place if direct else _step_in_place)(q, k, v, i, f, c, n, m, *options)
-        return h, (c, n) if m is None else (c, n, m)
-    step = _kernel_step if direct else _step
-    h, c, n, m_next = step(q, k, v, i, f, c, n, m, *options, dtype_state)
-    return h, (c, n) if m is None else (c, n, m_next)
 
 
 def _cast(x: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
@@ -263,77 +211,6 @@ def _bwd_cpu(
     return out
 
 
-def _step_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype,
-) -> StepOutput:
-    found = _reference_step(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state)
-    out = _step_like(q, v, sigmoid_gate, dtype_state)
-    # own memory, as above
-    for buffer, value in zip(out, found, strict=False):
-        buffer.copy_(value)
-    return out
-
-
-def _step_in_place_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-) -> Tensor:
-    dtype = c.dtype if m is None else m.dtype
-    h, *state = _reference_step(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype)
-    for target, value in zip((c, n, m), state, strict=False):
-        if target is not None and value is not target:
-            target.copy_(value)
-    return h
-
-
-def _reference_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_m: torch.dtype,
-) -> tuple[Tensor, ...]:
-    """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
-    import tfla_tk.reference as forms
-    from tfla_tk.decode import representable
-
-    if m is None:
-        h, (c, n) = forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=eps, normalize=normalize)
-        return h, c, n
-    h, (c, n, m) = forms.mlstm_step(q, k, v, i, f, c, n, m, eps=eps)
-    return h, *(representable(c, n, m, dtype_m) if dtype_m.itemsize == 2 else (c, n, m))
-
-
-# CUDA: the ThunderKittens kernels, imported on the first call
-
-
 def _fwd_cuda(*args: Any) -> Output:
     q: Tensor = args[0]
     h, *rest, chunk_m = _kernels_fwd(*args)
@@ -352,27 +229,6 @@ def _bwd_cuda(*args: Any) -> Grads:
     from tfla_tk.backends import tk_backward
 
     return tk_backward.mlstm_bwd(*args)
-
-
-def _kernel_step(*args: Any) -> Any:
-    """The op's outputs, m None where it is empty."""
-    from tfla_tk.backends import tk_step
-
-    return tk_step.mlstm_step(*args)
-
-
-def _kernel_step_in_place(*args: Any) -> Tensor:
-    from tfla_tk.backends import tk_step
-
-    return tk_step.mlstm_step_(*args)
-
-
-def _step_cuda(*args: Any) -> StepOutput:
-    h, c, n, m = _kernel_step(*args)
-    return h, c, n, c.new_empty(0) if m is None else m
-
-
-# Fake: shapes, dtypes and strides alone
 
 
 def _fwd_fake(
@@ -406,42 +262,6 @@ def _bwd_fake(
     *rest: Any,
 ) -> Grads:
     return grads_like(q, (q, k, v, i, f, c_initial, n_initial))
-
-
-def _step_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype,
-) -> StepOutput:
-    return _step_like(q, v, sigmoid_gate, dtype_state)
-
-
-def _step_in_place_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(v.shape)
-
-
-def _step_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.dtype) -> StepOutput:
-    """Uninitialised outputs of mlstm_step."""
-    batch, heads, dim_qk = q.shape
-
-    def empty(*shape: int) -> Tensor:
-        return q.new_empty(shape, dtype=dtype_state)
-
-    return (
-        q.new_empty(v.shape),
-        empty(batch, heads, dim_qk, v.shape[-1]),
-        empty(batch, heads, dim_qk),
-        empty(0) if sigmoid_gate else empty(batch, heads, 1),
-    )
 
 
 def _outputs_like(
@@ -567,9 +387,3 @@ _library.impl("mlstm_fwd", _fwd_autograd, "Autograd")
 _library.impl("mlstm_bwd", _bwd_autograd, "Autograd")
 torch.library.register_fake("tfla_tk::mlstm_fwd", _fwd_fake, lib=_library)
 torch.library.register_fake("tfla_tk::mlstm_bwd", _bwd_fake, lib=_library)
-_library.impl("mlstm_step", _step_cpu, "CPU")
-_library.impl("mlstm_step_", _step_in_place_cpu, "CPU")
-_library.impl("mlstm_step", _step_cuda, "CUDA")
-_library.impl("mlstm_step_", _kernel_step_in_place, "CUDA")
-torch.library.register_fake("tfla_tk::mlstm_step", _step_fake, lib=_library)
-torch.library.register_fake("tfla_tk::mlstm_step_", _step_in_place_fake, lib=_library)

@@ -432,7 +432,7 @@ def _empty_sums(q: Tensor, parts: int, offsets: MaybeTensor) -> RowSums:
     batch, heads, seq, dim = q.shape
     rows = (parts * -(-dim // _SUM_COLUMNS), batch, heads)
     shapes = (*rows, seq), (*rows, chunk_slots(seq, offsets), 2)
-    whole, inter = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
+    whole, inter = (_fp32(q, shape) for shape in shapes)
     return RowSums(whole, inter, parts)
 
 
@@ -446,7 +446,7 @@ def _empty_anchors(q: Tensor, widths: list[int], offsets: MaybeTensor) -> Anchor
     shape = (batch, heads, slots // _ANCHOR_CHUNKS + 1, sum(parts))
     return Anchors(
         torch.empty(size, dtype=torch.uint8, device=q.device),
-        torch.empty(shape, dtype=torch.float32, device=q.device),
+        _fp32(q, shape),
         parts,
     )
 
@@ -459,7 +459,7 @@ def _columns(state: MaybeTensor, part: slice) -> MaybeTensor:
 def _row_factors(kernel: ModuleType, dh: Tensor, h: Tensor, row_n: Tensor, row_m: Tensor, eps: float) -> Rows:
     """log2 w_t and e_t of every token."""
     batch, heads, seq, _ = h.shape
-    log2_w, e = (torch.empty((batch, heads, seq), dtype=torch.float32, device=h.device) for _ in range(2))
+    log2_w, e = (_fp32(h, (batch, heads, seq)) for _ in range(2))
     device = h.get_device()
     kernel.mlstm_bwd_rows(
         _operand(dh),

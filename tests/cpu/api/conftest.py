@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tfla_tk.backends
-from tfla_tk import Support, decode, mlstm, ops
+from tfla_tk import Support, decode, mlstm, ops, step_ops
 from tfla_tk.validation import MLSTMCall
 
 Inputs = dict[str, Tensor]
@@ -71,7 +71,7 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
     decode._plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
     step = ModuleType("tfla_tk.backends.tk_step")
-    step.mlstm_step, step.mlstm_step_ = ops._step_cpu, ops._step_in_place_cpu
+    step.mlstm_step, step.mlstm_step_ = step_ops._step_cpu, step_ops._step_in_place_cpu
     for name, fake in (("tk", module), ("tk_step", step)):
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(tfla_tk.backends, name, fake, raising=False)

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tfla_tk.decode import mlstm_siging_step, mlstm_step, representable
+from tfla_tk.decode import mlstm_siging_step, mlstm_step
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.ops import state_dtype
+from tfla_tk.step_ops import representable
 from tfla_tk.validation import CHUNK_MULTIPLE
 
 State = tuple[Tensor, Tensor, Tensor]

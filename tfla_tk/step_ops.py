@@ -1,0 +1,221 @@
+"""The registered ops of one token of mLSTM, for CPU, CUDA and fake tensors; no gradients.
+
+Like those of whole sequences (ops.py) they are the path of the tk backend and the reference on a CPU, and
+their arguments are not validated here.
+
+tfla_tk::mlstm_step is one token: q, k [B, NH, K], v [B, NH, V], i, f [B, NH, 1], and the state c, n, m in any
+    dtypes, m null with the sigmoid gate. It returns (h, c, n, m): h [B, NH, V] in q's dtype and the state in
+    dtype_state; in 16 bits m is rounded, and c and n are relative to the rounded m. m is an empty tensor [0]
+    with the sigmoid gate; without normaliser n is copied.
+tfla_tk::mlstm_step_ writes the state over the one it read, each part in its own dtype, and returns h.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tfla_tk.ops import MaybeTensor, _library
+from tfla_tk.validation import MLSTMCall
+
+StepOutput: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_TOKEN = "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
+_library.define(
+    f"mlstm_step({_TOKEN}Tensor c, Tensor n, Tensor? m, "
+    "bool sigmoid_gate, bool normalize, float eps, ScalarType dtype_state)"
+    " -> (Tensor h, Tensor c_next, Tensor n_next, Tensor m_next)"
+)
+_library.define(
+    f"mlstm_step_({_TOKEN}Tensor(a!) c, Tensor(b!) n, Tensor(c!)? m, "
+    "bool sigmoid_gate, bool normalize, float eps) -> Tensor h"
+)
+_step = torch.ops.tfla_tk.mlstm_step.default
+_step_in_place = torch.ops.tfla_tk.mlstm_step_.default
+
+
+def mlstm_step(
+    call: MLSTMCall,
+    dtype_state: torch.dtype | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: MaybeTensor,
+    *,
+    direct: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The tk backend's step: tfla_tk::mlstm_step, or mlstm_step_ where dtype_state is None.
+
+    Args:
+        dtype_state: of the state returned; None: the given state is overwritten and returned.
+        direct: call the kernel, not the op: for plain eager calls.
+
+    Returns:
+        h and the next state, (c, n, m) or with the sigmoid gate (c, n).
+    """
+    m = None if call.sigmoid_gate else m
+    options = (call.sigmoid_gate, call.normalize, call.eps)
+    if dtype_state is None:
+        h = (_kernel_step_in_place if direct else _step_in_place)(q, k, v, i, f, c, n, m, *options)
+        return h, (c, n) if m is None else (c, n, m)
+    step = _kernel_step if direct else _step
+    h, c, n, m_next = step(q, k, v, i, f, c, n, m, *options, dtype_state)
+    return h, (c, n) if m is None else (c, n, m_next)
+
+
+def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The same state with an m that dtype holds exactly; what m loses in rounding goes into c and n.
+
+    Rounding m alone would scale everything remembered by e^(error): 3 % at m = 8 in bfloat16, and a decay of
+    less than that would never happen.
+
+    Args:
+        c: [B, NH, DHQK, DHHV]. n: [B, NH, DHQK]. m: [B, NH, 1]. dtype: a dtype of 16 bits.
+
+    Returns:
+        (c, n, m) in the dtypes they came in.
+    """
+    kept = m.to(dtype).to(m.dtype)
+    scale = torch.where(kept == m, 1.0, torch.exp(m - kept)).to(c.dtype)
+    return c * scale[..., None], n * scale, kept
+
+
+def _step_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    dtype_state: torch.dtype,
+) -> StepOutput:
+    found = _reference_step(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state)
+    out = _step_like(q, v, sigmoid_gate, dtype_state)
+    # own memory, as above
+    for buffer, value in zip(out, found, strict=False):
+        buffer.copy_(value)
+    return out
+
+
+def _step_in_place_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+) -> Tensor:
+    dtype = c.dtype if m is None else m.dtype
+    h, *state = _reference_step(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype)
+    for target, value in zip((c, n, m), state, strict=False):
+        if target is not None and value is not target:
+            target.copy_(value)
+    return h
+
+
+def _reference_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    dtype_m: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
+    import tfla_tk.reference as forms
+
+    if m is None:
+        h, (c, n) = forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=eps, normalize=normalize)
+        return h, c, n
+    h, (c, n, m) = forms.mlstm_step(q, k, v, i, f, c, n, m, eps=eps)
+    return h, *(representable(c, n, m, dtype_m) if dtype_m.itemsize == 2 else (c, n, m))
+
+
+# CUDA: the ThunderKittens kernels, imported on the first call
+
+
+def _kernel_step(*args: Any) -> Any:
+    """The op's outputs, m None where it is empty."""
+    from tfla_tk.backends import tk_step
+
+    return tk_step.mlstm_step(*args)
+
+
+def _kernel_step_in_place(*args: Any) -> Tensor:
+    from tfla_tk.backends import tk_step
+
+    return tk_step.mlstm_step_(*args)
+
+
+def _step_cuda(*args: Any) -> StepOutput:
+    h, c, n, m = _kernel_step(*args)
+    return h, c, n, c.new_empty(0) if m is None else m
+
+
+# Fake: shapes, dtypes and strides alone
+
+
+def _step_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    dtype_state: torch.dtype,
+) -> StepOutput:
+    return _step_like(q, v, sigmoid_gate, dtype_state)
+
+
+def _step_in_place_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(v.shape)
+
+
+def _step_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.dtype) -> StepOutput:
+    """Uninitialised outputs of mlstm_step."""
+    batch, heads, dim_qk = q.shape
+
+    def empty(*shape: int) -> Tensor:
+        return q.new_empty(shape, dtype=dtype_state)
+
+    return (
+        q.new_empty(v.shape),
+        empty(batch, heads, dim_qk, v.shape[-1]),
+        empty(batch, heads, dim_qk),
+        empty(0) if sigmoid_gate else empty(batch, heads, 1),
+    )
+
+
+_library.impl("mlstm_step", _step_cpu, "CPU")
+_library.impl("mlstm_step_", _step_in_place_cpu, "CPU")
+_library.impl("mlstm_step", _step_cuda, "CUDA")
+_library.impl("mlstm_step_", _kernel_step_in_place, "CUDA")
+torch.library.register_fake("tfla_tk::mlstm_step", _step_fake, lib=_library)
+torch.library.register_fake("tfla_tk::mlstm_step_", _step_in_place_fake, lib=_library)
