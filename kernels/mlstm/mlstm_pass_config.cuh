@@ -82,6 +82,13 @@ struct PassTask {
         return g.entering_n ? g.entering_n + state * g.dim_values : nullptr;
     }
 
+    // This lane's two tokens of a chunk of a [B, H, S] vector; 0 past the last token.
+    __device__ inline float2 pair(const float* rows, int chunk) const {
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        rows += row;
+        return {t < tokens ? rows[t] : 0.f, t + 1 < tokens ? rows[t + 1] : 0.f};
+    }
+
     // Called by whole warps.
     template <class C> __device__ static inline PassTask of_block(const WalkGlobals& g, int block) {
         const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;

@@ -90,15 +90,10 @@ __device__ inline void sum_gates(const PassGlobals& g, PassMemory<C>& smem) {
 template <class C, bool kSigmoid>
 __device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
-    auto pair = [&](const float* rows, int chunk) {
-        const int t = chunk * kChunk + 2 * fresh_laneid();
-        rows += task.row;
-        return float2{t < task.tokens ? rows[t] : 0.f, t + 1 < task.tokens ? rows[t + 1] : 0.f};
-    };
     for (int step = 0; step < task.chunks; step++) {
         const int chunk = C::chunk(task, step);
-        const float2 log2_w = pair(g.log2_w, chunk);
-        const float2 e = C::kNormalizer ? pair(g.e, chunk) : float2{0.f, 0.f};
+        const float2 log2_w = task.pair(g.log2_w, chunk);
+        const float2 e = C::kNormalizer ? task.pair(g.e, chunk) : float2{0.f, 0.f};
         const double m_in = kSigmoid ? 0. : g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
         const auto sums = C::gate_sums(step);
         const auto stage = C::gate_stage(step);

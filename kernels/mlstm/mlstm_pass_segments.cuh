@@ -110,16 +110,11 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
         const SegmentBounds part = smem.bounds[laneid() % 4];
         return SegmentBounds{warp_sum(part.gates), warp_max(part.largest)};
     };
-    auto pair = [&](const float* rows, int chunk) {
-        const int t = chunk * kChunk + 2 * fresh_laneid();
-        rows += task.row;
-        return float2{t < task.tokens ? rows[t] : 0.f, t + 1 < task.tokens ? rows[t + 1] : 0.f};
-    };
     auto load = [&](int step, Inputs& x) {
         if (step >= task.chunks) return;
         const int chunk = chunk_from_boundary<C>(task, step);
         x.i = input.pair(chunk, task.tokens, kNoInput), x.f = forget.pair(chunk, task.tokens, kNoForget);
-        if constexpr (C::kBackward) x.log2_w = pair(g.log2_w, chunk), x.e = pair(g.e, chunk);
+        if constexpr (C::kBackward) x.log2_w = task.pair(g.log2_w, chunk), x.e = task.pair(g.e, chunk);
         if constexpr (!kSigmoid) x.m_in = g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
     };
     auto scan_step = [&](int step, Inputs& x) {
