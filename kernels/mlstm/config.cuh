@@ -25,9 +25,9 @@ struct Tiling {
 
 // One row per (K, V slice). The comment names what limits the row.
 constexpr Tiling tiling(int dim_qk, int v_slice) {
-    if (dim_qk == 256) return {6, 2, 4, 1, {48, 160, 144}};  // smem: 8 slots of half a tile do not fit
+    if (dim_qk == 256) return {6, 2, 4, 1, {40, 160, 152}};  // smem: 8 slots of half a tile do not fit
     if (dim_qk == 128 && v_slice == 256)
-        return {4, 2, 4, 1, {48, 160, 144}};                  // registers: the state takes 128
+        return {4, 2, 4, 1, {40, 160, 152}};                  // registers: the state takes 128
     if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};   // smem: one CTA per SM
     if (v_slice == 256) return {4, 2, 4, 1, {48, 232, 224}};  // smem: two CTAs do not fit
     if (v_slice == 128) return {4, 2, 4, 1, {48, 168, 168}};  // registers: two CTAs do not fit
@@ -42,8 +42,7 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr Schedule kSchedule = kSchedule_;
     static constexpr Tiling kTiling = tiling(kDimQK, kSliceV);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates, warps 2 and 3 q n), then the state's, then
-    // the output's.
+    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates), then the state's, then the output's.
     static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
     static constexpr int kStateBlocks = kDimQK / 64 / kStateWarpgroups;  // 64-row blocks of C per warpgroup
 
@@ -54,14 +53,10 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
-    static constexpr int kNormWarps = 2;
 
-    // Arrivals that free a K or Q slot, and how much an arrival of each reading warp counts. One ring holds
-    // both, and the state's warps read only K, the norm warps only Q: others arrive on their behalf.
-    static constexpr int kQKArrivals = 4 * (2 + kStateWarpgroups);
-    static constexpr int kKeyArrivalsOutput = 2, kKeyArrivalsState = 1;
-    static constexpr int kQueryArrivalsNorm = 2,
-                         kQueryArrivalsOutput = kNormalize ? 1 + kStateWarpgroups : 2 + kStateWarpgroups;
+    // Arrivals that free a K or Q slot. One ring holds both, and the state's warps read only K: for Q an
+    // arrival of the output's counts for them.
+    static constexpr int kQKArrivals = 4 * (1 + kStateWarpgroups), kQueryArrivals = 1 + kStateWarpgroups;
 
     // The output warpgroup walks its V slice in passes, so that its accumulator stays at 64 registers.
     static constexpr int kPassV = kSliceV == 256 ? 128 : kSliceV;
@@ -75,12 +70,13 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
         return QKUse(2 * (chunk * kParts + part) + 1);
     }
     __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
-    __device__ static inline auto norm_buffer(int chunk) { return Use<2>(chunk); }
     __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
 
     using QKTile = kittens::st<T, kChunk, kPartQK>;
     using VTile = kittens::st<T, kChunk, kSliceV>;
-    using StateTile = kittens::st<T, kPartQK, kSliceV>;
+    // C^T of a pass; below it n as a high and a low part, two of the rows that a wgmma reads beyond kPassV.
+    static constexpr int kNormRows = kNormalize ? 16 : 0;
+    using StateTile = kittens::st<T, kPassV + kNormRows, kDimQK>;
     using OutTile = kittens::st<T, kChunk, kPassV>;
 };
 
@@ -88,21 +84,16 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
 template <class C> struct SharedMemoryPlan {
     typename C::QKTile qk[C::kTiling.qk_slots];
     typename C::VTile v[C::kTiling.v_stages];
-    typename C::StateTile state[C::kParts];  // C at the chunk's start, rounded, as Q C reads it
-    typename C::OutTile out;                 // h on its way to global memory, 16 rows per warp
-    // n at the start of even and odd chunks: exact, and as a high and a low part for q n
-    float norm[2][C::kDimQK];
-    typename C::T norm_parts[2][2][C::kDimQK];
-    float qn[kChunk];  // q n, unscaled
+    typename C::StateTile state[C::kPasses];  // C^T and n at the chunk's start, rounded, as Q C reads them
+    typename C::OutTile out;                  // h on its way to global memory, 16 rows per warp
+    float norm[C::kDimQK];                    // n, exact
     GateStage gates[C::kTiling.gate_stages];
     Task task;
 
     kittens::semaphore qk_arrived[C::kTiling.qk_slots], qk_free[C::kTiling.qk_slots];
     kittens::semaphore v_arrived[C::kTiling.v_stages], v_free[C::kTiling.v_stages];
     kittens::semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
-    kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];  // state_free[0]: n too
-    kittens::semaphore norm_ready[2];  // one per buffer: the state may be a chunk ahead of its reader
-    kittens::semaphore qn_ready, qn_free;
+    kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];
     kittens::semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier.
@@ -122,11 +113,8 @@ template <class C> struct SharedMemoryPlan {
         }
         for (int i = 0; i < C::kPasses; i++) {
             init_warp_barrier(state_ready[i], C::kStateWarps);
-            init_warp_barrier(state_free[i], C::kNormalize && i == 0 ? 4 + C::kNormWarps : 4);
+            init_warp_barrier(state_free[i], 4);
         }
-        for (auto& barrier : norm_ready) init_warp_barrier(barrier, C::kStateWarps);
-        init_warp_barrier(qn_ready, C::kNormWarps);
-        init_warp_barrier(qn_free, 4);
         kittens::init_semaphore(tail_landed, 1);
         publish_barriers();
     }

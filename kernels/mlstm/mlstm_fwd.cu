@@ -5,7 +5,8 @@
 // chunk:
 //   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh)
 //   state      publishes C, rounded, for Q C; then C = decay C + (key_scale . K)^T V and n likewise
-//   output     S = Q K^T; O = Q C; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA store
+//   output     S = Q K^T; O, q n = Q [C, n]; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA
+//              store
 // Where sequences are cut, two kernels come first and leave the state that arrives at every segment:
 //   mlstm_states    what each segment adds to the state by itself
 //   mlstm_combine   carried from segment to segment
@@ -51,8 +52,6 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
             load_tiles(g, smem);
         else if (warp == 1)
             g.sigmoid_gate ? scan_gates<C, true>(g, smem) : scan_gates<C, false>(g, smem);
-        else if constexpr (C::kNormalize)
-            compute_qn(smem, warp - 2);
     } else if (warpgroup_id <= C::kStateWarpgroups) {
         warpgroup::increase_registers<C::kTiling.registers.state>();
         update_state(g, smem, warpgroup_id - 1);

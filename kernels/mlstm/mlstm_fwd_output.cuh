@@ -3,6 +3,7 @@
 
 #include "config.cuh"
 #include "tfla_tk/tiles.cuh"
+#include "tfla_tk/wgmma.cuh"
 
 namespace tfla_tk::mlstm {
 
@@ -50,7 +51,11 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
 
     rt_fl<16, kChunk> scores;
     rt<T, 16, kChunk> p;
-    rt_fl<16, C::kPassV> out;
+    // beside the output 16 columns more: q times the high and the low part of n, and what nobody reads
+    rt_fl<16, C::kPassV + C::kNormRows> out_and_qn;
+    auto& out = reinterpret_cast<rt_fl<16, C::kPassV>&>(out_and_qn);
+    auto& qn = reinterpret_cast<rt_fl<16, 16>&>(out_and_qn.tiles[0][C::kNormalize ? C::kPassV / 16 : 0]);
+    const auto& qn_parts = qn.tiles[0][0].data;  // of the first lane of four: row, then row + 8
 
     auto issue_scores = [&](int chunk) {
 #pragma unroll
@@ -70,33 +75,43 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         warpgroup::mma_async_wait<0>();
         pin(scores);
         if constexpr (!decltype(none_constant)::value)
-            for (int part = 0; part < C::kParts; part++)
-                arrive_warp(smem.qk_free[C::key(chunk, part).slot], C::kKeyArrivalsOutput);
+            for (int part = 0; part < C::kParts; part++) arrive_warp(smem.qk_free[C::key(chunk, part).slot]);
     };
+    // Q C, one committed group per part; in the first pass q n too.
     auto issue_inter = [&](int pass, int chunk) {
+        constexpr int kSteps = C::kPartQK / 16;
+        constexpr uint32_t kStatePanelBytes = C::StateTile::rows * kPanelColumns * sizeof(T);
         wait(smem.state_ready[pass], chunk & 1);
         forget(out);
+        if (C::kNormalize && pass == 0) forget(qn);
+        wgmma_fence();
+        const auto state = Operand128B::rows(&smem.state[pass]);
 #pragma unroll
         for (int part = 0; part < C::kParts; part++) {
-            auto& q = smem.qk[C::query(chunk, part).slot];
-            auto& state = smem.state[part].template subtile<C::kPassV>(pass);
-            if (part == 0)
-                warpgroup::mm_AB(out, q, state);
-            else
-                warpgroup::mma_AB(out, q, state);
+            const auto q = Operand128B::rows(&smem.qk[C::query(chunk, part).slot]);
+#pragma unroll
+            for (int k = 0; k < kSteps; k++) {
+                const uint64_t a = q.row_step(kChunk * kPanelColumns * sizeof(T), k);
+                const uint64_t b = state.row_step(kStatePanelBytes, part * kSteps + k);
+                if (C::kNormalize && pass == 0)
+                    wgmma_step<T, false>(out_and_qn, a, b, part > 0 || k > 0);
+                else
+                    wgmma_step<T, false>(out, a, b, part > 0 || k > 0);
+            }
+            warpgroup::mma_commit_group();
         }
     };
     // Waits for Q C; the last pass frees each part of Q as soon as it is read.
     auto finish_inter = [&](int pass, int chunk) {
         if constexpr (C::kParts == 2) {
             warpgroup::mma_async_wait<1>();
-            if (pass == C::kPasses - 1)
-                arrive_warp(smem.qk_free[C::query(chunk, 0).slot], C::kQueryArrivalsOutput);
+            if (pass == C::kPasses - 1) arrive_warp(smem.qk_free[C::query(chunk, 0).slot], C::kQueryArrivals);
         }
         warpgroup::mma_async_wait<0>();
         pin(out);
+        if (C::kNormalize && pass == 0) pin(qn);
         if (pass == C::kPasses - 1)
-            arrive_warp(smem.qk_free[C::query(chunk, C::kParts - 1).slot], C::kQueryArrivalsOutput);
+            arrive_warp(smem.qk_free[C::query(chunk, C::kParts - 1).slot], C::kQueryArrivals);
         arrive_warp(smem.state_free[pass]);
     };
     auto store_out = [&](int pass, int chunk) {
@@ -125,10 +140,8 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
     auto row_scale = [&](int chunk, const GateStage& gates, float2 intra, float2 inter) {
         float2 post{gates.post[row], gates.post[row + 8]};
         if constexpr (C::kNormalize) {
-            wait(smem.qn_ready, chunk & 1);
-            const float2 d{post.x * (intra.x + inter.x * smem.qn[row]),
-                           post.y * (intra.y + inter.y * smem.qn[row + 8])};
-            arrive_warp(smem.qn_free);
+            const float2 d{post.x * (intra.x + inter.x * of_first_lane(qn_parts[0].x + qn_parts[0].y)),
+                           post.y * (intra.y + inter.y * of_first_lane(qn_parts[1].x + qn_parts[1].y))};
             if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d);
             post.x /= fmaxf(fabsf(d.x), gates.floor[row]) + g.eps;
             post.y /= fmaxf(fabsf(d.y), gates.floor[row + 8]) + g.eps;

@@ -1,4 +1,4 @@
-// Producer warpgroup of the mLSTM forward: TMA loads, gate scan, q n.
+// Producer warpgroup of the mLSTM forward: TMA loads, gate scan.
 #pragma once
 
 #include "config.cuh"
@@ -44,19 +44,20 @@ template <class C> __device__ inline void load_tiles(const Globals& g, SharedMem
 template <class C, bool kSigmoid>
 __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     const Task& task = smem.task;
-    const GateRows input(g.i, task.batch, task.head, task.first_row);
-    const GateRows forget(g.f, task.batch, task.head, task.first_row);
+    // NOTES: addressed anew for every chunk: registers
+    auto load = [&](const Gate& gate, int chunk, float none) {
+        return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
+    };
     GateScan<kSigmoid> scan{kSigmoid ? 0. : task.initial_m(g) * kLog2eDouble};
-    float2 i = input.pair(0, task.tokens, kNoInput), f = forget.pair(0, task.tokens, kNoForget);
+    float2 i = load(g.i, 0, kNoInput), f = load(g.f, 0, kNoForget);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
             g.chunk_m[task.chunk + chunk] = scan.m;
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(
-            smem.gates[slot], i, f, g.scale, g.log2_scale,
-            [&] { return input.pair(chunk + 1, task.tokens, kNoInput); },
-            [&] { return forget.pair(chunk + 1, task.tokens, kNoForget); });
+            smem.gates[slot], i, f, g.scale, g.log2_scale, [&] { return load(g.i, chunk + 1, kNoInput); },
+            [&] { return load(g.f, chunk + 1, kNoForget); });
         arrive_warp(smem.gates_ready[slot]);
         if (!kSigmoid && g.row_m && task.column == 0) {
             float* rows = task.rows_of_head(g, g.row_m) + chunk * kChunk;
@@ -67,52 +68,6 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     }
     if (!kSigmoid && g.last.m && task.last && task.column == 0 && fresh_laneid() == 0)
         g.last.m[task.index] = scan.m * kLn2;
-}
-
-// q n of one chunk: 32 rows per warp, by warp-level MMAs with n as two columns of B.
-template <class C> __device__ inline void compute_qn(SharedMemoryPlan<C>& smem, int norm_warp) {
-    using T = typename C::T;
-    constexpr int kRowTiles = kChunk / 16 / C::kNormWarps;
-    const int first_row = norm_warp * kRowTiles * 16;
-    // B fragment: k = 2 (lane % 4) + {0, 1} (+ 8), column lane / 4: 0 is the high part of n, 1 the low part.
-    const int column = laneid() / 4;
-    for (int chunk = 0; chunk < smem.task.chunks; chunk++) {
-        float qn[kRowTiles][2][4] = {};  // even and odd steps of k apart: two short chains of MMAs
-        const auto buffer = C::norm_buffer(chunk);
-        const T* n = &smem.norm_parts[buffer.slot][column & 1][2 * (laneid() % 4)];
-        wait(smem.norm_ready[buffer.slot], buffer.phase);
-        for (int part = 0; part < C::kParts; part++) {
-            const auto query = C::query(chunk, part);
-            wait(smem.qk_arrived[query.slot], query.phase);
-            const uint32_t q = shared_address(&smem.qk[query.slot]);
-#pragma unroll
-            for (int k = 0; k < C::kPartQK; k += 16) {
-                uint32_t b[2] = {0, 0};
-                if (column < 2) {
-                    b[0] = *reinterpret_cast<const uint32_t*>(&n[part * C::kPartQK + k]);
-                    b[1] = *reinterpret_cast<const uint32_t*>(&n[part * C::kPartQK + k + 8]);
-                }
-#pragma unroll
-                for (int tile = 0; tile < kRowTiles; tile++)
-                    mma_16x8x16<T>(qn[tile][k / 16 % 2],
-                                   load_rows_16x16<T>(q, kChunk, first_row + 16 * tile, k), b);
-            }
-            arrive_warp(smem.qk_free[query.slot], C::kQueryArrivalsNorm);
-        }
-        // NOTES: in this order: qn_free says that the previous phase of state_free has all its arrivals.
-        wait_free(smem.qn_free, chunk & 1);
-        arrive_warp(smem.state_free[0]);
-        if (laneid() % 4 == 0) {
-#pragma unroll
-            for (int tile = 0; tile < kRowTiles; tile++) {
-                const auto& [even, odd] = qn[tile];
-                float* rows = &smem.qn[first_row + 16 * tile + laneid() / 4];
-                rows[0] = (even[0] + odd[0]) + (even[1] + odd[1]);
-                rows[8] = (even[2] + odd[2]) + (even[3] + odd[3]);
-            }
-        }
-        arrive_warp(smem.qn_ready);
-    }
 }
 
 }  // namespace tfla_tk::mlstm

@@ -17,18 +17,14 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     rt_fl<16, C::kPassV> state[kBlocks][C::kPasses];
     const int warp_row = warpgroup_id * 64 + warpgroup::warpid() * 16;  // in every part
     const int norm_row = warp_row + laneid() / 4;
+    constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
+    constexpr uint32_t kStatePanelBytes = C::StateTile::rows * kPanelColumns * sizeof(T);
+    const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     const Task& task = smem.task;
 
     auto for_each_pass = [](auto body) {
 #pragma unroll
         for (int pass = 0; pass < C::kPasses; pass++) body(pass);
-    };
-    auto write_norm = [&](int buffer, int row, float n) {
-        const T high = base_types::convertor<T, float>::convert(n);
-        smem.norm[buffer][row] = n;
-        smem.norm_parts[buffer][0][row] = high;
-        smem.norm_parts[buffer][1][row] =
-            base_types::convertor<T, float>::convert(n - base_types::convertor<float, T>::convert(high));
     };
     auto load_initial = [&] {
         const float *c = task.initial_c(g), *n = task.initial_n(g);
@@ -45,33 +41,40 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             });
             if (!C::kNormalize || laneid() % 4 != 0) continue;
             for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
-                write_norm(0, row, n && row < g.dim_qk ? n[row] : 0.f);
+                smem.norm[row] = n && row < g.dim_qk ? n[row] : 0.f;
         }
     };
-    auto update_norm = [&](int block, float2 sums, float decay, int chunk) {
+    auto update_norm = [&](int block, float2 sums, float decay) {
         sums = {quad_sum(sums.x), quad_sum(sums.y)};
         const int lane = fresh_laneid();
         if (lane % 4 != 0) return;
-        const int row = warp_row + C::kPartQK * block + lane / 4;
-        const float* old_n = smem.norm[chunk & 1];
-        write_norm((chunk + 1) & 1, row, decay * old_n[row] + sums.x);
-        write_norm((chunk + 1) & 1, row + 8, decay * old_n[row + 8] + sums.y);
+        float* n = &smem.norm[warp_row + C::kPartQK * block + lane / 4];
+        n[0] = decay * n[0] + sums.x;
+        n[8] = decay * n[8] + sums.y;
+    };
+    // the two rows of a block that this lane owns, as a high and a low part, below C^T
+    auto publish_norm = [&](int block, uint32_t panel) {
+        const int lane = fresh_laneid();
+        if (lane % 4 != 0) return;
+        const float* n = &smem.norm[warp_row + C::kPartQK * block + lane / 4];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            store_parts<T>(panel, C::kPassV, warp_row % 64 + lane / 4 + 8 * half, n[8 * half]);
     };
     auto publish = [&](int pass, uint32_t phase) {
         wait_free(smem.state_free[pass], phase);
 #pragma unroll
-        for (int block = 0; block < kBlocks; block++)
-            store_panels<T, C::kPartQK>(
-                shared_address(&smem.state[block]) + pass * C::kPassV * C::kPartQK * sizeof(T), warp_row,
-                state[block][pass]);
+        for (int block = 0; block < kBlocks; block++) {
+            const uint32_t panel = shared_address(&smem.state[pass]) +
+                                   (block * C::kStateWarpgroups + warpgroup_id) * kStatePanelBytes;
+            store_transposed<T>(panel + lane_offset, state[block][pass]);
+            if (C::kNormalize && pass == 0) publish_norm(block, panel);
+        }
         fence_async_proxy();
         arrive_warp(smem.state_ready[pass]);
     };
 
     load_initial();
-    if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[0]);
-    constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
-    const uint32_t lane_offset = warpgroup_id * kPanelBytes + transposed_lane_offset(warpgroup::warpid());
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto value = C::value(chunk);
         const auto stage = C::gate_stage(chunk);
@@ -95,8 +98,9 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
                 for_each_pass([&](int pass) { warp::mul(state[block][pass], state[block][pass], decay); });
                 sums = {0.f, 0.f};
             }
-            load_scaled_transposed(keys, sums, shared_address(&smem.qk[key.slot]) + lane_offset,
-                                   gates.key_scale, token);
+            load_scaled_transposed(
+                keys, sums, shared_address(&smem.qk[key.slot]) + warpgroup_id * kPanelBytes + lane_offset,
+                gates.key_scale, token);
             if (step == 0) {
                 wait(smem.v_arrived[value.slot], value.phase);
                 if constexpr (C::kSchedule != Schedule::overlapped)
@@ -104,10 +108,9 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             }
             const bool last_of_block = token == kChunk - kStepTokens;
             mma_partial_AB(state[block], keys, smem.v[value.slot], token);
-            if (last_of_block) arrive_warp(smem.qk_free[key.slot], C::kKeyArrivalsState);
-            if (C::kNormalize && last_of_block) update_norm(block, sums, decay, chunk);  // under the GEMM
+            if (last_of_block) arrive_warp(smem.qk_free[key.slot]);
+            if (C::kNormalize && last_of_block) update_norm(block, sums, decay);  // under the GEMM
         }
-        if constexpr (C::kNormalize) arrive_warp(smem.norm_ready[C::norm_buffer(chunk + 1).slot]);
         arrive_warp(smem.gates_free[stage.slot]);
         warpgroup::mma_async_wait<0>();
         pin(keys);
@@ -127,7 +130,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
         });
         if (!C::kNormalize || task.column != 0 || laneid() % 4 != 0) continue;
         for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
-            if (row < g.dim_qk) g.last.n[task.index * g.dim_qk + row] = smem.norm[task.chunks & 1][row];
+            if (row < g.dim_qk) g.last.n[task.index * g.dim_qk + row] = smem.norm[row];
     }
 }
 

@@ -53,6 +53,9 @@ __device__ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// The first lane's of every four.
+__device__ inline float of_first_lane(float x) { return __shfl_sync(0xffffffff, x, 0, 4); }
+
 __device__ inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -157,39 +160,6 @@ __device__ inline void load_scaled_transposed(A& a, float2& sums, uint32_t addre
     }
 }
 
-struct Fragment {
-    uint32_t words[4];
-};
-
-// A fragment of mma.m16n8k16: rows [row, row + 16), columns [column, column + 16) of a panel tile at `base`.
-template <class T>
-__device__ inline Fragment load_rows_16x16(uint32_t base, int tile_rows, int row, int column) {
-    const int lane = kittens::laneid();
-    const uint32_t panel = base + (column / kPanelColumns) * tile_rows * kPanelColumns * sizeof(T);
-    const uint32_t address = panel + panel_offset(row + lane % 16, (column % kPanelColumns) / 8 + lane / 16);
-    Fragment a;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(a.words[0]), "=r"(a.words[1]), "=r"(a.words[2]), "=r"(a.words[3])
-                 : "r"(address)
-                 : "memory");
-    return a;
-}
-
-// d += A B of one warp, fp32 accumulation.
-template <class T>
-__device__ inline void mma_16x8x16(float (&d)[4], const Fragment& a, const uint32_t (&b)[2]) {
-#define TFLA_MMA(type)                                                                    \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                   \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                         \
-                 : "r"(a.words[0]), "r"(a.words[1]), "r"(a.words[2]), "r"(a.words[3]), "r"(b[0]), "r"(b[1]))
-    if constexpr (std::is_same_v<T, kittens::bf16>)
-        TFLA_MMA("bf16");
-    else
-        TFLA_MMA("f16");
-#undef TFLA_MMA
-}
-
 // D_n += A B_n[first_row : first_row + 16 A::width] for the column tiles D_n of D and B = [rows, kTiles
 // D::cols] in shared memory; one committed wgmma group.
 template <class D, int kTiles, class A, class B>
@@ -268,6 +238,20 @@ __device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_
         auto* rows = reinterpret_cast<uint4*>(panel[first_row]);
         zero_units(rows, count);
     }
+}
+
+// A number as the sum of two of T, in rows `row` and + 1 of a panel.
+template <class T> __device__ inline void store_parts(uint32_t panel, int row, int column, float x) {
+    const T high = kittens::base_types::convertor<T, float>::convert(x);
+    const T low = kittens::base_types::convertor<T, float>::convert(
+        x - kittens::base_types::convertor<float, T>::convert(high));
+    auto store = [&](int row, T part) {
+        asm volatile(
+            "st.shared.b16 [%0], %1;\n" ::"r"(panel + panel_offset(row, column / 8) + column % 8 * 2),
+            "h"(reinterpret_cast<const uint16_t&>(part))
+            : "memory");
+    };
+    store(row, high), store(row + 1, low);
 }
 
 // Visits this thread's column pairs of a tile: body(pair, row, column) for an fp32 tile whose rows start at

@@ -35,6 +35,11 @@ _CONFIG = re.compile(
 _KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?[IE]")
 
 
+def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:
+    """Whether both operands of a wgmma are in shared memory."""
+    return opcode.startswith("HGMMA") and operands.split(", ")[1].startswith("gdesc")
+
+
 @dataclass(frozen=True)
 class Kernel:
     """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none.
@@ -59,17 +64,22 @@ class Kernel:
         """What the program holds while wgmmas are in flight, from WARPGROUP.ARRIVE to the wait for all.
 
         Counts per stage: "scores" (Q K^T), "inter" (Q C) and "register" (A from registers: P V, or the
-        state) wgmmas, "exp2", "store" (TMA stores), "turn" (arrivals at the ping-pong barrier).
+        state) wgmmas, "exp2", "store" (TMA stores), "turn" (arrivals at the ping-pong barrier). The forward's
+        first wgmma tells the shape of the scores' and which registers accumulate them.
         """
         found: list[Counter[str]] = []
         stage: Counter[str] | None = None
+        first = next((op, o) for op, o in self.instructions if _is_wgmma_of_shared(op, o))
+        scores = (first[0], first[1].split(",")[0])
         for opcode, operands in self.instructions:
             if opcode == "WARPGROUP.ARRIVE" and stage is None:
                 stage = Counter()
             elif stage is None:
                 continue
             elif opcode.startswith("HGMMA"):
-                stage[self._kind(operands)] += 1
+                of_scores = (opcode, operands.split(",")[0]) == scores or self.name != "mlstm_fwd"
+                shared = "scores" if of_scores else "inter"
+                stage[shared if _is_wgmma_of_shared(opcode, operands) else "register"] += 1
             elif opcode == "WARPGROUP.DEPBAR.LE" and operands.endswith("0x0"):
                 found.append(stage)
                 stage = None
@@ -77,19 +87,14 @@ class Kernel:
                 stage[name] += 1
         return found
 
-    @staticmethod
-    def _kind(operands: str) -> str:
-        if not operands.split(", ")[1].startswith("gdesc"):
-            return "register"
-        return "inter" if "tnspB" in operands else "scores"
-
 
 @dataclass(frozen=True)
 class Compiled:
-    """One instance: what ptxas said, and its kernels that multiply matrices."""
+    """One instance: what ptxas said, its SASS, and its kernels that multiply matrices."""
 
     instance: build.Instance
     ptxas_log: str
+    sass: str
     every_kernel: list[Kernel]
 
     @property
@@ -144,7 +149,7 @@ def compile_once(
     def compiled(instance: build.Instance) -> Compiled:
         if instance not in done:
             log, sass = _read_or_compile(instance, folder)
-            done[instance] = Compiled(instance, log, parse_sass(sass))
+            done[instance] = Compiled(instance, log, sass, parse_sass(sass))
         return done[instance]
 
     return compiled
