@@ -1,7 +1,8 @@
-"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation | step | train`.
+"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation | step | ...`.
 
 `merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of the README;
-`ablation` times the schedules of the intra-chunk kernel, `step` one token; `train` compares loss curves.
+`ablation` times the schedules of the intra-chunk kernel, `step` one token, `model` whole models; `train`
+compares loss curves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import ablation, compare, plots, readme, results, step, train
+from . import ablation, compare, model_step, plots, readme, results, step, train
 from .operators import OPERATORS
 from .shapes import MAIN, PASSES, parse_shapes
 
@@ -69,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("train", help="train a language model on every backend, compare the curves")
     train.add_arguments(command)
     command.set_defaults(run=train.run)
+    command = commands.add_parser(
+        "model", help="train, prefill and decode with xLSTM models, Triton against tk"
+    )
+    model_step.add_arguments(command)
+    command.set_defaults(run=model_step.run)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)

@@ -168,7 +168,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
         ValueError: options that do not go together.
     """
     console = make_console()
-    record = _record_path(args, on_gpu)
+    record = record_path(args, on_gpu)
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
     outcomes = _run_all(contests, settings, console)
@@ -237,8 +237,12 @@ def _settings(args: argparse.Namespace, on_gpu: bool) -> Settings:
     )
 
 
-def _record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
-    """Where --update-results writes; refuses figures that are not fit for the record."""
+def record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
+    """Where --update-results writes; refuses figures that are not fit for the record.
+
+    Raises:
+        ValueError: no GPU, --quick, or no commit.
+    """
     if not args.update_results:
         return None
     if not on_gpu:

@@ -31,6 +31,9 @@ class Operator:
         forms: variants of the reference backend, all of which are compared where there is no GPU.
         baseline_omits_normaliser: the Triton backward leaves out the gradient through the normaliser; it can
             only be checked with an output gradient that is orthogonal to the output (see `accuracy`).
+        baseline_tolerances: of the Triton kernel's h per dtype, where `accuracy.BASELINE_TOLERANCES` is not
+            what it is judged by.
+        runs_in_graphs: a CUDA graph is how it is used, so that its replay is timed whatever a call takes.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Operator:
     options: dict[str, Any] = field(default_factory=dict)
     forms: tuple[str, ...] = ("recurrent", "parallel", "chunkwise")
     baseline_omits_normaliser: bool = False
+    baseline_tolerances: dict[str, float] = field(default_factory=dict)
+    runs_in_graphs: bool = False
 
     def call(self, backend: str, *tensors: Tensor) -> Tensor:
         """The output of the public function on one backend, without states."""

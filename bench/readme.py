@@ -7,7 +7,9 @@ from pathlib import Path
 
 from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
 from .results import (
+    FP32_NATIVE,
     INTRA,
+    MODEL,
     OPS,
     Pair,
     Row,
@@ -19,7 +21,7 @@ from .results import (
     shape_of,
     sweep_only,
 )
-from .shapes import PASSES, SWEEP_TOKENS
+from .shapes import PASSES, PHASES, SWEEP_TOKENS
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
@@ -28,7 +30,8 @@ def render(rows: Sequence[Row]) -> str:
     """All tables as Markdown.
 
     Per operator and pass the tk row of the shipped schedule against the best Triton row of its run, the same
-    over the lengths of the sweep, then the schedules side by side where more than one was measured.
+    over the lengths of the sweep, whole models, then the schedules side by side where more than one was
+    measured.
     """
     parts: list[str] = []
     for op in OPS:
@@ -36,6 +39,7 @@ def render(rows: Sequence[Row]) -> str:
             chosen = [row for row in rows if row["op"] == op and row["pass"] == which]
             parts.append(_contest(op, which, [row for row in chosen if not sweep_only(row)]))
             parts += _sweeps(op, which, [row for row in chosen if in_sweep(row)])
+    parts.append(_models([row for row in rows if row["op"] == MODEL]))
     parts += [_schedules(op, [row for row in rows if row["op"] == op and not sweep_only(row)]) for op in OPS]
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
@@ -144,6 +148,68 @@ def _cells(pair: Pair) -> list[str]:
         ]
     cells.append(_memory(pair.theirs))
     return cells
+
+
+def _models(rows: Sequence[Row]) -> str:
+    """Whole models, one line per phase and shape; empty where no row is of tk or Triton.
+
+    Decoding is shown through CUDA graphs where both were captured.
+    """
+    found = [pair for phase in PHASES for pair in pairs(row for row in rows if row["pass"] == phase)]
+    if not found:
+        return ""
+    header = (
+        "Phase",
+        "Model",
+        "tk ms",
+        "Triton ms",
+        "Triton",
+        "speed-up",
+        "tokens/s, tk",
+        "tokens/s, Triton",
+        "mLSTM kernels, tk",
+        "mLSTM kernels, Triton",
+        "peak GB, tk",
+        "peak GB, Triton",
+        "error, tk",
+        "error, Triton",
+    )
+    lines = []
+    for pair in found:
+        shown = [row for row in (pair.ours, pair.theirs) if row is not None]
+        phase = PASS_TITLES[pair.shown["pass"]]
+        if all("graph_ms" in row for row in shown):
+            phase += ", CUDA graph"
+            shown_ms = [row and row | {"ms": row["graph_ms"]} for row in (pair.ours, pair.theirs)]
+            pair = Pair(pair.shown, *shown_ms)
+        both = (pair.ours, pair.theirs)
+        figures = [[cell(row) if row else "-" for row in both] for cell in _MODEL_CELLS]
+        lines.append([phase, str(shape_of(pair.shown)), *_times(pair), *(x for two in figures for x in two)])
+    caption = (
+        "Peak: all that is allocated. mLSTM kernels: their share of the GPU's time. Error: against "
+        "mlstm_kernels' fp32 native path, of logits relative Frobenius, of training the largest difference "
+        "of the first losses in nats"
+    )
+    return f"### {TITLES[MODEL]}\n\n{_markdown(header, lines)}\n\n{caption}; {_origin(found)}"
+
+
+def _tokens_per_s(row: Row) -> str:
+    return f"{row['shape']['B'] * row['shape']['T'] / row['ms'] * 1e3:,.0f}"
+
+
+def _kernel_share(row: Row) -> str:
+    return f"{row['kernel_share']:.1%}" if "kernel_share" in row else "-"
+
+
+def _peak_gb(row: Row) -> str:
+    return "-" if row["peak_mem_mb"] is None else f"{row['peak_mem_mb'] / 1024:.1f}"
+
+
+def _against_fp32(row: Row) -> str:
+    return f"{row['rel_err'][FP32_NATIVE]:.1e}" if FP32_NATIVE in row["rel_err"] else "-"
+
+
+_MODEL_CELLS = (_tokens_per_s, _kernel_share, _peak_gb, _against_fp32)
 
 
 def _memory(row: Row | None) -> str:

@@ -23,8 +23,15 @@ TITLES = {
     "gated_delta_rule": "gated delta rule",
     "mlstm_step": "mLSTM, one step",
     "mlstm_intra": "mLSTM, intra-chunk part",
+    "model_step": "xLSTM, whole model",
 }
-PASS_TITLES = {"fwd": "forward", "fwdbwd": "forward + backward"}
+PASS_TITLES = {
+    "fwd": "forward",
+    "fwdbwd": "forward + backward",
+    "train": "training step",
+    "prefill": "prefill",
+    "decode": "decode",
+}
 
 
 def name_of(row: Row) -> str:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from tfla_tk.build import instances
 
 from .inputs import FORGET_BIAS, LAYOUTS
-from .shapes import MAIN, PASSES, SWEEP, Shape
+from .shapes import MAIN, PASSES, PHASES, SWEEP, ModelShape, Shape
 
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent / "results"
 INTRA = "mlstm_intra"  # an ablation: no function of the package, nothing to compare it with
+MODEL = "model_step"  # a whole model: phases in place of passes, no count of FLOP and bytes
 OPS = (
     "mlstm_exp",
     "mlstm_sig",
@@ -27,7 +28,9 @@ OPS = (
     "gated_delta_rule",
     "mlstm_step",
     INTRA,
+    MODEL,
 )
+FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
 INTRA_SCHEDULES = (*instances.SCHEDULES, "three_stage")
 # of any operator; null where the kernel chose it
 SCHEDULES = (*INTRA_SCHEDULES, None)
@@ -47,8 +50,8 @@ REQUIRED: dict[str, tuple[type, ...]] = {
     "ms": _NUMBER,
     "ms_p20": _NUMBER,
     "ms_p80": _NUMBER,
-    "tflops": _NUMBER,
-    "gbps": _NUMBER,
+    "tflops": _NUMBER + _NONE,
+    "gbps": _NUMBER + _NONE,
     "roofline": _NUMBER + _NONE,
     "peak_mem_mb": _NUMBER + _NONE,
     "rel_err": (dict,),
@@ -60,13 +63,14 @@ REQUIRED: dict[str, tuple[type, ...]] = {
     "commit": _TEXT + _NONE,
     "date": _TEXT,
 }
-# host_us: of the host for one call; graph_ms: median of CUDA-graph replays; repeats: timed runs, where fewer
-# than 30; note: what to know
+# host_us: of the host for one call; graph_ms: median of CUDA-graph replays; kernel_share: of the GPU's time
+# in mLSTM kernels; repeats: timed runs, where fewer than 30; note: what to know
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "layout": _TEXT,
     "forget_bias": _NUMBER,
     "host_us": _NUMBER,
     "graph_ms": _NUMBER,
+    "kernel_share": _NUMBER,
     "repeats": (int,),
     "note": _TEXT,
 }
@@ -96,14 +100,18 @@ def validate(row: Any) -> None:
     if row["op"] not in OPS:
         raise ValueError(f"row op: expected one of {', '.join(OPS)}, got {row['op']!r}")
     schedules = (*schedules_of(row["op"]), None)
-    for key, allowed in (("pass", PASSES), ("schedule", schedules), ("layout", LAYOUTS)):
+    for key, allowed in (("pass", passes_of(row["op"])), ("schedule", schedules), ("layout", LAYOUTS)):
         value = row.get(key, DEFAULTS.get(key))
         if value not in allowed:
             raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
     try:
         shape_of(row)
     except TypeError as error:
-        raise ValueError(f"row shape: expected B, T, H, K and V, got {row['shape']!r}") from error
+        more = " and layers and width" if row["op"] == MODEL else ""
+        raise ValueError(f"row shape: expected B, T, H, K and V{more}, got {row['shape']!r}") from error
+    for key in ("tflops", "gbps"):
+        if (row[key] is None) != (row["op"] == MODEL):
+            raise ValueError(f"row {key}: expected null for {MODEL} and a number else, got {row[key]!r}")
     numbers = {key: row[key] for key in (*REQUIRED, *OPTIONAL) if isinstance(row.get(key), (int, float))}
     for key, value in {
         **numbers,
@@ -117,7 +125,12 @@ def validate(row: Any) -> None:
 
 def shape_of(row: Row) -> Shape:
     """The shape of a row."""
-    return Shape(**row["shape"])
+    return (ModelShape if row["op"] == MODEL else Shape)(**row["shape"])
+
+
+def passes_of(op: str) -> tuple[str, ...]:
+    """What stands under "pass": passes of an operator, phases of a model."""
+    return PHASES if op == MODEL else PASSES
 
 
 def schedules_of(op: str) -> tuple[str, ...]:
@@ -161,7 +174,7 @@ def _order(row: Row) -> tuple[Any, ...]:
     layout, forget_bias = conditions_of(row)
     return (
         OPS.index(row["op"]),
-        PASSES.index(row["pass"]),
+        passes_of(row["op"]).index(row["pass"]),
         row["dtype"],
         LAYOUTS.index(layout),
         (forget_bias != FORGET_BIAS, forget_bias),

@@ -154,10 +154,17 @@ def _check(
     accuracy.poison(inputs["v"].numel() * inputs["v"].element_size(), settings.device)
     outcome.errors = truth.errors(kind, step())
     outcome.incomplete = truth.partial
-    table = accuracy.BASELINE_TOLERANCES if outcome.variant.family == "triton" else accuracy.TOLERANCES
-    wrong = accuracy.failures(outcome.errors, table[settings.dtype])
+    wrong = accuracy.failures(outcome.errors, _tolerances(operator, outcome.variant, settings.dtype))
     if wrong:
         outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
+
+
+def _tolerances(operator: Operator, variant: Variant, dtype: str) -> dict[str, float]:
+    """By result."""
+    if variant.family != "triton":
+        return accuracy.TOLERANCES[dtype]
+    own = operator.baseline_tolerances
+    return accuracy.BASELINE_TOLERANCES[dtype] | ({"h": own[dtype]} if dtype in own else {})
 
 
 def refuse_quadratic(outcome: Outcome) -> None:
@@ -200,7 +207,7 @@ def _time(
         name = outcome.variant.call
         if outcome.status == OK:
             host = _host_us(steps[name], found[name], settings)
-            graph = _graph_ms(steps[name], found[name], host, settings)
+            graph = _graph_ms(steps[name], found[name], host, settings, always=operator.runs_in_graphs)
             outcome.row = make_row(operator, outcome, settings, found[name], memory[name], graph, host)
 
 
@@ -212,14 +219,21 @@ def _host_us(step: timing.Step, found: timing.Timing, settings: Settings) -> flo
 
 
 def _graph_ms(
-    step: timing.Step, found: timing.Timing, host_us: float | None, settings: Settings
+    step: timing.Step,
+    found: timing.Timing,
+    host_us: float | None,
+    settings: Settings,
+    *,
+    always: bool = False,
 ) -> float | None:
-    """Median of CUDA-graph replays, for a step so short that its launches may dominate.
+    """Median of CUDA-graph replays, for a step so short that its launches may dominate, or for every one.
 
-    That is one below GRAPH_BELOW_MS, or one whose time is mostly the host's.
+    Short is one below GRAPH_BELOW_MS, or one whose time is mostly the host's. None where it cannot be
+    captured.
     """
     waits_for_host = host_us is not None and host_us > 0.5e3 * found.ms
-    if settings.device.type != "cuda" or (found.ms >= timing.GRAPH_BELOW_MS and not waits_for_host):
+    wanted = always or found.ms < timing.GRAPH_BELOW_MS or waits_for_host
+    if settings.device.type != "cuda" or not wanted:
         return None
     replay = timing.capture(step, settings.device)
     if replay is None:

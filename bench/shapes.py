@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 CHUNK = 64  # L of the FLOP formulas
 PASSES = ("fwd", "fwdbwd")
+PHASES = ("train", "prefill", "decode")  # of a whole model, in place of passes
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,17 @@ class Shape:
     def as_dict(self) -> dict[str, int]:
         """The shape as it stands in a results row."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class ModelShape(Shape):
+    """The same through a model of so many layers and so wide an embedding; T tokens are new in each call."""
+
+    layers: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"B{self.B} T{self.T}, {self.layers} layers of {self.width}, H{self.H} {self.K}/{self.V}"
 
 
 MAIN = (

@@ -2,7 +2,8 @@
 
 A call makes T steps, each on a state of its own, as a model of T layers does for one token: at T = 32 even
 the states of batch 1 are more than the L2 cache holds. The column "roofline" is the share of the copy rate
-that was measured in the same run. q, k, v, h and the state are of the run's dtype, m among them.
+that was measured in the same run. q, k, v, h and the state are of the run's dtype, m among them. Decoding
+runs in CUDA graphs: every row has the time of their replay as well.
 """
 
 from __future__ import annotations
@@ -111,7 +112,12 @@ def step_truth(*tensors: Tensor, chunk_size: int) -> Tensor:
     return torch.stack([reference.mlstm_step(*x)[0] for x in steps], dim=2)
 
 
-OPERATOR = StepOperator(STEP, STEP, step_inputs, step_truth)
+# the Triton step rounds its decay, its write factor and every product to q's dtype and sums 64 products in it
+# (docs/triton-baselines.md, 12); of few heads, those with a normaliser near zero are most of the error of h
+BASELINE_TOLERANCES = {"bf16": 5e-2, "fp16": 6e-3}
+OPERATOR = StepOperator(
+    STEP, STEP, step_inputs, step_truth, baseline_tolerances=BASELINE_TOLERANCES, runs_in_graphs=True
+)
 VARIANTS = (
     Variant("tk", "tk"),
     Variant(IN_PLACE, IN_PLACE),

@@ -60,6 +60,24 @@ class CudaStopwatch:
         self.idle = True
 
 
+class SyncStopwatch:
+    """The host's clock over a step of many milliseconds on a GPU that is idle before and after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def run(self, step: Step) -> Callable[[], float]:
+        self.wait()
+        start = time.perf_counter()
+        step()
+        self.wait()
+        elapsed = (time.perf_counter() - start) * 1e3
+        return lambda: elapsed
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
 class CpuStopwatch:
     """The host's clock."""
 

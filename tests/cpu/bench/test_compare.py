@@ -141,14 +141,14 @@ def test_update_results_refuses_what_is_not_fit_for_the_record(monkeypatch, opti
     monkeypatch.setattr(environment, "git_commit", lambda root: None)
     args = parse("--update-results", *options)
     with pytest.raises(ValueError, match=message):
-        compare._record_path(args, on_gpu=True)
+        compare.record_path(args, on_gpu=True)
 
 
 def test_update_results_names_the_file_for_the_gpu(monkeypatch) -> None:
     monkeypatch.setattr(compare.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     args = parse("--update-results", "--commit", "abc", "--layout", "bsnd", "--forget-bias", "12")
-    assert compare._record_path(args, on_gpu=True) == results.FOLDER / "h200.json"
-    assert compare._record_path(parse(), on_gpu=True) is None
+    assert compare.record_path(args, on_gpu=True) == results.FOLDER / "h200.json"
+    assert compare.record_path(parse(), on_gpu=True) is None
 
 
 @pytest.mark.parametrize(

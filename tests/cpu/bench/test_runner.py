@@ -199,6 +199,10 @@ def test_graph_replay_where_launches_may_dominate(
     found = runner._graph_ms(stopwatch.step("a"), timed, host_us, on_gpu)
     assert (found is not None) == measured
     assert "a" not in stopwatch.ran
+    always = [
+        runner._graph_ms(stopwatch.step("a"), timed, host_us, x, always=True) for x in (settings, on_gpu)
+    ]
+    assert always[0] is None and always[1] is not None
 
 
 def test_the_parallel_form_refuses_long_sequences(settings) -> None:
