@@ -1,34 +1,22 @@
 // pybind11 module of the mLSTM step: integers in, one launch out.
-#include "tfla_tk/binding_types.h"
+#include "tfla_tk/binding_decode.h"
 #include "tfla_tk/params_step.h"
 
 namespace {
 
-// pointers to c, n, m (0 with the sigmoid gate), and their DTypes
-using StoredStateTuple = std::array<std::int64_t, 6>;
-
-tfla_tk::StoredState stored_state(const StoredStateTuple& x) {
-    const auto dtype = [&](int n) { return static_cast<tfla_tk::DType>(x[n]); };
-    return {reinterpret_cast<void*>(x[0]),
-            reinterpret_cast<void*>(x[1]),
-            reinterpret_cast<void*>(x[2]),
-            dtype(3),
-            dtype(4),
-            dtype(5)};
-}
-
 void mlstm_step(const tfla_tk::GateTuple& q, const tfla_tk::GateTuple& k, const tfla_tk::GateTuple& v,
-                const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f, const StoredStateTuple& before,
-                const StoredStateTuple& after, std::int64_t h, const std::array<int, 2>& tiling,
-                const std::array<int, 4>& sizes, float scale, float eps, bool sigmoid_gate, bool normalize,
-                bool in_place, int device, std::uintptr_t stream) {
+                const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f,
+                const tfla_tk::StoredStateTuple& before, const tfla_tk::StoredStateTuple& after,
+                std::int64_t h, const std::array<int, 2>& tiling, const std::array<int, 4>& sizes,
+                float scale, float eps, bool sigmoid_gate, bool normalize, bool in_place, int device,
+                std::uintptr_t stream) {
     const tfla_tk::MlstmStepParams params{tfla_tk::gate(q),
                                           tfla_tk::gate(k),
                                           tfla_tk::gate(v),
                                           tfla_tk::gate(i),
                                           tfla_tk::gate(f),
-                                          stored_state(before),
-                                          stored_state(after),
+                                          tfla_tk::stored_state(before),
+                                          tfla_tk::stored_state(after),
                                           reinterpret_cast<void*>(h),
                                           static_cast<tfla_tk::DType>(q[4]),
                                           {tiling[0], tiling[1]},
@@ -49,8 +37,8 @@ void mlstm_step(const tfla_tk::GateTuple& q, const tfla_tk::GateTuple& k, const 
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
-    m.attr("MAX_KEYS") = tfla_tk::kStepMaxKeys;
-    m.attr("MAX_SLICES") = tfla_tk::kStepMaxSlices;
+    m.attr("MAX_KEYS") = tfla_tk::kDecodeMaxKeys;
+    m.attr("MAX_SLICES") = tfla_tk::kDecodeMaxSlices;
     m.def("mlstm_step", &mlstm_step, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("i"), py::arg("f"),
           py::arg("before"), py::arg("after"), py::arg("h"), py::arg("tiling"), py::arg("sizes"),
           py::arg("scale"), py::arg("eps"), py::arg("sigmoid_gate"), py::arg("normalize"),

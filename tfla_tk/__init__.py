@@ -4,6 +4,7 @@ Importing this package touches no GPU and compiles nothing. Public names:
 
     mlstm_chunkwise, mlstm_siging_chunkwise    mLSTM with exponential and with sigmoid input gate
     mlstm_step, mlstm_siging_step              one token of them, for decoding
+    mlstm_sequence, mlstm_siging_sequence      a few tokens of them, for decoding
     which                                      the backend that a call would use, and why
     UnsupportedError                           a backend asked for by name cannot serve the call
 
@@ -13,7 +14,7 @@ operator in pure PyTorch.
 
 from __future__ import annotations
 
-from tfla_tk.decode import mlstm_siging_step, mlstm_step
+from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
 from tfla_tk.dispatch import Choice, Support, which
 from tfla_tk.errors import UnsupportedError
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
@@ -23,7 +24,9 @@ __all__ = [
     "Support",
     "UnsupportedError",
     "mlstm_chunkwise",
+    "mlstm_sequence",
     "mlstm_siging_chunkwise",
+    "mlstm_siging_sequence",
     "mlstm_siging_step",
     "mlstm_step",
     "which",

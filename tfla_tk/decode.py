@@ -1,35 +1,39 @@
-"""One token of mLSTM, with exponential and with sigmoid input gate: the public functions of decoding.
+"""One token of mLSTM, or a few, with exponential and with sigmoid input gate: the functions of decoding.
 
 Signatures follow mlstm_kernels' step functions; its tile parameters are not taken. The state is read once and
-written once (docs/mlstm-step.md).
+written once (docs/mlstm-step.md, docs/mlstm-sequence.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tfla_tk import ops, step_ops
+from tfla_tk import ops, sequence_ops, step_ops
 from tfla_tk.dispatch import choose, load_backend, operator
 from tfla_tk.memo import Memo, is_direct
-from tfla_tk.validation import MLSTMCall, check_mlstm_step
+from tfla_tk.validation import MLSTMCall, check_mlstm_sequence, check_mlstm_step
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
-_OPTIONS = ("sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
+_OPTIONS = ("kernel", "sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
 
 
-def _describe_exp(*, backend: str, **arguments: Any) -> tuple[str, MLSTMCall]:
-    return "mlstm_step", check_mlstm_step(sigmoid_gate=False, normalize=True, **arguments)
+def _description(kernel: str, sigmoid_gate: bool) -> Callable[..., tuple[str, MLSTMCall]]:
+    """What `which` makes of a public function's arguments."""
+    check = check_mlstm_step if kernel == "mlstm_step" else check_mlstm_sequence
+
+    def describe(*, backend: str, **arguments: Any) -> tuple[str, MLSTMCall]:
+        fixed = {"m": None} if sigmoid_gate else {"normalize": True}
+        return kernel, check(sigmoid_gate=sigmoid_gate, **fixed, **arguments)
+
+    return describe
 
 
-def _describe_sig(*, backend: str, **arguments: Any) -> tuple[str, MLSTMCall]:
-    return "mlstm_step", check_mlstm_step(sigmoid_gate=True, m=None, **arguments)
-
-
-@operator(_describe_exp)
+@operator(_description("mlstm_step", sigmoid_gate=False))
 def mlstm_step(
     q: Tensor,
     k: Tensor,
@@ -73,12 +77,12 @@ def mlstm_step(
         TypeError, ValueError: bad arguments, before anything is computed.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
-    options = (False, True, eps, dtype_state, inplace, backend)
+    options = ("mlstm_step", False, True, eps, dtype_state, inplace, backend)
     h, (c, n, m) = _run("mlstm_step", (q, k, v, i, f, c, n, m), options)
     return h, (c, n, m)
 
 
-@operator(_describe_sig)
+@operator(_description("mlstm_step", sigmoid_gate=True))
 def mlstm_siging_step(
     q: Tensor,
     k: Tensor,
@@ -105,13 +109,88 @@ def mlstm_siging_step(
     Returns:
         h [B, NH, DHHV] in q's dtype and the state after the token (c, n), new tensors unless `inplace`.
     """
-    options = (True, normalize, eps, dtype_state, inplace, backend)
+    options = ("mlstm_step", True, normalize, eps, dtype_state, inplace, backend)
     h, (c, n) = _run("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
     return h, (c, n)
 
 
+@operator(_description("mlstm_sequence", sigmoid_gate=False))
+def mlstm_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor,
+    eps: float = 1e-6,
+    dtype_state: torch.dtype | None = None,
+    *,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """A few tokens of mLSTMexp that go on from a state: what as many calls of `mlstm_step` compute.
+
+    The state is read and written once, and rounded once, at the end. For speculative decoding and short
+    prompts; longer sequences are what `mlstm_chunkwise` is for.
+
+    Args:
+        q, k: queries and keys [B, NH, S, DHQK] of one dtype: float16, bfloat16, float32 or float64.
+        v: values [B, NH, S, DHHV], q's dtype.
+        i, f: pre-activations of input and forget gate [B, NH, S], any floating dtype.
+        c, n, m: state before the first token, as in `mlstm_step`; not modified, unless `inplace`.
+        eps, dtype_state, inplace: as in `mlstm_step`.
+        backend: as in `mlstm_step`. "tk" takes up to 16 tokens and has no gradients, "reference" takes any
+            number of them and records gradients, "triton" has no such kernel.
+
+    Returns:
+        h [B, NH, S, DHHV] in q's dtype and the state after the last token (c, n, m), new tensors unless
+        `inplace`.
+
+    Raises:
+        TypeError, ValueError: bad arguments, before anything is computed.
+        UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
+    """
+    options = ("mlstm_sequence", False, True, eps, dtype_state, inplace, backend)
+    h, (c, n, m) = _run("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
+    return h, (c, n, m)
+
+
+@operator(_description("mlstm_sequence", sigmoid_gate=True))
+def mlstm_siging_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    eps: float = 1e-6,
+    dtype_state: torch.dtype | None = None,
+    normalize: bool = True,
+    *,
+    inplace: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """A few tokens of mLSTMsig that go on from a state: what as many calls of `mlstm_siging_step` compute.
+
+    Arguments, errors and the choice of the backend as in `mlstm_sequence`; there is no m.
+
+    Args:
+        normalize: divide by the normaliser; without it n is passed through.
+
+    Returns:
+        h [B, NH, S, DHHV] in q's dtype and the state after the last token (c, n), new tensors unless
+        `inplace`.
+    """
+    options = ("mlstm_sequence", True, normalize, eps, dtype_state, inplace, backend)
+    h, (c, n) = _run("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
+    return h, (c, n)
+
+
 class _Plan(NamedTuple):
-    """How a step is served; direct: the kernel is called without the op."""
+    """How a call is served; direct: the kernel is called without the op."""
 
     call: MLSTMCall
     backend: str
@@ -130,25 +209,26 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
         tensors: in the order of _TENSORS. options: in the order of _OPTIONS; they tell the operators apart.
     """
     call, name, variant, direct = _plans.of(tensors, options, partial(_make_plan, op))
-    *_, dtype_state, inplace, _ = options
+    kernel, *_, dtype_state, inplace, _ = options
     kept = None if inplace else dtype_state or ops.state_dtype(tensors[0])
     if name == "tk" and not call.requires_grad:
         written = torch.float32 if kept == torch.float64 else kept
-        h, state = step_ops.mlstm_step(call, written, *tensors, direct=direct)
+        run = step_ops.mlstm_step if kernel == "mlstm_step" else sequence_ops.mlstm_sequence
+        h, state = run(call, written, *tensors, direct=direct)
         return h, state if written == kept else tuple(x.to(kept) for x in state)
     if name == "tk":
         h, state = _chunk_of_one(call, variant, tensors)
     else:
-        h, state = load_backend(name).mlstm_step(call, *tensors)
+        h, state = getattr(load_backend(name), kernel)(call, *tensors)
     return h, _as_stored(state, tensors[5 : 5 + len(state)], kept)
 
 
 def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> _Plan:
-    """Validate a step and choose its backend; `eager` says that nothing traces or intercepts it."""
+    """Validate a call and choose its backend; `eager` says that nothing traces or intercepts it."""
     arguments = dict(zip(_TENSORS + _OPTIONS, tensors + options, strict=True))
-    backend = arguments.pop("backend")
-    call = check_mlstm_step(**arguments)
-    name, variant = choose(op, "mlstm_step", call, backend)
+    kernel, backend = arguments.pop("kernel"), arguments.pop("backend")
+    call = (check_mlstm_step if kernel == "mlstm_step" else check_mlstm_sequence)(**arguments)
+    name, variant = choose(op, kernel, call, backend)
     if call.is_empty:
         # nothing to launch
         name, variant = "reference", None

@@ -114,6 +114,8 @@ def split_backend(backend: str) -> tuple[str, str | None]:
 def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
     """The verdict of one backend on one call."""
     supports = getattr(load_backend(name), f"supports_{kernel}")
+    if name == "tk" and variant is not None and kernel == "mlstm_sequence":
+        fail("backend", "'tk' for a few tokens", f"'tk:{variant}'")
     if name == "tk" and variant is not None and variant not in SCHEDULES:
         fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", f"'tk:{variant}'")
     verdict: Support = supports(call) if name == "tk" or variant is None else supports(call, variant)

@@ -158,23 +158,36 @@ def _mlstm_example(requires_grad: bool) -> list[Tensor]:
     return [tensor.requires_grad_(requires_grad) for tensor in (*operands, *gates)]
 
 
+def _sequence_example(requires_grad: bool) -> list[Tensor]:
+    """q, k, v, i, f, c, n of a few tokens of that call."""
+    *operands, i, f = [tensor[:, :, -8:].detach() for tensor in _mlstm_example(False)]
+    q, k, v = (tensor.requires_grad_(requires_grad) for tensor in operands)
+    c = i.new_zeros(1, 1, q.shape[-1], v.shape[-1])
+    return [q, k, v, i, f, c, c[..., 0]]
+
+
 def _step_example(requires_grad: bool) -> list[Tensor]:
-    """q, k, v, i, f, c, n of one token of that call."""
-    tokens = [tensor[:, :, -1:].detach() for tensor in _mlstm_example(False)]
-    q, k, v = (tensor[:, :, 0].requires_grad_(requires_grad) for tensor in tokens[:3])
-    c = tokens[3].new_zeros(1, 1, q.shape[-1], v.shape[-1])
-    return [q, k, v, *tokens[3:], c, c[..., 0]]
+    """The same of one of them."""
+    *operands, i, f, c, n = _sequence_example(False)
+    q, k, v = (tensor[:, :, 0].requires_grad_(requires_grad) for tensor in operands)
+    return [q, k, v, i[..., :1], f[..., :1], c, n]
 
 
-def _exponential_step_example(requires_grad: bool) -> list[Tensor]:
-    """The same and m."""
-    example = _step_example(requires_grad)
-    return [*example, example[-1][..., :1]]
+def _with_m(example: Callable[[bool], list[Tensor]]) -> Callable[[bool], list[Tensor]]:
+    """The same of the exponential gate."""
+
+    def extended(requires_grad: bool) -> list[Tensor]:
+        found = example(requires_grad)
+        return [*found, found[-1][..., :1]]
+
+    return extended
 
 
 EXAMPLES: dict[str, Callable[[bool], list[Tensor]]] = {
     "mlstm_chunkwise": _mlstm_example,
     "mlstm_siging_chunkwise": _mlstm_example,
-    "mlstm_step": _exponential_step_example,
+    "mlstm_step": _with_m(_step_example),
     "mlstm_siging_step": _step_example,
+    "mlstm_sequence": _with_m(_sequence_example),
+    "mlstm_siging_sequence": _sequence_example,
 }

@@ -22,16 +22,23 @@ from tfla_tk.validation import MLSTMCall
 
 StepOutput: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
-_TOKEN = "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
-_library.define(
-    f"mlstm_step({_TOKEN}Tensor c, Tensor n, Tensor? m, "
-    "bool sigmoid_gate, bool normalize, float eps, ScalarType dtype_state)"
-    " -> (Tensor h, Tensor c_next, Tensor n_next, Tensor m_next)"
-)
-_library.define(
-    f"mlstm_step_({_TOKEN}Tensor(a!) c, Tensor(b!) n, Tensor(c!)? m, "
-    "bool sigmoid_gate, bool normalize, float eps) -> Tensor h"
-)
+_TOKENS = "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
+
+
+def define(name: str) -> None:
+    """Define the ops `name`, which returns a new state, and `name_`, which overwrites the one it is given."""
+    _library.define(
+        f"{name}({_TOKENS}Tensor c, Tensor n, Tensor? m, "
+        "bool sigmoid_gate, bool normalize, float eps, ScalarType dtype_state)"
+        " -> (Tensor h, Tensor c_next, Tensor n_next, Tensor m_next)"
+    )
+    _library.define(
+        f"{name}_({_TOKENS}Tensor(a!) c, Tensor(b!) n, Tensor(c!)? m, "
+        "bool sigmoid_gate, bool normalize, float eps) -> Tensor h"
+    )
+
+
+define("mlstm_step")
 _step = torch.ops.tfla_tk.mlstm_step.default
 _step_in_place = torch.ops.tfla_tk.mlstm_step_.default
 
@@ -59,13 +66,27 @@ def mlstm_step(
     Returns:
         h and the next state, (c, n, m) or with the sigmoid gate (c, n).
     """
+    tensors = (q, k, v, i, f, c, n, m)
+    if direct:
+        return apply(call, dtype_state, tensors, _kernel_step, _kernel_step_in_place)
+    return apply(call, dtype_state, tensors, _step, _step_in_place)
+
+
+def apply(
+    call: MLSTMCall,
+    dtype_state: torch.dtype | None,
+    tensors: tuple[Any, ...],
+    new_state: Any,
+    in_place: Any,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Call one of a pair of ops, or one of their kernels; results as of `mlstm_step`."""
+    *token, c, n, m = tensors
     m = None if call.sigmoid_gate else m
     options = (call.sigmoid_gate, call.normalize, call.eps)
     if dtype_state is None:
-        h = (_kernel_step_in_place if direct else _step_in_place)(q, k, v, i, f, c, n, m, *options)
+        h = in_place(*token, c, n, m, *options)
         return h, (c, n) if m is None else (c, n, m)
-    step = _kernel_step if direct else _step
-    h, c, n, m_next = step(q, k, v, i, f, c, n, m, *options, dtype_state)
+    h, c, n, m_next = new_state(*token, c, n, m, *options, dtype_state)
     return h, (c, n) if m is None else (c, n, m_next)
 
 
@@ -86,7 +107,10 @@ def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[
     return c * scale[..., None], n * scale, kept
 
 
-def _step_cpu(
+# CPU: the reference. These and the fake tensors serve one token and a sequence (sequence_ops.py)
+
+
+def on_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -100,15 +124,15 @@ def _step_cpu(
     eps: float,
     dtype_state: torch.dtype,
 ) -> StepOutput:
-    found = _reference_step(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state)
-    out = _step_like(q, v, sigmoid_gate, dtype_state)
+    found = _reference(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state)
+    out = _outputs_like(q, v, sigmoid_gate, dtype_state)
     # own memory, as above
     for buffer, value in zip(out, found, strict=False):
         buffer.copy_(value)
     return out
 
 
-def _step_in_place_cpu(
+def in_place_on_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,14 +146,14 @@ def _step_in_place_cpu(
     eps: float,
 ) -> Tensor:
     dtype = c.dtype if m is None else m.dtype
-    h, *state = _reference_step(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype)
+    h, *state = _reference(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype)
     for target, value in zip((c, n, m), state, strict=False):
         if target is not None and value is not target:
             target.copy_(value)
     return h
 
 
-def _reference_step(
+def _reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -146,10 +170,16 @@ def _reference_step(
     """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
     import tfla_tk.reference as forms
 
-    if m is None:
+    if m is None and q.dim() == 3:
         h, (c, n) = forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=eps, normalize=normalize)
         return h, c, n
-    h, (c, n, m) = forms.mlstm_step(q, k, v, i, f, c, n, m, eps=eps)
+    if m is None:
+        h, (c, n_last) = forms.mlstm_siging_recurrent(q, k, v, i, f, c, n, True, eps, normalize)
+        return h, c, n_last if normalize else n
+    if q.dim() == 3:
+        h, (c, n, m) = forms.mlstm_step(q, k, v, i, f, c, n, m, eps=eps)
+    else:
+        h, (c, n, m) = forms.mlstm_recurrent(q, k, v, i, f, c, n, m, True, eps)
     return h, *(representable(c, n, m, dtype_m) if dtype_m.itemsize == 2 else (c, n, m))
 
 
@@ -177,7 +207,7 @@ def _step_cuda(*args: Any) -> StepOutput:
 # Fake: shapes, dtypes and strides alone
 
 
-def _step_fake(
+def as_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -191,16 +221,16 @@ def _step_fake(
     eps: float,
     dtype_state: torch.dtype,
 ) -> StepOutput:
-    return _step_like(q, v, sigmoid_gate, dtype_state)
+    return _outputs_like(q, v, sigmoid_gate, dtype_state)
 
 
-def _step_in_place_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+def in_place_as_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(v.shape)
 
 
-def _step_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.dtype) -> StepOutput:
-    """Uninitialised outputs of mlstm_step."""
-    batch, heads, dim_qk = q.shape
+def _outputs_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.dtype) -> StepOutput:
+    """Uninitialised outputs."""
+    batch, heads, dim_qk = *q.shape[:2], q.shape[-1]
 
     def empty(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=dtype_state)
@@ -213,9 +243,14 @@ def _step_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.dtyp
     )
 
 
-_library.impl("mlstm_step", _step_cpu, "CPU")
-_library.impl("mlstm_step_", _step_in_place_cpu, "CPU")
-_library.impl("mlstm_step", _step_cuda, "CUDA")
-_library.impl("mlstm_step_", _kernel_step_in_place, "CUDA")
-torch.library.register_fake("tfla_tk::mlstm_step", _step_fake, lib=_library)
-torch.library.register_fake("tfla_tk::mlstm_step_", _step_in_place_fake, lib=_library)
+def register(name: str, on_cuda: Any, in_place_on_cuda: Any) -> None:
+    """Give the ops `name` and `name_` their implementations."""
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(f"{name}_", in_place_on_cpu, "CPU")
+    _library.impl(name, on_cuda, "CUDA")
+    _library.impl(f"{name}_", in_place_on_cuda, "CUDA")
+    torch.library.register_fake(f"tfla_tk::{name}", as_fake, lib=_library)
+    torch.library.register_fake(f"tfla_tk::{name}_", in_place_as_fake, lib=_library)
+
+
+register("mlstm_step", _step_cuda, _kernel_step_in_place)

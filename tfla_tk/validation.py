@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK_MULTIPLE = 16
+
+ExpectedTensor: TypeAlias = tuple[str, Any, tuple[int, ...], str]  # name, value, shape, layout
 
 
 @dataclass(frozen=True)
@@ -228,34 +230,88 @@ def check_mlstm_step(
     c: Tensor,
     n: Tensor,
     m: Tensor | None,
-    *,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype | None,
-    inplace: bool = False,
+    **options: Any,
 ) -> MLSTMCall:
     """Check one mLSTM step and describe it as a call of one time step.
 
     Args:
         q, k: query and key [B, NH, DHQK]. v: value [B, NH, DHHV].
         i, f: gate pre-activations [B, NH, 1].
-        c, n, m: state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1]; m is None with the sigmoid gate.
-        inplace: the state will be overwritten.
+        c, n, m, options: as in `check_mlstm_sequence`.
 
     Raises:
-        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
-        ValueError: wrong rank, shape, device or value.
+        TypeError, ValueError: as in `check_mlstm_sequence`.
     """
     check_tensor("q", q, 3, "[B, NH, DHQK]")
     batch, heads, dim_qk = q.shape
     check_tensor("v", v, 3, "[B, NH, DHHV]")
     dim_v = v.shape[2]
-    checks: list[tuple[str, Any, tuple[int, ...], str]] = [
+    tokens: list[ExpectedTensor] = [
         ("k", k, (batch, heads, dim_qk), "[B, NH, DHQK] of q"),
         ("v", v, (batch, heads, dim_v), "[B, NH] of q and [DHHV]"),
         ("i", i, (batch, heads, 1), "[B, NH] of q and [1]"),
         ("f", f, (batch, heads, 1), "[B, NH] of q and [1]"),
+    ]
+    return _check_decoding(tokens, (q, k, v, i, f, c, n, m), seq=1, **options)
+
+
+def check_mlstm_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor | None,
+    **options: Any,
+) -> MLSTMCall:
+    """Check a few tokens of mLSTM that go on from a state, and describe them.
+
+    Args:
+        q, k: queries and keys [B, NH, S, DHQK]. v: values [B, NH, S, DHHV].
+        i, f: gate pre-activations [B, NH, S].
+        c, n, m: state [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1]; m is None with the sigmoid gate.
+        options: sigmoid_gate, normalize, eps, dtype_state and inplace: whether the state will be overwritten.
+
+    Raises:
+        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
+        ValueError: wrong rank, shape, device or value.
+    """
+    check_tensor("q", q, 4, "[B, NH, S, DHQK]")
+    batch, heads, seq, dim_qk = q.shape
+    check_tensor("v", v, 4, "[B, NH, S, DHHV]")
+    dim_v = v.shape[3]
+    tokens: list[ExpectedTensor] = [
+        ("k", k, (batch, heads, seq, dim_qk), "[B, NH, S, DHQK] of q"),
+        ("v", v, (batch, heads, seq, dim_v), "[B, NH, S] of q and [DHHV]"),
+        ("i", i, (batch, heads, seq), "[B, NH, S] of q"),
+        ("f", f, (batch, heads, seq), "[B, NH, S] of q"),
+    ]
+    return _check_decoding(tokens, (q, k, v, i, f, c, n, m), seq=seq, **options)
+
+
+def _check_decoding(
+    tokens: list[ExpectedTensor],
+    tensors: tuple[Any, ...],
+    *,
+    seq: int,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    dtype_state: torch.dtype | None,
+    inplace: bool = False,
+) -> MLSTMCall:
+    """What a step and a few tokens have in common.
+
+    Args:
+        tokens: what is expected of k, v, i and f, in this order. tensors: q, k, v, i, f, c, n, m.
+    """
+    q, k, v, i, f, c, n, m = tensors
+    batch, heads, *_, dim_qk = q.shape
+    dim_v = v.shape[-1]
+    checks = [
+        *tokens,
         ("c", c, (batch, heads, dim_qk, dim_v), "[B, NH, DHQK, DHHV]"),
         ("n", n, (batch, heads, dim_qk), "[B, NH, DHQK]"),
     ]
@@ -289,7 +345,7 @@ def check_mlstm_step(
         batch=batch,
         sequences=batch,
         heads=heads,
-        seq=1,
+        seq=seq,
         dim_qk=dim_qk,
         dim_v=dim_v,
         sigmoid_gate=sigmoid_gate,

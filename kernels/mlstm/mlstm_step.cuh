@@ -10,12 +10,7 @@
 // it writes. No memory outlives the launch, so calls on several streams and replays of a graph cannot meet.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <type_traits>
-
-#include "kittens.cuh"
+#include "mlstm_decode.cuh"
 #include "tfla_tk/gates.cuh"
 #include "tfla_tk/params_step.h"
 
@@ -24,83 +19,9 @@ namespace tfla_tk::mlstm {
 constexpr int kStepThreads = 256;
 constexpr int kStepWarps = kStepThreads / 32;
 constexpr int kStepInFlight = 8;  // loads of a thread
-static_assert(kStepMaxKeys <= kStepThreads);
+static_assert(kDecodeMaxKeys <= kStepThreads);
 // CTAs of a multiprocessor, by the registers: 80 of a thread, a few more where the state becomes narrower
 template <class Before, class After> constexpr int kStepCtas = sizeof(Before) > sizeof(After) ? 2 : 3;
-
-__device__ inline float widened(float x) { return x; }
-__device__ inline float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline float widened(__half x) { return __half2float(x); }
-
-template <class T> __device__ inline T narrowed(float x) {
-    if constexpr (std::is_same_v<T, __nv_bfloat16>)
-        return __float2bfloat16_rn(x);
-    else if constexpr (std::is_same_v<T, __half>)
-        return __float2half_rn(x);
-    else
-        return x;
-}
-
-__device__ inline float rounded_to(DType dtype, float x) {
-    switch (dtype) {
-        case DType::bfloat16:
-            return widened(narrowed<__nv_bfloat16>(x));
-        case DType::float16:
-            return widened(narrowed<__half>(x));
-        default:
-            return x;
-    }
-}
-
-__device__ inline void store_number(void* data, DType dtype, int64_t offset, float x) {
-    switch (dtype) {
-        case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(data)[offset] = narrowed<__nv_bfloat16>(x);
-            break;
-        case DType::float16:
-            static_cast<__half*>(data)[offset] = narrowed<__half>(x);
-            break;
-        default:
-            static_cast<float*>(data)[offset] = x;
-    }
-}
-
-// A number as it lies in memory: the aligned word that holds it. NOTES: one load whatever the dtype, and not
-// converted where it is loaded. A branch, or two loads under opposite predicates, would wait for one number
-// before the next one is asked for.
-struct Number {
-    unsigned word;
-    bool upper;  // half of the word
-    DType dtype;
-
-    __device__ inline Number(const void* data, DType dtype, int64_t offset) : dtype(dtype) {
-        const char* at = static_cast<const char*>(data) + (offset << (dtype == DType::float32 ? 2 : 1));
-        const int behind = static_cast<int>(reinterpret_cast<std::uintptr_t>(at) & 2);
-        upper = behind != 0;
-        word = *reinterpret_cast<const unsigned*>(at - behind);
-    }
-    __device__ inline operator float() const {
-        const unsigned half = upper ? word >> 16 : word & 0xffff;
-        const float wide = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
-        return dtype == DType::float16 ? wide : __uint_as_float(dtype == DType::bfloat16 ? half << 16 : word);
-    }
-};
-
-// kWidth neighbours of a row of C, moved as one word, past the caches: no later step finds them there.
-template <class T, int kWidth> struct Columns {
-    static constexpr int kBytes = sizeof(T) * kWidth;
-    using Word = std::conditional_t<
-        kBytes == 16, uint4,
-        std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, unsigned, unsigned short>>>;
-    static_assert(sizeof(Word) == kBytes);
-
-    Word word;
-
-    __device__ inline void load(const T* from) { word = __ldcs(reinterpret_cast<const Word*>(from)); }
-    __device__ inline void store(T* to) const { __stcs(reinterpret_cast<Word*>(to), word); }
-    __device__ inline float operator[](int n) const { return widened(reinterpret_cast<const T*>(&word)[n]); }
-    __device__ inline void set(int n, float x) { reinterpret_cast<T*>(&word)[n] = narrowed<T>(x); }
-};
 
 // What the token's gates do, relative to e^m with m as it will be stored: what m loses in rounding goes into
 // decay and write, and C e^m is what it would be.
@@ -119,17 +40,6 @@ __device__ inline StepFactors step_factors(const MlstmStepParams& g, float i, fl
     const double unit = static_cast<double>(stored) * kLog2eDouble;
     return {exp2_of(log_f + before - unit), exp2_of(log_i - unit), exp2_of(-unit),
             g.eps * exp2_of(exact - unit), stored};
-}
-
-// By all threads of the cluster. NOTES: relaxed, since there is nothing to publish: what the CTA has read and
-// used cannot change any more. A release would wait for the loads of C in flight.
-__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-// NOTES: opaque to the compiler, which otherwise keeps an address per load in flight, and spills.
-template <class T> __device__ inline void advance(T*& pointer, int64_t elements) {
-    pointer += elements;
-    asm volatile("" : "+l"(pointer));
 }
 
 // What would cost registers beside the loads in flight.

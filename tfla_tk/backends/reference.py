@@ -80,3 +80,31 @@ def mlstm_step(
         return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=call.eps, normalize=call.normalize)
     assert m is not None
     return forms.mlstm_step(q, k, v, i, f, c, n, m, eps=call.eps)
+
+
+def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Everything is supported; ValueError for a variant: a few tokens are the recurrence."""
+    if variant is not None:
+        fail("backend", "'reference' for a few tokens", repr(f"reference:{variant}"))
+    return SUPPORTED
+
+
+def mlstm_sequence(
+    call: MLSTMCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c: Tensor,
+    n: Tensor,
+    m: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32."""
+    options: dict[str, Any] = {"return_last_states": True, "eps": call.eps}
+    if call.sigmoid_gate:
+        h, (c, n_last) = forms.mlstm_siging_recurrent(
+            q, k, v, i, f, c, n, **options, normalize=call.normalize
+        )
+        return h, (c, n_last if call.normalize else n)
+    return forms.mlstm_recurrent(q, k, v, i, f, c, n, m, **options)  # type: ignore[return-value]

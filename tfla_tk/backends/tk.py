@@ -53,6 +53,34 @@ def supports_mlstm_step(call: MLSTMCall) -> Support:
             return support
         reason = "its step has no gradients, they come from the chunkwise kernel over one token"
         return Support(True, reason, "name it, or use torch.no_grad()", auto=False)
+    refusal = _decoding_refusal(call)
+    if refusal is not None:
+        return refusal
+    return Support(True, "its step kernel has not been tested on a GPU yet", "name it", auto=False)
+
+
+def supports_mlstm_sequence(call: MLSTMCall) -> Support:
+    """Whether the kernel for a few tokens serves a call, by name."""
+    if call.seq > instances.MAX_TOKENS:
+        return Support(
+            False,
+            f"{call.seq} tokens, the kernel takes {instances.MAX_TOKENS}",
+            "use mlstm_chunkwise",
+        )
+    if call.requires_grad:
+        return Support(
+            False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
+        )
+    refusal = _decoding_refusal(call)
+    if refusal is not None:
+        return refusal
+    return Support(
+        True, "its kernel for a few tokens has not been tested on a GPU yet", "name it", auto=False
+    )
+
+
+def _decoding_refusal(call: MLSTMCall) -> Support | None:
+    """Why the kernels of decoding cannot serve a call, or None."""
     if call.device.type != "cuda":
         return _not_on_a_gpu(call.device)
     if call.dtype == torch.float64:
@@ -70,9 +98,7 @@ def supports_mlstm_step(call: MLSTMCall) -> Support:
             False, f"batch and heads are {call.batch} and {call.heads}", f"use at most {_GRID_LIMIT} of each"
         )
     reason, remedy = _device_fault(call.device.index)
-    if reason:
-        return Support(False, reason, remedy)
-    return Support(True, "its step kernel has not been tested on a GPU yet", "name it", auto=False)
+    return Support(False, reason, remedy) if reason else None
 
 
 def _not_on_a_gpu(device: torch.device) -> Support:

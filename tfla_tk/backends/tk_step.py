@@ -16,8 +16,8 @@ from tfla_tk.build import instances
 from tfla_tk.ops import MaybeTensor
 
 _VECTOR = 16  # bytes of a thread's load
-_MOST_LANES, _FEWEST_LANES = 32, 4  # threads side by side in a row of C
-_MAX_SLICES = 16  # kStepMaxSlices of params_step.h
+_MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C
+_MAX_SLICES = 16  # kDecodeMaxSlices of params_decode.h
 _FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
 
 State = tuple[Tensor, Tensor, MaybeTensor]
@@ -45,13 +45,7 @@ def mlstm_step(
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
-    c = c if dtype_state in (c.dtype, torch.float32) or c.dtype == torch.float32 else c.float()
-    before = (_readable(c), _readable(n), None if sigmoid_gate or m is None else _readable(m))
-    after = (
-        torch.empty_like(before[0], dtype=dtype_state),
-        torch.empty_like(before[1], dtype=dtype_state),
-        None if before[2] is None else torch.empty_like(before[2], dtype=dtype_state),
-    )
+    before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
     h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps)
     return h, *after
 
@@ -71,12 +65,35 @@ def mlstm_step_(
 ) -> Tensor:
     """`mlstm_step` that writes the state over the one it read, each part in its own dtype; returns h."""
     given = (c, n, None if sigmoid_gate else m)
-    state = (_readable(c), _readable(n), None if given[2] is None else _readable(given[2]))
+    state = readable(given)
     h = _launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps)
+    write_back(given, state)
+    return h
+
+
+def states(c: Tensor, n: Tensor, m: MaybeTensor, dtype_state: torch.dtype) -> tuple[State, State]:
+    """The state before, as a kernel of decoding reads it, and an uninitialised one for it to write."""
+    c = c if dtype_state in (c.dtype, torch.float32) or c.dtype == torch.float32 else c.float()
+    before = readable((c, n, m))
+    after = (
+        torch.empty_like(before[0], dtype=dtype_state),
+        torch.empty_like(before[1], dtype=dtype_state),
+        None if before[2] is None else torch.empty_like(before[2], dtype=dtype_state),
+    )
+    return before, after
+
+
+def readable(state: State) -> State:
+    """The state contiguous and in dtypes that the kernels read; parts that are so already are themselves."""
+    c, n, m = state
+    return _readable(c), _readable(n), None if m is None else _readable(m)
+
+
+def write_back(given: State, state: State) -> None:
+    """Copy what `readable` had to copy over what was given."""
     for target, result in zip(given, state, strict=True):
         if target is not None and result is not None and result is not target:
             target.copy_(result)
-    return h
 
 
 def _launch(
@@ -96,15 +113,15 @@ def _launch(
     device = q.get_device()
     kernel = build.load(instances.mlstm_step())
     h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
-    width = _width(before[0], after[0], dim_v)
+    width = width_of(before[0], after[0], dim_v)
     kernel.mlstm_step(
         _gate(q),
         _gate(k),
         _gate(v),
         _gate(i.float() if i.dtype == torch.float64 else i),
         _gate(f.float() if f.dtype == torch.float64 else f),
-        _stored(before),
-        _stored(after),
+        stored(before),
+        stored(after),
         h.data_ptr(),
         (_lanes(batch * heads, dim_v, width, _multiprocessors(device)), width),
         (batch, heads, dim_qk, dim_v),
@@ -124,14 +141,19 @@ def _readable(x: Tensor) -> Tensor:
     return (x.float() if x.dtype == torch.float64 else x).contiguous()
 
 
-def _stored(state: State) -> tuple[int, ...]:
+def stored(state: State) -> tuple[int, ...]:
+    """Addresses and dtypes as the bindings take them."""
     pointers = (_pointer(x) for x in state)
     return *pointers, *(0 if x is None else _GATE_DTYPES[x.dtype] for x in state)
 
 
-def _width(before: Tensor, after: Tensor, dim_v: int) -> int:
-    """Columns of C that a thread moves at a time: 16 bytes of the wider dtype, 1 where rows forbid that."""
-    width = _VECTOR // max(before.itemsize, after.itemsize)
+def width_of(before: Tensor, after: Tensor, dim_v: int, widest: int = _VECTOR) -> int:
+    """Columns of C that a thread moves at a time: 16 bytes of the wider dtype, 1 where rows forbid that.
+
+    Args:
+        widest: columns that a thread takes at most.
+    """
+    width = min(_VECTOR // max(before.itemsize, after.itemsize), widest)
     aligned = all(x.data_ptr() % (width * x.itemsize) == 0 for x in (before, after))
     return width if aligned and dim_v % width == 0 else 1
 
@@ -148,6 +170,8 @@ def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
     def slices(lanes: int) -> int:
         return -(-dim_v // (lanes * width))
 
+    while slices(found) > _MAX_SLICES:
+        found *= 2
     while (
         found > _FEWEST_LANES
         and heads * slices(found) < _FULL * multiprocessors

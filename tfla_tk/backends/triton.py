@@ -262,6 +262,17 @@ def mlstm_step(
     return h, state
 
 
+def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Never; ValueError for a variant."""
+    if variant is not None:
+        fail("backend", "'triton' for a few tokens", repr(f"triton:{variant}"))
+    return Support(
+        False,
+        "mlstm_kernels has no Triton kernel for a few tokens",
+        "use mlstm_chunkwise, mlstm_step or backend='reference'",
+    )
+
+
 def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
     """Why this family at this chunk size cannot serve the call, or None."""
     family = FAMILIES[name]

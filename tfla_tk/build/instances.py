@@ -15,6 +15,9 @@ MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)
 PASS_TILES = MLSTM_TILES
 INTRA_TILES = ((64, 64), (128, 128), (128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
+# tokens of one call of mlstm_sequence
+SEQUENCE_TILES = (8, 16)
+MAX_TOKENS = max(SEQUENCE_TILES)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,24 @@ def mlstm_bwd() -> Instance:
 def mlstm_step() -> Instance:
     """One token of mLSTM, for all head dims and dtypes."""
     return Instance("mlstm_step", "mlstm/mlstm_step.cu", (), "bindings_step.cpp")
+
+
+@functools.cache
+def mlstm_sequence(tokens: int) -> Instance:
+    """A few tokens of mLSTM, for all head dims and dtypes, by the smallest tile that holds them.
+
+    Raises:
+        ValueError: More than MAX_TOKENS of them, or none.
+    """
+    if not 0 < tokens <= MAX_TOKENS:
+        raise ValueError(f"tokens: expected 1 to {MAX_TOKENS}, got {tokens}")
+    tile = min(tile for tile in SEQUENCE_TILES if tile >= tokens)
+    return Instance(
+        f"mlstm_sequence_t{tile}",
+        "mlstm/mlstm_sequence.cu",
+        (("TFLA_TOKENS", str(tile)),),
+        "bindings_sequence.cpp",
+    )
 
 
 @functools.cache
@@ -129,4 +150,5 @@ def shipped_instances() -> list[Instance]:
         *(_pass_instance(keys, v) for keys, v in PASS_TILES),
         mlstm_bwd(),
         mlstm_step(),
+        *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
     ]

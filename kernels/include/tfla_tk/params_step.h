@@ -1,19 +1,12 @@
 // Arguments of the mLSTM step's host function, for its own pybind11 bindings.
 #pragma once
 
-#include "tfla_tk/params.h"
+#include "tfla_tk/params_decode.h"
 
 namespace tfla_tk {
 
 // [B, H, D] numbers of one token, any strides: addressed as gates of D tokens are.
 using TokenRow = Gate;
-
-// The state of every head: [B, H, K, V], [B, H, K], [B, H], each contiguous and in a dtype of its own. m is
-// null with the sigmoid gate.
-struct StoredState {
-    void *c, *n, *m;
-    DType c_dtype, n_dtype, m_dtype;
-};
 
 // How the threads of a CTA share C. Its slice of V is lanes * width columns wide.
 struct StepTiling {
@@ -36,9 +29,6 @@ struct MlstmStepParams {
     bool in_place;   // `after` is `before`
     int device;
 };
-
-// Columns of K that the step takes, and slices of V of a head that it takes in place.
-constexpr int kStepMaxKeys = 256, kStepMaxSlices = 16;
 
 // Throws std::runtime_error on a refused launch, std::invalid_argument for what no kernel takes.
 void mlstm_step(const MlstmStepParams& params, void* stream);

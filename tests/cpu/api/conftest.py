@@ -61,18 +61,21 @@ class FakeTk(ModuleType):
     def supports_mlstm(self, call: MLSTMCall) -> Support:
         return self.verdict
 
-    supports_mlstm_step = supports_mlstm
+    supports_mlstm_step = supports_mlstm_sequence = supports_mlstm
 
 
 @pytest.fixture(autouse=True)
 def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
-    """Replaces tfla_tk.backends.tk and tk_step, which ask the machine; by default it refuses every call."""
+    """Replaces tfla_tk.backends.tk and what decoding calls, which ask the machine; it refuses every call."""
     mlstm._plans.clear()
     decode._plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
-    step = ModuleType("tfla_tk.backends.tk_step")
-    step.mlstm_step, step.mlstm_step_ = step_ops._step_cpu, step_ops._step_in_place_cpu
-    for name, fake in (("tk", module), ("tk_step", step)):
+    fakes: dict[str, ModuleType] = {"tk": module}
+    for kernel in ("step", "sequence"):
+        fakes[f"tk_{kernel}"] = ModuleType(f"tfla_tk.backends.tk_{kernel}")
+        setattr(fakes[f"tk_{kernel}"], f"mlstm_{kernel}", step_ops.on_cpu)
+        setattr(fakes[f"tk_{kernel}"], f"mlstm_{kernel}_", step_ops.in_place_on_cpu)
+    for name, fake in fakes.items():
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(tfla_tk.backends, name, fake, raising=False)
     return module

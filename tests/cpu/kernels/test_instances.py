@@ -16,6 +16,7 @@ from tfla_tk.build.instances import (
     INTRA_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
+    MAX_TOKENS,
     MLSTM_TILES,
     PASS_TILES,
     SCHEDULES,
@@ -24,6 +25,7 @@ from tfla_tk.build.instances import (
     mlstm_fwd,
     mlstm_intra,
     mlstm_pass,
+    mlstm_sequence,
     mlstm_step,
     shipped_instances,
 )
@@ -75,7 +77,8 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
         forward.add(mlstm_fwd(*dims))
         passes |= {mlstm_pass(*call) for call in passes_of(*dims)}
     assert (len(forward), len(passes)) == (len(MLSTM_TILES), len(PASS_TILES))
-    assert shipped == forward | passes | {mlstm_bwd(), mlstm_step()}
+    sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
+    assert shipped == forward | passes | sequences | {mlstm_bwd(), mlstm_step()}
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:

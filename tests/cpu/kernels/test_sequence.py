@@ -1,0 +1,436 @@
+"""A few tokens of mLSTM without a GPU: the launch, the kernel lane by lane, its module, its compilation."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tfla_tk import build, env, reference
+from tfla_tk.backends import tk, tk_sequence, tk_step
+from tfla_tk.build import builder, sources
+from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
+
+from . import sequence_emulation as emulation
+from .test_support import CALL as CHUNKWISE_CALL
+
+CALL = replace(CHUNKWISE_CALL, seq=8)
+B, NH, S, K, V = 2, 3, 5, 64, 128
+SHAPES = {
+    **{"q": (S, K), "k": (S, K), "v": (S, V), "i": (S,), "f": (S,)},
+    **{"c": (K, V), "n": (K,), "m": (1,)},
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+OPTIONS = (False, True, 1e-6)
+
+# of a module's mlstm_sequence, as bindings_sequence.cpp names them
+ARGUMENTS = (
+    *("q", "k", "v", "dtype", "i", "f", "before", "after", "h", "tiling", "sizes", "scale", "eps"),
+    *("sigmoid_gate", "normalize", "in_place", "device", "stream"),
+)
+
+
+class Launches(list[SimpleNamespace]):
+    """Stands for the kernel's module and records its launches."""
+
+    def load(self, instance: build.Instance) -> Launches:
+        self.instance = instance
+        return self
+
+    def mlstm_sequence(self, *arguments: Any) -> None:
+        self.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True)), instance=self.instance))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    recorder = Launches()
+    monkeypatch.setattr(build, "load", recorder.load)
+    monkeypatch.setattr(tk_sequence, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tk_sequence, "_current_stream", lambda device: 7)
+    return recorder
+
+
+def tokens(dtype: torch.dtype = torch.bfloat16, state: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(B, NH, *shape, dtype=dtype if name in "qkv" else state)
+        for name, shape in SHAPES.items()
+    }
+
+
+def addresses(state: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    pointers = (0 if x is None else x.data_ptr() for x in state)
+    return *pointers, *(0 if x is None else CODES[x.dtype] for x in state)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(DTYPES, DTYPES)))
+def test_a_new_state(dtype: torch.dtype, before: torch.dtype, after: torch.dtype, launches: Launches) -> None:
+    x = tokens(dtype, before)
+    h, *state = tk_sequence.mlstm_sequence(*x.values(), *OPTIONS, after)
+    (launch,) = launches
+    assert (h.shape, h.dtype, h.data_ptr()) == ((B, NH, S, V), dtype, launch.h)
+    assert h.is_contiguous() and launch.dtype == CODES[dtype]
+    assert [(t.shape, t.dtype) for t in state] == [(x[name].shape, after) for name in "cnm"]
+    assert launch.after == addresses(tuple(state)) and not launch.in_place
+    if {before, after} == {torch.bfloat16, torch.float16}:
+        assert launch.before[0] != x["c"].data_ptr() and launch.before[3] == 0  # widened before
+        assert launch.before[1:3] == (x["n"].data_ptr(), x["m"].data_ptr())
+    else:
+        assert launch.before == addresses((x["c"], x["n"], x["m"]))
+    eight = before.itemsize == 2 and after == before and dtype != torch.float32
+    assert launch.tiling[1] == (8 if eight else 4)
+    assert launch.sizes == (B, NH, S, K, V) and launch.stream == 7 and launch.device == -1
+    assert (launch.scale, launch.eps) == (K**-0.5, 1e-6)
+    assert (launch.sigmoid_gate, launch.normalize) == (False, True)
+
+
+@pytest.mark.parametrize("count", range(1, MAX_TOKENS + 1))
+def test_the_instance_holds_the_tokens(count: int, launches: Launches) -> None:
+    x = tokens(state=torch.bfloat16)
+    x |= {name: torch.zeros(B, NH, count, *x[name].shape[3:], dtype=x[name].dtype) for name in "qkvif"}
+    tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
+    (launch,) = launches
+    assert launch.instance == mlstm_sequence(count)
+    assert dict(launch.instance.defines)["TFLA_TOKENS"] == ("8" if count <= 8 else "16")
+    assert launch.sizes[2] == count and launch.tiling[1] == (8 if count <= 8 else 4)
+
+
+@pytest.mark.parametrize("count", [0, MAX_TOKENS + 1])
+def test_no_instance(count: int) -> None:
+    with pytest.raises(ValueError, match=f"tokens: expected 1 to 16, got {count}"):
+        mlstm_sequence(count)
+
+
+def test_tokens_are_read_where_they_lie(launches: Launches) -> None:
+    """Any strides: [B, S, NH, D], parts of a fused projection, the end of a longer sequence."""
+    x = tokens()
+    fused = torch.zeros(B, S, NH, 2 * K + V, dtype=torch.bfloat16).transpose(1, 2)
+    x["q"], x["k"], x["v"] = fused.split((K, K, V), dim=-1)
+    x["i"] = torch.zeros(B, 9, NH).transpose(1, 2)[..., 4:]
+    x["f"] = torch.zeros(B, 1, S, dtype=torch.float16).expand(B, NH, S)
+    tk_sequence.mlstm_sequence(*x.values(), *OPTIONS, torch.float32)
+    for name in ("q", "k", "v"):
+        assert getattr(launches[0], name) == (x[name].data_ptr(), *x[name].stride())
+    for name in ("i", "f"):
+        assert getattr(launches[0], name) == (x[name].data_ptr(), *x[name].stride(), CODES[x[name].dtype])
+    x["i"] = x["i"].double()
+    x["q"] = torch.zeros(B, NH, S, 2 * K, dtype=torch.bfloat16)[..., ::2]
+    tk_sequence.mlstm_sequence(*x.values(), *OPTIONS, torch.float32)
+    assert launches[1].i[4] == 0 and launches[1].q[4] == 2
+
+
+def test_in_place(launches: Launches) -> None:
+    x = tokens()
+    x["c"], x["m"] = x["c"].bfloat16(), x["m"].half()
+    tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
+    (launch,) = launches
+    assert launch.before == launch.after == addresses((x["c"], x["n"], x["m"]))
+    assert launch.in_place and launch.tiling[1] == 8
+
+
+def test_in_place_on_what_the_kernel_cannot_write(launches: Launches) -> None:
+    """A copy is updated, and copied back."""
+    x = tokens()
+    x["c"] = torch.ones(B, NH, V, K).mT
+    x["n"] = x["n"].double()
+    tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
+    (launch,) = launches
+    assert launch.before == launch.after and launch.before[3:] == (0, 0, 0)
+    assert launch.before[0] != x["c"].data_ptr() and launch.before[2] == x["m"].data_ptr()
+    assert x["c"].mean() == 1.0
+
+
+def test_sigmoid_gate_has_no_m(launches: Launches) -> None:
+    x = tokens()
+    for normalize in (True, False):
+        *_, m = tk_sequence.mlstm_sequence(*x.values(), True, normalize, 1e-6, torch.float32)
+        assert m is None
+        launch = launches[-1]
+        assert launch.before[2] == launch.after[2] == 0
+        assert (launch.sigmoid_gate, launch.normalize) == (True, normalize)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_vectors_do_not_fit(dtype: torch.dtype, launches: Launches) -> None:
+    x = tokens(state=dtype)
+    x["c"] = torch.zeros(B * NH * K * V + 1, dtype=dtype)[1:].view(B, NH, K, V)  # shifted by one number
+    tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
+    x["c"] = torch.zeros(B, NH, K, 31, dtype=dtype)
+    x["v"] = torch.zeros(B, NH, S, 31, dtype=torch.bfloat16)
+    tk_sequence.mlstm_sequence_(*x.values(), *OPTIONS)
+    assert [launch.tiling[1] for launch in launches] == [1, 1]
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 114, 132])
+def test_warps(multiprocessors: int) -> None:
+    """A head never takes more slices than a cluster has CTAs; a small batch takes more than a large one."""
+    for width, dim_v in itertools.product((1, 4, 8), range(1, MAX_DIM_V + 1)):
+        if dim_v % width:
+            continue
+        columns = 8 * max(width, 4)
+        found = [tk_sequence._warps(heads, dim_v, width, multiprocessors) for heads in (1, 8, 64, 4096)]
+        assert found == sorted(found)
+        for warps in found:
+            assert warps in (1, 2, 4, 8) and warps * columns <= 128
+            assert -(-dim_v // (warps * columns)) <= tk_step._MAX_SLICES
+        assert found[-1] == 2 or columns >= dim_v
+    assert tk_sequence._warps(8, 512, 4, 132) == 1  # 128 CTAs
+    assert tk_sequence._warps(512, 512, 4, 132) == 2
+
+
+def test_constants_agree_with_the_sources() -> None:
+    text = (sources.kernels_root() / "include/tfla_tk/params_sequence.h").read_text()
+    assert f"kSequenceMaxTokens = {MAX_TOKENS}, kSequenceMaxColumns = 128;" in text
+
+
+# the kernel, lane by lane
+
+GATES = ("exp", "sig", "sig_unnormalised")
+
+
+def draw(count: int, dims: tuple[int, int], dtype: torch.dtype, state: torch.dtype) -> dict[str, Tensor]:
+    """One head."""
+    generator = torch.Generator().manual_seed(count)
+    shapes = {
+        "q": (count, dims[0]),
+        "k": (count, dims[0]),
+        "v": (count, dims[1]),
+        "i": (count,),
+        "f": (count,),
+    }
+    shapes |= {"c": dims, "n": dims[:1], "m": (1,)}
+    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    found["f"] += 3
+    kinds = {**dict.fromkeys("qkv", dtype), "c": state}
+    return {name: x.to(kinds.get(name, torch.float32)) for name, x in found.items()}
+
+
+def emulated(
+    config: emulation.Config, x: dict[str, Tensor], gate: str, round_m: Any = np.float32
+) -> tuple[dict[str, Tensor], float]:
+    """h, c and n before they are stored, and m."""
+    arrays = [x[name].float().numpy() for name in "qkvifcn"]
+    m = x["m"].item() if gate == "exp" else None
+    h, c, n, m_next = emulation.run(config, *arrays, m, 1e-6, gate != "sig_unnormalised", round_m)
+    return {name: torch.from_numpy(t) for name, t in zip("hcn", (h, c, n), strict=True)}, m_next
+
+
+def truth(x: dict[str, Tensor], gate: str) -> dict[str, Tensor]:
+    """The recurrence in fp64."""
+    wide = [x[name].double()[None, None] for name in "qkvifcnm"]
+    if gate == "exp":
+        h, state = reference.mlstm_recurrent(*wide, True)
+    else:
+        h, state = reference.mlstm_siging_recurrent(*wide[:7], True, normalize=gate == "sig")
+    return {name: t[0, 0] for name, t in zip("hcnm", (h, *state), strict=False)}
+
+
+def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], names: str, limit: float) -> None:
+    errors = {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in names}
+    # not(<=): NaN fails
+    assert not {name: error for name, error in errors.items() if not error <= limit}, errors
+
+
+def config_of(
+    count: int, dtype: torch.dtype, state: torch.dtype, vector: bool, warps: int
+) -> emulation.Config:
+    tile = 8 if count <= 8 else 16
+    width = min(16 // state.itemsize, tk_sequence._widest(count, dtype)) if vector else 4
+    return emulation.Config(tile, dtype == torch.float32, vector, state == torch.float32, width, warps)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("state", DTYPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_lane_by_lane(dtype: torch.dtype, state: torch.dtype, count: int, gate: str) -> None:
+    """Every element of C is written once, and all of it is fp32's accuracy, whatever q, k, v and C are."""
+    names = "hc" if gate == "sig_unnormalised" else "hcn"
+    for dims, vector, warps in (
+        ((40, 72), True, 1),
+        ((33, 71), False, 2),
+        ((8, 8), True, 2),
+        ((1, 1), False, 1),
+    ):
+        x = draw(count, dims, dtype, state)
+        found, m = emulated(config_of(count, dtype, state, vector, warps), x, gate)
+        exact = truth(x, gate)
+        assert_close(found, exact, names, 2e-6)
+        if gate == "exp":
+            assert m == pytest.approx(exact["m"].item(), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+def test_every_tiling_lane_by_lane(warps: int) -> None:
+    for width, state in ((4, torch.float32), (8, torch.bfloat16)):
+        if warps * 8 * width > 128:
+            continue
+        x = draw(8, (256, 136), torch.bfloat16, state)
+        config = config_of(8, torch.bfloat16, state, vector=True, warps=warps)
+        assert config.width == width
+        assert_close(emulated(config, x, "exp")[0], truth(x, "exp"), "hcn", 2e-6)
+
+
+@pytest.mark.parametrize("gates", [(80.0, -80.0), (-80.0, 80.0), (1e4, 1e4), (-1e4, -1e4), (1.0, -1e4)])
+@pytest.mark.parametrize("stored", [np.float32, np.float16])
+def test_extreme_gates_lane_by_lane(gates: tuple[float, float], stored: Any) -> None:
+    """c e^m and n e^m do not depend on how m is rounded."""
+    x = draw(6, (16, 32), torch.bfloat16, torch.float32)
+    x["i"].fill_(gates[0])
+    x["f"].fill_(gates[1])
+    x["m"].fill_(7.99)
+    found, m = emulated(config_of(6, torch.bfloat16, torch.float32, True, 1), x, "exp", stored)
+    exact = truth(x, "exp")
+    assert float(stored(m)) == m
+    change = torch.exp(m - exact["m"])
+    assert_close(found | {name: found[name] * change for name in "cn"}, exact, "cn", 2e-6)
+    expected = exact["h"].float().double()  # nothing beyond the range of fp32
+    assert (found["h"] - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_a_state_of_thousands_of_calls_does_not_shrink() -> None:
+    """What the tensor core truncates is added to C by the CUDA cores: an untouched C stays as it is."""
+    x = draw(8, (8, 32), torch.bfloat16, torch.float32)
+    x["i"].fill_(-1e4)
+    x["f"].fill_(1e4)
+    found, _ = emulated(config_of(8, torch.bfloat16, torch.float32, True, 1), x, "exp")
+    assert torch.equal(found["c"], x["c"]) and torch.equal(found["n"], x["n"])
+
+
+# support
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(1, 1), (17, 31), (MAX_DIM_QK, MAX_DIM_V)])
+def test_serves(dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None:
+    for seq in (1, MAX_TOKENS):
+        call = replace(CALL, dtype=dtype, seq=seq, dim_qk=dims[0], dim_v=dims[1])
+        verdict = tk.supports_mlstm_sequence(call)
+        assert verdict.ok and not verdict.auto and "not been tested on a GPU" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "remedy"),
+    [
+        ({"seq": 17}, "17 tokens, the kernel takes 16", "use mlstm_chunkwise"),
+        ({"requires_grad": True}, "has no gradients", "use mlstm_chunkwise or torch.no_grad()"),
+        ({"device": torch.device("cpu")}, "the tensors are on cpu", "move them to a GPU"),
+        ({"dtype": torch.float64}, "q, k, v are torch.float64", "use torch.float32"),
+        ({"dim_qk": 257}, "head dims are 257/256", "use at most 256/512"),
+        ({"dim_v": 513}, "head dims are 128/513", "use at most 256/512"),
+        ({"batch": 1 << 16}, "batch and heads are 65536 and 2", "use at most 65535"),
+    ],
+)
+def test_refuses(change: dict[str, object], reason: str, remedy: str, hopper: None) -> None:
+    verdict = tk.supports_mlstm_sequence(replace(CALL, **change))  # type: ignore[arg-type]
+    assert not verdict.ok and reason in verdict.reason and remedy in verdict.remedy
+
+
+def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    verdict = tk.supports_mlstm_sequence(CALL)
+    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
+
+
+# compiled
+
+NAME = re.compile(r"SequenceConfigI(.*)Li(\d+)ELb([01])ELb([01])E")
+TYPES = {"f": "f", "6__half": "h", "13__nv_bfloat16": "b"}
+
+
+def configs_of(sass: str) -> dict[str, Counter[str]]:
+    """What every kernel of a disassembly executes, by opcode, up to the first dot."""
+    found: dict[str, Counter[str]] = {}
+    current: Counter[str] | None = None
+    for line in sass.splitlines():
+        if function := re.match(r"^\.text\.(\S+):$", line):
+            current = found.setdefault(function[1], Counter())
+        elif current is not None and (
+            instruction := re.match(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+?)[\s;]", line)
+        ):
+            current[instruction[1]] += 1
+    return found
+
+
+@pytest.mark.parametrize("tile", SEQUENCE_TILES)
+def test_ptxas_reports_no_fault(tile: int, compile_once: Callable[[build.Instance], Any]) -> None:
+    compiled = compile_once(mlstm_sequence(tile))
+    build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
+    entries = build.parse_ptxas_log(compiled.ptxas_log)
+    # the state as in the step; q, k, v of 16 bits and fp32; by vectors and by numbers
+    assert len(entries) == 7 * 2 * 2
+    # two CTAs of 256 threads on a multiprocessor
+    assert max(entry.registers for entry in entries) <= 128
+    shared = [int(size) for size in re.findall(r"(\d+) bytes smem", compiled.ptxas_log)]
+    assert len(shared) == len(entries) and max(shared) <= 48 * 1024
+
+
+@pytest.mark.parametrize("tile", SEQUENCE_TILES)
+def test_products_and_loads(tile: int, compile_once: Callable[[build.Instance], Any]) -> None:
+    """The tensor cores' share of a block, 16-byte loads of C, and as many of them as there is room for."""
+    compiled = compile_once(mlstm_sequence(tile))
+    tiles, seen = tile // 8, 0
+    for function, count in configs_of(compiled.sass).items():
+        types, tokens_of, wide, vector = NAME.search(function).groups()
+        assert int(tokens_of) == tile
+        if vector == "0" or types not in ("ff", "13__nv_bfloat16S3_"):
+            continue
+        seen += 1
+        wide_state, wide_tokens = types == "ff", wide == "1"
+        width = 4 if wide_state or wide_tokens or tile == 16 else 8
+        in_flight = (64 if tile == 8 else 48) // (width * (4 if wide_state else 2))
+        products = width // 2
+        written = products * tiles * (3 if wide_tokens else 2)
+        read = products * tiles * (1 + wide_state + wide_tokens)
+        own_share = products * tiles * (tiles + 1) // 2 * (3 if wide_tokens else 2)
+        in_blocks = in_flight * (written + read) + own_share
+        # the scores, in a loop that may be unrolled
+        of_scores = count["HMMA.1688.F32.TF32"] - in_blocks
+        assert of_scores > 0 and of_scores % (3 if wide_tokens else 1) == 0
+        move = {16: "128", 8: "64"}[width * (4 if wide_state else 2)]
+        loads, stores = (
+            sum(count[opcode] for opcode in count if opcode.startswith(kind) and move in opcode.split("."))
+            for kind in ("LDG", "STG")
+        )
+        assert (loads, stores) == (2 * 2 * in_flight, 2 * in_flight)
+        assert not any(opcode.startswith(("LDL", "STL", "ATOM", "RED")) for opcode in count)
+    assert seen == 4
+
+
+def test_the_module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THUNDERKITTENS_ROOT", str(build.find_thunderkittens(clone=False).root))
+        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(builder, "_loaded", {})
+        module = build.load(mlstm_sequence(8))
+    assert (module.MAX_KEYS, module.MAX_SLICES) == (MAX_DIM_QK, tk_step._MAX_SLICES)
+    assert module.MAX_COLUMNS >= 8 * 8 * tk_sequence._MOST_WARPS
+    rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
+    options = (0.125, 1e-6, False, True, True, 0, 0)
+
+    def launch(warps: int = 1, count: int = 8, dim_qk: int = 64) -> None:
+        sizes = (1, 1, count, dim_qk, 64)
+        module.mlstm_sequence(*([rows] * 3), 1, gate, gate, state, state, 16, (warps, 4), sizes, *options)
+
+    for fault in ({"warps": 3}, {"warps": 0}, {"count": 9}, {"count": 0}, {"dim_qk": 257}):
+        with pytest.raises(ValueError, match="no kernel for these warps or this many tokens or keys"):
+            launch(**fault)
+    if torch.cuda.is_available():
+        return  # the launch would be real
+    with pytest.raises(RuntimeError, match="mlstm_sequence: CUDA driver version is insufficient"):
+        launch()
