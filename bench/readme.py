@@ -8,9 +8,11 @@ from pathlib import Path
 from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
 from .results import (
     FP32_NATIVE,
+    IN_PLACE,
     INTRA,
     MODEL,
     OPS,
+    STEP,
     Pair,
     Row,
     contest_of,
@@ -66,6 +68,8 @@ def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
 
     The intra-chunk part has no counterpart: it stands with the schedules alone.
     """
+    if op == STEP:
+        return _steps(rows)
     found = pairs(rows)
     if not found or op == INTRA:
         return ""
@@ -85,6 +89,49 @@ def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
     )
     table = _markdown(header, [_cells(pair) for pair in found])
     return f"### {TITLES[op]}, {PASS_TITLES[which]}\n\n{table}\n\n{_origin(found)}"
+
+
+def _steps(rows: Sequence[Row]) -> str:
+    """One token, through CUDA graphs as decoding runs, and as plain calls, where the host may take longer."""
+    found = pairs(rows)
+    if not found:
+        return ""
+    in_place = {contest_of(row): row for row in rows if row["backend"] == IN_PLACE}
+    header = (
+        "Shape",
+        "dtype",
+        "tk ms",
+        "in place ms",
+        "Triton ms",
+        "speed-up",
+        "of the copy rate",
+        "plain call, tk ms",
+        "plain call, Triton ms",
+        "error",
+    )
+    lines = []
+    for pair in found:
+        ours, theirs = pair.ours, pair.theirs
+        times = [_graph_ms(row) for row in (ours, in_place.get(contest_of(pair.shown)), theirs)]
+        plain = [milliseconds(row["ms"]) if row else "-" for row in (ours, theirs)]
+        share = ours["roofline"] * ours["ms"] / times[0] if ours and times[0] and ours["roofline"] else None
+        lines.append(
+            [
+                problem_title(pair.shown),
+                pair.shown["dtype"],
+                *("-" if ms is None else milliseconds(ms) for ms in times),
+                f"{times[2] / times[0]:.2f}x" if times[0] and times[2] else "-",
+                "-" if share is None else f"{share:.0%}",
+                *plain,
+                errors_of(ours["rel_err"]) if ours else "-",
+            ]
+        )
+    caption = "A call takes T steps on T states. Times are of CUDA graphs but for plain calls"
+    return f"### {TITLES[STEP]}\n\n{_markdown(header, lines)}\n\n{caption}; {_origin(found)}"
+
+
+def _graph_ms(row: Row | None) -> float | None:
+    return None if row is None else row.get("graph_ms")
 
 
 def _sweeps(op: str, which: str, rows: Sequence[Row]) -> list[str]:

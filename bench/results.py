@@ -17,6 +17,8 @@ Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent / "results"
 INTRA = "mlstm_intra"  # an ablation: no function of the package, nothing to compare it with
+STEP = "mlstm_step"  # decoding: by tk also in place, "tk:in_place"
+IN_PLACE = "tk:in_place"
 MODEL = "model_step"  # a whole model: phases in place of passes, no count of FLOP and bytes
 OPS = (
     "mlstm_exp",
@@ -26,7 +28,7 @@ OPS = (
     "gla",
     "delta_rule",
     "gated_delta_rule",
-    "mlstm_step",
+    STEP,
     INTRA,
     MODEL,
 )

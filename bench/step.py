@@ -22,11 +22,10 @@ from tfla_tk.errors import UnsupportedError
 from .compare import Contest, carry_out
 from .inputs import FORGET_BIAS
 from .operators import Operator
+from .results import IN_PLACE, STEP
 from .shapes import Shape
 from .variants import Variant
 
-STEP = "mlstm_step"
-IN_PLACE = "tk:in_place"
 SHAPES = (
     Shape(64, 1, 8, 256, 512),
     Shape(256, 1, 8, 256, 512),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 import csv
 import io
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_readme_forms_no_ratio_across_runs(make_row, monkeypatch: pytest.MonkeyP
     text = readme.render([make_row("tk", 0.5, run="run-b"), make_row("triton:xl_chunk_128", 3.4)])
     line = next(line for line in text.splitlines() if line.startswith("| B8"))
     assert line.split(" | ")[2:6] == ["0.5", "-", "-", "-"]
+
+
+def test_readme_shows_steps_through_graphs(make_row) -> None:
+    """Ratio and share are of the graphs' times; of other rows the plain calls alone are known."""
+    row = partial(make_row, op="mlstm_step", schedule=None, roofline=0.5)
+    rows = [
+        row("tk", 0.4, graph_ms=0.25),
+        row("tk:in_place", 0.5, graph_ms=0.3),
+        row("triton", 1.2, graph_ms=0.5),
+        row("tk", 2.0, dtype="fp32"),
+    ]
+    text = readme.render(results.merge([], rows))
+    sixteen, full = (line for line in text.splitlines() if line.startswith("| B"))
+    assert sixteen.split(" | ")[1:9] == ["bf16", "0.25", "0.3", "0.5", "2.00x", "80%", "0.4", "1.2"]
+    assert full.split(" | ")[1:9] == ["fp32", "-", "-", "-", "-", "-", "2", "-"]
 
 
 def test_readme_shows_baselines_alone(make_row) -> None:
