@@ -133,7 +133,8 @@ def mlstm_sequence(
     """A few tokens of mLSTMexp that go on from a state: what as many calls of `mlstm_step` compute.
 
     The state is read and written once, and rounded once, at the end. For speculative decoding and short
-    prompts; longer sequences are what `mlstm_chunkwise` is for.
+    prompts; longer sequences are what `mlstm_chunkwise` is for, and a single token goes through `mlstm_step`,
+    which is faster: this takes some 1.3 times as long for one (docs/mlstm-sequence.md).
 
     Args:
         q, k: queries and keys [B, NH, S, DHQK] of one dtype: float16, bfloat16, float32 or float64.
@@ -187,6 +188,26 @@ def mlstm_siging_sequence(
     options = ("mlstm_sequence", True, normalize, eps, dtype_state, inplace, backend)
     h, (c, n) = _run("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
     return h, (c, n)
+
+
+def is_sequence_on_tk(
+    tensors: tuple[Any, ...],
+    *,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    dtype_state: torch.dtype | None,
+) -> bool:
+    """Whether `mlstm_sequence` or `mlstm_siging_sequence` under "auto" takes the tk backend.
+
+    The answer is the plan that the call itself finds again. Bad arguments raise what the call would raise.
+
+    Args:
+        tensors: q, k, v, i, f, c, n, m; m is None with the sigmoid gate.
+    """
+    op = "mlstm_siging_sequence" if sigmoid_gate else "mlstm_sequence"
+    options = ("mlstm_sequence", sigmoid_gate, normalize, eps, dtype_state, False, "auto")
+    return _plans.of(tensors, options, partial(_make_plan, op)).backend == "tk"
 
 
 class _Plan(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tfla_tk.integrations import xlstm
+from tfla_tk.integrations.xlstm import kernels
 
 SEQ = 320
 NATIVE = {
@@ -103,7 +104,7 @@ def test_which_takes_tk(make_large: Callable[..., nn.Module]) -> None:
     xlstm.replace(model)
     assert xlstm.which(model, 2, SEQ).backend == "tk"
     with torch.no_grad():
-        assert xlstm.which(model, 2, 1).backend in ("tk", "triton")
+        assert xlstm.which(model, 2, 1).backend == "tk"
     full = make_large(torch.float32)
     choice = xlstm.which(full, 2, SEQ)
     assert choice.backend == "reference" and "float32" in choice.reasons["tk"].reason
@@ -199,10 +200,46 @@ def test_large_prefills_and_decodes(
     assert generated.shape == again.shape == (2, 8)
 
 
+@pytest.mark.parametrize("backend", ["auto", "tk"])
+@torch.no_grad()
+def test_large_goes_on_four_tokens_at_a_time(
+    make_large: Callable[..., nn.Module],
+    tokens: Tensor,
+    rel_err: RelErr,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    """As a draft is verified: pieces of 4, by the kernel for a few tokens, equal one pass."""
+    lengths: list[int] = []
+    sequence = kernels.mlstm_sequence
+
+    def recorded(q: Tensor, *rest: Any, **options: Any) -> Any:
+        lengths.append(q.shape[2])
+        return sequence(q, *rest, **options)
+
+    monkeypatch.setattr(kernels, "mlstm_sequence", recorded)
+    truth, _ = make_large(torch.float32, mode="inference", **NATIVE)(tokens)
+    model = make_large(mode="inference")
+    with xlstm.replaced(model, backend="reference"):
+        theirs, _ = model(tokens)
+    xlstm.replace(model, backend=backend)
+    ours, _ = model(tokens)
+    assert not lengths
+    state, pieces = None, []
+    for piece in tokens.split(4, dim=1):
+        out, state = model(piece, state)
+        pieces.append(out)
+    # a first piece that has no state is a prompt
+    assert lengths == [4] * (len(pieces) - 1) * len(state)
+    limit = 1.2 * rel_err(theirs, truth) + FLOOR
+    assert rel_err(torch.cat(pieces, dim=1), truth) < limit
+    assert rel_err(torch.cat(pieces, dim=1), ours) < limit
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 @torch.no_grad()
 def test_sigmoid_gate(rel_err: RelErr, normalize: bool) -> None:
-    """Inference raises in mlstm_kernels. Prefill on tk, steps on what serves them."""
+    """Inference raises in mlstm_kernels. Prefill, a step and a few tokens on tk."""
     xlstm.register()
     module = importlib.import_module("mlstm_kernels.torch.backend_module")
     config = module.mLSTMBackendConfig(
@@ -219,7 +256,7 @@ def test_sigmoid_gate(rel_err: RelErr, normalize: bool) -> None:
     backend = module.mLSTMBackend(config)
     exact, _ = module.mLSTMBackend(config)(**{name: x.double() for name, x in inputs.items()})
     state, pieces, start = (None, None, None), [], 0
-    for length in (100, 1, SEQ - 101):
+    for length in (100, 1, 4, SEQ - 105):
         part = {name: x[:, :, start : start + length] for name, x in inputs.items()}
         c, n, m = state
         h, state = backend(**part, c_initial=c, n_initial=n, m_initial=m)
@@ -259,7 +296,7 @@ def test_hf_generates(
     truth = make_hf(torch.float32, **NATIVE).eval()(tokens, use_cache=False).logits
     whole = model(tokens, use_cache=False).logits
     pieces, cache = [], None
-    for piece in tokens.split([77, 1, 1, SEQ - 79], dim=1):
+    for piece in tokens.split([77, 1, 1, 4, SEQ - 83], dim=1):
         out = model(piece, use_cache=True, cache_params=cache)
         cache = out.cache_params
         pieces.append(out.logits)

@@ -46,21 +46,18 @@ def supports_mlstm(call: MLSTMCall) -> Support:
 
 
 def supports_mlstm_step(call: MLSTMCall) -> Support:
-    """Whether the step kernel serves a call, by name; gradients come from the chunkwise kernel."""
+    """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name."""
     if call.requires_grad:
         support = supports_mlstm(call)
         if not support.ok:
             return support
         reason = "its step has no gradients, they come from the chunkwise kernel over one token"
         return Support(True, reason, "name it, or use torch.no_grad()", auto=False)
-    refusal = _decoding_refusal(call)
-    if refusal is not None:
-        return refusal
-    return Support(True, "its step kernel has not been tested on a GPU yet", "name it", auto=False)
+    return _supports_decoding(call)
 
 
 def supports_mlstm_sequence(call: MLSTMCall) -> Support:
-    """Whether the kernel for a few tokens serves a call, by name."""
+    """Whether the kernel for a few tokens serves a call."""
     if call.seq > instances.MAX_TOKENS:
         return Support(
             False,
@@ -71,16 +68,11 @@ def supports_mlstm_sequence(call: MLSTMCall) -> Support:
         return Support(
             False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
         )
-    refusal = _decoding_refusal(call)
-    if refusal is not None:
-        return refusal
-    return Support(
-        True, "its kernel for a few tokens has not been tested on a GPU yet", "name it", auto=False
-    )
+    return _supports_decoding(call)
 
 
-def _decoding_refusal(call: MLSTMCall) -> Support | None:
-    """Why the kernels of decoding cannot serve a call, or None."""
+def _supports_decoding(call: MLSTMCall) -> Support:
+    """What the kernels of decoding have in common; they take no gradients."""
     if call.device.type != "cuda":
         return _not_on_a_gpu(call.device)
     if call.dtype == torch.float64:
@@ -98,7 +90,7 @@ def _decoding_refusal(call: MLSTMCall) -> Support | None:
             False, f"batch and heads are {call.batch} and {call.heads}", f"use at most {_GRID_LIMIT} of each"
         )
     reason, remedy = _device_fault(call.device.index)
-    return Support(False, reason, remedy) if reason else None
+    return Support(False, reason, remedy) if reason else SUPPORTED
 
 
 def _not_on_a_gpu(device: torch.device) -> Support:

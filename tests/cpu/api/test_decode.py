@@ -188,15 +188,14 @@ def test_triton_step(token: Token, gpu: None, changes: dict[str, Any], refusal: 
     assert refusal is None or (refusal in support.reason and support.remedy)
 
 
-def test_tk_serves_steps_by_name(token: Token, gpu: None, fake_tk: Any) -> None:
-    support = tk.supports_mlstm_step(on_gpu(token(torch.bfloat16)))
-    assert support.ok and not support.auto and support.reason
-    fake_tk.verdict = support
-    inputs = token(torch.bfloat16)
-    choice = tfla_tk.which("mlstm_step", **inputs)
-    assert choice.backend == "reference" and choice.reasons["tk"] == support
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "tk"])
+def test_tk_serves_steps(token: Token, gpu: None, fake_tk: Any, dtype: torch.dtype, backend: str) -> None:
+    inputs = token(dtype)
+    fake_tk.verdict = tk.supports_mlstm_step(on_gpu(inputs))
+    assert tfla_tk.which("mlstm_step", **inputs, backend=backend).backend == "tk"
     expected = mlstm_step(**inputs, backend="reference")
-    h, state = mlstm_step(**inputs, backend="tk")  # the op computes the reference on a CPU
+    h, state = mlstm_step(**inputs, backend=backend)  # the op computes the reference on a CPU
     torch.testing.assert_close((h, *state), (expected[0], *expected[1]))
 
 

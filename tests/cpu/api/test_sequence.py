@@ -14,6 +14,7 @@ from torch.library import opcheck
 import tfla_tk
 from tfla_tk import (
     UnsupportedError,
+    decode,
     mlstm_chunkwise,
     mlstm_sequence,
     mlstm_siging_chunkwise,
@@ -208,17 +209,35 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
 
 
-def test_tk_serves_sequences_by_name(tokens: Tokens, gpu: None, fake_tk: Any) -> None:
-    support = tk.supports_mlstm_sequence(on_gpu(tokens(torch.bfloat16)))
-    assert support.ok and not support.auto and support.reason
-    fake_tk.verdict = support
-    inputs = tokens(torch.bfloat16)
-    choice = tfla_tk.which("mlstm_sequence", **inputs)
-    assert choice.backend == "reference" and choice.reasons["tk"] == support
-    assert not choice.reasons["triton"].ok
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "tk"])
+def test_tk_serves_sequences(
+    tokens: Tokens, gpu: None, fake_tk: Any, dtype: torch.dtype, backend: str
+) -> None:
+    inputs = tokens(dtype)
+    fake_tk.verdict = tk.supports_mlstm_sequence(on_gpu(inputs))
+    choice = tfla_tk.which("mlstm_sequence", **inputs, backend=backend)
+    assert choice.backend == "tk" and not choice.reasons["triton"].ok
     expected = mlstm_sequence(**inputs, backend="reference")
-    h, state = mlstm_sequence(**inputs, backend="tk")  # the op computes the reference on a CPU
+    h, state = mlstm_sequence(**inputs, backend=backend)  # the op computes the reference on a CPU
     torch.testing.assert_close((h, *state), (expected[0], *expected[1]))
+
+
+@pytest.mark.parametrize("sigmoid_gate", [False, True])
+def test_whether_a_sequence_is_on_tk(tokens: Tokens, fake_tk: Any, sigmoid_gate: bool) -> None:
+    """What the call does, from the plan that it keeps."""
+    inputs = tokens()
+    if sigmoid_gate:
+        inputs["m"] = None
+    options = {"eps": 1e-6, "dtype_state": None}
+    rest = {"sigmoid_gate": sigmoid_gate, "normalize": True}
+    for serves in (False, True):
+        fake_tk.verdict = tfla_tk.Support(serves)
+        decode._plans.clear()
+        assert decode.is_sequence_on_tk(tuple(inputs.values()), **rest, **options) == serves
+        given = {name: x for name, x in inputs.items() if x is not None}
+        (mlstm_siging_sequence if sigmoid_gate else mlstm_sequence)(**given, **options)
+        assert len(decode._plans) == 1
 
 
 @pytest.mark.parametrize("changes", [{"seq": 17}, {"requires_grad": True}])

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from functools import partial
 import csv
 import io
+from functools import partial
 from pathlib import Path
 
 import pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tfla_tk import decode, sequence_ops, step_ops
+from tfla_tk.backends import tk
 from tfla_tk.integrations import xlstm
+from tfla_tk.integrations.xlstm import kernels
 
 NATIVE = {
     "chunkwise_kernel": "chunkwise--native_autograd",
@@ -157,3 +161,35 @@ def switched(request: pytest.FixtureRequest) -> Callable[..., nn.Module]:
 def ours_siging() -> dict[str, str]:
     """Kernel names of a model with sigmoid input gate."""
     return OURS_SIGING
+
+
+@pytest.fixture
+def sequence_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """What is called for sequences, with its backend=, on a CPU that passes for a Hopper GPU.
+
+    The tk backend says of a few tokens what it would there; its kernel for them, and every chunkwise backend,
+    is the reference.
+    """
+    found: list[tuple[str, str]] = []
+
+    def recorded(name: str, **changes: Any) -> Callable[..., Any]:
+        function = getattr(kernels, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.append((name, kwargs.get("backend", "auto")))
+            return function(*args, **kwargs | changes)
+
+        return call
+
+    for gate in ("", "siging_"):
+        for name, changes in (("chunkwise", {"backend": "reference"}), ("sequence", {})):
+            monkeypatch.setattr(kernels, f"mlstm_{gate}{name}", recorded(f"mlstm_{gate}{name}", **changes))
+    supports, gpu = tk.supports_mlstm_sequence, torch.device("cuda", 0)
+    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(
+        tk, "supports_mlstm_sequence", lambda call: supports(dataclasses.replace(call, device=gpu))
+    )
+    monkeypatch.setattr(sequence_ops, "_kernel_sequence", step_ops.on_cpu)
+    decode._plans.clear()
+    yield found
+    decode._plans.clear()

@@ -109,6 +109,42 @@ def test_sigmoid_gate(
         assert rel_err(module(**inputs, mode="train")[0], expected) < 1e-5
 
 
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+def test_pieces_of_a_few_tokens(
+    make_backend: Make,
+    ours_siging: dict[str, str],
+    draw: Draw,
+    rel_err: RelErr,
+    sequence_calls: list[tuple[str, str]],
+    gate: str,
+) -> None:
+    """The first goes through the chunkwise function, those that go on from its state do not."""
+    xlstm.register()
+    inputs = draw(37)
+    fields = ours_siging if gate == "sig" else {"chunkwise_kernel": "chunkwise--tfla_tk"}
+    expected, (c, *_) = truth(inputs, **({"normalize": True} if gate == "sig" else {}))
+    h, last = run_in_pieces(make_backend(**fields), inputs, [13, 4, 4, 16])
+    assert [name.rpartition("_")[2] for name, _ in sequence_calls] == ["chunkwise", *["sequence"] * 3]
+    assert rel_err(h, expected) < 1e-5 and rel_err(last[0], c) < 1e-5
+    assert {x.dtype for x in last} == {torch.float32} and last[2].shape == (2, 2, 1)
+
+
+def test_pieces_of_a_few_tokens_compiled(
+    make_backend: Make, draw: Draw, sequence_calls: list[tuple[str, str]]
+) -> None:
+    """One graph."""
+    module = make_backend(mode="inference")
+    xlstm.replace(module)
+    inputs = draw(12)
+    prompt, rest = ({name: x[:, :, part] for name, x in inputs.items()} for part in (slice(8), slice(8, 12)))
+    _, state = module(**prompt)
+    given = rest | dict(zip(("c_initial", "n_initial", "m_initial"), state, strict=True))
+    expected, last = module(**given)
+    h, found = torch.compile(module, backend="eager", fullgraph=True)(**given)
+    torch.testing.assert_close((h, *found), (expected, *last))
+    assert [name for name, _ in sequence_calls[1:]] == ["mlstm_sequence"] * len(sequence_calls[1:])
+
+
 def test_configured_step_is_kept(make_backend: Make) -> None:
     """Names mean what they say: only the chunkwise kernel was asked for."""
     xlstm.register()

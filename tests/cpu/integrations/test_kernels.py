@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_step
+from tfla_tk.backends import tk
 from tfla_tk.integrations.xlstm import kernels
 
 Draw = Callable[..., dict[str, Tensor]]
@@ -134,6 +135,126 @@ def test_forgetting_survives_a_16_bit_state(draw: Draw, rel_err: RelErr, through
     assert truth.isfinite().all()
     assert rel_err(without, memory) > 1.0
     assert rel_err(found, memory) < 0.2
+
+
+@pytest.fixture
+def from_a_state(draw: Draw) -> Callable[..., dict[str, Any]]:
+    """Arguments of the chunkwise functions that go on from a state."""
+
+    def make(seq: int, dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        state = (torch.randn(x.shape, generator=generator) for x in _zero_state())
+        kept = [x.to(stored or torch.float32) for x in state]
+        return draw(seq, dtype=dtype) | _initial(kept) | {"return_last_states": True}
+
+    return make
+
+
+FromAState = Callable[..., dict[str, Any]]
+Calls = list[tuple[str, str]]
+
+
+@pytest.mark.parametrize("function", ["chunkwise", "chunkwise_siging"])
+@pytest.mark.parametrize("backend", ["auto", "tk", "tk:pingpong"])
+@pytest.mark.parametrize("seq", [2, 16])
+def test_a_few_tokens(
+    from_a_state: FromAState, sequence_calls: Calls, function: str, backend: str, seq: int
+) -> None:
+    """By the kernel for them, whatever the schedule of the chunkwise one; the result is that one's."""
+    run, inputs = getattr(kernels, function), from_a_state(seq)
+    h, state = run(**inputs, backend=backend)
+    gate = "siging_" if "siging" in function else ""
+    assert sequence_calls == [(f"mlstm_{gate}sequence", "auto")]
+    expected, last = run(**inputs, backend="reference")
+    assert sequence_calls[1:] == [(f"mlstm_{gate}chunkwise", "reference")]
+    torch.testing.assert_close((h, *state), (expected, *last))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq": 1},
+        {"seq": 17},
+        {"dtype": torch.float64},
+        {"backend": "triton"},
+        {"backend": "reference:parallel"},
+        {"return_last_states": False},
+        {"c_initial": None, "n_initial": None, "m_initial": None},
+    ],
+)
+def test_what_is_left_to_the_chunkwise_kernel(
+    from_a_state: FromAState, sequence_calls: Calls, change: dict[str, Any]
+) -> None:
+    """With the backend that was asked for, never by the reference's recurrence."""
+    shape = {"seq": 4} | {name: x for name, x in change.items() if name in ("seq", "dtype")}
+    options = {name: x for name, x in change.items() if name not in shape}
+    kernels.chunkwise(**from_a_state(**shape) | options)
+    kernels.chunkwise_siging(**from_a_state(**shape) | options)
+    backend = change.get("backend", "auto")
+    assert sequence_calls == [("mlstm_chunkwise", backend), ("mlstm_siging_chunkwise", backend)]
+
+
+def test_a_few_tokens_with_gradients(from_a_state: FromAState, sequence_calls: Calls) -> None:
+    inputs = from_a_state(4)
+    inputs["k"] = inputs["k"].clone().requires_grad_()
+    h, _ = kernels.chunkwise(**inputs)
+    assert torch.autograd.grad(h.sum(), inputs["k"])[0].any()
+    with torch.no_grad():
+        kernels.chunkwise(**inputs)
+    assert [name for name, _ in sequence_calls] == ["mlstm_chunkwise", "mlstm_sequence"]
+
+
+def test_a_few_tokens_where_tk_serves_none(
+    from_a_state: FromAState, sequence_calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    kernels.chunkwise(**from_a_state(4))
+    assert sequence_calls == [("mlstm_chunkwise", "auto")]
+
+
+@pytest.mark.parametrize("function", ["chunkwise", "chunkwise_siging"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes_of_the_state_after_a_few_tokens(
+    from_a_state: FromAState,
+    sequence_calls: Calls,
+    rel_err: RelErr,
+    function: str,
+    stored: torch.dtype,
+    kept: torch.dtype,
+) -> None:
+    """Those of the chunkwise path; m survives the dtype that the state came in."""
+    run, inputs = getattr(kernels, function), from_a_state(4, torch.bfloat16, stored)
+    h, (c, n, m) = run(**inputs, dtype_state=kept)
+    expected, last = run(**inputs, dtype_state=kept, backend="reference")
+    assert [name.rpartition("_")[2] for name, _ in sequence_calls] == ["sequence", "chunkwise"]
+    assert h.dtype == torch.bfloat16 and [x.dtype for x in (c, n, m)] == [x.dtype for x in last] == [kept] * 3
+    assert rel_err(h, expected) < 4e-3
+    narrow = stored if stored.itemsize == 2 else kept
+    assert torch.equal(m.to(narrow).to(kept), m)
+    for found, want in ((c, last[0]), (n[..., None], last[1][..., None])):
+        memory, truth = (x.double() * y.double()[..., None].exp() for x, y in ((found, m), (want, last[2])))
+        assert rel_err(memory, truth) < (1e-6 if kept == torch.float32 else 8e-3)
+
+
+def test_the_normaliser_that_is_not_used(from_a_state: FromAState, sequence_calls: Calls) -> None:
+    """Zeros, as the chunkwise function returns it; without an initial one there is nothing to hand on."""
+    inputs = from_a_state(4)
+    _, (_, n, _) = kernels.chunkwise_siging(**inputs, normalize=False)
+    assert not n.any() and inputs["n_initial"].any()
+    kernels.chunkwise_siging(**inputs | {"n_initial": None}, normalize=False)
+    assert [name for name, _ in sequence_calls] == ["mlstm_siging_sequence", "mlstm_siging_chunkwise"]
+
+
+def test_a_few_tokens_under_autocast(from_a_state: FromAState, sequence_calls: Calls) -> None:
+    """q, k, v are cast as for the chunkwise function."""
+    inputs = from_a_state(4) | {"autocast_kernel_dtype": torch.float16}
+    with torch.autocast("cpu", torch.bfloat16):
+        h, state = kernels.chunkwise(**inputs)
+        expected, last = kernels.chunkwise(**inputs, backend="reference")
+    assert [name for name, _ in sequence_calls] == ["mlstm_sequence", "mlstm_chunkwise"]
+    assert h.dtype == expected.dtype == torch.float16
+    torch.testing.assert_close((h, *state), (expected, *last), rtol=2e-3, atol=2e-3)
 
 
 def _zero_state() -> tuple[Tensor, Tensor, Tensor]:

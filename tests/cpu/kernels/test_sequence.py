@@ -19,6 +19,7 @@ from tfla_tk import build, env, reference
 from tfla_tk.backends import tk, tk_sequence, tk_step
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
+from tfla_tk.dispatch import SUPPORTED
 
 from . import sequence_emulation as emulation
 from .test_support import CALL as CHUNKWISE_CALL
@@ -320,8 +321,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_serves(dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None:
     for seq in (1, MAX_TOKENS):
         call = replace(CALL, dtype=dtype, seq=seq, dim_qk=dims[0], dim_v=dims[1])
-        verdict = tk.supports_mlstm_sequence(call)
-        assert verdict.ok and not verdict.auto and "not been tested on a GPU" in verdict.reason
+        assert tk.supports_mlstm_sequence(call) == SUPPORTED
 
 
 @pytest.mark.parametrize(

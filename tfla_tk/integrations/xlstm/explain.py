@@ -22,7 +22,9 @@ def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:
 
     Args:
         model: xLSTMLarge, transformers' xLSTM, or another module with such layers.
-        batch: sequences in a batch. seq: tokens in a sequence; 1 asks about the step.
+        batch: sequences in a batch.
+        seq: tokens in a sequence; 1 asks about the step, more about a prompt without a state. Up to 16 that
+            go on from one are `mlstm_sequence` where tk serves it, which is not told here.
 
     Returns:
         The choice with a verdict per backend; `print` it to read it.

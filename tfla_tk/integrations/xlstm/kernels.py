@@ -5,6 +5,9 @@ All of them return the state as (c, n, m), with zeros for m with the sigmoid gat
 Models copy each new state over the one they passed in and hand out (xLSTM's block stack, Hugging Face's
 cache), while autograd may still need both. Where a gradient is recorded, the functions therefore compute from
 copies of the initial state and return copies of the last one.
+
+A few tokens that go on from a state, without gradients, are `tfla_tk.mlstm_sequence` where its tk kernel
+serves them (docs/mlstm-sequence.md), else `tfla_tk.mlstm_chunkwise` like every other sequence.
 """
 
 from __future__ import annotations
@@ -15,11 +18,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tfla_tk.decode import mlstm_siging_step, mlstm_step
+from tfla_tk.build.instances import MAX_TOKENS
+from tfla_tk.decode import (
+    is_sequence_on_tk,
+    mlstm_sequence,
+    mlstm_siging_sequence,
+    mlstm_siging_step,
+    mlstm_step,
+)
+from tfla_tk.dispatch import split_backend
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.ops import state_dtype
 from tfla_tk.step_ops import representable
-from tfla_tk.validation import CHUNK_MULTIPLE
+from tfla_tk.validation import CHUNK_MULTIPLE, autocast_dtype
 
 State = tuple[Tensor, Tensor, Tensor]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -60,6 +71,7 @@ def chunkwise(
     chunk_size: int = 64,
     autocast_kernel_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    dtype_state: torch.dtype = torch.float32,
     **tuning: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """`tfla_tk.mlstm_chunkwise` as mlstm_kernels' registry expects it: any S, any chunk_size, state as above.
@@ -67,12 +79,22 @@ def chunkwise(
     An initial state in 16 bits gets a last state whose m those 16 bits hold (`representable`), since it is
     going to be stored in them.
 
+    Args:
+        dtype_state: of the state returned; fp64 for fp64 q.
+
     Raises:
         TypeError: an argument that neither this package nor mlstm_kernels knows.
     """
     _check_tuning(tuning)
+    kept = _kept_dtype(q, dtype_state)
     recorded = _records((q, k, v, i, f, c_initial, n_initial))
     given = (c_initial, n_initial, m_initial)
+    if return_last_states and not recorded and _may_be_few(q, given, backend):
+        tensors: tuple[Any, ...] = (*_cast((q, k, v), autocast_kernel_dtype), i, f, *given)
+        options: dict[str, Any] = {"eps": eps, "dtype_state": kept}
+        if is_sequence_on_tk(tensors, sigmoid_gate=False, normalize=True, **options):
+            h, last = mlstm_sequence(*tensors, **options)
+            return h, _as_stored(last, c_initial)
     c, n, m = (_private(q, x) for x in given) if recorded else given
     out = mlstm_chunkwise(
         q,
@@ -91,11 +113,11 @@ def chunkwise(
     )
     if isinstance(out, Tensor):
         return out
-    h, (c, n, m) = out
-    if c_initial is not None and c_initial.dtype.itemsize == 2:
-        c, n, m = representable(c, n, m, c_initial.dtype)
-    last = (c, n, m)
-    return h, _handed_out(last) if recorded else last
+    h, last = out
+    last = _as_stored(last, c_initial)
+    if recorded:
+        last = _handed_out(last)
+    return h, _as_kept(last, kept)
 
 
 def chunkwise_siging(
@@ -113,12 +135,20 @@ def chunkwise_siging(
     chunk_size: int = 64,
     autocast_kernel_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    dtype_state: torch.dtype = torch.float32,
     **tuning: Any,
 ) -> Tensor | tuple[Tensor, State]:
     """`tfla_tk.mlstm_siging_chunkwise` as mlstm_kernels' registry expects it; see `chunkwise`."""
     _check_tuning(tuning)
+    kept = _kept_dtype(q, dtype_state)
     recorded = _records((q, k, v, i, f, c_initial, n_initial))
     given = (c_initial, n_initial)
+    if return_last_states and not recorded and _may_be_few(q, given, backend):
+        tensors: tuple[Any, ...] = (*_cast((q, k, v), autocast_kernel_dtype), i, f, *given)
+        options: dict[str, Any] = {"normalize": normalize, "eps": eps, "dtype_state": kept}
+        if is_sequence_on_tk((*tensors, None), sigmoid_gate=True, **options):
+            h, (c_last, n_last) = mlstm_siging_sequence(*tensors, **options)
+            return h, (c_last, n_last if normalize else torch.zeros_like(n_last), _no_m(n_last))
     c, n = (_private(q, x) for x in given) if recorded else given
     out = mlstm_siging_chunkwise(
         q,
@@ -138,8 +168,10 @@ def chunkwise_siging(
     if isinstance(out, Tensor):
         return out
     h, (c, n) = out
-    last = (c, n, n.new_zeros(*n.shape[:2], 1))
-    return h, _handed_out(last) if recorded else last
+    last = (c, n, _no_m(n))
+    if recorded:
+        last = _handed_out(last)
+    return h, _as_kept(last, kept)
 
 
 def step(
@@ -161,14 +193,12 @@ def step(
     A state that comes in 16 bits is taken to be stored in them, as in `chunkwise`.
     """
     _check_tuning(tuning)
-    stored = c.dtype
+    given = c
     recorded = _records((q, k, v, i, f, c, n))
     if recorded:
         c, n, m = (_private(q, x) for x in (c, n, m))
     h, last = mlstm_step(q, k, v, i, f, c, n, m, eps, _kept_dtype(q, dtype_state), backend=backend)
-    if stored.itemsize == 2 and last[0].dtype != stored:
-        c, n, m = last
-        last = representable(c, n, m, stored)
+    last = _as_stored(last, given)
     return h, _handed_out(last) if recorded else last
 
 
@@ -194,7 +224,7 @@ def step_siging(
         c, n = (_private(q, x) for x in (c, n))
     dtype = _kept_dtype(q, dtype_state)
     h, (c, n) = mlstm_siging_step(q, k, v, i, f, c, n, eps, dtype, normalize, backend=backend)
-    last = (c, n, n.new_zeros(*n.shape[:2], 1))
+    last = (c, n, _no_m(n))
     return h, _handed_out(last) if recorded else last
 
 
@@ -216,20 +246,28 @@ def inference(
 
     Args:
         q, k, v, i, f, c_initial, n_initial, m_initial: as in `chunkwise`.
-        sequence: chunkwise function without further arguments but return_last_states.
+        sequence: chunkwise function without further arguments but return_last_states and dtype_state.
         one_token: step function without further arguments but dtype_state.
         dtype_state: of the state returned; fp64 for fp64 q.
 
     Returns:
         h [B, NH, S, DHHV] and the state after the last token.
     """
-    dtype = _kept_dtype(q, dtype_state)
     if q.shape[2] != 1:
-        h, last = sequence(q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states=True)
-        c, n, m = last
-        if dtype.itemsize == 2:
-            c, n, m = representable(c, n, m, dtype)
-        return h, (c.to(dtype), n.to(dtype), m.to(dtype))
+        out: tuple[Tensor, State] = sequence(
+            q,
+            k,
+            v,
+            i,
+            f,
+            c_initial,
+            n_initial,
+            m_initial,
+            return_last_states=True,
+            dtype_state=dtype_state,
+        )
+        return out
+    dtype = _kept_dtype(q, dtype_state)
     if c_initial is None:
         batch, heads, _, dim_qk = q.shape
         c_initial = q.new_zeros(batch, heads, dim_qk, v.shape[-1], dtype=dtype)
@@ -275,6 +313,39 @@ def _multiple(chunk_size: int) -> int:
 
 def _kept_dtype(q: Tensor, dtype: torch.dtype) -> torch.dtype:
     return state_dtype(q) if dtype == torch.float32 else dtype
+
+
+def _may_be_few(q: Tensor, state: tuple[Tensor | None, ...], backend: str) -> bool:
+    """Whether tokens go on from a state, few enough for the tk backend's kernel, but more than a step's one.
+
+    Variants are the chunkwise kernels': with them too, the kernel for a few tokens has the name alone.
+    """
+    few = 1 < q.shape[-2] <= MAX_TOKENS and all(x is not None for x in state)
+    return few and split_backend(backend)[0] in ("auto", "tk")
+
+
+def _cast(operands: tuple[Tensor, ...], kernel_dtype: torch.dtype | None) -> tuple[Tensor, ...]:
+    """q, k, v as `mlstm_chunkwise` casts them under autocast."""
+    dtype = autocast_dtype(operands[0], kernel_dtype)
+    return operands if dtype is None else tuple(x.to(dtype) for x in operands)
+
+
+def _as_stored(state: State, given: Tensor | None) -> State:
+    """The last state of the exponential gate with an m that the dtype of the given state holds."""
+    if given is None or given.dtype.itemsize != 2 or state[0].dtype == given.dtype:
+        return state
+    return representable(*state, given.dtype)
+
+
+def _as_kept(state: State, dtype: torch.dtype) -> State:
+    """A last state of at least fp32 in the dtype to return."""
+    c, n, m = representable(*state, dtype) if dtype.itemsize == 2 else state
+    return c.to(dtype), n.to(dtype), m.to(dtype)
+
+
+def _no_m(n: Tensor) -> Tensor:
+    """The m of the sigmoid gate."""
+    return n.new_zeros(*n.shape[:2], 1)
 
 
 def _records(tensors: tuple[Tensor | None, ...]) -> bool:
