@@ -13,7 +13,7 @@ import torch
 
 FLUSH_BYTES = 2**28  # five times the L2 of an H200
 GRAPH_BELOW_MS = 0.1
-HOST_BELOW_MS = 1.0  # a hundred calls of a longer step cost too much
+HOST_BELOW_MS = 5.0  # a hundred calls of a longer step cost too much
 HOST_CALLS = 100
 HOST_BURST = 10  # calls whose launches the driver's queue holds, so that none of them waits for the GPU
 LEAST_REPEATS = 3

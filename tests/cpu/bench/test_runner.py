@@ -175,7 +175,8 @@ def test_inputs_other_than_the_default_ones_are_in_the_row(settings) -> None:
 
 def test_host_time_of_short_calls_on_a_gpu(settings, stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     step = stopwatch.step("a")
-    short, long = (Timing(ms, ms, ms, 50) for ms in (0.9, 1.0))
+    limit = runner.timing.HOST_BELOW_MS
+    short, long = (Timing(ms, ms, ms, 50) for ms in (0.9 * limit, limit))
     assert runner._host_us(step, short, settings) is None
     on_gpu = dataclasses.replace(settings, device=torch.device("cuda"))
     assert runner._host_us(step, long, on_gpu) is None and stopwatch.ran == []
