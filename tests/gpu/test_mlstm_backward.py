@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from tfla_tk import reference
+
+from .memory import head_last, relayout, shifted, transposed, uninitialised_memory_is_nan
 
 Tensors = dict[str, Tensor]
 Make = Callable[..., Tensors]
@@ -207,35 +208,6 @@ def test_gates_of_any_dtype_and_strides(
 
 
 # memory
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def shifted(x: Tensor) -> Tensor:
-    """Rows that start 2 bytes off the alignment of TMA."""
-    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=x.device)
-    return wide[..., 1 : x.shape[-1] + 1].copy_(x)
-
-
-def head_last(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT
-
-
-def relayout(x: Tensors, layout: Callable[[Tensor], Tensor]) -> Tensors:
-    return {name: layout(t) if name in OPERANDS else t for name, t in x.items()}
-
-
-@contextmanager
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    """PyTorch fills whatever it allocates with NaN: an element that a kernel leaves out shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(1000, device="cuda").isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dims", [*MAIN, (48, 80)], ids=ids)

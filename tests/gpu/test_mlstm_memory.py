@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,32 +11,18 @@ from torch import Tensor
 
 from tfla_tk.backends import segments
 
+from .memory import (
+    head_last,
+    odd_rows,
+    relayout,
+    shifted,
+    shifted_transposed,
+    transposed,
+    uninitialised_memory_is_nan,
+)
+
 Make = Callable[..., dict[str, Tensor]]
 Check = Callable[..., None]
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def shifted(x: Tensor) -> Tensor:
-    """Rows that start 2 bytes off the alignment of TMA."""
-    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=x.device)
-    return wide[..., 1 : x.shape[-1] + 1].copy_(x)
-
-
-def odd_rows(x: Tensor) -> Tensor:
-    """Rows whose stride is no multiple of 16 bytes."""
-    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 4, dtype=x.dtype, device=x.device)
-    return wide[..., : x.shape[-1]].copy_(x)
-
-
-def shifted_transposed(x: Tensor) -> Tensor:
-    return shifted(x.transpose(1, 2)).transpose(1, 2)
-
-
-def head_last(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT
 
 
 COPIED = (shifted, odd_rows, shifted_transposed, head_last)
@@ -49,10 +34,6 @@ def fuse(x: dict[str, Tensor]) -> dict[str, Tensor]:
     fused = torch.cat([x[name] for name in names], dim=-1).transpose(1, 2).contiguous()
     parts = fused.split([x[name].shape[-1] for name in names], dim=-1)
     return x | {name: part.transpose(1, 2) for name, part in zip(names, parts, strict=True)}
-
-
-def relayout(x: dict[str, Tensor], layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    return {name: layout(t) if name in ("q", "k", "v") else t for name, t in x.items()}
 
 
 @pytest.fixture
@@ -71,17 +52,6 @@ def peak_bytes(function: Callable[[], Tensor]) -> int:
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     function()
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-
-
-@contextmanager
-def uninitialised_memory_is_nan() -> Iterator[None]:
-    """PyTorch fills whatever it allocates with NaN: an element that a kernel leaves out shows."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.empty(1000, device="cuda").isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.usefixtures("uncut")

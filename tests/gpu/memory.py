@@ -1,0 +1,48 @@
+"""What the GPU tests of memory share: layouts of the operands, and NaN in what is not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Rows that start 2 bytes off the alignment of TMA."""
+    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=x.device)
+    return wide[..., 1 : x.shape[-1] + 1].copy_(x)
+
+
+def odd_rows(x: Tensor) -> Tensor:
+    """Rows whose stride is no multiple of 16 bytes."""
+    wide = torch.empty(*x.shape[:-1], x.shape[-1] + 4, dtype=x.dtype, device=x.device)
+    return wide[..., : x.shape[-1]].copy_(x)
+
+
+def shifted_transposed(x: Tensor) -> Tensor:
+    return shifted(x.transpose(1, 2)).transpose(1, 2)
+
+
+def head_last(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+def relayout(x: dict[str, Tensor], layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {name: layout(t) if name in ("q", "k", "v") else t for name, t in x.items()}
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """PyTorch fills whatever it allocates with NaN: an element that a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1000, device="cuda").isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
