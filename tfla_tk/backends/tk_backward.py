@@ -110,14 +110,14 @@ def mlstm_bwd(
 
     # dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes as many as it holds
     parts = [slice(at, at + instances.MAX_DIM_QK) for at in range(0, v.shape[-1], instances.MAX_DIM_QK)]
-    rows = [_row_factors(kernel, dh[..., part], h[..., part], row_n, row_m, eps) for part in parts]
-    states = _fill_boundaries("dq", v, k, walk, rows, parts, (c_initial, n_initial))
-    state_grads = _fill_boundaries("dk", dh, q, walk, rows, parts, (dc_last, dn_last))
+    v_parts, h_parts, dh_parts = ([x[..., part] for part in parts] for x in (v, h, dh))
+    rows = [_row_factors(kernel, *x, row_n, row_m, eps) for x in zip(dh_parts, h_parts, strict=True)]
+    states = _fill_boundaries("dq", v_parts, k, walk, rows, parts, (c_initial, n_initial))
+    state_grads = _fill_boundaries("dk", dh_parts, q, walk, rows, parts, (dc_last, dn_last))
     q_dq, k_dk = (_empty_sums(q, len(parts), offsets) for _ in range(2))
-    anchors = _empty_anchors(q, [v[..., part].shape[-1] for part in parts], offsets)
-    for number, part in enumerate(parts):
+    anchors = _empty_anchors(q, [x.shape[-1] for x in v_parts], offsets)
+    for number, (part, v_part, dh_part) in enumerate(zip(parts, v_parts, dh_parts, strict=True)):
         first = number == 0
-        dh_part, v_part = dh[..., part], v[..., part]
         dn_part = dn_initial if first or dn_initial is None else _dense(dn_initial)
         _run_pass(
             "dq", dh_part, v_part, k, dq, walk, rows[number],
@@ -170,7 +170,7 @@ def _cut(gates: Gates, q: Tensor, v: Tensor) -> segments.Cut:
 
 def _fill_boundaries(
     name: str,
-    keys: Tensor,
+    keys: list[Tensor],
     values: Tensor,
     walk: Walk,
     rows: list[Rows],
@@ -181,8 +181,7 @@ def _fill_boundaries(
 
     Args:
         name: "dq", or "dk", whose c is that of "dv" too.
-        keys, values: of the pass.
-        rows: of every part.
+        keys, rows: of every part. values: of the pass.
         entering: what a sequence's walk begins with.
     """
     if walk.slots == 0:
@@ -190,7 +189,7 @@ def _fill_boundaries(
     # n of dq is a sum over keys; that of dk has e in it, which every part of v has its own of
     found = _empty_boundaries(walk, values, 1 if name == "dq" else len(parts))
     for number, part in enumerate(parts):
-        _sum_segments(name, keys[..., part], values, walk, rows[number], found.made_by(number, part))
+        _sum_segments(name, keys[number], values, walk, rows[number], found.made_by(number, part))
     _combine(found, walk, entering, backward=name != "dq")
     return found
 
