@@ -58,6 +58,8 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the README's tables and th
 	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype fp32
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype bf16
+	@$(PY) -m tfla_tk build
+	@$(PY) -m tfla_tk.bench model $(ON_RECORD)
 	@[ ! -f $(RECORD) ] || $(MAKE) tables
 
 .PHONY: tables
