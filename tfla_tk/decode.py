@@ -19,12 +19,15 @@ from tfla_tk.memo import Memo, is_direct
 from tfla_tk.validation import MLSTMCall, check_mlstm_sequence, check_mlstm_step
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
+_CHECKS = {"mlstm_step": check_mlstm_step, "mlstm_sequence": check_mlstm_sequence}
+_KERNELS: dict[str, Callable[..., tuple[Tensor, tuple[Tensor, ...]]]]
+_KERNELS = {"mlstm_step": step_ops.mlstm_step, "mlstm_sequence": sequence_ops.mlstm_sequence}
 _OPTIONS = ("kernel", "sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
 
 
 def _description(kernel: str, sigmoid_gate: bool) -> Callable[..., tuple[str, MLSTMCall]]:
     """What `which` makes of a public function's arguments."""
-    check = check_mlstm_step if kernel == "mlstm_step" else check_mlstm_sequence
+    check = _CHECKS[kernel]
 
     def describe(*, backend: str, **arguments: Any) -> tuple[str, MLSTMCall]:
         fixed = {"m": None} if sigmoid_gate else {"normalize": True}
@@ -234,8 +237,7 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
     kept = None if inplace else dtype_state or ops.state_dtype(tensors[0])
     if name == "tk" and not call.requires_grad:
         written = torch.float32 if kept == torch.float64 else kept
-        run = step_ops.mlstm_step if kernel == "mlstm_step" else sequence_ops.mlstm_sequence
-        h, state = run(call, written, *tensors, direct=direct)
+        h, state = _KERNELS[kernel](call, written, *tensors, direct=direct)
         return h, state if written == kept else tuple(x.to(kept) for x in state)
     if name == "tk":
         h, state = _chunk_of_one(call, variant, tensors)
@@ -248,7 +250,7 @@ def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, e
     """Validate a call and choose its backend; `eager` says that nothing traces or intercepts it."""
     arguments = dict(zip(_TENSORS + _OPTIONS, tensors + options, strict=True))
     kernel, backend = arguments.pop("kernel"), arguments.pop("backend")
-    call = (check_mlstm_step if kernel == "mlstm_step" else check_mlstm_sequence)(**arguments)
+    call = _CHECKS[kernel](**arguments)
     name, variant = choose(op, kernel, call, backend)
     if call.is_empty:
         # nothing to launch

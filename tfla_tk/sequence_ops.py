@@ -45,9 +45,4 @@ def _kernel_sequence_in_place(*args: Any) -> Tensor:
     return tk_sequence.mlstm_sequence_(*args)
 
 
-def _sequence_cuda(*args: Any) -> step_ops.StepOutput:
-    h, c, n, m = _kernel_sequence(*args)
-    return h, c, n, c.new_empty(0) if m is None else m
-
-
-step_ops.register("mlstm_sequence", _sequence_cuda, _kernel_sequence_in_place)
+step_ops.register("mlstm_sequence", _kernel_sequence, _kernel_sequence_in_place)

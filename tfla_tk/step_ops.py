@@ -168,19 +168,12 @@ def _reference(
     dtype_m: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
-    import tfla_tk.reference as forms
+    from tfla_tk.backends import reference
 
-    if m is None and q.dim() == 3:
-        h, (c, n) = forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=eps, normalize=normalize)
-        return h, c, n
-    if m is None:
-        h, (c, n_last) = forms.mlstm_siging_recurrent(q, k, v, i, f, c, n, True, eps, normalize)
-        return h, c, n_last if normalize else n
-    if q.dim() == 3:
-        h, (c, n, m) = forms.mlstm_step(q, k, v, i, f, c, n, m, eps=eps)
-    else:
-        h, (c, n, m) = forms.mlstm_recurrent(q, k, v, i, f, c, n, m, True, eps)
-    return h, *(representable(c, n, m, dtype_m) if dtype_m.itemsize == 2 else (c, n, m))
+    h, (c, n, *last_m) = reference.decode(q, k, v, i, f, c, n, m, normalize=normalize, eps=eps)
+    if last_m and dtype_m.itemsize == 2:
+        return h, *representable(c, n, last_m[0], dtype_m)
+    return h, c, n, *last_m
 
 
 # CUDA: the ThunderKittens kernels, imported on the first call
@@ -197,11 +190,6 @@ def _kernel_step_in_place(*args: Any) -> Tensor:
     from tfla_tk.backends import tk_step
 
     return tk_step.mlstm_step_(*args)
-
-
-def _step_cuda(*args: Any) -> StepOutput:
-    h, c, n, m = _kernel_step(*args)
-    return h, c, n, c.new_empty(0) if m is None else m
 
 
 # Fake: shapes, dtypes and strides alone
@@ -243,14 +231,23 @@ def _outputs_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.d
     )
 
 
-def register(name: str, on_cuda: Any, in_place_on_cuda: Any) -> None:
-    """Give the ops `name` and `name_` their implementations."""
+def register(name: str, kernel: Any, kernel_in_place: Any) -> None:
+    """Give the ops `name` and `name_` their implementations.
+
+    Args:
+        kernel: on CUDA; returns the op's outputs, m None where it is empty. kernel_in_place: of `name_`.
+    """
+
+    def on_cuda(*args: Any) -> StepOutput:
+        h, c, n, m = kernel(*args)
+        return h, c, n, c.new_empty(0) if m is None else m
+
     _library.impl(name, on_cpu, "CPU")
     _library.impl(f"{name}_", in_place_on_cpu, "CPU")
     _library.impl(name, on_cuda, "CUDA")
-    _library.impl(f"{name}_", in_place_on_cuda, "CUDA")
+    _library.impl(f"{name}_", kernel_in_place, "CUDA")
     torch.library.register_fake(f"tfla_tk::{name}", as_fake, lib=_library)
     torch.library.register_fake(f"tfla_tk::{name}_", in_place_as_fake, lib=_library)
 
 
-register("mlstm_step", _step_cuda, _kernel_step_in_place)
+register("mlstm_step", _kernel_step, _kernel_step_in_place)

@@ -64,24 +64,6 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     return SUPPORTED
 
 
-def mlstm_step(
-    call: MLSTMCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, V] and the next state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32."""
-    if call.sigmoid_gate:
-        return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=call.eps, normalize=call.normalize)
-    assert m is not None
-    return forms.mlstm_step(q, k, v, i, f, c, n, m, eps=call.eps)
-
-
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
     """Everything is supported; ValueError for a variant: a few tokens are the recurrence."""
     if variant is not None:
@@ -89,8 +71,7 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
     return SUPPORTED
 
 
-def mlstm_sequence(
-    call: MLSTMCall,
+def decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -99,12 +80,36 @@ def mlstm_sequence(
     c: Tensor,
     n: Tensor,
     m: Tensor | None,
+    *,
+    normalize: bool,
+    eps: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32."""
-    options: dict[str, Any] = {"return_last_states": True, "eps": call.eps}
-    if call.sigmoid_gate:
+    """One token, q [B, NH, K], or several, q [B, NH, S, K], from a state on; m is None with the sigmoid gate.
+
+    Returns:
+        h like v, and the last state, (c, n, m) or with the sigmoid gate (c, n), of at least fp32; n itself
+        without normaliser.
+    """
+    one_token = q.dim() == 3
+    if m is None and one_token:
+        return forms.mlstm_siging_step(q, k, v, i, f, c, n, eps=eps, normalize=normalize)
+    if m is None:
         h, (c, n_last) = forms.mlstm_siging_recurrent(
-            q, k, v, i, f, c, n, **options, normalize=call.normalize
+            q, k, v, i, f, c, n, return_last_states=True, eps=eps, normalize=normalize
         )
-        return h, (c, n_last if call.normalize else n)
-    return forms.mlstm_recurrent(q, k, v, i, f, c, n, m, **options)  # type: ignore[return-value]
+        return h, (c, n_last if normalize else n)
+    if one_token:
+        return forms.mlstm_step(q, k, v, i, f, c, n, m, eps=eps)
+    return forms.mlstm_recurrent(  # type: ignore[return-value]
+        q, k, v, i, f, c, n, m, return_last_states=True, eps=eps
+    )
+
+
+def mlstm_step(call: MLSTMCall, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`decode` of q, k, v, i, f, c, n, m; m is unused with the sigmoid gate."""
+    q, k, v, i, f, c, n, m = tensors
+    m = None if call.sigmoid_gate else m
+    return decode(q, k, v, i, f, c, n, m, normalize=call.normalize, eps=call.eps)
+
+
+mlstm_sequence = mlstm_step

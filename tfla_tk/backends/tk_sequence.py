@@ -13,61 +13,12 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import _GATE_DTYPES, _current_stream, _gate, _multiprocessors
-from tfla_tk.backends.tk_step import State, readable, states, stored, width_of, write_back
+from tfla_tk.backends.tk_step import State, in_place, stored, width_of, with_new_state
 from tfla_tk.build import instances
-from tfla_tk.ops import MaybeTensor
 
 _FEWEST_COLUMNS = 4  # of a thread
 _MOST_WARPS = 2  # side by side in a row of C
 _FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
-
-
-def mlstm_sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    dtype_state: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
-    """Launch on the current stream; arguments and results are those of tfla_tk::mlstm_sequence.
-
-    m is None with the sigmoid gate.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
-    before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
-    h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps)
-    return h, *after
-
-
-def mlstm_sequence_(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-) -> Tensor:
-    """`mlstm_sequence` that writes the state over the one it read, each part in its own dtype; returns h."""
-    given = (c, n, None if sigmoid_gate else m)
-    state = readable(given)
-    h = _launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps)
-    write_back(given, state)
-    return h
 
 
 def _launch(
@@ -109,6 +60,11 @@ def _launch(
         _current_stream(device),
     )
     return h
+
+
+# on the current stream
+mlstm_sequence = functools.partial(with_new_state, _launch)
+mlstm_sequence_ = functools.partial(in_place, _launch)
 
 
 def _rows(x: Tensor) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
 """One token of mLSTM by the step kernel, from tensors: one launch, whatever strides q, k and v have.
 
 The state is read once and written once. docs/mlstm-step.md tells how the kernel shares it among its threads.
+What becomes of a state, new or in place, is the same for a few tokens (tk_sequence.py).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,9 +23,12 @@ _MAX_SLICES = 16  # kDecodeMaxSlices of params_decode.h
 _FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
 
 State = tuple[Tensor, Tensor, MaybeTensor]
+# h from q, k, v, i, f, the state before and the state to write, sigmoid_gate, normalize, eps
+Launch = Callable[..., Tensor]
 
 
-def mlstm_step(
+def with_new_state(
+    launch: Launch,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -37,7 +42,7 @@ def mlstm_step(
     eps: float,
     dtype_state: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
-    """Launch one step on the current stream; arguments and results are those of tfla_tk::mlstm_step.
+    """Launch a kernel of decoding; arguments and results are those of tfla_tk::mlstm_step and _sequence.
 
     m is None with the sigmoid gate.
 
@@ -46,11 +51,12 @@ def mlstm_step(
         RuntimeError: The launch was refused.
     """
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
-    h = _launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps)
+    h = launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps)
     return h, *after
 
 
-def mlstm_step_(
+def in_place(
+    launch: Launch,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,10 +69,10 @@ def mlstm_step_(
     normalize: bool,
     eps: float,
 ) -> Tensor:
-    """`mlstm_step` that writes the state over the one it read, each part in its own dtype; returns h."""
+    """`with_new_state` that writes the state over the one it read, each part in its own dtype; returns h."""
     given = (c, n, None if sigmoid_gate else m)
     state = readable(given)
-    h = _launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps)
+    h = launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps)
     write_back(given, state)
     return h
 
@@ -134,6 +140,11 @@ def _launch(
         _current_stream(device),
     )
     return h
+
+
+# on the current stream
+mlstm_step = functools.partial(with_new_state, _launch)
+mlstm_step_ = functools.partial(in_place, _launch)
 
 
 def _readable(x: Tensor) -> Tensor:
