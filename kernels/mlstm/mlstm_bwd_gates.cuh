@@ -158,10 +158,11 @@ __device__ inline bool forgets_all_before(const GatesGlobals& g, const Tile& til
     const float b_low = warp_inclusive_sum(static_cast<float>(log2_sigmoid(f.x)), lane);
     const float b_high =
         __shfl_sync(0xffffffff, b_low, 31) + warp_inclusive_sum(static_cast<float>(log2_sigmoid(f.y)), lane);
-    const float a = fmaxf(static_cast<float>(log2_input<kSigmoid>(i.x)) - b_low,
-                          static_cast<float>(log2_input<kSigmoid>(i.y)) - b_high);
+    const float a_low = static_cast<float>(log2_input<kSigmoid>(i.x)) - b_low;
+    const float a_high = static_cast<float>(log2_input<kSigmoid>(i.y)) - b_high;
+    const float a = warp_max(fmaxf(fmaxf(a_low, a_high), -INFINITY));  // of those that are no NaN
     const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
-    return warp_max(a) - (kSigmoid ? 0.f : static_cast<float>(g.chunk_m[slot])) > kForgotten;
+    return a - (kSigmoid ? 0.f : static_cast<float>(g.chunk_m[slot])) > kForgotten;
 }
 
 // <dC, C> + <dn, n> of one part of one state.

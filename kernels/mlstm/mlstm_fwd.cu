@@ -89,7 +89,7 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
                     chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
                     p.scale,
                     p.eps,
-                    std::log2(static_cast<double>(p.scale)),
+                    high_and_low(std::log2(static_cast<double>(p.scale))),
                     p.sigmoid_gate};
     const DeviceGuard guard(p.device, "mlstm_fwd");
     if (p.cut.segments > p.cut.sequences) {

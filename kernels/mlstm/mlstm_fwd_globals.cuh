@@ -52,7 +52,7 @@ struct Globals {
     int heads, seq, dim_qk, dim_v, slices;
     int chunk_slots;  // of chunk_m
     float scale, eps;
-    double log2_scale;
+    FloatPair log2_scale;
     bool sigmoid_gate;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }

@@ -48,11 +48,11 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     auto load = [&](const Gate& gate, int chunk, float none) {
         return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
     };
-    GateScan<kSigmoid> scan{kSigmoid ? 0. : task.initial_m(g) * kLog2eDouble};
+    GateScan<kSigmoid> scan{kSigmoid ? FloatPair{} : finite_stabiliser(task.initial_m(g) * kLog2eDouble)};
     float2 i = load(g.i, 0, kNoInput), f = load(g.f, 0, kNoForget);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
-            g.chunk_m[task.chunk + chunk] = scan.m;
+            g.chunk_m[task.chunk + chunk] = static_cast<double>(scan.m);
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(
@@ -67,7 +67,8 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
         }
     }
     if (!kSigmoid && g.last.m && task.last && task.column == 0 && fresh_laneid() == 0)
-        g.last.m[task.index] = scan.m * kLn2;
+        g.last.m[task.index] =
+            task.chunks == 0 ? task.initial_m(g) : static_cast<float>(static_cast<double>(scan.m) * kLn2);
 }
 
 }  // namespace tfla_tk::mlstm

@@ -26,7 +26,7 @@ template <class C> __global__ __launch_bounds__(kScanThreads) void mlstm_intra_g
         double b[kScanTokens], sum = 0.;
 #pragma unroll
         for (int x = 0; x < kScanTokens; x++) {
-            if (t0 + x < g.seq) sum += log2_sigmoid(forget[t0 + x]);
+            if (t0 + x < g.seq) sum += static_cast<double>(log2_sigmoid(forget[t0 + x]));
             b[x] = sum;
         }
         const double warp_sum = warp_inclusive_sum(sum, lane);
@@ -44,7 +44,7 @@ template <class C> __global__ __launch_bounds__(kScanThreads) void mlstm_intra_g
         for (int x = 0; x < kScanTokens; x++) {
             b[x] += b_start;
             const bool exists = t0 + x < g.seq;
-            const double a = exists ? log2_exp(input[t0 + x]) - b[x] : -1e30;
+            const double a = exists ? static_cast<double>(log2_exp(input[t0 + x])) - b[x] : -1e30;
             const double scaled = a + g.log2_scale;
             column[x].x = static_cast<float>(scaled);
             column[x].y = static_cast<float>(scaled - static_cast<double>(column[x].x));

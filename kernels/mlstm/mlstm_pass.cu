@@ -87,7 +87,7 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
             p.state_columns,
             (p.dim_values + C::kSlice - 1) / C::kSlice,
             p.scale,
-            std::log2(static_cast<double>(p.scale)),
+            high_and_low(std::log2(static_cast<double>(p.scale))),
             p.sigmoid_gate};
 }
 

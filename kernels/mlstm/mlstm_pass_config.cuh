@@ -22,7 +22,7 @@ struct WalkGlobals {
     Cut cut;
     int batch, heads, seq, slots, dim_keys, dim_values, state_columns, slices;
     float scale;
-    double log2_scale;
+    FloatPair log2_scale;
     bool sigmoid_gate;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }

@@ -13,9 +13,14 @@
 
 namespace tfla_tk::mlstm {
 
+// Of a lane's two tokens.
+struct alignas(16) TwoPairs {
+    FloatPair x, y;
+};
+
 // Between the two warps: lane l owns tokens 2 l and 2 l + 1.
-struct alignas(16) PassSums {
-    double2 b[kChunk / 2], a[kChunk / 2];
+struct PassSums {
+    TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
 // What the GEMM warpgroups read of one chunk.
@@ -34,56 +39,46 @@ __device__ inline float pass_gate(float2 sends, float2 receives) {
     return exp2f((sends.x - receives.x) + (sends.y - receives.y));
 }
 
-__device__ inline float2 high_and_low(double x) {
-    const float high = static_cast<float>(x);
-    return {high, static_cast<float>(x - static_cast<double>(high))};
-}
-
 // The first warp's part: sums along the chunk. f: of the lane's two tokens, replaced by next_f() as soon as
 // it is read, so that loads there are in flight. load_i(): the input pre-activations.
 template <bool kSigmoid, class LoadI, class NextF>
-__device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f, double log2_scale,
+__device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f, FloatPair log2_scale,
                                       LoadI load_i, NextF next_f) {
     const int lane = fresh_laneid();
-    const double log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+    const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
     f = next_f();
-    const double b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
+    const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
     sums.b[lane] = {b_x, b_y};
     const float2 i = load_i();
-    const double a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
+    const FloatPair a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
     sums.a[lane] = {a_x, a_y};
-    out.sends[2 * lane] = high_and_low(a_x + log2_scale);
-    out.sends[2 * lane + 1] = high_and_low(a_y + log2_scale);
+    write_pairs(&out.sends[2 * lane], a_x + log2_scale, a_y + log2_scale);
 }
 
 // The second warp's part. m_in: of the chunk. log2_w, e: of the lane's two tokens.
 template <bool kSigmoid, bool kBackward>
-__device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, double m_in, float2 log2_w,
+__device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, FloatPair m_in, float2 log2_w,
                                         float2 e, float scale) {
     const int lane = fresh_laneid();
     auto write_pair = [&](float (&values)[kChunk], float x, float y) {
         *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
     };
-    const double2 a = sums.a[lane];
-    const double end =
-        kSigmoid ? sums.b[kChunk / 2 - 1].y : -larger(m_in, warp_max(larger(a.x, a.y)));  // b_L or -M_L
-    const float sent_x = exp2_of(a.x + end), sent_y = exp2_of(a.y + end);
-    if (lane == 0) out.decay = exp2_of(m_in + end);
+    const TwoPairs a = sums.a[lane];
+    const FloatPair end =
+        kSigmoid ? sums.b[kChunk / 2 - 1].y : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
+    const float sent_x = exp2f(rounded_sum(a.x, end)), sent_y = exp2f(rounded_sum(a.y, end));
+    if (lane == 0) out.decay = exp2f(rounded_sum(m_in, end));
 
-    float2 receives_x, receives_y;
+    FloatPair receives_x, receives_y;
     if constexpr (kSigmoid) {
-        const double2 b = sums.b[lane];
-        receives_x = high_and_low(-b.x), receives_y = high_and_low(-b.y);
-        receives_x.y += log2_w.x, receives_y.y += log2_w.y;
+        const TwoPairs b = sums.b[lane];
+        receives_x = {-b.x.high, log2_w.x - b.x.low}, receives_y = {-b.y.high, log2_w.y - b.y.low};
     } else {  // M_t rounded up, as in the forward
         const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);
         receives_x = {rows.x, log2_w.x}, receives_y = {rows.y, log2_w.y};
     }
-    *reinterpret_cast<float4*>(&out.receives[2 * lane]) = {receives_x.x, receives_x.y, receives_y.x,
-                                                           receives_y.y};
-    auto received = [&](float2 receives) {
-        return scale * exp2f(static_cast<float>(m_in - static_cast<double>(receives.x)) - receives.y);
-    };
+    write_pairs(&out.receives[2 * lane], receives_x, receives_y);
+    auto received = [&](FloatPair receives) { return scale * exp2f(rounded_sum(m_in, -receives)); };
     const float received_x = received(receives_x), received_y = received(receives_y);
     write_pair(out.e, e.x, e.y);
     write_pair(kBackward ? out.key_scale : out.query_scale, received_x, received_y);
@@ -102,45 +97,46 @@ struct alignas(16) SegmentStage {
 // are those of scale_pass_gates times the decay from the chunk to the boundary.
 template <bool kSigmoid, bool kBackward> struct SegmentScan {
     // A token whose scale is this small is scaled by 2^x = 0.
-    static constexpr double kNothing = -150.;
+    static constexpr float kNothing = -150.f;
 
-    double decay = 0.;  // log2, of the chunks walked so far together
+    FloatPair decay{};  // log2, of the chunks walked so far together
 
     // i, f, log2_w, e: of the lane's two tokens. m_in: of the chunk.
-    __device__ inline void chunk(SegmentStage& out, float2 i, float2 f, float2 log2_w, float2 e, double m_in,
-                                 float scale) {
+    __device__ inline void chunk(SegmentStage& out, float2 i, float2 f, float2 log2_w, float2 e,
+                                 FloatPair m_in, float scale) {
         const int lane = fresh_laneid();
-        const double log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
-        const double b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
-        const double a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
-        const double end = kSigmoid ? __shfl_sync(0xffffffff, b_y, 31)
-                                    : -larger(m_in, warp_max(larger(a_x, a_y)));  // b_L or -M_L
+        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+        const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
+        const FloatPair a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
+        const FloatPair end =
+            kSigmoid ? of_last_lane(b_y) : -larger(m_in, warp_max(a_x, a_y));  // b_L or -M_L
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
         };
         if constexpr (kBackward) {
-            double receives_x = -b_x, receives_y = -b_y;
+            FloatPair receives_x = -b_x, receives_y = -b_y;
             if constexpr (!kSigmoid) {
                 const float2 rows = rounded_up_maxima(a_x, a_y, m_in, lane);
-                receives_x = rows.x, receives_y = rows.y;
+                receives_x = {rows.x}, receives_y = {rows.y};
             }
-            auto received = [&](double receives, float log2_w) {
-                return scale * exp2f(static_cast<float>(m_in - receives + decay) - log2_w);
+            const FloatPair to_boundary = m_in + decay;
+            auto received = [&](FloatPair receives, float log2_w) {
+                return scale * exp2f(rounded_sum(to_boundary, -receives) - log2_w);
             };
             const float x = received(receives_x, log2_w.x), y = received(receives_y, log2_w.y);
             write_pair(out.key_scale, x, y);
             write_pair(out.norm_key, x * e.x, y * e.y);
         } else {
-            const float x = exp2_of(a_x + end + decay), y = exp2_of(a_y + end + decay);
+            const FloatPair to_boundary = end + decay;
+            const float x = exp2f(rounded_sum(a_x, to_boundary)), y = exp2f(rounded_sum(a_y, to_boundary));
             write_pair(out.key_scale, x, y);
             write_pair(out.norm_key, x, y);
         }
-        // NOTES: one for all lanes, who branch on it: a NaN reaches only some of them through warp_max
-        decay = __shfl_sync(0xffffffff, decay + (m_in + end), 0);
+        decay = decay + (m_in + end);
     }
 
     // Whether chunks further away, whose scales are 2^largest at most where they stand, can add nothing.
-    __device__ inline bool forgets(float largest) const { return decay + largest <= kNothing; }
+    __device__ inline bool forgets(float largest) const { return rounded_sum(decay, largest) <= kNothing; }
 };
 
 }  // namespace tfla_tk::mlstm

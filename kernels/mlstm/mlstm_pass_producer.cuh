@@ -94,7 +94,9 @@ __device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
         const int chunk = C::chunk(task, step);
         const float2 log2_w = task.pair(g.log2_w, chunk);
         const float2 e = C::kNormalizer ? task.pair(g.e, chunk) : float2{0.f, 0.f};
-        const double m_in = kSigmoid ? 0. : g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
+        const FloatPair m_in =
+            kSigmoid ? FloatPair{}
+                     : finite_stabiliser(g.chunk_m[task.batch_head * g.slots + task.slot + chunk]);
         const auto sums = C::gate_sums(step);
         const auto stage = C::gate_stage(step);
         wait(smem.sums_ready[sums.slot], sums.phase);  // after gates_free, on which the sums wait

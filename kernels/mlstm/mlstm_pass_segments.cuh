@@ -23,7 +23,7 @@ constexpr PassRegisters kSegmentRegisters{88, 56, 184};
 
 // Of all tokens of a segment, one warp's part.
 struct SegmentBounds {
-    double gates;   // not a number if one of the gates is
+    float gates;    // not a number if one of the gates is
     float largest;  // log2 of the largest scale of a key where it stands, and at least 0
 };
 
@@ -75,7 +75,7 @@ __device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem
     constexpr int kBatch = 8;  // loads in flight
     const PassTask& task = smem.task;
     const int thread = fresh_thread() % 128;
-    SegmentGates gates{0., -1e30};
+    SegmentGates gates;
     gates.add<kSigmoid>(GateRows(g.i, task.batch, task.head, task.first_row),
                         GateRows(g.f, task.batch, task.head, task.first_row), thread, 128, task.tokens);
     float largest = 0.f;
@@ -88,7 +88,7 @@ __device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem
 #pragma unroll
             for (int n = 0; n < kBatch; n++) largest = fmaxf(largest, -log2_w[n]);
         }
-    const SegmentBounds bounds{warp_sum(0. * gates.decay), warp_max(largest)};
+    const SegmentBounds bounds{warp_sum(0.f * static_cast<float>(gates.decay)), warp_max(largest)};
     if (fresh_laneid() == 0) smem.bounds[thread / 32] = bounds;
     arrive_warp(smem.bounds_ready);
 }
@@ -120,7 +120,7 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
     auto scan_step = [&](int step, Inputs& x) {
         const auto [slot, phase] = Use<kSegmentStages>(step);
         wait_free(smem.free[slot], phase);
-        scan.chunk(smem.gates[slot], x.i, x.f, x.log2_w, x.e, x.m_in, g.scale);
+        scan.chunk(smem.gates[slot], x.i, x.f, x.log2_w, x.e, finite_stabiliser(x.m_in), g.scale);
         load(step + 2, x);
         last = step + 1 == task.chunks || (scan.forgets(0.f) && scan.forgets(bounds().largest));
         if (laneid() == 0) smem.gates[slot].last = last;
@@ -134,7 +134,7 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
         if (!last) scan_step(step + 1, x[1]);
     }
     // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
-    const double decay = scan.decay + bounds().gates;
+    const double decay = static_cast<double>(scan.decay) + bounds().gates;
     if (task.column == 0 && laneid() == 0) g.boundaries.log2_decay[task.left] = decay;
 }
 

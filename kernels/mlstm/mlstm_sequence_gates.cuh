@@ -31,9 +31,9 @@ template <int kTokens>
 __device__ inline void scan_gates(SequenceGates<kTokens>& out, const MlstmSequenceParams& g, float i, float f,
                                   float m) {
     const int lane = threadIdx.x % 32;
-    const double log_i = g.sigmoid_gate ? log2_sigmoid(i) : log2_exp(i);
+    const auto log_i = static_cast<double>(g.sigmoid_gate ? log2_sigmoid(i) : log2_exp(i));
     // 0 log i: NaN of i reaches all that comes after it
-    const double b = warp_inclusive_sum(log2_sigmoid(f) + 0. * log_i, lane);
+    const double b = warp_inclusive_sum(static_cast<double>(log2_sigmoid(f)) + 0. * log_i, lane);
     const double a = log_i - b;
     const double entering = g.sigmoid_gate ? 0. : static_cast<double>(m) * kLog2eDouble;
     const double largest = larger(entering, warp_inclusive_max(a));

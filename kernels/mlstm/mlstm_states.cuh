@@ -72,7 +72,7 @@ template <class C> __device__ inline void load_backward(const Globals& g, States
 template <class C, bool kSigmoid> __device__ inline void sum_gates(const Globals& g, StatesMemory<C>& smem) {
     const Task& task = smem.task;
     const int warp = threadIdx.x / 32 - 4;
-    SegmentGates gates{0., -1e30};
+    SegmentGates gates;
     gates.add<kSigmoid>(GateRows(g.i, task.batch, task.head, task.first_row),
                         GateRows(g.f, task.batch, task.head, task.first_row), warp * 32 + laneid(),
                         C::kStateWarps * 32, task.tokens);
@@ -88,12 +88,10 @@ __device__ inline void scan_backward(const Globals& g, StatesMemory<C>& smem) {
     const GateRows forget(g.f, task.batch, task.head, task.first_row);
     SuffixScan<kSigmoid> scan;
     bool last = false;
-    double largest = 0., decay = 0.;  // of the segment
-    auto read_sums = [&] {
+    auto segment_gates = [&] {
         wait(smem.sums_ready, 0);
-        const int warp = laneid() % C::kStateWarps;
-        largest = warp_max(smem.sums[warp].largest);
-        decay = warp_sum(smem.sums[warp].decay) / (32 / C::kStateWarps);
+        const SegmentGates part = laneid() < C::kStateWarps ? smem.sums[laneid()] : SegmentGates{};
+        return SegmentGates{warp_sum(part.decay), warp_max(part.largest)};
     };
     auto load = [&](int step, float2& i, float2& f) {
         const int chunk = task.chunks - 1 - step;
@@ -106,11 +104,8 @@ __device__ inline void scan_backward(const Globals& g, StatesMemory<C>& smem) {
         scan.chunk(smem.gates[slot], i, f);
         load(step + 2, i, f);
         last = step + 1 == task.chunks;
-        if (!last && scan.forgets(scan.m)) {  // where no earlier input gate is larger than the latest weights
-            read_sums();
-            // NOTES: one for all lanes: a NaN reaches only some of them through warp_max
-            last = __shfl_sync(0xffffffff, scan.forgets(largest), 0);
-        }
+        if (!last && scan.forgets(scan.m))  // where no earlier input gate is larger than the latest weights
+            last = scan.forgets(segment_gates().largest);
         if (laneid() == 0) smem.gates[slot].last = last;
         arrive_warp(smem.gates_ready[slot]);
     };
@@ -121,7 +116,7 @@ __device__ inline void scan_backward(const Globals& g, StatesMemory<C>& smem) {
         scan_step(step, i[0], f[0]);
         if (!last) scan_step(step + 1, i[1], f[1]);
     }
-    read_sums();
+    const auto decay = static_cast<double>(segment_gates().decay);
     if (task.column == 0 && laneid() == 0) g.workspace.gates[task.slot + g.heads] = {decay, scan.m};
 }
 

@@ -32,9 +32,10 @@ struct StepFactors {
 };
 
 __device__ inline StepFactors step_factors(const MlstmStepParams& g, float i, float f, float m) {
-    const double log_f = log2_sigmoid(f);
-    if (g.sigmoid_gate) return {exp2_of(log_f), exp2_of(log2_sigmoid(i)), 1.f, g.eps, 0.f};
-    const double before = static_cast<double>(m) * kLog2eDouble, log_i = log2_exp(i);
+    const auto log_f = static_cast<double>(log2_sigmoid(f));
+    if (g.sigmoid_gate)
+        return {exp2_of(log_f), exp2_of(static_cast<double>(log2_sigmoid(i))), 1.f, g.eps, 0.f};
+    const auto before = static_cast<double>(m) * kLog2eDouble, log_i = static_cast<double>(log2_exp(i));
     const double exact = larger(log_f + before, log_i);
     const float stored = rounded_to(g.after.m_dtype, static_cast<float>(exact * kLn2));
     const double unit = static_cast<double>(stored) * kLog2eDouble;

@@ -1,14 +1,16 @@
 // The gate side of mLSTM: three numbers per token, scanned by one warp ahead of the GEMMs.
 //
 // Notation of the TFLA papers, in log2 units: b_t = cumsum(log f) in the chunk, a_j = log i_j - b_j,
-// M_t = max(m_in, max_{j <= t} a_j), m_t = b_t + M_t. Sums run in fp64, so that gates of +-1e4 cancel
-// exactly; the GEMM side sees fp32 pairs and differences.
+// M_t = max(m_in, max_{j <= t} a_j), m_t = b_t + M_t. Sums are pairs of floats, in which gates of +-1e4
+// cancel to 1e-8; fp64 would do, but its instructions wait for the tensor cores. The GEMM side sees pairs
+// and differences.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "kittens.cuh"
+#include "tfla_tk/float_pair.cuh"
 #include "tfla_tk/params.h"
 #include "tfla_tk/sync.cuh"
 
@@ -70,8 +72,9 @@ constexpr float kNoInput = -INFINITY, kNoForget = INFINITY;
 constexpr float kLeastLogGate = -2e5f;
 
 // log2(e^x), finite also for x = -inf; NaN stays NaN.
-__device__ inline double log2_exp(float x) {
-    return static_cast<double>(x < kLeastLogGate ? kLeastLogGate : x) * kLog2eDouble;
+__device__ inline FloatPair log2_exp(float x) {
+    constexpr FloatPair kLog2e = high_and_low(kLog2eDouble);
+    return product(x < kLeastLogGate ? kLeastLogGate : x, kLog2e);
 }
 
 // log2(1 + e) for 0 <= e <= 1, relative error 2e-7 (a minimax polynomial of log2(1 + e) / e).
@@ -89,12 +92,12 @@ __device__ inline float log2_1p(float e) {
 }
 
 // log2(sigmoid(x)).
-__device__ inline double log2_sigmoid(float x) {
-    return log2_exp(fminf(x, 0.f)) - static_cast<double>(log2_1p(__expf(-fabsf(x))));
+__device__ inline FloatPair log2_sigmoid(float x) {
+    return log2_exp(fminf(x, 0.f)) + -log2_1p(__expf(-fabsf(x)));
 }
 
 // log2 of the input gate.
-template <bool kSigmoid> __device__ inline double log2_input(float x) {
+template <bool kSigmoid> __device__ inline FloatPair log2_input(float x) {
     return kSigmoid ? log2_sigmoid(x) : log2_exp(x);
 }
 
@@ -110,6 +113,18 @@ template <class X> __device__ inline X warp_inclusive_sum(X x, int lane) {
     return x;
 }
 
+// Of numbers of one sign. Low parts collect what high parts round off, and only the end waits for them.
+__device__ inline FloatPair warp_inclusive_sum(FloatPair x, int lane) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const float high = __shfl_up_sync(0xffffffff, x.high, step);
+        const float low = __shfl_up_sync(0xffffffff, x.low, step);
+        const FloatPair sum = two_sum(x.high, high);
+        if (lane >= step) x = {sum.high, __fadd_rn(__fadd_rn(x.low, low), sum.low)};
+    }
+    return fast_two_sum(x.high, x.low);
+}
+
 __device__ inline float warp_inclusive_max(float x) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_up_sync(0xffffffff, x, step));
@@ -119,13 +134,19 @@ __device__ inline float warp_inclusive_max(float x) {
 // fmax without its care for NaN, which costs registers.
 __device__ inline double larger(double x, double y) { return x > y ? x : y; }
 
-// The larger of two floats, without care for NaN.
-__device__ inline float larger(float x, float y) { return fmaxf(x, y); }
+// A float's bits as an integer that sorts as the float does, NaN above all; its own inverse.
+__device__ inline int sortable(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
 
-template <class X> __device__ inline X warp_max(X x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xffffffff, x, step));
-    return x;
+// The largest x and y of the warp, or NaN if one of them is.
+__device__ inline float warp_max(float x, float y) {
+    const int own = max(sortable(__float_as_int(x)), sortable(__float_as_int(y)));
+    return __int_as_float(sortable(__reduce_max_sync(0xffffffff, own)));
+}
+__device__ inline float warp_max(float x) { return warp_max(x, x); }
+__device__ inline FloatPair warp_max(FloatPair x, FloatPair y) {
+    const float high = warp_max(x.high, y.high);
+    auto low = [&](FloatPair x) { return x.high == high ? x.low : -INFINITY; };
+    return {high, warp_max(fmaxf(low(x), low(y)))};
 }
 
 template <class X> __device__ inline X warp_sum(X x) {
@@ -134,54 +155,82 @@ template <class X> __device__ inline X warp_sum(X x) {
     return x;
 }
 
+__device__ inline FloatPair warp_sum(FloatPair x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        const float high = __shfl_xor_sync(0xffffffff, x.high, step);
+        const float low = __shfl_xor_sync(0xffffffff, x.low, step);
+        x = x + FloatPair{high, low};
+    }
+    return x;
+}
+
+__device__ inline FloatPair of_last_lane(FloatPair x) {
+    return {__shfl_sync(0xffffffff, x.high, 31), __shfl_sync(0xffffffff, x.low, 31)};
+}
+
+// As GateStage::column holds them, of the lane's two tokens.
+__device__ inline void write_pairs(float2* to, FloatPair x, FloatPair y) {
+    *reinterpret_cast<float4*>(to) = {x.high, x.low, y.high, y.low};
+}
+
 // M_t of the lane's two tokens, rounded up to fp32.
-__device__ inline float2 rounded_up_maxima(double a_x, double a_y, double m_in, int lane) {
-    const float up_x = fmaxf(__double2float_ru(a_x), __double2float_ru(m_in));
-    const float up_y = fmaxf(__double2float_ru(a_y), up_x);
+__device__ inline float2 rounded_up_maxima(FloatPair a_x, FloatPair a_y, FloatPair m_in, int lane) {
+    const float up_x = fmaxf(rounded_up(a_x), rounded_up(m_in));
+    const float up_y = fmaxf(rounded_up(a_y), up_x);
     const float row_y = warp_inclusive_max(up_y);
     const float before = __shfl_up_sync(0xffffffff, row_y, 1);
     return {lane == 0 ? up_x : fmaxf(before, up_x), row_y};
 }
 
+// A stabiliser as it is stored, log2 units. -inf, of a state without weight, becomes a number as good.
+// NOTES: a cast would flush subnormals, by a comparison in fp64.
+__device__ inline FloatPair finite_stabiliser(double m) {
+    constexpr float kLeast = -1e30f;
+    auto rounded = [](double x) {
+        float y;
+        asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+        return y;
+    };
+    const float high = rounded(m), low = rounded(m - static_cast<double>(high));
+    return high < kLeast ? FloatPair{kLeast} : FloatPair{high, low};
+}
+
 // Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk.
 template <bool kSigmoid> struct GateScan {
-    double m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
+    FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
 
     // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f() as soon as they are
     // read, so that loads there are in flight over the scan. Returns the tokens' m_t.
     template <class NextI, class NextF>
-    __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, double log2_scale,
+    __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, FloatPair log2_scale,
                                    NextI next_i, NextF next_f) {
         const int lane = fresh_laneid();
-        const double log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
         f = next_f();
-        const double b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
-        const double b_end = __shfl_sync(0xffffffff, b_y, 31);
-        const double a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
+        const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
+        const FloatPair b_end = of_last_lane(b_y);
+        const FloatPair a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
         i = next_i();
 
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
         };
-        const double column_x = a_x + log2_scale, column_y = a_y + log2_scale;
-        const float high_x = static_cast<float>(column_x), high_y = static_cast<float>(column_y);
-        *reinterpret_cast<float4*>(&out.column[2 * lane]) = {
-            high_x, static_cast<float>(column_x - static_cast<double>(high_x)), high_y,
-            static_cast<float>(column_y - static_cast<double>(high_y))};
+        write_pairs(&out.column[2 * lane], a_x + log2_scale, a_y + log2_scale);
         const auto [row_x, row_y] = rounded_up_maxima(a_x, a_y, m, lane);
-        const double m_x = b_x + static_cast<double>(row_x), m_y = b_y + static_cast<double>(row_y);
+        const auto m_x = static_cast<float>(b_x + row_x), m_y = static_cast<float>(b_y + row_y);
         write_pair(out.row, row_x, row_y);
-        write_pair(out.inter, scale * exp2_of(m - static_cast<double>(row_x)),
-                   scale * exp2_of(m - static_cast<double>(row_y)));
-        write_pair(out.post, kSigmoid ? exp2_of(m_x) : 1.f, kSigmoid ? exp2_of(m_y) : 1.f);
-        write_pair(out.floor, kSigmoid ? 1.f : exp2_of(-m_x), kSigmoid ? 1.f : exp2_of(-m_y));
+        write_pair(out.inter, scale * exp2f(rounded_sum(m, -row_x)), scale * exp2f(rounded_sum(m, -row_y)));
+        write_pair(out.post, kSigmoid ? exp2f(m_x) : 1.f, kSigmoid ? exp2f(m_y) : 1.f);
+        write_pair(out.floor, kSigmoid ? 1.f : exp2f(-m_x), kSigmoid ? 1.f : exp2f(-m_y));
         // The state's gates are relative to the chunk's end.
-        const double m_max = kSigmoid ? 0. : larger(m, warp_max(larger(a_x, a_y)));
-        const double end = kSigmoid ? b_end : -m_max;
-        write_pair(out.key_scale, exp2_of(a_x + end), exp2_of(a_y + end));
-        if (lane == 0) out.decay = exp2_of(m + end);
+        const FloatPair m_max = kSigmoid ? FloatPair{} : larger(m, warp_max(a_x, a_y));
+        const FloatPair end = kSigmoid ? b_end : -m_max;
+        write_pair(out.key_scale, exp2f(rounded_sum(a_x, end)), exp2f(rounded_sum(a_y, end)));
+        if (lane == 0) out.decay = exp2f(rounded_sum(m, end));
         if constexpr (!kSigmoid) m = b_end + m_max;
-        return {static_cast<float>(m_x * kLn2), static_cast<float>(m_y * kLn2)};
+        constexpr auto kNaturalLog = static_cast<float>(kLn2);
+        return {m_x * kNaturalLog, m_y * kNaturalLog};
     }
 };
 
@@ -194,7 +243,8 @@ struct alignas(16) SuffixStage {
 
 // Of all tokens of a segment: log2 of their decay, and the largest log2 input gate.
 struct SegmentGates {
-    double decay, largest;
+    FloatPair decay{};
+    float largest = -1e30f;  // rounded up
 
     // Adds the tokens from `first` on in steps of `stride`, this lane's part. A NaN among them shows in the
     // decay.
@@ -211,9 +261,9 @@ struct SegmentGates {
             }
 #pragma unroll
             for (int n = 0; n < kBatch; n++) {
-                const double log_i = log2_input<kSigmoid>(gates[n][0]);
-                decay += log2_sigmoid(gates[n][1]) + 0. * log_i;
-                largest = larger(largest, log_i);
+                const float log_i = rounded_up(log2_input<kSigmoid>(gates[n][0]));
+                decay = decay + (log2_sigmoid(gates[n][1]) + 0.f * log_i);
+                largest = fmaxf(largest, log_i);
             }
         }
     }
@@ -222,29 +272,30 @@ struct SegmentGates {
 // Walks the chunks of a segment backward, by one warp. All sums in log2 units.
 template <bool kSigmoid> struct SuffixScan {
     // A token whose weight is this far below the maximum is scaled by 2^x = 0.
-    static constexpr double kNothing = -150.;
+    static constexpr float kNothing = -150.f;
 
-    double decay = 0.;                 // of the tokens walked so far, together
-    float m = kSigmoid ? 0.f : -1e30;  // no less than any weight so far; stays 0 with the sigmoid gate
+    FloatPair decay{};                  // of the tokens walked so far, together
+    float m = kSigmoid ? 0.f : -1e30f;  // no less than any weight so far; stays 0 with the sigmoid gate
 
     __device__ inline void chunk(SuffixStage& out, float2 i, float2 f) {
         const int lane = fresh_laneid();
-        const double log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
-        const double b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
-        const double b_end = __shfl_sync(0xffffffff, b_y, 31);
-        const double after = b_end + decay;
-        const double w_x = log2_input<kSigmoid>(i.x) + (after - b_x);
-        const double w_y = log2_input<kSigmoid>(i.y) + (after - b_y);
+        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+        const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
+        const FloatPair after = of_last_lane(b_y) + decay;
+        const FloatPair w_x = log2_input<kSigmoid>(i.x) + (after - b_x);
+        const FloatPair w_y = log2_input<kSigmoid>(i.y) + (after - b_y);
         const float before = m;
-        if constexpr (!kSigmoid)
-            m = fmaxf(m, warp_max(fmaxf(__double2float_ru(w_x), __double2float_ru(w_y))));
-        *reinterpret_cast<float2*>(&out.key_scale[2 * lane]) = {exp2_of(w_x - m), exp2_of(w_y - m)};
+        if constexpr (!kSigmoid) m = warp_max(fmaxf(m, fmaxf(rounded_up(w_x), rounded_up(w_y))));
+        *reinterpret_cast<float2*>(&out.key_scale[2 * lane]) = {exp2f(rounded_sum(w_x, -m)),
+                                                                exp2f(rounded_sum(w_y, -m))};
         if (lane == 0) out.rescale = exp2f(before - m);
         decay = after;
     }
 
     // Whether earlier tokens, whose input gates are `largest` at most, can add nothing.
-    __device__ inline bool forgets(double largest) const { return decay + largest - m <= kNothing; }
+    __device__ inline bool forgets(float largest) const {
+        return rounded_sum(decay, largest - m) <= kNothing;
+    }
 };
 
 }  // namespace tfla_tk
