@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import (
     _any_requires_grad,
+    _dispatch_keys,
     _get_tracing_state,
     _is_any_autocast_enabled,
     _len_torch_dispatch_stack,
@@ -25,7 +26,7 @@ from tfla_tk.validation import autocast_dtype
 
 LIMIT = 1024
 
-_TENSOR_TYPES = {Tensor, torch.nn.Parameter}
+_TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 _OPTION_TYPES = {type(None), bool, int, float, str, torch.dtype}
 
 Result = TypeVar("Result")
@@ -72,33 +73,50 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Hashable | 
     Args:
         tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
     """
-    if torch.compiler.is_compiling() or _is_intercepted():
-        return None
     types = tuple(map(type, options))
-    if not _OPTION_TYPES.issuperset(types):
+    if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
         return None
-    parts: list[Hashable] = [options, types, _profiler_enabled()]
+    recorded = records(tensors)
+    parts: list[Hashable] = [options, types, _profiler_enabled(), recorded]
     for x in tensors:
         if x is None:
             parts.append(None)
-        elif type(x) in _TENSOR_TYPES:
-            parts.append((x.shape, x.dtype, x.device, x.layout, x.is_neg()))
-        else:
-            return None
-    if records(tensors):
-        parts.append(tuple(x is not None and (x.requires_grad, x.is_leaf) for x in tensors))
+            continue
+        parts.append((x.shape, x.dtype, x.device, x.layout, x.is_neg()))
+        if recorded:
+            parts.append((x.requires_grad, x.is_leaf))
     if _is_any_autocast_enabled():
         parts.append(autocast_dtype(tensors[0], None))
     return tuple(parts)
 
 
-def is_direct(tensors: tuple[Any, ...]) -> bool:
-    """Whether a kernel called with the tensors of a plain eager call does what the dispatcher would do.
+def is_eager(tensors: tuple[Any, ...]) -> bool:
+    """Whether nothing traces, transforms or intercepts torch operations on these tensors or Nones."""
+    if torch.compiler.is_compiling() or _is_intercepted():
+        return False
+    return _TENSOR_TYPES.issuperset(map(type, tensors))
 
-    Not where a gradient is recorded, a profiler expects the operator or a negation is still to be done.
+
+def is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Whether a kernel called with the tensors of an eager call does all that the op would do below autograd.
+
+    Not where a profiler expects the operator or a negation is still to be done.
     """
-    lazy = any(x is not None and x.is_neg() for x in tensors)
-    return not (lazy or records(tensors) or _profiler_enabled())
+    return not (_profiler_enabled() or any(x is not None and x.is_neg() for x in tensors))
+
+
+def is_direct(tensors: tuple[Any, ...]) -> bool:
+    """Whether it does all that the op would do: the call `is_plain`, and no gradient is recorded."""
+    return is_plain(tensors) and not records(tensors)
+
+
+def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether the dispatcher has no more to do for any of the tensors than for a plain one.
+
+    Autograd may hand over gradients that stand for zeros or for a batch.
+    """
+    keys = _dispatch_keys(plain)
+    return all(x is None or _dispatch_keys(x) == keys for x in tensors)
 
 
 def records(tensors: tuple[Any, ...]) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfla_tk import ops
 from tfla_tk.dispatch import choose, load_backend, operator
-from tfla_tk.memo import Memo, is_direct
+from tfla_tk.memo import Memo, is_plain
 from tfla_tk.validation import MLSTMCall, autocast_dtype, check_bool, check_kernel_dtype, check_mlstm
 
 ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -237,4 +237,4 @@ def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, e
         # nothing to launch: the reference carries the initial state and the graph through
         name, variant = "reference", None
     casts = any(x.dtype != call.dtype for x in tensors[:3])
-    return _Plan(call, name, variant, casts, direct=eager and name == "tk" and is_direct(tensors))
+    return _Plan(call, name, variant, casts, direct=eager and name == "tk" and is_plain(tensors))

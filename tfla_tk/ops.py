@@ -15,9 +15,10 @@ tfla_tk::mlstm_fwd returns (h, c, n, m, row_n, row_m, chunk_m):
     chunk_m [B, NH, slots]: like row_m, fp64: the stabiliser at the start of every chunk of CHUNK tokens, in
     log2 units. slots: `chunk_slots`; chunk j of packed sequence s, which starts at token t, has slot
     t // CHUNK + s + j. Slots of no chunk hold nothing.
-tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_rows h, row_n, row_m, chunk_m,
-    and c_last, n_last where dc_last, dn_last are given. It returns (dq, dk, dv, di, df, dc_initial,
-    dn_initial), each like its input; the last two are empty tensors [0] where no initial state was given.
+tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_rows h, row_n, row_m, chunk_m
+    (None stands for an empty one), and c_last, n_last where dc_last, dn_last are given. It returns (dq, dk,
+    dv, di, df, dc_initial, dn_initial), each like its input; the last two are empty tensors [0] where no
+    initial state was given.
 cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one, rising from 0 to S.
 schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
     rounding.
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from tfla_tk.backends.segments import CHUNK
 from tfla_tk.build import instances
+from tfla_tk.memo import dispatch_like, is_direct, is_eager, records
 from tfla_tk.validation import MLSTMCall
 
 SCHEDULES = ("auto", *instances.SCHEDULES)
@@ -41,6 +44,7 @@ SCHEDULES = ("auto", *instances.SCHEDULES)
 Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 MaybeTensor: TypeAlias = Tensor | None
+MaybeGrads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor]
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
@@ -53,7 +57,7 @@ _library.define(
     " -> (Tensor h, Tensor c, Tensor n, Tensor m, Tensor row_n, Tensor row_m, Tensor chunk_m)"
 )
 _library.define(
-    f"mlstm_bwd({_INPUTS}Tensor h, Tensor row_n, Tensor row_m, Tensor chunk_m, "
+    f"mlstm_bwd({_INPUTS}Tensor h, Tensor? row_n, Tensor? row_m, Tensor? chunk_m, "
     "Tensor? c_last, Tensor? n_last, Tensor dh, Tensor? dc_last, Tensor? dn_last, "
     "bool sigmoid_gate, bool normalize, float eps, str schedule)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dc_initial, Tensor dn_initial)"
@@ -80,14 +84,13 @@ def mlstm(
     """The tk backend: tfla_tk::mlstm_fwd, float64 gates and the initial state cast to what the kernels read.
 
     Args:
-        direct: call the kernels, not the op: for plain eager calls that record no gradient.
+        direct: call the kernels, not the op: for plain eager calls.
 
     Returns:
         h and the last state, (c, n, m) or with the sigmoid gate (c, n); of use only if asked for.
     """
     dtype = state_dtype(q)
-    forward = _kernels_fwd if direct else _fwd
-    h, c, n, m, *_ = forward(
+    tensors = (
         q,
         k,
         v,
@@ -97,13 +100,13 @@ def mlstm(
         _cast(n_initial, dtype) if call.normalize else None,
         None if call.sigmoid_gate else _cast(m_initial, dtype),
         cu_seqlens,
-        call.sigmoid_gate,
-        call.normalize,
-        call.eps,
-        call.return_last_states,
-        False,
-        schedule,
     )
+    options = (call.sigmoid_gate, call.normalize, call.eps)
+    if direct and records(tensors):
+        h, c, n, m = _DirectMLSTM.apply(*tensors, (options, call.return_last_states, schedule))
+    else:
+        forward = _kernels_fwd if direct else _fwd
+        h, c, n, m, *_ = forward(*tensors, *options, call.return_last_states, False, schedule)
     return h, (c, n) if call.sigmoid_gate else (c, n, m)
 
 
@@ -185,9 +188,9 @@ def _bwd_cpu(
     m_initial: MaybeTensor,
     cu_seqlens: MaybeTensor,
     h: Tensor,
-    row_n: Tensor,
-    row_m: Tensor,
-    chunk_m: Tensor,
+    row_n: MaybeTensor,
+    row_m: MaybeTensor,
+    chunk_m: MaybeTensor,
     c_last: MaybeTensor,
     n_last: MaybeTensor,
     dh: Tensor,
@@ -204,31 +207,47 @@ def _bwd_cpu(
         q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps,
         sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    out = grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+    out = _present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
     for buffer, value in zip(out, terms.grads, strict=True):
         if buffer.numel() > 0:
             buffer.copy_(value)
     return out
 
 
+# CUDA: the kernels, which have None in place of empty tensors
+
+
 def _fwd_cuda(*args: Any) -> Output:
     q: Tensor = args[0]
     h, *rest, chunk_m = _kernels_fwd(*args)
-    c, n, m, row_n, row_m = (q.new_empty(0, dtype=state_dtype(q)) if x is None else x for x in rest)
+    c, n, m, row_n, row_m = (_present(x, q) for x in rest)
     return h, c, n, m, row_n, row_m, _no_chunk_m(q) if chunk_m is None else chunk_m
 
 
+def _bwd_cuda(*args: Any) -> Grads:
+    return _present_grads(_kernels_bwd(*args))
+
+
 def _kernels_fwd(*args: Any) -> Any:
-    """The op's outputs, None in place of empty ones."""
     from tfla_tk.backends import tk
 
     return tk.mlstm_fwd(*args)
 
 
-def _bwd_cuda(*args: Any) -> Grads:
+def _kernels_bwd(*args: Any) -> MaybeGrads:
     from tfla_tk.backends import tk_backward
 
     return tk_backward.mlstm_bwd(*args)
+
+
+def _present(x: MaybeTensor, q: Tensor) -> Tensor:
+    """x, or the empty tensor that stands for none."""
+    return q.new_empty(0, dtype=state_dtype(q)) if x is None else x
+
+
+def _present_grads(grads: MaybeGrads) -> Grads:
+    dq, dk, dv, di, df, dc_initial, dn_initial = grads
+    return dq, dk, dv, di, df, _present(dc_initial, dq), _present(dn_initial, dq)
 
 
 def _fwd_fake(
@@ -261,7 +280,7 @@ def _bwd_fake(
     n_initial: MaybeTensor,
     *rest: Any,
 ) -> Grads:
-    return grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+    return _present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
 
 
 def _outputs_like(
@@ -297,33 +316,34 @@ def _no_chunk_m(q: Tensor) -> Tensor:
     return q.new_empty(0, dtype=torch.float64)
 
 
-def grads_like(q: Tensor, tensors: tuple[MaybeTensor, ...]) -> Grads:
-    """Uninitialised gradients, each like its input; [0] where there is none."""
-    empty = [q.new_empty(0, dtype=state_dtype(q)) if t is None else torch.empty_like(t) for t in tensors]
-    return empty[0], empty[1], empty[2], empty[3], empty[4], empty[5], empty[6]
+def grads_like(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c_initial: MaybeTensor, n_initial: MaybeTensor
+) -> MaybeGrads:
+    """Uninitialised gradients, each like its input."""
+    return (
+        torch.empty_like(q),
+        torch.empty_like(k),
+        torch.empty_like(v),
+        torch.empty_like(i),
+        torch.empty_like(f),
+        None if c_initial is None else torch.empty_like(c_initial),
+        None if n_initial is None else torch.empty_like(n_initial),
+    )
 
 
 # Autograd
 
 
 class _MLSTM(torch.autograd.Function):
-    """Records the backward op.
-
-    Saved are the inputs, h, the last state where it is an output, and the forward's rows, which a backward
-    takes instead of a second forward. All by reference, but the initial state: a cache that is updated in
-    place must not change the gradient.
-    """
+    """Records the backward op."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Output:
         *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
         with torch._C._AutoDispatchBelowAutograd():
             h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
-        states = (None if x is None else x.clone() for x in tensors[5:8])
         last = (c, n) if return_last_states else (None, None)
-        ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last)
-        ctx.options = sigmoid_gate, normalize, eps, schedule
-        ctx.set_materialize_grads(False)
+        _save(ctx, tensors, h, rows, last, (sigmoid_gate, normalize, eps), schedule)
         if not return_rows:
             rows = [x.new_empty(0) for x in rows]
         # the stabiliser is a constant of the differentiation
@@ -332,13 +352,68 @@ class _MLSTM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        dh, dc_last, dn_last, *_ = grads
-        tensors = ctx.saved_tensors
-        if dh is None:
-            dh = torch.zeros_like(tensors[2])
-        result = _bwd(*tensors, dh, dc_last, dn_last, *ctx.options)
-        found = [g if needed else None for g, needed in zip(result, ctx.needs_input_grad, strict=False)]
-        return (*found, *(None,) * (len(ctx.needs_input_grad) - len(found)))
+        return _needed(ctx, _bwd(*_backward_tensors(ctx, *grads[:3]), *ctx.options))
+
+
+class _DirectMLSTM(torch.autograd.Function):
+    """`_MLSTM` of a plain eager call: the kernels themselves, forward and, where it is plain too, backward.
+
+    Its arguments are the tensors of mlstm_fwd and the other ones in one tuple; its outputs are h and the last
+    state, None where they are not asked for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
+        *tensors, (options, return_last_states, schedule) = args
+        h, c, n, m, *rows = _kernels_fwd(*tensors, *options, return_last_states, True, schedule)
+        _save(ctx, tensors, h, rows, (c, n), options, schedule)
+        ctx.mark_non_differentiable(*(() if m is None else (m,)))
+        return h, c, n, m
+
+    @staticmethod
+    def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        tensors = _backward_tensors(ctx, *grads[:3])
+        plain = is_eager(tensors) and is_direct(tensors) and dispatch_like(tensors[0], grads)
+        backward = _kernels_bwd if plain else _bwd
+        return _needed(ctx, backward(*tensors, *ctx.options))
+
+
+def _save(
+    ctx: Any,
+    tensors: Sequence[MaybeTensor],
+    h: Tensor,
+    rows: Sequence[MaybeTensor],
+    last: tuple[MaybeTensor, MaybeTensor],
+    options: tuple[bool, bool, float],
+    schedule: str,
+) -> None:
+    """Keep what the backward takes instead of a second forward.
+
+    Saved are the inputs, h, the last state where it is an output, and the forward's rows. All by reference,
+    but the initial state: a cache that is updated in place must not change the gradient.
+
+    Args:
+        tensors: the inputs of mlstm_fwd. options: sigmoid_gate, normalize, eps.
+    """
+    states = (None if x is None else x.clone() for x in tensors[5:8])
+    ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last)
+    ctx.options = *options, schedule
+    ctx.set_materialize_grads(False)
+
+
+def _backward_tensors(
+    ctx: Any, dh: MaybeTensor, dc_last: MaybeTensor, dn_last: MaybeTensor
+) -> tuple[Any, ...]:
+    """What mlstm_bwd takes."""
+    tensors = ctx.saved_tensors
+    return *tensors, torch.zeros_like(tensors[2]) if dh is None else dh, dc_last, dn_last
+
+
+def _needed(ctx: Any, grads: Sequence[MaybeTensor]) -> tuple[MaybeTensor, ...]:
+    """For every argument of the forward its gradient, or None where nobody asks for it."""
+    needed = ctx.needs_input_grad
+    found = [grad if asked else None for grad, asked in zip(grads, needed, strict=False)]
+    return *found, *(None,) * (len(needed) - len(found))
 
 
 class _MLSTMBackward(torch.autograd.Function):
@@ -357,12 +432,8 @@ class _MLSTMBackward(torch.autograd.Function):
         )
 
 
-def _records(args: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-
-
 def _fwd_autograd(*args: Any) -> Output:
-    if _records(args):
+    if records(args):
         out: Output = _MLSTM.apply(*args)
         return out
     with torch._C._AutoDispatchBelowAutograd():
@@ -371,7 +442,7 @@ def _fwd_autograd(*args: Any) -> Output:
 
 
 def _bwd_autograd(*args: Any) -> Grads:
-    if _records(args):
+    if records(args):
         out: Grads = _MLSTMBackward.apply(*args)
         return out
     with torch._C._AutoDispatchBelowAutograd():

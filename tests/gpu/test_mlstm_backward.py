@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from tfla_tk import reference
+from tfla_tk import memo, reference
 
 from .memory import head_last, relayout, shifted, transposed, uninitialised_memory_is_nan
 
@@ -420,6 +420,37 @@ def test_activation_checkpointing(operator: Any, reentrant: bool, make_inputs: M
 
     checkpoint(run, *leaves.values(), use_reentrant=reentrant).backward(dh)
     assert all(torch.equal(leaves[name].grad, t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+def test_the_ops_give_the_same_bits(
+    operator: Any, last: bool, make_inputs: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernels that plain eager calls go to without them."""
+    x = make_inputs(states=operator.states)
+    cotangents = operator.draw_cotangents(x, last)
+    direct = operator.gradients(x, cotangents)
+    monkeypatch.setattr(memo, "is_eager", lambda tensors: False)
+    dispatched = operator.gradients(x, cotangents)
+    assert all(torch.equal(direct[name], t) for name, t in dispatched.items())
+
+
+def test_a_profile_names_the_backward(operator: Any, make_inputs: Make) -> None:
+    """Also where the forward was not profiled."""
+    leaves = {name: t.requires_grad_() for name, t in make_inputs(seq=70).items()}
+    h = operator(leaves)
+    with torch.profiler.profile() as profile:
+        h.sum().backward()
+    assert "tfla_tk::mlstm_bwd" in {event.key for event in profile.key_averages()}
+
+
+def test_what_is_saved_may_be_kept_on_the_host(operator: Any, make_inputs: Make) -> None:
+    x = make_inputs(states=operator.states)
+    cotangents = operator.draw_cotangents(x, last=True)
+    expected = operator.gradients(x, cotangents)
+    with torch.autograd.graph.save_on_cpu():
+        found = operator.gradients(x, cotangents)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
 def test_autocast(operator: Any, make_inputs: Make, assert_gradients: Check) -> None:

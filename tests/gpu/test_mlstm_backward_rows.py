@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, ops
-from tfla_tk.backends import tk_backward
-from tfla_tk.backends.tk_backward import Gates, RowSums, StateGradient
+from tfla_tk.backends.tk import _current_stream, _gate, _operand, _pointer
 from tfla_tk.build import instances
 
 Formulas = Callable[..., Any]
 Error = Callable[[Tensor, Tensor], float]
+StateGradient = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # c, dc, n, dn
 
 EPS = 1e-6
 REPEATS = 200
@@ -46,6 +46,26 @@ def draw_rows(size: tuple[int, int, int], dim: int, dtype: torch.dtype) -> tuple
     return normal(*size, dim, dtype=dtype, seed=1), normal(*size, dim, dtype=dtype, seed=2), d, m
 
 
+def run_rows(
+    kernel: ModuleType, dh: Tensor, h: Tensor, d: Tensor | None, m: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """log2 w and e."""
+    log2_w, e = (normal(*h.shape[:3]).fill_(torch.nan) for _ in range(2))
+    device = h.get_device()
+    kernel.mlstm_bwd_rows(
+        _operand(dh),
+        _operand(h),
+        (_pointer(d), _pointer(m)),
+        (log2_w.data_ptr(), e.data_ptr()),
+        tuple(h.shape),
+        EPS,
+        h.dtype == torch.float16,
+        device,
+        _current_stream(device),
+    )
+    return log2_w, e
+
+
 def assert_factors(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], rel_err: Error) -> None:
     torch.testing.assert_close(found[0].double(), truth[0], rtol=1e-6, atol=3e-6)
     assert rel_err(found[1], truth[1]) <= 1e-5
@@ -66,11 +86,9 @@ def test_row_factors(
     dh, h, d, m = draw_rows(size, dim, dtype)
     if layout == "transposed":
         dh, h = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dh, h))
-    none = d.new_empty(0)
-    for given_d, given_m in ((d, m), (d, none), (none, none)):
-        found = tk_backward._row_factors(kernel, dh, h, given_d, given_m, EPS)
-        maybe = (None if x is none else x for x in (given_d, given_m))
-        assert_factors(found, row_factors(dh, h, *maybe, EPS), rel_err)
+    for given in ((d, m), (d, None), (None, None)):
+        found = run_rows(kernel, dh, h, *given)
+        assert_factors(found, row_factors(dh, h, *given, EPS), rel_err)
 
 
 def test_row_factors_at_the_ends_of_the_range(
@@ -81,18 +99,25 @@ def test_row_factors_at_the_ends_of_the_range(
     m *= 100.0
     m[0, 0, :2] = torch.tensor([-1e5, 1e5])
     d[0, 0, 2:4] = 0.0
-    log2_w, e = tk_backward._row_factors(kernel, dh, h, d, m, EPS)
+    log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isfinite().all() and e.isfinite().all()
     assert_factors((log2_w, e), row_factors(dh, h, d, m, EPS), rel_err)
     d[0, 1, 7] = torch.nan
     dh[0, 1, 9, 200] = torch.nan
     m.fill_(100.0)
-    log2_w, e = tk_backward._row_factors(kernel, dh, h, d, m, EPS)
+    log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isnan().nonzero().tolist() == [[0, 1, 7]]
     assert e.isnan().nonzero().tolist() == [[0, 1, 9]]
 
 
 # gates
+
+
+class RowSums(NamedTuple):
+    """Of every token [slices, B, NH, S], and of every chunk with the squares [slices, B, NH, slots, 2]."""
+
+    whole: Tensor
+    inter: Tensor
 
 
 class Problem(NamedTuple):
@@ -152,7 +177,7 @@ def draw_gates(
     def row_sums(seed: int) -> RowSums:
         inter = normal(slices, *size[:2], slots, 2, seed=seed + 1)
         inter[..., 1] = 64 * inter[..., 1].square()  # of the squares
-        return RowSums(normal(slices, *size, seed=seed), inter, 1)
+        return RowSums(normal(slices, *size, seed=seed), inter)
 
     sums = [row_sums(seed) for seed in (1, 3)]
     chunk_m = 3 * normal(*size[:2], slots, dtype=torch.float64, seed=5) if gate == "exp" else None
@@ -175,9 +200,26 @@ def draw_gates(
 
 def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
     di, df = (torch.full_like(gate, torch.nan) for gate in (x.i, x.f))
-    gates = Gates(x.i, x.f, x.chunk_m, x.cu_seqlens, 1.0)
-    sizes = (*x.i.shape, *x.dims)
-    tk_backward._gate_gradients(kernel, gates, x.q_dq, x.k_dk, x.anchors, di, df, *x.states, sizes)
+    batch, heads, _ = x.i.shape
+    offsets = (0, False, batch)
+    if x.cu_seqlens is not None:
+        offsets = (x.cu_seqlens.data_ptr(), x.cu_seqlens.dtype == torch.int64, len(x.bounds))
+    size = kernel.mlstm_bwd_gates_workspace_bytes(heads, offsets[-1])
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    device = x.i.get_device()
+    kernel.mlstm_bwd_gates(
+        *((sums.whole.data_ptr(), sums.inter.data_ptr(), len(sums.whole)) for sums in (x.q_dq, x.k_dk)),
+        (x.anchors.data_ptr(), x.anchors.shape[-1]),
+        *(_gate(gate) for gate in (x.i, x.f, di, df)),
+        _pointer(x.chunk_m),
+        *(tuple(_pointer(t) for t in state) for state in x.states),
+        workspace.data_ptr(),
+        offsets,
+        (*x.i.shape, *x.dims),
+        x.chunk_m is None,
+        device,
+        _current_stream(device),
+    )
     return di, df
 
 
@@ -344,5 +386,5 @@ def test_small(
     assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
     for dim in (48, 272):
         dh, h, d, m = draw_rows((1, 2, 70), dim, torch.float16)
-        found = tk_backward._row_factors(kernel, dh, h, d, m, EPS)
+        found = run_rows(kernel, dh, h, d, m)
         assert_factors(found, row_factors(dh, h, d, m, EPS), rel_err)

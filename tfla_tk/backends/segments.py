@@ -9,7 +9,7 @@ costs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 CHUNK = 64  # kChunk of gates.cuh
 
@@ -17,9 +17,8 @@ CHUNK = 64  # kChunk of gates.cuh
 _LEAST_CHUNKS = 4
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How the sequences of a call are cut.
+class Cut(NamedTuple):
+    """How the sequences of a call are cut, as the kernels take it.
 
     Attributes:
         segments: of all sequences together; with packed sequences an upper bound.
@@ -30,8 +29,7 @@ class Cut:
     chunks: int
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """What a cut costs, in chunks of the kernel whose sequences are cut.
 
     Attributes:

@@ -17,6 +17,9 @@ from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.ops import chunk_slots
 from tfla_tk.validation import MLSTMCall
 
+Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
+Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
+
 HOPPER = (9, 0)
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _GATE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class DType of params.h
@@ -150,20 +153,17 @@ def mlstm_fwd(
     batch, heads, seq, dim_qk = q.shape
     dim_v = v.shape[-1]
     device = q.get_device()
-    sequences = batch if cu_seqlens is None else cu_seqlens.numel() - 1
     instance, slices = _instance(dim_qk, dim_v, schedule)
     kernel = build.load(instance)
+    operands = Operands()
+    offsets = operands.offsets(cu_seqlens, batch)
+    *_, sequences = offsets
     h = torch.empty_like(v)
-    q, k, v = _rows_aligned(q), _rows_aligned(k), _rows_aligned(v)
-    out = h if _has_aligned_rows(h) else torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    initial = (_state_aligned(c_initial), _state_aligned(n_initial), _state_aligned(m_initial))
-    c = n = n_last = m = row_n = row_m = chunk_m = None
+    c = n = m = row_n = row_m = chunk_m = None
     if return_last_states:
         c = _fp32(q, (sequences, heads, dim_qk, dim_v))
         n = _fp32(q, (sequences, heads, dim_qk))
-        if normalize:
-            n_last = n
-        else:
+        if not normalize:
             n.zero_()
         if not sigmoid_gate:
             m = _fp32(q, (sequences, heads, 1))
@@ -172,27 +172,24 @@ def mlstm_fwd(
         if not sigmoid_gate:
             row_m = _fp32(q, (batch, heads, seq))
             slots = chunk_slots(seq, cu_seqlens)
-            chunk_m = torch.empty((batch, heads, slots), dtype=torch.float64, device=q.device)
-    offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
-    find = segments.cut if offsets is None else segments.cut_packed
-    found = find(sequences, seq, heads * slices, _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR)
-    wide = offsets is not None and offsets.dtype == torch.int64
-    cut = (_pointer(offsets), wide, sequences, found.segments, found.chunks)
+            chunk_m = q.new_empty((batch, heads, slots), dtype=torch.float64)
+    find = segments.cut if cu_seqlens is None else segments.cut_packed
+    cut = find(sequences, seq, heads * slices, _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR)
     workspace = None
-    if found.segments > sequences:
-        slots = (found.segments - sequences) * heads
+    if cut.segments > sequences:
+        slots = (cut.segments - sequences) * heads
         workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
     kernel.mlstm_fwd(
-        _operand(q),
-        _operand(k),
-        _operand(v),
-        _operand(out),
+        operands.read(q),
+        operands.read(k),
+        operands.read(v),
+        operands.write(h),
         _gate(i),
         _gate(f),
-        (_pointer(initial[0]), _pointer(initial[1]), _pointer(initial[2])),
-        (_pointer(c), _pointer(n_last), _pointer(m)),
+        (operands.state(c_initial), operands.state(n_initial), operands.state(m_initial)),
+        (_pointer(c), _pointer(n) if normalize else 0, _pointer(m)),
         (_pointer(row_n), _pointer(row_m), _pointer(chunk_m)),
-        cut,
+        (*offsets, *cut),
         _pointer(workspace),
         (batch, heads, seq, dim_qk, dim_v),
         dim_qk**-0.5,
@@ -203,8 +200,7 @@ def mlstm_fwd(
         device,
         _current_stream(device),
     )
-    if out is not h:
-        h.copy_(out)
+    operands.copy_back()
     return h, c, n, m, row_n, row_m, chunk_m
 
 
@@ -235,7 +231,7 @@ def _current_stream(device: int) -> int:
 
 
 def _fp32(like: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+    return like.new_empty(shape, dtype=torch.float32)
 
 
 def _pointer(x: Tensor | None) -> int:
@@ -243,7 +239,7 @@ def _pointer(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _gate(x: Tensor) -> tuple[int, ...]:
+def _gate(x: Tensor) -> Gate:
     return x.data_ptr(), *x.stride(), _GATE_DTYPES[x.dtype]
 
 
@@ -264,24 +260,67 @@ def _descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tup
     return batch, head, row
 
 
-def _has_aligned_rows(x: Tensor) -> bool:
-    """Whether TMA can address x as it lies."""
-    return x.data_ptr() % 16 == 0 and _descriptor_strides(x.shape, x.stride()) is not None
-
-
-def _rows_aligned(x: Tensor) -> Tensor:
-    return x if _has_aligned_rows(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def _state_aligned(x: Tensor | None) -> Tensor | None:
-    """x contiguous and at an address that 16-byte loads can take."""
-    if x is None:
-        return None
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def _operand(x: Tensor) -> tuple[int, ...]:
+def _operand(x: Tensor) -> Operand | None:
+    """Address of x [B, NH, S, D] and its strides for a TMA descriptor; None where it cannot address x."""
+    pointer = x.data_ptr()
     strides = _descriptor_strides(x.shape, x.stride())
-    assert strides is not None  # its rows are aligned
-    return x.data_ptr(), *strides
+    return None if strides is None or pointer % 16 else (pointer, *strides)
+
+
+class Operands:
+    """The tensors of a call as its kernels take them: as they lie if that is possible, else copied.
+
+    It keeps what it allocates, so that nothing else takes that memory before the last kernel is launched.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+        self._results: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, x: Tensor) -> Operand:
+        """x [B, NH, S, D]."""
+        found = _operand(x)
+        return self._operand_of(x.clone(memory_format=torch.contiguous_format)) if found is None else found
+
+    def write(self, result: Tensor) -> Operand:
+        """A result [B, NH, S, D] to be written."""
+        found = _operand(result)
+        return self._operand_of(self._in_place_of(result)) if found is None else found
+
+    def state(self, x: Tensor | None) -> int:
+        """Address of x, contiguous and where 16-byte loads can take it; 0 for None."""
+        if x is None:
+            return 0
+        pointer = x.data_ptr()
+        if x.is_contiguous() and pointer % 16 == 0:
+            return pointer
+        self._copies.append(x.clone(memory_format=torch.contiguous_format))
+        return self._copies[-1].data_ptr()
+
+    def state_result(self, result: Tensor | None) -> Tensor | None:
+        """A state to be written, contiguous."""
+        return result if result is None or result.is_contiguous() else self._in_place_of(result)
+
+    def offsets(self, cu_seqlens: Tensor | None, batch: int) -> tuple[int, bool, int]:
+        """cu_seqlens: address or 0, whether 64-bit, number of sequences."""
+        if cu_seqlens is None:
+            return 0, False, batch
+        contiguous = cu_seqlens.contiguous()
+        self._copies.append(contiguous)
+        return contiguous.data_ptr(), contiguous.dtype == torch.int64, contiguous.shape[0] - 1
+
+    def copy_back(self) -> None:
+        """After the last launch: fill the results that no kernel could write as they lie."""
+        for result, written in self._results:
+            result.copy_(written)
+
+    def _operand_of(self, dense: Tensor) -> Operand:
+        self._copies.append(dense)
+        found = _operand(dense)
+        assert found is not None  # rows of multiples of 16 bytes
+        return found
+
+    def _in_place_of(self, result: Tensor) -> Tensor:
+        written = torch.empty(result.shape, dtype=result.dtype, device=result.device)
+        self._results.append((result, written))
+        return written

@@ -9,12 +9,16 @@ the normaliser w_t, s = K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]
     dk_j = sum_{t >= j} s W_tj / w_t (v_j.dh_t + e_t) q_t + from the state    v       dh     q
     dv_j = sum_{t >= j} s W_tj / w_t (k_j.q_t) dh_t       + from the state    k       q      dh
 
+dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes as many as it holds, a part
+of V.
+
 Where a few long sequences would leave the GPU empty they are cut into segments, all passes alike: what a pass
 begins a segment with is made before it, by a segments kernel and a small kernel that carries it on.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -22,34 +26,75 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends import segments
-from tfla_tk.backends.tk import (
-    _current_stream,
-    _fp32,
-    _gate,
-    _has_aligned_rows,
-    _multiprocessors,
-    _operand,
-    _pointer,
-    _rows_aligned,
-    _state_aligned,
-)
+from tfla_tk.backends.tk import Gate, Operand, Operands, _current_stream, _gate, _multiprocessors, _pointer
 from tfla_tk.backends.tk_passes import (
-    Anchors,
-    Boundaries,
-    Boundary,
-    Gates,
-    Rows,
-    RowSums,
-    State,
-    StateGradient,
-    Walk,
+    Memory,
+    Part,
+    Plan,
+    Sizes,
+    instances_of,
+    make_plan,
+    slices_of_a_pass,
 )
-from tfla_tk.build import instances
-from tfla_tk.ops import Grads, MaybeTensor, chunk_slots, grads_like
+from tfla_tk.ops import MaybeGrads, MaybeTensor, chunk_slots, grads_like
 
-_SUM_COLUMNS = 64  # kSumColumns of params_pass.h
-_ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 _GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
+
+# addresses, of states or their gradients 0 where there is none
+Pair = tuple[int, int]  # c and n, or row sums and their inter
+Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e and chunk_m
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call as its kernels take it: tensors by their addresses, 0 where there is none.
+
+    Attributes:
+        plan, memory: what is launched, and where it leaves what.
+        sizes: batch, heads, seq, dim_qk, dim_v.
+        q to dv: [B, NH, S, *], rows aligned for TMA. i to df: [B, NH, S].
+        itemsize: bytes of an element of q to dv.
+        row_n, row_m, chunk_m: as the forward returns them.
+        cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
+            plan's cut.
+        c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
+        scale: of q k^T.
+    """
+
+    plan: Plan
+    memory: Memory
+    sizes: Sizes
+    q: Operand
+    k: Operand
+    v: Operand
+    h: Operand
+    dh: Operand
+    dq: Operand
+    dk: Operand
+    dv: Operand
+    itemsize: int
+    i: Gate
+    f: Gate
+    di: Gate
+    df: Gate
+    row_n: int
+    row_m: int
+    chunk_m: int
+    cut: tuple[int, bool, int, int, int]
+    c_initial: int
+    n_initial: int
+    dc_initial: int
+    dn_initial: int
+    c_last: int
+    n_last: int
+    dc_last: int
+    dn_last: int
+    scale: float
+    eps: float
+    half: bool
+    sigmoid_gate: bool
+    device: int
+    stream: int
 
 
 def mlstm_bwd(
@@ -63,9 +108,9 @@ def mlstm_bwd(
     m_initial: MaybeTensor,
     cu_seqlens: MaybeTensor,
     h: Tensor,
-    row_n: Tensor,
-    row_m: Tensor,
-    chunk_m: Tensor,
+    row_n: MaybeTensor,
+    row_m: MaybeTensor,
+    chunk_m: MaybeTensor,
     c_last: MaybeTensor,
     n_last: MaybeTensor,
     dh: Tensor,
@@ -75,351 +120,329 @@ def mlstm_bwd(
     normalize: bool,
     eps: float,
     schedule: str,
-) -> Grads:
+) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
 
-    The passes have one schedule: `schedule` is the forward's alone.
+    Where no initial state is given its gradients are None. The passes have one schedule: `schedule` is the
+    forward's alone.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    grads = grads_like(q, (q, k, v, i, f, c_initial, n_initial))
+    grads = grads_like(q, k, v, i, f, c_initial, n_initial)
     if not normalize:
         n_last = dn_last = None
     if q.numel() == 0:
-        for grad, last in zip(grads[5:], (dc_last, dn_last), strict=True):
-            if grad.numel() > 0:
-                grad.zero_() if last is None else grad.copy_(last)
+        _of_no_token(grads, dc_last, dn_last)
         return grads
-    # what the kernels write: the gradients themselves where their layout allows it
-    dq, dk, dv = (x if _has_aligned_rows(x) else _dense(x) for x in grads[:3])
-    di, df = grads[3:5]
-    dc_initial, dn_initial = (
-        None if given is None else grad if grad.is_contiguous() else _dense(grad)
-        for given, grad in zip((c_initial, n_initial), grads[5:], strict=True)
+    dq, dk, dv, di, df, dc_initial, dn_initial = grads
+    batch, heads, seq, dim_qk = q.shape
+    sizes = (batch, heads, seq, dim_qk, v.shape[-1])
+    operands = Operands()
+    offsets = operands.offsets(cu_seqlens, batch)
+    device = q.get_device()
+    plan = _plan(sizes, offsets, chunk_slots(seq, cu_seqlens), device)
+    memory = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
+    dc_initial, dn_initial = operands.state_result(dc_initial), operands.state_result(dn_initial)
+    call = _Call(
+        plan=plan,
+        memory=plan.memory_at(memory.data_ptr()),
+        sizes=sizes,
+        q=operands.read(q),
+        k=operands.read(k),
+        v=operands.read(v),
+        h=operands.read(h),
+        dh=operands.read(dh),
+        dq=operands.write(dq),
+        dk=operands.write(dk),
+        dv=operands.write(dv),
+        itemsize=q.element_size(),
+        i=_gate(i),
+        f=_gate(f),
+        di=_gate(di),
+        df=_gate(df),
+        row_n=_given(row_n),
+        row_m=_given(row_m),
+        chunk_m=_given(chunk_m),
+        cut=(*offsets, *plan.cut),
+        c_initial=operands.state(c_initial),
+        n_initial=operands.state(n_initial),
+        dc_initial=_pointer(dc_initial),
+        dn_initial=_pointer(dn_initial),
+        c_last=operands.state(c_last),
+        n_last=operands.state(n_last),
+        dc_last=operands.state(dc_last),
+        dn_last=operands.state(dn_last),
+        scale=dim_qk**-0.5,
+        eps=eps,
+        half=q.dtype == torch.float16,
+        sigmoid_gate=sigmoid_gate,
+        device=device,
+        stream=_current_stream(device),
     )
-    kernel = build.load(instances.mlstm_bwd())
-    q, k, v, h, dh = (_rows_aligned(x) for x in (q, k, v, h, dh))
-    c_initial, n_initial, c_last, n_last, dc_last, dn_last = (
-        _state_aligned(x) for x in (c_initial, n_initial, c_last, n_last, dc_last, dn_last)
-    )
-    offsets = None if cu_seqlens is None else cu_seqlens.contiguous()
-    gates = Gates(i, f, None if sigmoid_gate else chunk_m, offsets, q.shape[-1] ** -0.5)
-    walk = Walk(gates, _cut(gates, q, v), v.shape[-1])
-
-    # dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes as many as it holds
-    parts = [slice(at, at + instances.MAX_DIM_QK) for at in range(0, v.shape[-1], instances.MAX_DIM_QK)]
-    v_parts, h_parts, dh_parts = ([x[..., part] for part in parts] for x in (v, h, dh))
-    rows = [_row_factors(kernel, *x, row_n, row_m, eps) for x in zip(dh_parts, h_parts, strict=True)]
-    states = _fill_boundaries("dq", v_parts, k, walk, rows, parts, (c_initial, n_initial))
-    state_grads = _fill_boundaries("dk", dh_parts, q, walk, rows, parts, (dc_last, dn_last))
-    q_dq, k_dk = (_empty_sums(q, len(parts), offsets) for _ in range(2))
-    anchors = _empty_anchors(q, [x.shape[-1] for x in v_parts], offsets)
-    for number, (part, v_part, dh_part) in enumerate(zip(parts, v_parts, dh_parts, strict=True)):
-        first = number == 0
-        dn_part = dn_initial if first or dn_initial is None else _dense(dn_initial)
-        _run_pass(
-            "dq", dh_part, v_part, k, dq, walk, rows[number],
-            entering=(_columns(c_initial, part), n_initial),
-            boundary=None if states is None else states.read_by(number, part),
-            factor=q, sums=q_dq.part(number), anchors=anchors.part(number), accumulate=not first,
-        )  # fmt: skip
-        _run_pass(
-            "dk", v_part, dh_part, q, dk, walk, rows[number],
-            entering=(_columns(dc_last, part), dn_last if first else None),
-            boundary=None if state_grads is None else state_grads.read_by(number, part),
-            leaving=(None, dn_part),
-            factor=k, sums=k_dk.part(number), anchors=anchors.part(number), accumulate=not first,
-        )  # fmt: skip
-        if not first and dn_initial is not None and dn_part is not None:
-            dn_initial.add_(dn_part)
-    _run_pass(
-        "dv", k, q, dh, dv, walk, rows[0],
-        entering=(dc_last, None),
-        boundary=None if state_grads is None else (state_grads.c, None, state_grads.log2_decay),
-        leaving=(dc_initial, None),
-    )  # fmt: skip
-    _gate_gradients(
-        kernel,
-        gates,
-        q_dq,
-        k_dk,
-        anchors.flows,
-        di,
-        df,
-        (c_initial, dc_initial, n_initial, dn_initial),
-        (c_last, dc_last, n_last, dn_last),
-        (*q.shape, v.shape[-1]),
-    )
-    for grad, written in zip((*grads[:3], *grads[5:]), (dq, dk, dv, dc_initial, dn_initial), strict=True):
-        if written is not None and written is not grad:
-            grad.copy_(written)
+    for part in plan.parts:
+        _launch_rows(call, part)
+    if plan.is_cut:
+        _launch_segments(call)
+    for part in plan.parts:
+        if part.number == 0 or dn_initial is None:
+            _launch_dq_and_dk(call, part, call.dn_initial)
+        else:
+            dn_of_part = torch.empty_like(dn_initial)
+            _launch_dq_and_dk(call, part, dn_of_part.data_ptr())
+            dn_initial.add_(dn_of_part)
+    _launch_dv(call)
+    _launch_gates(call)
+    operands.copy_back()
     return grads
 
 
-def _cut(gates: Gates, q: Tensor, v: Tensor) -> segments.Cut:
-    """How the sequences are cut, the same for all passes: by the CTAs that dk has for one segment."""
-    _, heads, seq, dim = q.shape
-    *_, sequences = gates.offsets
-    instance = instances.mlstm_pass("dk", min(v.shape[-1], instances.MAX_DIM_QK), dim)
-    slices = -(-dim // int(dict(instance.defines)["TFLA_SLICE"]))
-    find = segments.cut if gates.cu_seqlens is None else segments.cut_packed
-    return find(sequences, seq, heads * slices, _multiprocessors(q.get_device()), segments.BACKWARD)
+def _of_no_token(grads: MaybeGrads, dc_last: MaybeTensor, dn_last: MaybeTensor) -> None:
+    """Without tokens the state passes through, and so does its gradient."""
+    for grad, last in zip(grads[5:], (dc_last, dn_last), strict=True):
+        if grad is not None:
+            grad.zero_() if last is None else grad.copy_(last)
 
 
-def _fill_boundaries(
-    name: str,
-    keys: list[Tensor],
-    values: Tensor,
-    walk: Walk,
-    rows: list[Rows],
-    parts: list[slice],
-    entering: State,
-) -> Boundaries | None:
-    """What a pass begins its segments with, of all parts of the keys' columns; None where nothing is cut.
+def _plan(sizes: Sizes, offsets: tuple[int, bool, int], slots: int, device: int) -> Plan:
+    """The plan; sequences are cut the same for all passes, by the CTAs that dk has for one segment.
 
     Args:
-        name: "dq", or "dk", whose c is that of "dv" too.
-        keys, rows: of every part. values: of the pass.
-        entering: what a sequence's walk begins with.
+        offsets: of packed sequences, as the kernels take them.
+        slots: per head, of what there is once per chunk.
     """
-    if walk.slots == 0:
-        return None
-    # n of dq is a sum over keys; that of dk has e in it, which every part of v has its own of
-    found = _empty_boundaries(walk, values, 1 if name == "dq" else len(parts))
-    for number, part in enumerate(parts):
-        _sum_segments(name, keys[number], values, walk, rows[number], found.made_by(number, part))
-    _combine(found, walk, entering, backward=name != "dq")
-    return found
+    _, heads, seq, *dims = sizes
+    pointer, _, sequences = offsets
+    kernels = tuple(map(build.load, instances_of(*dims)))
+    find = segments.cut_packed if pointer else segments.cut
+    ctas = heads * slices_of_a_pass(*dims)
+    cut = find(sequences, seq, ctas, _multiprocessors(device), segments.BACKWARD)
+    return make_plan(kernels, sizes, sequences, slots, cut)
 
 
-def _empty_boundaries(walk: Walk, values: Tensor, parts: int) -> Boundaries:
-    dim = values.shape[-1]
-    return Boundaries(
-        _fp32(values, (walk.slots, dim, walk.dim_v)),
-        _fp32(values, (parts, walk.slots, dim)),
-        torch.empty(walk.slots, dtype=torch.float64, device=values.device),
+def _launch_rows(x: _Call, part: Part) -> None:
+    """log2 w_t and e_t of every token."""
+    x.plan.around.mlstm_bwd_rows(
+        _columns(x, x.dh, part),
+        _columns(x, x.h, part),
+        (x.row_n, x.row_m),
+        (x.memory.log2_w + part.rows, x.memory.e + part.rows),
+        (*x.sizes[:3], part.width),
+        x.eps,
+        x.half,
+        x.device,
+        x.stream,
     )
 
 
-def _sum_segments(
-    name: str, keys: Tensor, values: Tensor, walk: Walk, rows: Rows, boundary: Boundary
-) -> None:
+def _launch_segments(x: _Call) -> None:
+    """What the passes begin those segments with that follow others in their walk."""
+    memory, parts = x.memory, x.plan.parts
+    for part in parts:
+        # n is a sum over keys, the same for every part
+        n = memory.state_n if part.number == 0 else 0
+        boundary = (memory.state_c + part.state, n, memory.state_decay)
+        _sum_segments(x, "dq", part, _columns(x, x.v, part), x.k, boundary)
+    states = (memory.state_c, memory.state_n, memory.state_decay)
+    _combine(x, states, 1, (x.c_initial, x.n_initial), backward=False)
+    for part in parts:
+        boundary = (memory.grad_c + part.state, memory.grad_n + part.norms, memory.grad_decay)
+        _sum_segments(x, "dk", part, _columns(x, x.dh, part), x.q, boundary)
+    grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
+    _combine(x, grads, len(parts), (x.dc_last, x.dn_last), backward=True)
+
+
+def _sum_segments(x: _Call, name: str, part: Part, keys: Operand, values: Operand, boundary: Triple) -> None:
     """What every segment adds by itself at the boundary over which the pass leaves it."""
-    kernel = build.load(instances.mlstm_pass(name, keys.shape[-1], values.shape[-1]))
-    batch, heads, seq, dim_values = values.shape
-    device = values.get_device()
-    kernel.mlstm_pass_segments(
+    *size, dim_qk, dim_v = x.sizes
+    part.kernel.mlstm_pass_segments(
         _GRADIENTS[name],
-        _operand(keys),
-        _operand(values),
-        _gate(walk.gates.i),
-        _gate(walk.gates.f),
-        (rows[0].data_ptr(), rows[1].data_ptr(), _pointer(walk.gates.chunk_m)),
-        _boundary(boundary),
-        walk.segments,
-        (batch, heads, seq, keys.shape[-1], dim_values, walk.dim_v),
-        walk.gates.scale,
-        values.dtype == torch.float16,
-        walk.gates.sigmoid_gate,
-        device,
-        _current_stream(device),
+        keys,
+        values,
+        x.i,
+        x.f,
+        _rows(x, part),
+        boundary,
+        x.cut,
+        (*size, part.width, dim_qk, dim_v),
+        x.scale,
+        x.half,
+        x.sigmoid_gate,
+        x.device,
+        x.stream,
     )
 
 
-def _combine(boundaries: Boundaries, walk: Walk, entering: State, backward: bool) -> None:
+def _combine(x: _Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> None:
     """Carries what enters the sequences on over the boundaries, in place."""
-    i = walk.gates.i
-    device = i.get_device()
-    build.load(instances.mlstm_bwd()).mlstm_bwd_combine(
-        _boundary((boundaries.c, boundaries.n, boundaries.log2_decay)),
-        boundaries.n.shape[0],
-        (_pointer(entering[0]), _pointer(entering[1])),
-        walk.segments,
-        (*i.shape[1:], *boundaries.c.shape[1:]),
+    x.plan.around.mlstm_bwd_combine(
+        boundaries,
+        norm_parts,
+        entering,
+        x.cut,
+        x.sizes[1:],
         backward,
-        device,
-        _current_stream(device),
+        x.device,
+        x.stream,
     )
+
+
+def _launch_dq_and_dk(x: _Call, part: Part, dn: int) -> None:
+    """The passes over a part of V, which add to what those before have made.
+
+    Args:
+        dn: address of the gradient of n_initial, of this part alone; or 0.
+    """
+    memory = x.memory
+    *size, dim_qk, dim_v = x.sizes
+    first = part.number == 0
+    v, dh, rows = _columns(x, x.v, part), _columns(x, x.dh, part), _rows(x, part)
+    sizes = (*size, part.width, dim_qk, dim_v)
+    anchors = (memory.anchors, memory.flows + part.flows, x.plan.flow_parts)
+    _run_pass(
+        x, "dq", part.kernel, dh, v, x.k, x.dq, rows, sizes,
+        entering=(_state(x.c_initial, part), x.n_initial),
+        boundary=_boundary(x, memory.state_c + part.state, memory.state_n, memory.state_decay),
+        factor=x.q, sums=(memory.q_dq + part.sums, memory.q_dq_inter + part.inter), anchors=anchors,
+        accumulate=not first,
+    )  # fmt: skip
+    _run_pass(
+        x, "dk", part.kernel, v, dh, x.q, x.dk, rows, sizes,
+        entering=(_state(x.dc_last, part), x.dn_last if first else 0),
+        leaving=(0, dn),
+        boundary=_boundary(x, memory.grad_c + part.state, memory.grad_n + part.norms, memory.grad_decay),
+        factor=x.k, sums=(memory.k_dk + part.sums, memory.k_dk_inter + part.inter), anchors=anchors,
+        accumulate=not first,
+    )  # fmt: skip
+
+
+def _launch_dv(x: _Call) -> None:
+    """The pass over all of V: the state's columns are those of its values."""
+    memory = x.memory
+    *size, dim_qk, dim_v = x.sizes
+    _run_pass(
+        x, "dv", x.plan.dv, x.k, x.q, x.dh, x.dv, _rows(x, x.plan.parts[0]), (*size, dim_qk, dim_v, dim_v),
+        entering=(x.dc_last, 0),
+        leaving=(x.dc_initial, 0),
+        boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
+        factor=x.dh,
+    )  # fmt: skip
 
 
 def _run_pass(
+    x: _Call,
     name: str,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    out: Tensor,
-    walk: Walk,
-    rows: Rows,
+    kernel: ModuleType,
+    queries: Operand,
+    keys: Operand,
+    values: Operand,
+    out: Operand,
+    rows: Triple,
+    sizes: tuple[int, ...],
     *,
-    entering: State,
-    boundary: Boundary | None,
-    leaving: State = (None, None),
-    factor: MaybeTensor = None,
-    sums: tuple[Tensor, Tensor] | None = None,
-    anchors: tuple[int, int, int] = (0, 0, 0),
+    entering: Pair,
+    leaving: Pair = (0, 0),
+    boundary: Triple,
+    factor: Operand,
+    sums: Pair = (0, 0),
+    anchors: Triple = (0, 0, 0),
     accumulate: bool = False,
 ) -> None:
     """One pass over the chunks, on the current stream.
 
     Args:
         name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
-        queries, keys, values: [B, NH, S, *], rows aligned for TMA.
-        out: the gradient, to be written; like `values`, rows aligned for TMA.
-        walk: what all passes have in common.
-        rows: log2_w and e, of the part of v.
-        entering: what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; None
-            is zero. c and dc are [N, NH, K, V] always, contiguous or columns of a contiguous one: the state
-            of "dv"; those of "dq" and "dk" are its transpose. n and dn [N, NH, K] go with the values' columns
-            and are None for "dv".
-        boundary: the same for the segments that follow others in the walk; None where nothing is cut.
-        leaving: gradients of the initial state, to be written at the walk's end where there is a tensor: "dv"
-            has that of c, "dk" that of n.
-        factor: like `out`, what its rows are multiplied with for the row sums; not for "dv".
+        out: the gradient, to be written; like `values`.
+        rows: log2_w and e, of the part of V, and chunk_m.
+        sizes: batch, heads, seq, columns of the keys, of the values, of a whole state.
+        entering: what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; 0 is
+            zero. c and dc are [N, NH, K, V] always, contiguous or columns of a contiguous one: the state of
+            "dv"; those of "dq" and "dk" are its transpose. n and dn [N, NH, K] go with the values' columns
+            and are 0 for "dv".
+        leaving: gradients of the initial state, to be written at the walk's end where there is an address:
+            "dv" has that of c, "dk" that of n.
+        boundary: c, n and log2_decay for the segments that follow others in the walk; 0 where nothing is cut.
+        factor: like `out`, what its rows are multiplied with for the row sums; unused for "dv".
         sums: where these are written, whole and inter.
-        anchors: addresses of the states that "dq" leaves for "dk" and of the flows that "dk" makes of them,
-            and the parts of a flow.
+        anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them, and the parts of
+            a flow.
         accumulate: whether the gradient is added to what `out` holds; not for "dv".
     """
-    batch, heads, seq, dim_values = values.shape
-    gates, device = walk.gates, values.get_device()
-    kernel = build.load(instances.mlstm_pass(name, keys.shape[-1], dim_values))
     kernel.mlstm_pass(
         _GRADIENTS[name],
-        _operand(queries),
-        _operand(keys),
-        _operand(values),
-        _operand(out),
-        _operand(values if factor is None else factor),
-        _gate(gates.i),
-        _gate(gates.f),
-        (rows[0].data_ptr(), rows[1].data_ptr(), _pointer(gates.chunk_m)),
-        (_pointer(entering[0]), _pointer(entering[1])),
-        (_pointer(leaving[0]), _pointer(leaving[1])),
-        _boundary(boundary),
-        (0, 0) if sums is None else (sums[0].data_ptr(), sums[1].data_ptr()),
+        queries,
+        keys,
+        values,
+        out,
+        factor,
+        x.i,
+        x.f,
+        rows,
+        entering,
+        leaving,
+        boundary,
+        sums,
         anchors,
-        walk.segments,
-        (batch, heads, seq, keys.shape[-1], dim_values, walk.dim_v),
-        gates.scale,
-        accumulate,
-        values.dtype == torch.float16,
-        gates.sigmoid_gate,
-        device,
-        _current_stream(device),
-    )
-
-
-def _empty_sums(q: Tensor, parts: int, offsets: MaybeTensor) -> RowSums:
-    batch, heads, seq, dim = q.shape
-    rows = (parts * -(-dim // _SUM_COLUMNS), batch, heads)
-    shapes = (*rows, seq), (*rows, chunk_slots(seq, offsets), 2)
-    whole, inter = (_fp32(q, shape) for shape in shapes)
-    return RowSums(whole, inter, parts)
-
-
-def _empty_anchors(q: Tensor, widths: list[int], offsets: MaybeTensor) -> Anchors:
-    """For parts of v of these widths."""
-    batch, heads, seq, dim = q.shape
-    slots = chunk_slots(seq, offsets)
-    kernels = [build.load(instances.mlstm_pass("dq", width, dim)) for width in widths]
-    size = max(kernel.anchor_bytes(batch, heads, slots, dim) for kernel in kernels)
-    parts = tuple(int(kernel.flow_parts(dim)) for kernel in kernels)
-    shape = (batch, heads, slots // _ANCHOR_CHUNKS + 1, sum(parts))
-    return Anchors(
-        torch.empty(size, dtype=torch.uint8, device=q.device),
-        _fp32(q, shape),
-        parts,
-    )
-
-
-def _columns(state: MaybeTensor, part: slice) -> MaybeTensor:
-    """A part of V of a state [N, NH, K, V]."""
-    return None if state is None else state[..., part]
-
-
-def _row_factors(kernel: ModuleType, dh: Tensor, h: Tensor, row_n: Tensor, row_m: Tensor, eps: float) -> Rows:
-    """log2 w_t and e_t of every token."""
-    batch, heads, seq, _ = h.shape
-    log2_w, e = (_fp32(h, (batch, heads, seq)) for _ in range(2))
-    device = h.get_device()
-    kernel.mlstm_bwd_rows(
-        _operand(dh),
-        _operand(h),
-        (_given(row_n), _given(row_m)),
-        (log2_w.data_ptr(), e.data_ptr()),
-        tuple(h.shape),
-        eps,
-        h.dtype == torch.float16,
-        device,
-        _current_stream(device),
-    )
-    return log2_w, e
-
-
-def _gate_gradients(
-    kernel: ModuleType,
-    gates: Gates,
-    q_dq: RowSums,
-    k_dk: RowSums,
-    anchors: Tensor,
-    di: Tensor,
-    df: Tensor,
-    initial: StateGradient,
-    last: StateGradient,
-    sizes: tuple[int, ...],
-) -> None:
-    """di and df from the passes' row sums.
-
-    Args:
-        anchors: the flows of `Anchors`.
-        initial, last: before the first and after the last token, contiguous fp32; None without one.
-        sizes: batch, heads, seq, dim_qk, dim_v.
-    """
-    *_, sequences = gates.offsets
-    size = kernel.mlstm_bwd_gates_workspace_bytes(sizes[1], sequences)
-    workspace = torch.empty(size, dtype=torch.uint8, device=di.device)
-    device = di.get_device()
-    kernel.mlstm_bwd_gates(
-        _row_sums(q_dq),
-        _row_sums(k_dk),
-        (anchors.data_ptr(), anchors.shape[-1]),
-        _gate(gates.i),
-        _gate(gates.f),
-        _gate(di),
-        _gate(df),
-        _pointer(gates.chunk_m),
-        _state_pair(*initial[:2]) + _state_pair(*initial[2:]),
-        _state_pair(*last[:2]) + _state_pair(*last[2:]),
-        workspace.data_ptr(),
-        gates.offsets,
+        x.cut,
         sizes,
-        gates.sigmoid_gate,
-        device,
-        _current_stream(device),
+        x.scale,
+        accumulate,
+        x.half,
+        x.sigmoid_gate,
+        x.device,
+        x.stream,
     )
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Uninitialised, contiguous."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _launch_gates(x: _Call) -> None:
+    """di and df from the passes' row sums."""
+    memory, plan = x.memory, x.plan
+    x.plan.around.mlstm_bwd_gates(
+        (memory.q_dq, memory.q_dq_inter, plan.sums),
+        (memory.k_dk, memory.k_dk_inter, plan.sums),
+        (memory.flows, plan.flow_parts),
+        x.i,
+        x.f,
+        x.di,
+        x.df,
+        x.chunk_m,
+        _with_gradient(x.c_initial, x.dc_initial) + _with_gradient(x.n_initial, x.dn_initial),
+        _with_gradient(x.c_last, x.dc_last) + _with_gradient(x.n_last, x.dn_last),
+        memory.workspace,
+        x.cut[:3],
+        x.sizes,
+        x.sigmoid_gate,
+        x.device,
+        x.stream,
+    )
 
 
-def _given(x: Tensor) -> int:
-    """Address of the data; 0 for an empty tensor, which stands for none."""
-    return x.data_ptr() if x.numel() > 0 else 0
+def _given(x: MaybeTensor) -> int:
+    """Address of the data; 0 for None and for an empty tensor, which stands for it."""
+    return x.data_ptr() if x is not None and x.numel() > 0 else 0
 
 
-def _boundary(x: Boundary | None) -> tuple[int, int, int]:
-    """Addresses of c, n and log2_decay."""
-    return (0, 0, 0) if x is None else (x[0].data_ptr(), _pointer(x[1]), x[2].data_ptr())
+def _columns(x: _Call, operand: Operand, part: Part) -> Operand:
+    """A part of the columns of v, h or dh."""
+    pointer, batch, head, row = operand
+    return pointer + x.itemsize * part.start, batch, head, row
 
 
-def _row_sums(x: RowSums) -> tuple[int, int, int]:
-    return x.whole.data_ptr(), x.inter.data_ptr(), x.whole.shape[0]
+def _state(pointer: int, part: Part) -> int:
+    """A part of the columns of a state; 0 where there is none."""
+    return pointer and pointer + part.state
 
 
-def _state_pair(state: MaybeTensor, grad: MaybeTensor) -> tuple[int, int]:
-    """Addresses of a state and its gradient; of none where one of them is missing."""
-    return (0, 0) if state is None or grad is None else (state.data_ptr(), grad.data_ptr())
+def _rows(x: _Call, part: Part) -> Triple:
+    """What the passes read of every token and chunk: log2_w, e and chunk_m."""
+    return x.memory.log2_w + part.rows, x.memory.e + part.rows, x.chunk_m
+
+
+def _boundary(x: _Call, c: int, n: int, log2_decay: int) -> Triple:
+    return (c, n, log2_decay) if x.plan.is_cut else (0, 0, 0)
+
+
+def _with_gradient(state: int, grad: int) -> Pair:
+    """A state and its gradient; neither where one of them is missing."""
+    return (state, grad) if state and grad else (0, 0)

@@ -1,140 +1,210 @@
-"""What the passes of the mLSTM backward share and hand on: gates, cuts, boundaries, row sums, anchors.
+"""The plan of an mLSTM backward: its parts of V, and where its kernels leave what others of them read.
 
-Described as the kernels take them; `tk_backward` allocates them and has them filled.
+It follows from sizes alone, so calls of equal sizes share it; `tk_backward` allocates and launches by it.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from tfla_tk import build
+from tfla_tk.backends.segments import Cut
+from tfla_tk.build import instances
 
-from tfla_tk.backends import segments
-from tfla_tk.ops import MaybeTensor
+ALIGNMENT = 256  # bytes
+FLOAT, DOUBLE = 4, 8  # bytes
+SUM_COLUMNS = 64  # kSumColumns of params_pass.h
+ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 
-Rows = tuple[Tensor, Tensor]  # log2_w and e of every token, [B, NH, S] fp32
-State = tuple[MaybeTensor, MaybeTensor]  # c and n, or their gradients
-StateGradient = tuple[MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]  # c, dc, n, dn
-Boundary = tuple[Tensor, MaybeTensor, Tensor]  # `Boundaries` of one part of v
+Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
 
 
-@dataclass(frozen=True)
-class Gates:
-    """What every pass reads of the forward.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the columns of v, h and dh, as many as a pass for dq or dk takes.
 
     Attributes:
-        i, f: [B, NH, S] pre-activations of the gates, any strides, fp32, bf16 or fp16.
-        chunk_m: [B, NH, slots] fp64, as the forward op returns it; None with the sigmoid gate.
-        cu_seqlens: contiguous offsets [N + 1] of packed sequences, or None.
-        scale: of q k^T.
+        number: 0 is the first part.
+        start, width: its columns.
+        kernel: the module of its passes.
+        state: bytes from the start of a state [N, NH, K, V] to its columns.
+        rows, norms, sums, inter, flows: bytes from where `Memory` has something of the first part to where it
+            has that of this one: log2_w and e, grad_n, the row sums, their inter, and flows.
     """
 
-    i: Tensor
-    f: Tensor
-    chunk_m: MaybeTensor
-    cu_seqlens: MaybeTensor
-    scale: float
-
-    @property
-    def sigmoid_gate(self) -> bool:
-        return self.chunk_m is None
-
-    @property
-    def offsets(self) -> tuple[int, bool, int]:
-        """cu_seqlens for the kernels: address or 0, whether 64-bit, number of sequences."""
-        if self.cu_seqlens is None:
-            return 0, False, self.i.shape[0]
-        return self.cu_seqlens.data_ptr(), self.cu_seqlens.dtype == torch.int64, self.cu_seqlens.numel() - 1
+    number: int
+    start: int
+    width: int
+    kernel: ModuleType
+    state: int
+    rows: int
+    norms: int
+    sums: int
+    inter: int
+    flows: int
 
 
-@dataclass(frozen=True)
-class Walk:
-    """What all passes of a call have in common.
+class Memory(NamedTuple):
+    """What kernels of a call leave for others: addresses, in a plan bytes from the start of the allocation.
+
+    fp32 but for the decays and the anchors. P: parts of V. A boundary lies between two segments of a head, of
+    packed sequences as many as there can be; uncut sequences have none.
 
     Attributes:
-        gates: what they read of the forward.
+        log2_w, e: of every token, [P, B, NH, S], each part aligned.
+        state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
+            [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
+        grad_c, grad_n, grad_decay: the same of "dk" and "dv", gradients of states. n has e in it, which every
+            part of V has its own of: [P, boundaries, K].
+        q_dq, q_dq_inter, k_dk, k_dk_inter: sums of q_t.dq_t and of k_t.dk_t, of every part of V and 64
+            columns of K by itself: of every token, [sums, B, NH, S]; and of every chunk the part through the
+            state that entered it, with the squares of the summands, [sums, B, NH, slots, 2].
+        anchors: states that "dq" leaves for "dk" at some boundaries between chunks, in the middle of long
+            sequences; every part of V overwrites them.
+        flows: the exact flow of gradient over these boundaries, [B, NH, anchor slots, flow parts], to be
+            summed over its parts; slots without an anchor are not written.
+        workspace: of the kernels for the gates.
+    """
+
+    log2_w: int
+    e: int
+    state_c: int
+    state_n: int
+    state_decay: int
+    grad_c: int
+    grad_n: int
+    grad_decay: int
+    q_dq: int
+    q_dq_inter: int
+    k_dk: int
+    k_dk_inter: int
+    anchors: int
+    flows: int
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a backward is launched.
+
+    Attributes:
+        around, dv: the modules of the kernels around the passes and of the pass for dv.
+        parts: of V, with the modules of the other passes.
         cut: of the sequences into segments.
-        dim_v: columns of every state, of which a pass may see a part.
+        is_cut: whether there are boundaries between segments.
+        sums, flow_parts: of the row sums and of the flows, as `Memory` has them.
+        bytes: of the allocation.
+        offsets: of what it holds.
     """
 
-    gates: Gates
-    cut: segments.Cut
-    dim_v: int
+    around: ModuleType
+    dv: ModuleType
+    parts: tuple[Part, ...]
+    cut: Cut
+    is_cut: bool
+    sums: int
+    flow_parts: int
+    bytes: int
+    offsets: Memory
 
-    @property
-    def segments(self) -> tuple[int, bool, int, int, int]:
-        """The cut for the kernels: the offsets, all segments together, chunks of one."""
-        return (*self.gates.offsets, self.cut.segments, self.cut.chunks)
-
-    @property
-    def slots(self) -> int:
-        """Boundaries between segments times heads; an upper bound with packed sequences."""
-        *_, sequences = self.gates.offsets
-        return (self.cut.segments - sequences) * self.gates.i.shape[1]
+    def memory_at(self, address: int) -> Memory:
+        """The addresses in an allocation."""
+        return Memory._make([address + offset for offset in self.offsets])
 
 
-@dataclass(frozen=True)
-class Boundaries:
-    """What enters every segment of a pass that follows another one in its walk: states, or their gradients.
+@functools.cache
+def instances_of(dim_qk: int, dim_v: int) -> tuple[build.Instance, ...]:
+    """Around the passes, the pass for dv, and that for dq and dk over each part of V: both in one module."""
+    of_parts = (instances.mlstm_pass("dq", width, dim_qk) for _, width in _columns(dim_v))
+    return instances.mlstm_bwd(), instances.mlstm_pass("dv", dim_qk, dim_v), *of_parts
 
-    Attributes:
-        c: [slots, K, V] fp32.
-        n: [P, slots, K] fp32, of each part of v its own, or one for all.
-        log2_decay: [slots] fp64, of the segment that the walk leaves there.
+
+@functools.cache
+def slices_of_a_pass(dim_qk: int, dim_v: int) -> int:
+    """CTAs that the pass for dk has for one segment of a head: slices of K."""
+    _, width = _columns(dim_v)[0]
+    instance = instances.mlstm_pass("dk", width, dim_qk)
+    return -(-dim_qk // int(dict(instance.defines)["TFLA_SLICE"]))
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(
+    kernels: tuple[ModuleType, ...], sizes: Sizes, sequences: int, chunk_slots: int, cut: Cut
+) -> Plan:
+    """The plan of calls of these sizes.
+
+    Args:
+        kernels: the modules of `instances_of`.
+        sequences: of the batch, or packed.
+        chunk_slots: per head, of what there is once per chunk.
     """
+    around, dv, *of_parts = kernels
+    batch, heads, seq, dim_qk, dim_v = sizes
+    boundaries = (cut.segments - sequences) * heads
+    row_bytes = _aligned(FLOAT * batch * heads * seq)
+    norm_bytes = FLOAT * boundaries * dim_qk
+    sums = -(-dim_qk // SUM_COLUMNS)
+    sum_bytes = FLOAT * sums * batch * heads * seq
+    inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
+    parts = []
+    flow_parts = 0
+    for number, ((start, width), kernel) in enumerate(zip(_columns(dim_v), of_parts, strict=True)):
+        parts.append(
+            Part(
+                number,
+                start,
+                width,
+                kernel,
+                state=FLOAT * start,
+                rows=number * row_bytes,
+                norms=number * norm_bytes,
+                sums=number * sum_bytes,
+                inter=number * inter_bytes,
+                flows=FLOAT * flow_parts,
+            )
+        )
+        flow_parts += kernel.flow_parts(dim_qk)
+    count = len(parts)
+    taken = Memory(
+        log2_w=count * row_bytes,
+        e=count * row_bytes,
+        state_c=boundaries * dim_qk * dim_v * FLOAT,
+        state_n=norm_bytes,
+        state_decay=DOUBLE * boundaries,
+        grad_c=boundaries * dim_qk * dim_v * FLOAT,
+        grad_n=count * norm_bytes,
+        grad_decay=DOUBLE * boundaries,
+        q_dq=count * sum_bytes,
+        q_dq_inter=count * inter_bytes,
+        k_dk=count * sum_bytes,
+        k_dk_inter=count * inter_bytes,
+        anchors=max(kernel.anchor_bytes(batch, heads, chunk_slots, dim_qk) for kernel in of_parts),
+        flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
+        workspace=around.mlstm_bwd_gates_workspace_bytes(heads, sequences),
+    )
+    *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
+    return Plan(
+        around,
+        dv,
+        tuple(parts),
+        cut,
+        boundaries > 0,
+        count * sums,
+        flow_parts,
+        size,
+        Memory._make(offsets),
+    )
 
-    c: Tensor
-    n: Tensor
-    log2_decay: Tensor
 
-    def made_by(self, number: int, columns: slice) -> Boundary:
-        """What the segments kernel over one part of v writes."""
-        n = self.n[number] if number < self.n.shape[0] else None
-        return self.c[..., columns], n, self.log2_decay
-
-    def read_by(self, number: int, columns: slice) -> Boundary:
-        """What the pass over one part of v begins its segments with."""
-        return self.c[..., columns], self.n[min(number, self.n.shape[0] - 1)], self.log2_decay
+def _columns(dim_v: int) -> list[tuple[int, int]]:
+    """Start and width of every part of V."""
+    most = instances.MAX_DIM_QK
+    return [(start, min(most, dim_v - start)) for start in range(0, dim_v, most)]
 
 
-@dataclass(frozen=True)
-class RowSums:
-    """Sums of q_t.dq_t or k_t.dk_t, fp32: of every part of v and 64 columns of K by itself.
-
-    Attributes:
-        whole: of every token, [P, B, NH, S].
-        inter: the part through the state that entered a chunk of 64 tokens, of all its tokens together,
-            and the squares of the summands, [P, B, NH, slots, 2].
-        parts: of v.
-    """
-
-    whole: Tensor
-    inter: Tensor
-    parts: int
-
-    def part(self, number: int) -> tuple[Tensor, Tensor]:
-        """Where the pass over one part of v writes its sums."""
-        size = self.whole.shape[0] // self.parts
-        own = slice(number * size, (number + 1) * size)
-        return self.whole[own], self.inter[own]
-
-
-@dataclass(frozen=True)
-class Anchors:
-    """The exact flow of gradient over some boundaries between chunks, in the middle of long sequences.
-
-    Attributes:
-        states: uint8, what "dq" leaves there for "dk"; every part of v overwrites it.
-        flows: [B, NH, slots, P] fp32, to be summed over P; slots without an anchor are not written.
-        parts: how many of P each part of v writes.
-    """
-
-    states: Tensor
-    flows: Tensor
-    parts: tuple[int, ...]
-
-    def part(self, number: int) -> tuple[int, int, int]:
-        """The passes' argument for one part of v."""
-        flows = self.flows.data_ptr() + self.flows.element_size() * sum(self.parts[:number])
-        return self.states.data_ptr(), flows, self.flows.shape[-1]
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -52,11 +53,21 @@ def make_inputs() -> Callable[..., Inputs]:
     return make
 
 
+def forward_kernel(*args: Any) -> tuple[Tensor | None, ...]:
+    """The op's CPU code as the kernels return it: None in place of empty tensors."""
+    return tuple(None if x.numel() == 0 else x for x in ops._fwd_cpu(*args))
+
+
+def backward_kernels(*args: Any) -> tuple[Tensor | None, ...]:
+    """Likewise."""
+    return tuple(None if x.numel() == 0 else x for x in ops._bwd_cpu(*args))
+
+
 class FakeTk(ModuleType):
     """The tk backend's module with a verdict that a test chooses; its kernel is the op's CPU code."""
 
     verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
-    mlstm_fwd = staticmethod(ops._fwd_cpu)
+    mlstm_fwd = staticmethod(forward_kernel)
 
     def supports_mlstm(self, call: MLSTMCall) -> Support:
         return self.verdict
@@ -66,11 +77,12 @@ class FakeTk(ModuleType):
 
 @pytest.fixture(autouse=True)
 def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
-    """Replaces tfla_tk.backends.tk and what decoding calls, which ask the machine; it refuses every call."""
+    """Replaces tfla_tk.backends.tk, which asks the machine, and the kernels; it refuses every call."""
     mlstm._plans.clear()
     decode._plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
-    fakes: dict[str, ModuleType] = {"tk": module}
+    fakes: dict[str, ModuleType] = {"tk": module, "tk_backward": ModuleType("tfla_tk.backends.tk_backward")}
+    fakes["tk_backward"].mlstm_bwd = backward_kernels  # type: ignore[attr-defined]
     for kernel in ("step", "sequence"):
         fakes[f"tk_{kernel}"] = ModuleType(f"tfla_tk.backends.tk_{kernel}")
         setattr(fakes[f"tk_{kernel}"], f"mlstm_{kernel}", step_ops.on_cpu)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import re
 from collections.abc import Callable
@@ -19,56 +18,13 @@ from tfla_tk.build import Instance, sources
 from tfla_tk.build.instances import mlstm_bwd, mlstm_pass
 from tfla_tk.ops import chunk_slots
 
+from .backward_emulation import ARGUMENTS, BackwardModules, states_at, tensor_at
+
 B, NH, S, K, V = 2, 3, 150, 80, 256
 PANELS = 2  # of 64 columns of K
 PART = 256  # columns of V that a pass takes for keys
 CHUNK = 64
 EPS = 1e-6
-
-# of the module's functions, as bindings_bwd.cpp names them
-ROWS_ARGUMENTS = ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream")
-GATES_ARGUMENTS = (
-    *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
-    *("offsets", "sizes", "sigmoid_gate", "device", "stream"),
-)
-
-
-COMBINE_ARGUMENTS = (
-    *("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device", "stream"),
-)
-
-
-PASS_ARGUMENTS = (
-    *("gradient", "queries", "keys", "values", "out", "factor", "i", "f", "rows", "entering", "leaving"),
-    *("boundaries", "sums", "anchors", "cut", "sizes", "scale", "accumulate", "half", "sigmoid_gate"),
-    *("device", "stream"),
-)
-SEGMENTS_ARGUMENTS = (
-    *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),
-    *("sigmoid_gate", "device", "stream"),
-)
-
-
-def tensor_at(pointer: int, dtype: torch.dtype, shape: tuple[int, ...], *strides: int) -> Tensor:
-    """What lies at an address, as a kernel sees it; contiguous without strides."""
-    strides = strides or tuple(torch.empty(shape, device="meta").stride())
-    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
-
-
-def states_at(
-    pointers: tuple[int, ...], count: tuple[int, ...], launch: SimpleNamespace
-) -> tuple[Tensor | None, Tensor | None]:
-    """c and n of a pass at these addresses, as many as `count`: of c, its columns of the whole state."""
-    *_, dim_keys, dim_values, columns = launch.sizes
-    rows, own = (dim_keys, dim_values) if launch.gradient == 2 else (dim_values, dim_keys)
-    whole = torch.empty(*count, rows, columns, device="meta")
-    c, n = pointers
-    return (
-        tensor_at(c, torch.float32, (*count, rows, own), *whole.stride()) if c else None,
-        tensor_at(n, torch.float32, (*count, dim_values)) if n else None,
-    )
 
 
 def flow_parts(instance: Instance) -> int:
@@ -76,7 +32,7 @@ def flow_parts(instance: Instance) -> int:
     return int(dict(instance.defines)["TFLA_DIM_KEYS"]) // 64
 
 
-class Launches(list[SimpleNamespace]):
+class Launches(BackwardModules, list[SimpleNamespace]):
     """Stands for the kernels' modules and records their launches.
 
     A pass writes WRITTEN into each of its outputs, and twice that where it is the second of its gradient. The
@@ -89,85 +45,77 @@ class Launches(list[SimpleNamespace]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.anchor_sizes: set[tuple[int, ...]] = set()  # that anchor_bytes was asked for
+        self.anchor_sizes: list[tuple[int, ...]] = []  # that anchor_bytes was asked for
 
     @staticmethod
     def own(gradient: int, number: int) -> float:
         return 10.0 * gradient + number
 
-    def load(self, instance: Instance) -> SimpleNamespace:
-        """A module with the functions of its bindings."""
+    def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
         if instance == mlstm_bwd():
-            names = ("rows", "combine", "gates", "gates_workspace_bytes")
-            return SimpleNamespace(
-                **{f"mlstm_bwd_{name}": getattr(self, f"mlstm_bwd_{name}") for name in names}
-            )
-        return SimpleNamespace(
-            mlstm_pass=lambda *arguments: self.mlstm_pass(instance, *arguments),
-            mlstm_pass_segments=lambda *arguments: self.mlstm_pass_segments(instance, *arguments),
-            anchor_bytes=lambda *sizes: self.anchor_bytes(instance, *sizes),
-            flow_parts=lambda dim_values: flow_parts(instance),
-        )
+            return {"mlstm_bwd_gates_workspace_bytes": lambda heads, sequences: 128 * heads * sequences}
+        return {
+            "anchor_bytes": lambda *sizes: self.anchor_bytes(instance, *sizes),
+            "flow_parts": lambda dim_values: flow_parts(instance),
+        }
 
-    def mlstm_bwd_rows(self, *arguments: Any) -> None:
-        self.append(SimpleNamespace(name="rows", **dict(zip(ROWS_ARGUMENTS, arguments, strict=True))))
+    def anchor_bytes(self, instance: Instance, *sizes: int) -> int:
+        self.anchor_sizes.append(sizes)
+        return 1000 * flow_parts(instance)
 
-    def mlstm_bwd_gates(self, *arguments: Any) -> None:
-        self.append(SimpleNamespace(name="gates", **dict(zip(GATES_ARGUMENTS, arguments, strict=True))))
+    def mlstm_bwd_rows(self, launch: SimpleNamespace) -> None:
+        self.record("rows", launch)
 
-    def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
-        return 128 * heads * sequences
+    def mlstm_bwd_gates(self, launch: SimpleNamespace) -> None:
+        self.record("gates", launch)
 
-    def mlstm_bwd_combine(self, *arguments: Any) -> None:
-        launch = SimpleNamespace(name="combine", **dict(zip(COMBINE_ARGUMENTS, arguments, strict=True)))
+    def mlstm_bwd_combine(self, launch: SimpleNamespace) -> None:
         c, n, _ = launch.boundaries
         heads, _, dim_qk, dim_v = launch.sizes
         _, _, sequences, segments, _ = launch.cut
         slots = heads * (segments - sequences)
         tensor_at(c, torch.float32, (slots, dim_qk, dim_v)).add_(self.CARRIED)
         tensor_at(n, torch.float32, (launch.norm_parts, slots, dim_qk)).add_(self.CARRIED)
-        self.append(launch)
+        self.record("combine", launch)
 
-    def anchor_bytes(self, instance: Instance, batch: int, heads: int, slots: int, dim_values: int) -> int:
-        self.anchor_sizes.add((batch, heads, slots, dim_values))
-        return 1000 * flow_parts(instance)
-
-    def mlstm_pass_segments(self, instance: Instance, *arguments: Any) -> None:
-        launch = SimpleNamespace(instance=instance, **dict(zip(SEGMENTS_ARGUMENTS, arguments, strict=True)))
-        launch.name = ("segments_dq", "segments_dk")[launch.gradient]
-        launch.own = self.own(launch.gradient, len(self.of(launch.name)))
+    def mlstm_pass_segments(self, launch: SimpleNamespace) -> None:
+        name = ("segments_dq", "segments_dk")[launch.gradient]
+        launch.own = self.own(launch.gradient, len(self.of(name)))
         slots = self.slots(launch)
-        for x in states_at(launch.boundaries[:2], (slots,), launch):
+        for x in states_at(launch.boundaries[:2], (slots,), launch, torch.float32):
             if x is not None:
                 x.fill_(launch.own)
         tensor_at(launch.boundaries[2], torch.float64, (slots,)).fill_(-1.0)
-        self.append(launch)
+        self.record(name, launch)
 
     @staticmethod
     def slots(launch: SimpleNamespace) -> int:
         _, _, sequences, segments, _ = launch.cut
         return int((segments - sequences) * launch.sizes[1])
 
-    def mlstm_pass(self, instance: Instance, *arguments: Any) -> None:
-        launch = SimpleNamespace(instance=instance, **dict(zip(PASS_ARGUMENTS, arguments, strict=True)))
-        launch.name = ("dq", "dk", "dv")[launch.gradient]
+    def mlstm_pass(self, launch: SimpleNamespace) -> None:
+        name = ("dq", "dk", "dv")[launch.gradient]
         batch, heads, seq, _, dim_values, _ = launch.sizes
         count = (launch.cut[2], heads)
         launch.entering_c, launch.entering_n, launch.boundary_c, launch.boundary_n = (
             None if x is None else x.clone()
             for x in (
-                *states_at(launch.entering, count, launch),
-                *states_at(launch.boundaries[:2], (self.slots(launch),), launch),
+                *states_at(launch.entering, count, launch, torch.float32),
+                *states_at(launch.boundaries[:2], (self.slots(launch),), launch, torch.float32),
             )
         )
-        written = self.WRITTEN * (1 + len(self.of(launch.name)))
-        for x in states_at(launch.leaving, count, launch):
+        written = self.WRITTEN * (1 + len(self.of(name)))
+        for x in states_at(launch.leaving, count, launch, torch.float32):
             if x is not None:
                 x.fill_(written)
         pointer, *strides = launch.out
         dtype = torch.float16 if launch.half else torch.bfloat16
         out = tensor_at(pointer, dtype, (batch, heads, seq, dim_values), *strides, 1)
         out.copy_(out + written if launch.accumulate else torch.full_like(out, written))
+        self.record(name, launch)
+
+    def record(self, name: str, launch: SimpleNamespace) -> None:
+        launch.name = name
         self.append(launch)
 
     def of(self, name: str) -> list[SimpleNamespace]:
@@ -319,7 +267,7 @@ def test_three_passes(
     assert states != 0 and tuple(flows) == gates.anchors
     assert gates.anchors[1] == flow_parts(of_dq.instance)
     slots = chunk_slots(x.q.shape[2], x.offsets)
-    assert launches.anchor_sizes == {(*x.q.shape[:2], slots, K)}
+    assert launches.anchor_sizes == [(*x.q.shape[:2], slots, K)]
 
 
 @pytest.mark.parametrize("dim_v", [272, 512])
@@ -385,7 +333,7 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
     assert gates.anchors[1] == columns
     assert gates.sizes == (*x.q.shape, dim_v)
 
-    for grad, passes in ((dq, 3), (dk, 3), (dv, 1), (dc, 1), (dn, 3)):
+    for grad, passes in ((dq, 3), (dk, 3), (dv, 1), (dc, 1), *([(dn, 3)] if normalize else [])):
         assert (grad == passes * Launches.WRITTEN).all()
 
 
@@ -461,6 +409,81 @@ def test_cut_sequences(
         assert (of_dv.boundary_c[..., columns] == launches.own(1, part) + launches.CARRIED).all()
 
 
+def memory_of(x: SimpleNamespace) -> set[tuple[int, int]]:
+    """What a launch takes of the memory between kernels: address and bytes, of parts all that they have."""
+    if x.name == "rows":
+        return {(pointer, 4 * math.prod(x.sizes[:3])) for pointer in x.factors}
+    if x.name == "combine":
+        slots = (x.cut[3] - x.cut[2]) * x.sizes[0]
+        dim_qk, dim_v = x.sizes[2:]
+        sizes = (4 * slots * dim_qk * dim_v, 4 * x.norm_parts * slots * dim_qk, 8 * slots)
+        return set(zip(x.boundaries, sizes, strict=True))
+    if x.name == "dq":
+        return {(x.anchors[0], 1000 * flow_parts(x.instance))}
+    if x.name != "gates":
+        return set()
+    batch, heads, seq, *_ = x.sizes
+    pointer, _, sequences = x.offsets
+    slots = -(-seq // CHUNK) + (sequences if pointer else 0)
+    found = {(x.workspace, 128 * heads * sequences)}
+    for whole, inter, count in (x.q_dq, x.k_dk):
+        found |= {(whole, 4 * count * batch * heads * seq), (inter, 8 * count * batch * heads * slots)}
+    flows, parts = x.anchors
+    return found | {(flows, 4 * batch * heads * (slots // 8 + 1) * parts)}
+
+
+@pytest.mark.parametrize("dim_v", [64, V, 2 * V])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_memory_between_kernels(
+    cut: bool,
+    packed: bool,
+    dim_v: int,
+    launches: Launches,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One allocation, in which everything lies by itself, aligned, and which holds nothing else."""
+    if cut:
+        request.getfixturevalue("cut_every_chunk")
+    size = (1, 8, 12 * CHUNK)
+    q, v, i = torch.zeros(*size, K).bfloat16(), torch.zeros(*size, dim_v).bfloat16(), torch.zeros(size)
+    offsets = torch.tensor([0, 70, size[-1]]) if packed else None
+    rows = (i, i, torch.zeros(*size[:2], chunk_slots(size[-1], offsets), dtype=torch.float64))
+    allocated = []
+    empty = torch.empty
+
+    def record(*args: Any, **options: Any) -> Tensor:
+        found = empty(*args, **options)
+        if found.dtype == torch.uint8:
+            allocated.append(found)
+        return found
+
+    monkeypatch.setattr(torch, "empty", record)
+    states = (None, None, None)
+    tk_backward.mlstm_bwd(
+        q, q, v, i, i, *states, offsets, v, *rows, None, None, v, None, None, False, True, EPS, "auto"
+    )
+    (memory,) = allocated
+    taken = sorted(set().union(*map(memory_of, launches)))
+    parts = -(-dim_v // PART)
+    assert len(taken) == 2 * parts + (6 if cut else 0) + 7
+    behind = memory.data_ptr()
+    for pointer, bytes_taken in taken:
+        assert pointer == behind
+        behind = pointer + -(-bytes_taken // 256) * 256
+    assert behind == memory.data_ptr() + memory.numel()
+
+
+def test_calls_of_equal_sizes_share_a_plan(launches: Launches) -> None:
+    given = draw("exp")
+    for _ in range(2):
+        tk_backward.mlstm_bwd(*given)
+    assert len(launches.anchor_sizes) == 1
+    tk_backward.mlstm_bwd(*draw("exp", packed=True))
+    assert len(launches.anchor_sizes) == 2
+
+
 def test_the_rule_is_asked_with_the_ctas_of_dk(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
     """One cut for all passes: heads times slices of K, with the backward's costs."""
     asked = []
@@ -521,23 +544,15 @@ def test_no_gradient_of_states(launches: Launches) -> None:
     for place in (5, 6, 7, 13, 14, 16, 17):
         given[place] = None
     *_, dc_initial, dn_initial = tk_backward.mlstm_bwd(*given)
-    assert dc_initial.shape == dn_initial.shape == (0,)
+    assert dc_initial is dn_initial is None
     assert launches[-1].initial == launches[-1].last == (0, 0, 0, 0)
     for launch in launches[1:-1]:
         assert launch.entering == launch.leaving == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "names"),
-    [
-        ("bindings_bwd.cpp", "mlstm_bwd_rows", ROWS_ARGUMENTS),
-        ("bindings_bwd.cpp", "mlstm_bwd_combine", COMBINE_ARGUMENTS),
-        ("bindings_bwd.cpp", "mlstm_bwd_gates", GATES_ARGUMENTS),
-        ("bindings_pass.cpp", "mlstm_pass", PASS_ARGUMENTS),
-        ("bindings_pass.cpp", "mlstm_pass_segments", SEGMENTS_ARGUMENTS),
-    ],
-)
-def test_arguments_are_those_of_the_bindings(file: str, name: str, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_those_of_the_bindings(name: str) -> None:
+    file = "bindings_bwd.cpp" if name.startswith("mlstm_bwd") else "bindings_pass.cpp"
     text = (sources.kernels_root() / file).read_text()
     definition = re.search(rf'm\.def\(\s*"{name}",.*?\);', text, re.DOTALL)
-    assert definition and tuple(re.findall(r'py::arg\("(\w+)"\)', definition[0])) == names
+    assert definition and tuple(re.findall(r'py::arg\("(\w+)"\)', definition[0])) == ARGUMENTS[name]

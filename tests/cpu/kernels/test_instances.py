@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tfla_tk import ops
-from tfla_tk.backends import tk, tk_backward
+from tfla_tk.backends import tk, tk_backward, tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
@@ -87,8 +87,10 @@ def tile_of_pass(instance: Instance) -> tuple[int, int]:
 
 
 def test_passes_take_the_smallest_tile_that_holds_their_operands() -> None:
-    """A slice may hold a part of the values; dq and dk leave slices of 256 to dv."""
+    """A slice may hold a part of the values; dq and dk leave slices of 256 to dv, and are one instance."""
     for dims in EVERY_DIMS:
+        *of_parts, _ = (mlstm_pass(*call) for call in passes_of(*dims))
+        assert of_parts[::2] == of_parts[1::2]
         for gradient, keys, values in passes_of(*dims):
             tile, slice_ = tile_of_pass(mlstm_pass(gradient, keys, values))
             assert tile == min(x for x in (64, 128, 256) if x >= keys)
@@ -149,9 +151,9 @@ def test_enums_agree_with_the_sources() -> None:
     assert names == enum_of("include/tfla_tk/params.h", "DType")
     assert enum_of("include/tfla_tk/params_pass.h", "Gradient") == tk_backward._GRADIENTS
     text = (sources.kernels_root() / "include/tfla_tk/params_pass.h").read_text()
-    assert f"kSumColumns = {tk_backward._SUM_COLUMNS};" in text
+    assert f"kSumColumns = {tk_passes.SUM_COLUMNS};" in text
     text = (sources.kernels_root() / "include/tfla_tk/params.h").read_text()
-    assert f"kAnchorChunks = {tk_backward._ANCHOR_CHUNKS};" in text
+    assert f"kAnchorChunks = {tk_passes.ANCHOR_CHUNKS};" in text
 
 
 def test_instances_of_the_intra_chunk_kernel() -> None:

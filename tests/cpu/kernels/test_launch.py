@@ -16,6 +16,8 @@ from tfla_tk import build, ops
 from tfla_tk.backends import tk
 from tfla_tk.build import Instance, sources
 
+from .backward_emulation import tensor_at
+
 B, NH, S, K, V = 2, 3, 40, 64, 128
 
 
@@ -107,6 +109,22 @@ def test_anything_else_is_copied(layout: str, launches: Launches) -> None:
         dim = tensor.shape[-1]
         assert pointer != tensor.data_ptr() and pointer % 16 == 0
         assert strides == [NH * S * dim, S * dim, dim]
+
+
+@pytest.mark.parametrize(("layout", "value"), [("contiguous", 2.0), ("head_last", 3.0)])
+def test_h_is_what_the_kernel_writes(
+    layout: str, value: float, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place or, where the kernel cannot write h as it lies, copied."""
+
+    def write(*arguments: Any) -> None:
+        pointer, *strides = arguments[ARGUMENTS.index("h")]
+        tensor_at(pointer, torch.bfloat16, (B, NH, S, V), *strides, 1).fill_(value)
+
+    monkeypatch.setattr(launches, "mlstm_fwd", write)
+    q = operands(K)["contiguous"]()
+    h, *_ = run(q, q, operands(V)[layout]())
+    assert (h == value).all()
 
 
 @pytest.mark.parametrize("layout", [*IN_PLACE, *COPIED])

@@ -1,0 +1,287 @@
+"""Training by plain eager calls: the kernels without the ops, and where the backward needs the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import tfla_tk.backends
+from tfla_tk import Support, memo, mlstm_chunkwise, mlstm_siging_chunkwise, ops
+
+Make = Callable[..., dict[str, Any]]
+STATES = ("c_initial", "n_initial", "m_initial")
+FUNCTIONS = {"exp": mlstm_chunkwise, "sig": mlstm_siging_chunkwise}
+
+
+class Calls:
+    """What is called.
+
+    Attributes:
+        kernels: "fwd" and "bwd", in order.
+        ops: which of the two go through the dispatcher.
+        last: the arguments of the last call of any of them.
+    """
+
+    def __init__(self, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernels: list[str] = []
+        self.ops: set[str] = set()
+        self.last: tuple[Any, ...] = ()
+        fake_tk.verdict = Support(True)
+        for name, module in (("fwd", fake_tk), ("bwd", tfla_tk.backends.tk_backward)):
+            kernel, op = getattr(module, f"mlstm_{name}"), getattr(ops, f"_{name}")
+            monkeypatch.setattr(module, f"mlstm_{name}", self._noting(name, self.kernels.append, kernel))
+            monkeypatch.setattr(ops, f"_{name}", self._noting(name, self.ops.add, op))
+
+    def _noting(self, name: str, note: Callable[[str], None], function: Callable[..., Any]) -> Any:
+        def call(*args: Any) -> Any:
+            note(name)
+            self.last = args
+            return function(*args)
+
+        return call
+
+    def clear(self) -> None:
+        self.kernels.clear()
+        self.ops.clear()
+
+
+@pytest.fixture
+def calls(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(fake_tk, monkeypatch)
+
+
+def leaves(x: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with requires_grad, but for those that have no gradient."""
+    return {n: t.detach().clone().requires_grad_(n not in ("m_initial", "cu_seqlens")) for n, t in x.items()}
+
+
+def gradients(x: dict[str, Any], *outputs: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
+    """Of a sum of the outputs' squares."""
+    wanted = [t for t in x.values() if t.requires_grad]
+    return torch.autograd.grad(sum(t.square().sum() for t in outputs), wanted, allow_unused=True, **options)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "initial"])
+@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    ("gate", "options"), [("exp", {}), ("sig", {}), ("sig", {"normalize": False})], ids=["exp", "sig", "raw"]
+)
+def test_both_paths_agree(
+    gate: str,
+    options: dict[str, Any],
+    varlen: bool,
+    states: bool,
+    last: bool,
+    calls: Calls,
+    make_inputs: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outputs, gradients, and what the backward is given, None in place of empty tensors."""
+    names = (STATES if gate == "exp" else STATES[:2]) if states else ()
+    x = make_inputs(1, sequences=3 if varlen else None, dtype=torch.bfloat16, states=names)
+    if varlen:
+        x["cu_seqlens"] = torch.tensor([0, 5, 5, 40])
+
+    def train() -> list[Any]:
+        inputs = leaves(x)
+        out = FUNCTIONS[gate](**inputs, **options, return_last_states=last)
+        outputs = [out[0], *out[1]] if last else [out]
+        differentiable = [t for t in outputs if t.requires_grad]
+        assert len(differentiable) == (3 if last else 1)
+        found = [*outputs, *gradients(inputs, *differentiable), *calls.last]
+        return [None if isinstance(t, Tensor) and t.numel() == 0 else t for t in found]
+
+    direct = train()
+    assert (calls.kernels, calls.ops) == (["fwd", "bwd"], set())
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(memo, "is_eager", lambda tensors: False)
+        dispatched = train()
+    assert (calls.kernels, calls.ops) == ([], {"fwd", "bwd"})
+    for a, b in zip(direct, dispatched, strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def test_only_the_gradients_that_are_asked_for(calls: Calls, make_inputs: Make) -> None:
+    """Of the last state alone, and where one input requires one; m is a constant."""
+    x = make_inputs(states=STATES)
+    x["k"].requires_grad_()
+    h, (c, n, m) = mlstm_chunkwise(**x, return_last_states=True)
+    assert h.requires_grad and c.requires_grad and n.requires_grad and not m.requires_grad
+    c.sum().backward()
+    assert x["k"].grad is not None and x["q"].grad is None
+    assert (calls.kernels, calls.ops) == (["fwd", "bwd"], set())
+    again = x | {"k": x["k"].detach().clone().requires_grad_()}
+    _, (c, _, _) = mlstm_chunkwise(**again, return_last_states=True, backend="reference")
+    c.sum().backward()
+    torch.testing.assert_close(x["k"].grad, again["k"].grad)
+
+
+def test_a_stabiliser_with_a_graph_passes_none_on(calls: Calls, make_inputs: Make) -> None:
+    """It records, as the op does, though nothing gets a gradient."""
+    x = make_inputs(states=STATES)
+    leaf = x["m_initial"].clone().requires_grad_()
+    h = mlstm_chunkwise(**x | {"m_initial": leaf * 1})
+    assert h.requires_grad and calls.kernels == ["fwd"]
+    assert torch.autograd.grad(h.sum(), leaf, allow_unused=True) == (None,)
+
+
+def test_an_initial_state_may_be_changed_after_the_forward(calls: Calls, make_inputs: Make) -> None:
+    """A cache that is updated in place."""
+    x = make_inputs(states=STATES)
+    inputs = leaves({n: t for n, t in x.items() if n not in STATES})
+    cache = {n: x[n].clone() for n in STATES}
+    h = mlstm_chunkwise(**inputs, **cache)
+    expected = torch.autograd.grad(h.square().sum(), list(inputs.values()), retain_graph=True)
+    for t in cache.values():
+        t.zero_()
+    found = torch.autograd.grad(h.square().sum(), list(inputs.values()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert calls.ops == set()
+
+
+def test_an_input_must_not_be_changed_after_the_forward(calls: Calls, make_inputs: Make) -> None:
+    x = leaves(make_inputs())
+    h = mlstm_chunkwise(**x | {"v": (v := x["v"] * 1)})
+    v.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h.sum().backward()
+
+
+# where the backward is not plain
+
+
+class Operators(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("context", [Operators, torch.profiler.profile])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_backward_that_is_watched(
+    context: Callable[[], AbstractContextManager[Any]], last: bool, calls: Calls, make_inputs: Make
+) -> None:
+    x = leaves(make_inputs())
+    out = mlstm_chunkwise(**x, return_last_states=last)
+    outputs = (out[0], *out[1][:2]) if last else (out,)
+    expected = gradients(x, *outputs, retain_graph=True)
+    assert (calls.kernels, calls.ops) == (["fwd", "bwd"], set())
+    with context():
+        found = gradients(x, *outputs)
+    assert (calls.kernels, calls.ops) == (["fwd", "bwd"], {"bwd"})
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Wrapper(Tensor):
+    """A tensor subclass."""
+
+
+def zeros(x: Tensor) -> Tensor:
+    """That nothing has written down."""
+    return torch._efficientzerotensor(x.shape)
+
+
+@pytest.mark.parametrize("change", [torch._neg_view, zeros, lambda x: x.as_subclass(Wrapper)])
+def test_gradients_that_are_no_plain_tensors(
+    change: Callable[[Tensor], Tensor], calls: Calls, make_inputs: Make
+) -> None:
+    x = leaves(make_inputs())
+    h = mlstm_chunkwise(**x)
+    dh = change(torch.randn_like(h))
+    found = torch.autograd.grad(h, list(x.values()), dh, retain_graph=True)
+    assert (calls.kernels, calls.ops) == (["fwd"], {"bwd"})
+    expected = torch.autograd.grad(h, list(x.values()), dh.as_subclass(Tensor) + 0)
+    assert (calls.kernels, calls.ops) == (["fwd", "bwd"], {"bwd"})
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.as_subclass(Tensor), b)
+
+
+def test_a_batch_of_gradients(calls: Calls, make_inputs: Make) -> None:
+    """By the dispatcher, one after the other."""
+    x = leaves(make_inputs())
+    h = mlstm_chunkwise(**x)
+    dh = torch.randn(2, *h.shape)
+    options: dict[str, Any] = {"retain_graph": True}
+    found = torch.autograd.grad(h, list(x.values()), dh, is_grads_batched=True, **options)
+    assert (calls.kernels, calls.ops) == (["fwd"], {"bwd"})
+    each = [torch.autograd.grad(h, list(x.values()), one, **options) for one in dh]
+    for batch, *expected in zip(found, *each, strict=True):
+        assert torch.equal(batch, torch.stack(expected))
+
+
+def test_double_backward_is_refused(calls: Calls, make_inputs: Make) -> None:
+    x = leaves(make_inputs())
+    h = mlstm_chunkwise(**x)
+    (dq,) = torch.autograd.grad(h.square().sum(), x["q"], create_graph=True)
+    assert (calls.kernels, calls.ops) == (["fwd"], {"bwd"})
+    with pytest.raises(RuntimeError, match="double backward of mLSTM is not implemented; backend='ref"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "subclass"])
+def test_hooks_on_what_is_saved(plain: bool, calls: Calls, make_inputs: Make) -> None:
+    x = leaves(make_inputs(states=STATES))
+    expected = gradients(x, mlstm_chunkwise(**x))
+    calls.clear()
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t
+
+    def unpack(t: Tensor) -> Tensor:
+        return t.clone() if plain else t.as_subclass(Wrapper)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        h = mlstm_chunkwise(**x)
+    found = gradients(x, h)
+    # q, k, v, i, f, the states, h, row_n, row_m and chunk_m
+    assert len(packed) == 12
+    assert (calls.kernels, calls.ops) == ((["fwd", "bwd"], set()) if plain else (["fwd"], {"bwd"}))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.as_subclass(Tensor), b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool, calls: Calls, make_inputs: Make) -> None:
+    x = leaves(make_inputs())
+    expected = gradients(x, mlstm_chunkwise(**x))
+    calls.clear()
+    h = checkpoint(lambda *t: mlstm_chunkwise(*t), *x.values(), use_reentrant=reentrant)
+    h.square().sum().backward()
+    assert (calls.kernels, calls.ops) == (["fwd", "fwd", "bwd"], set())
+    assert all(torch.equal(t.grad, g) for t, g in zip(x.values(), expected, strict=True))
+
+
+def test_compiled_autograd(calls: Calls, make_inputs: Make) -> None:
+    """The op is in the graph."""
+    graphs = []
+
+    def compile_with(graph: torch.fx.GraphModule) -> Any:
+        def keep(traced: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            graphs.append(traced)
+            return traced
+
+        return torch.compile(graph, backend=keep, fullgraph=True)
+
+    torch._dynamo.reset()
+    x = leaves(make_inputs())
+    expected = gradients(x, mlstm_chunkwise(**x))
+    calls.clear()
+    h = mlstm_chunkwise(**x)
+    with torch._dynamo.compiled_autograd._enable(compile_with):
+        h.square().sum().backward()
+    assert calls.kernels == ["fwd"]
+    assert any("tfla_tk.mlstm_bwd" in graph.code for graph in graphs)
+    for t, g in zip(x.values(), expected, strict=True):
+        torch.testing.assert_close(t.grad, g)

@@ -1,0 +1,466 @@
+"""The kernels of the mLSTM backward as tests replace them: modules that see what the real ones would see.
+
+`BackwardFormulas` computes what they compute, in fp64, from the addresses that they are given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from tfla_tk import ops
+from tfla_tk.backends import segments
+from tfla_tk.backends.tk_passes import ANCHOR_CHUNKS, SUM_COLUMNS
+from tfla_tk.build import Instance
+from tfla_tk.build.instances import mlstm_bwd
+from tfla_tk.reference.common import segment_sum
+
+CHUNK = 64
+
+# of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
+ARGUMENTS = {
+    "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream"),
+    "mlstm_bwd_combine": (
+        *("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device", "stream"),
+    ),
+    "mlstm_bwd_gates": (
+        *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
+        *("offsets", "sizes", "sigmoid_gate", "device", "stream"),
+    ),
+    "mlstm_pass": (
+        *("gradient", "queries", "keys", "values", "out", "factor", "i", "f", "rows", "entering", "leaving"),
+        *("boundaries", "sums", "anchors", "cut", "sizes", "scale", "accumulate", "half", "sigmoid_gate"),
+        *("device", "stream"),
+    ),
+    "mlstm_pass_segments": (
+        *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),
+        *("sigmoid_gate", "device", "stream"),
+    ),
+}
+
+
+class BackwardModules:
+    """Gives every instance a module whose functions call the methods of the same name.
+
+    A method gets the arguments of its function by name, with the `instance` of the module.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[Instance, ModuleType] = {}
+
+    def load(self, instance: Instance) -> ModuleType:
+        """For `build.load`."""
+        if instance not in self._modules:
+            self._modules[instance] = self._make(instance)
+        return self._modules[instance]
+
+    def _make(self, instance: Instance) -> ModuleType:
+        module = ModuleType(instance.name)
+        prefix = "mlstm_bwd" if instance == mlstm_bwd() else "mlstm_pass"
+        for name, names in ARGUMENTS.items():
+            if name.startswith(prefix):
+                setattr(module, name, self._function(instance, getattr(self, name), names))
+        for name, size in self.module_sizes(instance).items():
+            setattr(module, name, size)
+        return module
+
+    @staticmethod
+    def _function(instance: Instance, method: Callable[..., None], names: tuple[str, ...]) -> Any:
+        def launch(*arguments: Any) -> None:
+            method(SimpleNamespace(instance=instance, **dict(zip(names, arguments, strict=True))))
+
+        return launch
+
+    def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
+        """The functions that say how much memory a kernel wants, by name."""
+        raise NotImplementedError
+
+
+def tensor_at(pointer: int, dtype: torch.dtype, shape: Items[int], *strides: int) -> Tensor:
+    """What lies at an address, as a kernel sees it; contiguous without strides."""
+    strides = strides or contiguous_strides(shape)
+    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(tuple(shape), strides)
+
+
+def contiguous_strides(shape: Items[int]) -> tuple[int, ...]:
+    return tuple(torch.empty(tuple(shape), device="meta").stride())
+
+
+def states_at(
+    pointers: Items[int], count: tuple[int, ...], launch: SimpleNamespace, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """c and n of a pass at these addresses, as many as `count`: of c, its columns of the whole state."""
+    *_, dim_keys, dim_values, columns = launch.sizes
+    rows, own = (dim_keys, dim_values) if launch.gradient == 2 else (dim_values, dim_keys)
+    c, n = pointers
+    return (
+        tensor_at(c, dtype, (*count, rows, own), *contiguous_strides((*count, rows, columns))) if c else None,
+        tensor_at(n, dtype, (*count, dim_values)) if n else None,
+    )
+
+
+def exact(x: Tensor) -> Tensor:
+    return x
+
+
+class BackwardFormulas(BackwardModules):
+    """tk_backward.mlstm_bwd with the formula of every kernel in its place, in fp64.
+
+    Attributes:
+        rounded: what a kernel does to an operand that it computes: scores and states.
+        anchored: whether the flows at the anchors are used.
+        segment_chunks: of which sequences are cut into segments.
+        row_sums: of the last call's passes by name, whole and inter.
+    """
+
+    def __init__(self, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]) -> None:
+        super().__init__()
+        self.row_factors, self.gate_gradients = row_factors, gate_gradients
+        self.segment_chunks = 10_000
+        self.rounded: Callable[[Tensor], Tensor] = exact
+        self.anchored = True
+        self.states: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
+        self.row_sums: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, *arguments: Any) -> ops.Grads:
+        """The op; what no kernel writes is not a number."""
+        torch.use_deterministic_algorithms(True)
+        try:
+            return ops._bwd_cuda(*arguments)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
+        if instance == mlstm_bwd():
+            return {"mlstm_bwd_gates_workspace_bytes": lambda heads, sequences: 1}
+        return {"anchor_bytes": lambda *sizes: 1, "flow_parts": lambda dim_values: 1}
+
+    def cut(self, sequences: int, tokens: int, *_: Any) -> segments.Cut:
+        """For `segments.cut`."""
+        return segments.Cut(sequences * -(-tokens // (CHUNK * self.segment_chunks)), self.segment_chunks)
+
+    def cut_packed(self, sequences: int, tokens: int, *_: Any) -> segments.Cut:
+        """For `segments.cut_packed`."""
+        return segments.Cut(sequences + tokens // (CHUNK * self.segment_chunks), self.segment_chunks)
+
+    def mlstm_bwd_rows(self, x: SimpleNamespace) -> None:
+        dh, h = (operand_at(operand, x.sizes) for operand in (x.dh, x.h))
+        given = (tensor_at(row, torch.float64, x.sizes[:3]) if row else None for row in x.rows)
+        found = self.row_factors(dh, self.rounded(h), *given, x.eps)
+        for pointer, factor in zip(x.factors, found, strict=True):
+            tensor_at(pointer, torch.float64, x.sizes[:3]).copy_(factor)
+
+    def mlstm_pass_segments(self, x: SimpleNamespace) -> None:
+        """From the boundary away, until all is forgotten."""
+        forward = x.gradient == 0
+        walk = Walk.of(x)
+        log2_w, e_of_rows = walk.factors
+        batch, heads, seq, dim_keys, dim_values, _ = x.sizes
+        all_keys, all_values = (
+            operand_at(operand, (batch, heads, seq, dim))
+            for operand, dim in ((x.keys, dim_keys), (x.values, dim_values))
+        )
+        boundary = walk.boundary(x)
+        for sequence in walk.sequences:
+            for g in range(1, len(sequence.segments)):
+                chunks = sequence.segments[g - 1][::-1] if forward else sequence.segments[g]
+                c, n, log2_decay = (None if part is None else sequence.at(part, g) for part in boundary)
+                assert c is not None and log2_decay is not None
+                c.zero_(), log2_decay.zero_()
+                own_n = torch.zeros_like(c[..., 0])
+                tokens = slice(sequence.tokens(min(chunks)).start, sequence.tokens(max(chunks)).stop)
+                largest = 0.0 if forward else (-log2_w[:, :, tokens]).amax(-1).clamp(min=0)
+                for chunk in chunks:
+                    own = sequence.tokens(chunk)
+                    forgotten = log2_decay + largest <= -150.0
+                    _, of_t, of_j, decay = walk.chunk_factors(own, sequence.slot + chunk)
+                    scale = (of_j if forward else of_t) * torch.exp2(log2_decay)[..., None]
+                    scale = torch.where(forgotten[..., None], 0.0, scale)
+                    key, value, e = (part[:, :, own] for part in (all_keys, all_values, e_of_rows))
+                    c += value.mT @ self.rounded(scale[..., None] * key)
+                    own_n += ((scale if forward else e * scale)[..., None] * value).sum(-2)
+                    log2_decay += torch.where(forgotten, 0.0, torch.log2(decay))
+                if n is not None:
+                    n.copy_(own_n)
+
+    def mlstm_bwd_combine(self, x: SimpleNamespace) -> None:
+        heads, seq, dim_qk, dim_v = x.sizes
+        _, _, sequences, count, _ = x.cut
+        slots = (count - sequences) * heads
+        pointers = x.boundaries
+        boundary_c = tensor_at(pointers[0], torch.float64, (slots, dim_qk, dim_v))
+        boundary_n = tensor_at(pointers[1], torch.float64, (x.norm_parts, slots, dim_qk))
+        decays = tensor_at(pointers[2], torch.float64, (slots,))
+        shapes = ((sequences, heads, dim_qk, dim_v), (sequences, heads, dim_qk))
+        entering_c, entering_n = (
+            tensor_at(pointer, torch.float64, shape) if pointer else None
+            for pointer, shape in zip(x.entering, shapes, strict=True)
+        )
+        for sequence in sequences_of(x.cut, heads, seq):
+            along = range(1, len(sequence.segments))
+            of_n = ((part, entering_n if number == 0 else None) for number, part in enumerate(boundary_n))
+            for states, given in ((boundary_c, entering_c), *of_n):
+                carried = torch.zeros(()) if given is None else given[sequence.which]
+                for g in reversed(along) if x.backward else along:
+                    own, log2_decay = sequence.at(states, g), sequence.at(decays, g)
+                    decay = torch.exp2(log2_decay).reshape(*log2_decay.shape, *(1,) * (own.ndim - 2))
+                    carried = own + decay * carried
+                    own.copy_(carried)
+
+    def mlstm_pass(self, x: SimpleNamespace) -> None:
+        forward, turned = x.gradient == 0, x.gradient != 2
+        walk = Walk.of(x)
+        batch, heads, seq, dim_keys, dim_values, _ = x.sizes
+        queries, keys = (operand_at(y, (batch, heads, seq, dim_keys)) for y in (x.queries, x.keys))
+        values, out, factor = (
+            operand_at(y, (batch, heads, seq, dim_values)) for y in (x.values, x.out, x.factor)
+        )
+        states = (x.cut[2], heads)
+        entering = states_at(x.entering, states, x, torch.float64)
+        leaving = states_at(x.leaving, states, x, torch.float64)
+        boundary = walk.boundary(x)
+        anchors = sums = None
+        if turned:
+            anchors = flows_at(*x.anchors[1:], 1, (batch, heads), walk.slots)
+            panels = -(-dim_values // SUM_COLUMNS)
+            sums = sums_at((*x.sums, panels), (batch, heads, seq), walk.slots)
+
+        def state(c: Tensor | None, n: Tensor | None) -> tuple[Tensor, Tensor]:
+            zero = keys.new_zeros(dim_keys, dim_values)
+            return zero if c is None else c.mT if turned else c, zero[0] if n is None else n
+
+        for number, sequence in enumerate(walk.sequences):
+            c, n = state(*(None if y is None else y[sequence.which] for y in entering))
+            along = list(enumerate(sequence.segments))[:: 1 if forward else -1]
+            for chunk, g in ((chunk, g) for g, chunks in along for chunk in chunks[:: 1 if forward else -1]):
+                first = sequence.segments[g][0 if forward else -1] == chunk
+                if first and boundary[0] is not None and g != along[0][0]:
+                    at = (None if y is None else sequence.at(y, g + (not forward)) for y in boundary[:2])
+                    c, n = state(*at)
+                own = sequence.tokens(chunk)
+                flow = None  # to be written, where there is an anchor before the chunk
+                if anchors is not None and chunk > 0 and chunk % ANCHOR_CHUNKS == 0:
+                    flow = anchors[:, :, (sequence.slot + chunk) // ANCHOR_CHUNKS]
+                    if forward:
+                        self.states[x.anchors[0], number, chunk] = self.rounded(c), n
+                intra, of_t, of_j, decay = walk.chunk_factors(own, sequence.slot + chunk)
+                query, key, value, e = (y[:, :, own] for y in (queries, keys, values, walk.factors[1]))
+                e = e if turned else torch.zeros_like(e)
+                # e belongs to time t: the rows forward in time, else the columns
+                scores = query @ key.mT + (e[..., :, None] if forward else e[..., None, :])
+                weights = (intra if forward else intra.mT) * scores
+                row, column = (of_t, of_j) if forward else (of_j, of_t)
+                row_n, column_n = (e * row, column) if forward else (row, e * column)
+                inter = row[..., None] * (query @ self.rounded(c)) + row_n[..., None] * n[..., None, :]
+                whole = inter + self.rounded(weights) @ value
+                out[:, :, own] = whole + out[:, :, own] if x.accumulate else whole
+                if sums is not None:
+                    of_tokens, of_chunks = (
+                        [part.sum(-1) for part in (factor[:, :, own] * y).split(SUM_COLUMNS, dim=-1)]
+                        for y in (whole, inter)
+                    )
+                    for panel, found in enumerate(of_tokens):
+                        sums[0][panel, :, :, own] = found
+                    for panel, found in enumerate(of_chunks):
+                        both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
+                        sums[1][panel, :, :, sequence.slot + chunk] = both
+                c = decay[..., None, None] * c + self.rounded(column[..., None] * key).mT @ value
+                n = decay[..., None] * n + (column_n[..., None] * value).sum(-2)
+                if flow is not None and not forward:
+                    left_c, left_n = self.states[x.anchors[0], number, chunk]
+                    flow[..., 0] = (left_c * c).sum((-2, -1)) + (left_n * n).sum(-1)
+            for given, y in zip(leaving, (c.mT if turned else c, n), strict=True):
+                if given is not None:
+                    given[sequence.which] = y
+
+    def mlstm_bwd_gates(self, x: SimpleNamespace) -> None:
+        batch, heads, seq, dim_qk, dim_v = x.sizes
+        bounds = bounds_at(x.offsets, seq)
+        sequences = x.offsets[2]
+        slots = chunk_slots(x.offsets, seq)
+        flows = []
+        for c, dc, n, dn in (x.initial, x.last):
+            flow = torch.zeros(sequences, heads, dtype=torch.float64)
+            for pair, shape in (((c, dc), (dim_qk, dim_v)), ((n, dn), (dim_qk,))):
+                if all(pair):
+                    state, grad = (tensor_at(y, torch.float64, (sequences, heads, *shape)) for y in pair)
+                    flow += (state * grad).flatten(2).sum(-1)
+            flows.append(flow)
+        size = (batch, heads, seq)
+        sums = {
+            name: tuple(y.sum(0) for y in sums_at(given, size, slots))
+            for name, given in (("dq", x.q_dq), ("dk", x.k_dk))
+        }
+        i, f, di, df = (gate_at(gate, size) for gate in (x.i, x.f, x.di, x.df))
+        chunk_m = tensor_at(x.chunk_m, torch.float64, (batch, heads, slots)) if x.chunk_m else None
+        pointer, parts = x.anchors
+        known = flows_at(pointer, parts, parts, (batch, heads), slots) if self.anchored else None
+        found = self.gate_gradients(*sums.values(), known, i, f, chunk_m, flows, bounds)
+        di.copy_(found[0]), df.copy_(found[1])
+        self.row_sums = {name: (whole.clone(), inter.clone()) for name, (whole, inter) in sums.items()}
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a pass and its segments kernel walk over.
+
+    Attributes:
+        i, f: [B, NH, S].
+        factors: log2_w and e, [B, NH, S].
+        chunk_m: [B, NH, slots], None with the sigmoid gate.
+        slots: per head, of what there is once per chunk.
+        sequences: as the kernels see them.
+        scale: of q k^T.
+    """
+
+    i: Tensor
+    f: Tensor
+    factors: tuple[Tensor, Tensor]
+    chunk_m: Tensor | None
+    slots: int
+    sequences: list[Sequence]
+    scale: float
+
+    @classmethod
+    def of(cls, x: SimpleNamespace) -> Walk:
+        """Of a launch."""
+        batch, heads, seq, *_ = x.sizes
+        size, slots = (batch, heads, seq), chunk_slots(x.cut, seq)
+        assert x.sigmoid_gate == (x.rows[2] == 0)
+        log2_w, e = (tensor_at(pointer, torch.float64, size) for pointer in x.rows[:2])
+        return cls(
+            gate_at(x.i, size),
+            gate_at(x.f, size),
+            (log2_w, e),
+            tensor_at(x.rows[2], torch.float64, (batch, heads, slots)) if x.rows[2] else None,
+            slots,
+            sequences_of(x.cut, heads, seq),
+            x.scale,
+        )
+
+    def boundary(self, x: SimpleNamespace) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """c, n and log2_decay at the boundaries between segments; None where there is none."""
+        _, _, sequences, count, _ = x.cut
+        slots = (count - sequences) * x.sizes[1]
+        log2_decay = tensor_at(x.boundaries[2], torch.float64, (slots,)) if x.boundaries[2] else None
+        return *states_at(x.boundaries[:2], (slots,), x, torch.float64), log2_decay
+
+    def chunk_factors(self, own: slice, slot: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of one chunk s W_tj / w_t, s e^{b_t + m_in - m_t} / w_t, w^end_j, and the state's decay."""
+        log_i = logsigmoid(self.i[:, :, own]) if self.chunk_m is None else self.i[:, :, own]
+        log_f = logsigmoid(self.f[:, :, own])
+        intra, inter = segment_sum(log_f) + log_i[..., None, :], log_f.cumsum(-1)
+        m_t = torch.zeros_like(inter)
+        if self.chunk_m is not None:
+            inter = inter + self.chunk_m[:, :, slot, None] * math.log(2)
+            m_t = torch.maximum(inter, intra.amax(-1))
+        row = m_t + self.factors[0][:, :, own] * math.log(2)
+        end = m_t[..., -1:]
+        return (
+            self.scale * torch.exp(intra - row[..., None]),
+            self.scale * torch.exp(inter - row),
+            torch.exp(intra[..., -1, :] - end),
+            torch.exp(inter[..., -1] - end[..., 0]),
+        )
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A packed sequence, or the sequences of a batch together.
+
+    Attributes:
+        which: of the states of all sequences.
+        start, end: its tokens.
+        slot: of its first chunk.
+        segments: the chunks of each.
+        boundaries: its own of all.
+        batch, heads: of what there is at a boundary.
+    """
+
+    which: slice
+    start: int
+    end: int
+    slot: int
+    segments: list[range]
+    boundaries: slice
+    batch: int
+    heads: int
+
+    def tokens(self, chunk: int) -> slice:
+        first = self.start + chunk * CHUNK
+        return slice(first, min(first + CHUNK, self.end))
+
+    def at(self, x: Tensor, boundary: int) -> Tensor:
+        """The entries [N, NH, *] at the boundary before a segment, of x [slots, *]."""
+        own = x.unflatten(0, (-1, self.heads))[self.boundaries]
+        return own.unflatten(0, (self.batch, -1))[:, boundary - 1]
+
+
+def sequences_of(cut: tuple[int, ...], heads: int, seq: int) -> list[Sequence]:
+    """The sequences as the kernels see them."""
+    pointer, _, count, _, chunks_of = cut
+    packed = pointer != 0
+    batch = 1 if packed else count
+    found = []
+    behind = 0  # the boundaries of the sequences before
+    for number, (start, end) in enumerate(bounds_at(cut, seq)):
+        chunks = -(-(end - start) // CHUNK)
+        pieces = [range(at, min(at + chunks_of, chunks)) for at in range(0, max(chunks, 1), chunks_of)]
+        own = slice(behind, behind + batch * (len(pieces) - 1))
+        behind = own.stop
+        which = slice(number, number + 1) if packed else slice(None)
+        slot = start // CHUNK + (number if packed else 0)
+        found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))
+    return found
+
+
+def bounds_at(offsets: tuple[int, ...], seq: int) -> list[tuple[int, int]]:
+    """(start, end) of every packed sequence; of all sequences of a batch at once."""
+    pointer, wide, count, *_ = offsets
+    if pointer == 0:
+        return [(0, seq)]
+    cu_seqlens = tensor_at(pointer, torch.int64 if wide else torch.int32, (count + 1,))
+    return list(itertools.pairwise(cu_seqlens.tolist()))
+
+
+def chunk_slots(offsets: tuple[int, ...], seq: int) -> int:
+    """Per head, of what there is once per chunk."""
+    pointer, _, count, *_ = offsets
+    return -(-seq // CHUNK) + (count if pointer else 0)
+
+
+def operand_at(operand: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    pointer, *strides = operand
+    return tensor_at(pointer, torch.float64, shape, *strides, 1)
+
+
+def gate_at(gate: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    pointer, *strides, _ = gate
+    return tensor_at(pointer, torch.float64, size, *strides)
+
+
+def sums_at(sums: tuple[int, ...], size: tuple[int, ...], slots: int) -> tuple[Tensor, Tensor]:
+    """Row sums: of every token [count, B, NH, S], and of every chunk [count, B, NH, slots, 2]."""
+    whole, inter, count = sums
+    return (
+        tensor_at(whole, torch.float64, (count, *size)),
+        tensor_at(inter, torch.float64, (count, *size[:2], slots, 2)),
+    )
+
+
+def flows_at(pointer: int, parts: int, own: int, size: tuple[int, ...], slots: int) -> Tensor:
+    """[B, NH, anchor slots, own]: the first parts from an address on, of so many."""
+    shape = (*size, slots // ANCHOR_CHUNKS + 1)
+    return tensor_at(pointer, torch.float64, (*shape, own), *contiguous_strides((*shape, parts)))
