@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,13 +48,13 @@ Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e
 
 @dataclass(slots=True)
 class _Call:
-    """A call as its kernels take it: tensors by their addresses, 0 where there is none.
+    """What the kernels of a call read: tensors by their addresses, 0 where there is none.
 
     Attributes:
         plan, memory: what is launched, and where it leaves what.
         sizes: batch, heads, seq, dim_qk, dim_v.
-        q to dv: [B, NH, S, *], rows aligned for TMA. i to df: [B, NH, S].
-        itemsize: bytes of an element of q to dv.
+        q to dh: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
+        itemsize: bytes of an element of q to dh.
         row_n, row_m, chunk_m: as the forward returns them.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
@@ -69,22 +70,15 @@ class _Call:
     v: Operand
     h: Operand
     dh: Operand
-    dq: Operand
-    dk: Operand
-    dv: Operand
     itemsize: int
     i: Gate
     f: Gate
-    di: Gate
-    df: Gate
     row_n: int
     row_m: int
     chunk_m: int
     cut: tuple[int, bool, int, int, int]
     c_initial: int
     n_initial: int
-    dc_initial: int
-    dn_initial: int
     c_last: int
     n_last: int
     dc_last: int
@@ -95,6 +89,18 @@ class _Call:
     sigmoid_gate: bool
     device: int
     stream: int
+
+
+class _Grads(NamedTuple):
+    """What they write, in the same way: each like what it is the gradient of."""
+
+    dq: Operand
+    dk: Operand
+    dv: Operand
+    di: Gate
+    df: Gate
+    dc_initial: int
+    dn_initial: int
 
 
 def mlstm_bwd(
@@ -130,13 +136,12 @@ def mlstm_bwd(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    grads = grads_like(q, k, v, i, f, c_initial, n_initial)
     if not normalize:
         n_last = dn_last = None
     if q.numel() == 0:
+        grads = grads_like(q, k, v, i, f, c_initial, n_initial)
         _of_no_token(grads, dc_last, dn_last)
         return grads
-    dq, dk, dv, di, df, dc_initial, dn_initial = grads
     batch, heads, seq, dim_qk = q.shape
     sizes = (batch, heads, seq, dim_qk, v.shape[-1])
     operands = Operands()
@@ -144,7 +149,6 @@ def mlstm_bwd(
     device = q.get_device()
     plan = _plan(sizes, offsets, chunk_slots(seq, cu_seqlens), device)
     memory = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
-    dc_initial, dn_initial = operands.state_result(dc_initial), operands.state_result(dn_initial)
     call = _Call(
         plan=plan,
         memory=plan.memory_at(memory.data_ptr()),
@@ -154,22 +158,15 @@ def mlstm_bwd(
         v=operands.read(v),
         h=operands.read(h),
         dh=operands.read(dh),
-        dq=operands.write(dq),
-        dk=operands.write(dk),
-        dv=operands.write(dv),
         itemsize=q.element_size(),
         i=_gate(i),
         f=_gate(f),
-        di=_gate(di),
-        df=_gate(df),
         row_n=_given(row_n),
         row_m=_given(row_m),
         chunk_m=_given(chunk_m),
         cut=(*offsets, *plan.cut),
         c_initial=operands.state(c_initial),
         n_initial=operands.state(n_initial),
-        dc_initial=_pointer(dc_initial),
-        dn_initial=_pointer(dn_initial),
         c_last=operands.state(c_last),
         n_last=operands.state(n_last),
         dc_last=operands.state(dc_last),
@@ -185,15 +182,28 @@ def mlstm_bwd(
         _launch_rows(call, part)
     if plan.is_cut:
         _launch_segments(call)
+    # only now, so that a GPU that waits for the host has its first kernels early
+    grads = grads_like(q, k, v, i, f, c_initial, n_initial)
+    dq, dk, dv, di, df, dc_initial, dn_initial = grads
+    dn_initial = operands.state_result(dn_initial)
+    written = _Grads(
+        operands.write(dq),
+        operands.write(dk),
+        operands.write(dv),
+        _gate(di),
+        _gate(df),
+        _pointer(operands.state_result(dc_initial)),
+        _pointer(dn_initial),
+    )
     for part in plan.parts:
         if part.number == 0 or dn_initial is None:
-            _launch_dq_and_dk(call, part, call.dn_initial)
+            _launch_dq_and_dk(call, written, part, written.dn_initial)
         else:
             dn_of_part = torch.empty_like(dn_initial)
-            _launch_dq_and_dk(call, part, dn_of_part.data_ptr())
+            _launch_dq_and_dk(call, written, part, dn_of_part.data_ptr())
             dn_initial.add_(dn_of_part)
-    _launch_dv(call)
-    _launch_gates(call)
+    _launch_dv(call, written)
+    _launch_gates(call, written)
     operands.copy_back()
     return grads
 
@@ -288,7 +298,7 @@ def _combine(x: _Call, boundaries: Triple, norm_parts: int, entering: Pair, *, b
     )
 
 
-def _launch_dq_and_dk(x: _Call, part: Part, dn: int) -> None:
+def _launch_dq_and_dk(x: _Call, written: _Grads, part: Part, dn: int) -> None:
     """The passes over a part of V, which add to what those before have made.
 
     Args:
@@ -301,14 +311,14 @@ def _launch_dq_and_dk(x: _Call, part: Part, dn: int) -> None:
     sizes = (*size, part.width, dim_qk, dim_v)
     anchors = (memory.anchors, memory.flows + part.flows, x.plan.flow_parts)
     _run_pass(
-        x, "dq", part.kernel, dh, v, x.k, x.dq, rows, sizes,
+        x, "dq", part.kernel, dh, v, x.k, written.dq, rows, sizes,
         entering=(_state(x.c_initial, part), x.n_initial),
         boundary=_boundary(x, memory.state_c + part.state, memory.state_n, memory.state_decay),
         factor=x.q, sums=(memory.q_dq + part.sums, memory.q_dq_inter + part.inter), anchors=anchors,
         accumulate=not first,
     )  # fmt: skip
     _run_pass(
-        x, "dk", part.kernel, v, dh, x.q, x.dk, rows, sizes,
+        x, "dk", part.kernel, v, dh, x.q, written.dk, rows, sizes,
         entering=(_state(x.dc_last, part), x.dn_last if first else 0),
         leaving=(0, dn),
         boundary=_boundary(x, memory.grad_c + part.state, memory.grad_n + part.norms, memory.grad_decay),
@@ -317,14 +327,15 @@ def _launch_dq_and_dk(x: _Call, part: Part, dn: int) -> None:
     )  # fmt: skip
 
 
-def _launch_dv(x: _Call) -> None:
+def _launch_dv(x: _Call, written: _Grads) -> None:
     """The pass over all of V: the state's columns are those of its values."""
     memory = x.memory
     *size, dim_qk, dim_v = x.sizes
+    rows, sizes = _rows(x, x.plan.parts[0]), (*size, dim_qk, dim_v, dim_v)
     _run_pass(
-        x, "dv", x.plan.dv, x.k, x.q, x.dh, x.dv, _rows(x, x.plan.parts[0]), (*size, dim_qk, dim_v, dim_v),
+        x, "dv", x.plan.dv, x.k, x.q, x.dh, written.dv, rows, sizes,
         entering=(x.dc_last, 0),
-        leaving=(x.dc_initial, 0),
+        leaving=(written.dc_initial, 0),
         boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
         factor=x.dh,
     )  # fmt: skip
@@ -395,7 +406,7 @@ def _run_pass(
     )
 
 
-def _launch_gates(x: _Call) -> None:
+def _launch_gates(x: _Call, written: _Grads) -> None:
     """di and df from the passes' row sums."""
     memory, plan = x.memory, x.plan
     x.plan.around.mlstm_bwd_gates(
@@ -404,10 +415,10 @@ def _launch_gates(x: _Call) -> None:
         (memory.flows, plan.flow_parts),
         x.i,
         x.f,
-        x.di,
-        x.df,
+        written.di,
+        written.df,
         x.chunk_m,
-        _with_gradient(x.c_initial, x.dc_initial) + _with_gradient(x.n_initial, x.dn_initial),
+        _with_gradient(x.c_initial, written.dc_initial) + _with_gradient(x.n_initial, written.dn_initial),
         _with_gradient(x.c_last, x.dc_last) + _with_gradient(x.n_last, x.dn_last),
         memory.workspace,
         x.cut[:3],
