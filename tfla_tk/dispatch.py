@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from tfla_tk.errors import UnsupportedError
-from tfla_tk.ops import SCHEDULES
 from tfla_tk.validation import fail
 
 BACKENDS = ("tk", "triton", "reference")
@@ -114,11 +113,7 @@ def split_backend(backend: str) -> tuple[str, str | None]:
 def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
     """The verdict of one backend on one call."""
     supports = getattr(load_backend(name), f"supports_{kernel}")
-    if name == "tk" and variant is not None and kernel == "mlstm_sequence":
-        fail("backend", "'tk' for a few tokens", f"'tk:{variant}'")
-    if name == "tk" and variant is not None and variant not in SCHEDULES:
-        fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", f"'tk:{variant}'")
-    verdict: Support = supports(call) if name == "tk" or variant is None else supports(call, variant)
+    verdict: Support = supports(call, variant)
     return verdict
 
 

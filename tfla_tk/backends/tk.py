@@ -14,8 +14,8 @@ from tfla_tk.backends import segments
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
-from tfla_tk.ops import chunk_slots
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.ops import SCHEDULES, chunk_slots
+from tfla_tk.validation import MLSTMCall, fail
 
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
 Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
@@ -27,8 +27,12 @@ _GRID_LIMIT = 65535  # CTAs along a grid's second and third dimension
 _ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
 
 
-def supports_mlstm(call: MLSTMCall) -> Support:
-    """Whether the mLSTM kernels serve a call. CUDA is only touched for calls on a CUDA device."""
+def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether the mLSTM kernels serve a call; ValueError for a variant that is no schedule.
+
+    CUDA is only touched for calls on a CUDA device.
+    """
+    _check_schedule(variant)
     if call.device.type != "cuda":
         return _not_on_a_gpu(call.device)
     if call.dtype not in _OPERAND_DTYPES:
@@ -48,8 +52,12 @@ def supports_mlstm(call: MLSTMCall) -> Support:
     return Support(False, reason, remedy) if reason else SUPPORTED
 
 
-def supports_mlstm_step(call: MLSTMCall) -> Support:
-    """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name."""
+def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name.
+
+    ValueError for a variant that is no schedule: the chunkwise kernel has them.
+    """
+    _check_schedule(variant)
     if call.requires_grad:
         support = supports_mlstm(call)
         if not support.ok:
@@ -59,8 +67,10 @@ def supports_mlstm_step(call: MLSTMCall) -> Support:
     return _supports_decoding(call)
 
 
-def supports_mlstm_sequence(call: MLSTMCall) -> Support:
-    """Whether the kernel for a few tokens serves a call."""
+def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether the kernel for a few tokens serves a call; ValueError for a variant: it has one schedule."""
+    if variant is not None:
+        fail("backend", "'tk' for a few tokens", repr(f"tk:{variant}"))
     if call.seq > instances.MAX_TOKENS:
         return Support(
             False,
@@ -72,6 +82,11 @@ def supports_mlstm_sequence(call: MLSTMCall) -> Support:
             False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
         )
     return _supports_decoding(call)
+
+
+def _check_schedule(variant: str | None) -> None:
+    if variant is not None and variant not in SCHEDULES:
+        fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", repr(f"tk:{variant}"))
 
 
 def _supports_decoding(call: MLSTMCall) -> Support:

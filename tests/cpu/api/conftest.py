@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import tfla_tk.backends
 from tfla_tk import Support, decode, mlstm, ops, step_ops
+from tfla_tk.backends import tk
 from tfla_tk.validation import MLSTMCall
 
 Inputs = dict[str, Tensor]
@@ -63,16 +65,26 @@ def backward_kernels(*args: Any) -> tuple[Tensor | None, ...]:
     return tuple(None if x.numel() == 0 else x for x in ops._bwd_cpu(*args))
 
 
+def chosen_verdict(supports: Callable[..., Support]) -> Callable[..., Support]:
+    """In place of `supports`, but for the variants that it refuses."""
+
+    def supports_by_choice(self: FakeTk, call: MLSTMCall, variant: str | None = None) -> Support:
+        if variant is not None:
+            supports(dataclasses.replace(call, device=torch.device("cpu")), variant)
+        return self.verdict
+
+    return supports_by_choice
+
+
 class FakeTk(ModuleType):
     """The tk backend's module with a verdict that a test chooses; its kernel is the op's CPU code."""
 
     verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
     mlstm_fwd = staticmethod(forward_kernel)
 
-    def supports_mlstm(self, call: MLSTMCall) -> Support:
-        return self.verdict
-
-    supports_mlstm_step = supports_mlstm_sequence = supports_mlstm
+    supports_mlstm = chosen_verdict(tk.supports_mlstm)
+    supports_mlstm_step = chosen_verdict(tk.supports_mlstm_step)
+    supports_mlstm_sequence = chosen_verdict(tk.supports_mlstm_sequence)
 
 
 @pytest.fixture(autouse=True)

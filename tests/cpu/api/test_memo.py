@@ -35,7 +35,7 @@ class Served:
         fake_tk.mlstm_fwd = self._kernel
         monkeypatch.setattr(ops, "mlstm", self._serve)
 
-    def _supports(self, call: MLSTMCall) -> Support:
+    def _supports(self, call: MLSTMCall, variant: str | None = None) -> Support:
         self.checked += 1
         return Support(True)
 

@@ -15,6 +15,7 @@ from tfla_tk import decode, sequence_ops, step_ops
 from tfla_tk.backends import tk
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import kernels
+from tfla_tk.validation import MLSTMCall
 
 NATIVE = {
     "chunkwise_kernel": "chunkwise--native_autograd",
@@ -164,7 +165,25 @@ def ours_siging() -> dict[str, str]:
 
 
 @pytest.fixture
-def sequence_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has a function of the tk backend that says what it supports answer as on a Hopper GPU, by its name."""
+
+    def pretend(name: str) -> None:
+        supports, gpu = getattr(tk, name), torch.device("cuda", 0)
+
+        def answer(call: MLSTMCall, variant: str | None = None) -> Any:
+            return supports(dataclasses.replace(call, device=gpu), variant)
+
+        monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+        monkeypatch.setattr(tk, name, answer)
+
+    return pretend
+
+
+@pytest.fixture
+def sequence_calls(
+    monkeypatch: pytest.MonkeyPatch, on_a_gpu: Callable[[str], None]
+) -> Iterator[list[tuple[str, str]]]:
     """What is called for sequences, with its backend=, on a CPU that passes for a Hopper GPU.
 
     The tk backend says of a few tokens what it would there; its kernel for them, and every chunkwise backend,
@@ -184,11 +203,7 @@ def sequence_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, 
     for gate in ("", "siging_"):
         for name, changes in (("chunkwise", {"backend": "reference"}), ("sequence", {})):
             monkeypatch.setattr(kernels, f"mlstm_{gate}{name}", recorded(f"mlstm_{gate}{name}", **changes))
-    supports, gpu = tk.supports_mlstm_sequence, torch.device("cuda", 0)
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
-    monkeypatch.setattr(
-        tk, "supports_mlstm_sequence", lambda call: supports(dataclasses.replace(call, device=gpu))
-    )
+    on_a_gpu("supports_mlstm_sequence")
     monkeypatch.setattr(sequence_ops, "_kernel_sequence", step_ops.on_cpu)
     decode._plans.clear()
     yield found

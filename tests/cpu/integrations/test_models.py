@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tfla_tk import UnsupportedError
-from tfla_tk.backends import tk
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import explain
 
@@ -150,17 +148,14 @@ def test_which_describes_the_call(make_large: Make, monkeypatch: pytest.MonkeyPa
 def test_which_says_why_a_model_is_not_served(
     make_large: Make,
     tokens: Tensor,
-    monkeypatch: pytest.MonkeyPatch,
+    on_a_gpu: Callable[[str], None],
     fields: dict[str, Any],
     dtype: torch.dtype,
     backend: str,
     reason: str,
 ) -> None:
     """As on a Hopper GPU, as far as tk is concerned; the model runs on what serves it."""
-    supports = tk.supports_mlstm
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
-    monkeypatch.setattr(tk, "supports_mlstm", lambda call: supports(dataclasses.replace(call, device=gpu)))
+    on_a_gpu("supports_mlstm")
     model = make_large(**fields).to(dtype)
     xlstm.replace(model)
     choice = xlstm.which(model)
