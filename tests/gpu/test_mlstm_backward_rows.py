@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, ops
-from tfla_tk.backends.tk import _current_stream, _gate, _operand, _pointer
+from tfla_tk.backends.tk import Operands, _current_stream, _gate, _operand, _pointer
 from tfla_tk.build import instances
 
 Formulas = Callable[..., Any]
@@ -201,9 +201,8 @@ def draw_gates(
 def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
     di, df = (torch.full_like(gate, torch.nan) for gate in (x.i, x.f))
     batch, heads, _ = x.i.shape
-    offsets = (0, False, batch)
-    if x.cu_seqlens is not None:
-        offsets = (x.cu_seqlens.data_ptr(), x.cu_seqlens.dtype == torch.int64, len(x.bounds))
+    operands = Operands()
+    offsets = operands.offsets(x.cu_seqlens, batch)
     size = kernel.mlstm_bwd_gates_workspace_bytes(heads, offsets[-1])
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     device = x.i.get_device()

@@ -99,6 +99,15 @@ def gradients(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Tensor:
     return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
 
+def in_pieces(model: nn.Module, tokens: Tensor, size: int | list[int]) -> tuple[Tensor, Any]:
+    """The logits of pieces, each of which goes on from the state of the one before, and the last state."""
+    state, logits = None, []
+    for piece in tokens.split(size, dim=1):
+        out, state = model(piece, state)
+        logits.append(out)
+    return torch.cat(logits, dim=1), state
+
+
 def test_which_takes_tk(make_large: Callable[..., nn.Module]) -> None:
     model = make_large()
     xlstm.replace(model)
@@ -162,18 +171,27 @@ def test_large_trains_through_segments(
 ) -> None:
     """Full backpropagation through states that the model overwrites in place."""
 
-    def in_pieces(model: nn.Module) -> Tensor:
-        state, logits = None, []
-        for piece in tokens.split([100, 3, SEQ - 103], dim=1):
-            out, state = model(piece, state)
-            logits.append(out)
-        return token_loss(torch.cat(logits, dim=1), tokens)
+    def loss(model: nn.Module) -> Tensor:
+        return token_loss(in_pieces(model, tokens, [100, 3, SEQ - 103])[0], tokens)
 
     model = make_large(mode="inference")
     xlstm.replace(model, backend="tk")
     truth = gradients(make_large(torch.float32, **NATIVE), lambda m: token_loss(m(tokens)[0], tokens))
     at_once = gradients(model, lambda m: token_loss(m(tokens)[0], tokens))
-    assert rel_err(gradients(model, in_pieces), truth) < 1.5 * rel_err(at_once, truth) + FLOOR
+    assert rel_err(gradients(model, loss), truth) < 1.5 * rel_err(at_once, truth) + FLOOR
+
+
+def in_inference(
+    make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr, backend: str
+) -> tuple[nn.Module, Tensor, Tensor, float]:
+    """A model on a backend, its logits of one pass, those in fp32, and how far from these it may be."""
+    truth, _ = make_large(torch.float32, mode="inference", **NATIVE)(tokens)
+    model = make_large(mode="inference")
+    with xlstm.replaced(model, backend="reference"):
+        theirs, _ = model(tokens)
+    xlstm.replace(model, backend=backend)
+    ours, _ = model(tokens)
+    return model, ours, truth, 1.2 * rel_err(theirs, truth) + FLOOR
 
 
 @pytest.mark.parametrize("backend", ["auto", "tk"])
@@ -182,19 +200,10 @@ def test_large_prefills_and_decodes(
     make_large: Callable[..., nn.Module], tokens: Tensor, rel_err: RelErr, backend: str
 ) -> None:
     """Pieces of any length and single tokens equal one pass; as close to fp32 as the reference."""
-    truth, _ = make_large(torch.float32, mode="inference", **NATIVE)(tokens)
-    model = make_large(mode="inference")
-    with xlstm.replaced(model, backend="reference"):
-        theirs, _ = model(tokens)
-    xlstm.replace(model, backend=backend)
-    ours, _ = model(tokens)
-    state, pieces = None, []
-    for piece in tokens.split([77, 1, 1, 1, SEQ - 80], dim=1):
-        out, state = model(piece, state)
-        pieces.append(out)
-    limit = 1.2 * rel_err(theirs, truth) + FLOOR
+    model, ours, truth, limit = in_inference(make_large, tokens, rel_err, backend)
+    pieces, _ = in_pieces(model, tokens, [77, 1, 1, 1, SEQ - 80])
     assert rel_err(ours, truth) < limit
-    assert rel_err(torch.cat(pieces, dim=1), truth) < limit
+    assert rel_err(pieces, truth) < limit
     generated, state = model.generate(tokens[:, :33], 8)
     again, _ = model.generate(generated[:, -1:], 8, state=state)
     assert generated.shape == again.shape == (2, 8)
@@ -218,22 +227,13 @@ def test_large_goes_on_four_tokens_at_a_time(
         return sequence(q, *rest, **options)
 
     monkeypatch.setattr(kernels, "mlstm_sequence", recorded)
-    truth, _ = make_large(torch.float32, mode="inference", **NATIVE)(tokens)
-    model = make_large(mode="inference")
-    with xlstm.replaced(model, backend="reference"):
-        theirs, _ = model(tokens)
-    xlstm.replace(model, backend=backend)
-    ours, _ = model(tokens)
+    model, ours, truth, limit = in_inference(make_large, tokens, rel_err, backend)
     assert not lengths
-    state, pieces = None, []
-    for piece in tokens.split(4, dim=1):
-        out, state = model(piece, state)
-        pieces.append(out)
+    pieces, state = in_pieces(model, tokens, 4)
     # a first piece that has no state is a prompt
-    assert lengths == [4] * (len(pieces) - 1) * len(state)
-    limit = 1.2 * rel_err(theirs, truth) + FLOOR
-    assert rel_err(torch.cat(pieces, dim=1), truth) < limit
-    assert rel_err(torch.cat(pieces, dim=1), ours) < limit
+    assert lengths == [4] * (SEQ // 4 - 1) * len(state)
+    assert rel_err(pieces, truth) < limit
+    assert rel_err(pieces, ours) < limit
 
 
 @pytest.mark.parametrize("normalize", [True, False])
