@@ -11,6 +11,7 @@ using tfla_tk::pointer;
 using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and to the inter part, slices
 using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
+using DotsTuple = std::array<std::int64_t, 3>;     // pointer, from one slice to the next, slices
 
 tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
     return {pointer(x[0]), reinterpret_cast<const tfla_tk::FlowSum*>(x[1]), static_cast<int>(x[2])};
@@ -26,23 +27,30 @@ tfla_tk::StateGradient state(const StateTuple& x) {
     return {pointer(x[0]), pointer(x[1]), pointer(x[2]), pointer(x[3])};
 }
 
+tfla_tk::RowFactorPointers row_factors(const Pair& rows, const Pair& factors, float eps) {
+    return {pointer(rows[0]), pointer(rows[1]), pointer(factors[0]), pointer(factors[1]), eps};
+}
+
 void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple& h, const Pair& rows,
                     const Pair& factors, const std::array<int, 4>& sizes, float eps, bool half, int device,
                     std::uintptr_t stream) {
     const tfla_tk::MlstmBwdRowsParams params{tfla_tk::operand(dh),
                                              tfla_tk::operand(h),
-                                             pointer(rows[0]),
-                                             pointer(rows[1]),
-                                             pointer(factors[0]),
-                                             pointer(factors[1]),
+                                             row_factors(rows, factors, eps),
                                              sizes[0],
                                              sizes[1],
                                              sizes[2],
                                              sizes[3],
-                                             eps,
                                              half,
                                              device};
     tfla_tk::mlstm_bwd_rows(params, reinterpret_cast<void*>(stream));
+}
+
+void mlstm_bwd_factors(const DotsTuple& dots, const Pair& rows, const Pair& factors, std::int64_t count,
+                       float eps, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdFactorsParams params{
+        pointer(dots[0]), dots[1], static_cast<int>(dots[2]), row_factors(rows, factors, eps), count, device};
+    tfla_tk::mlstm_bwd_factors(params, reinterpret_cast<void*>(stream));
 }
 
 void mlstm_bwd_combine(const tfla_tk::BoundariesTuple& boundaries, int norm_parts, const Pair& entering,
@@ -99,6 +107,11 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
           "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e; sizes: batch, heads, "
           "seq, dim_v.");
+    m.def("mlstm_bwd_factors", &mlstm_bwd_factors, py::arg("dots"), py::arg("rows"), py::arg("factors"),
+          py::arg("count"), py::arg("eps"), py::arg("device"), py::arg("stream"),
+          "Launches log2 w and e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
+          "and "
+          "number of its slices; rows, factors: as in mlstm_bwd_rows; count: of the rows.");
     m.def("mlstm_bwd_combine", &mlstm_bwd_combine, py::arg("boundaries"), py::arg("norm_parts"),
           py::arg("entering"), py::arg("cut"), py::arg("sizes"), py::arg("backward"), py::arg("device"),
           py::arg("stream"),

@@ -75,11 +75,9 @@ class RowSums(NamedTuple):
     inter: Tensor
 
 
-def _row_factors(
-    dh: Tensor, h: Tensor, d: Tensor | None, m: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """log2 w_t and e_t; d is None without normaliser, m with the sigmoid gate."""
-    dh_h = (dh.double() * h.double()).sum(-1)
+def _row_factors(dh_h: Tensor, d: Tensor | None, m: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """log2 w_t and e_t, from dh_t.h_t; d is None without normaliser, m with the sigmoid gate."""
+    dh_h = dh_h.double()
     if d is None:
         return torch.zeros_like(dh_h), torch.zeros_like(dh_h)
     d = d.double()
@@ -185,7 +183,7 @@ def _followed(
 
 @pytest.fixture
 def row_factors() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The formulas of mlstm_bwd_rows."""
+    """The formulas of mlstm_bwd_rows and mlstm_bwd_factors, from dh_t.h_t."""
     return _row_factors
 
 

@@ -93,7 +93,7 @@ template <class C> struct SharedMemoryPlan {
     kittens::semaphore qk_arrived[C::kTiling.qk_slots], qk_free[C::kTiling.qk_slots];
     kittens::semaphore v_arrived[C::kTiling.v_stages], v_free[C::kTiling.v_stages];
     kittens::semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
-    kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];
+    kittens::semaphore state_ready[C::kPasses][C::kParts], state_free[C::kPasses][C::kParts];
     kittens::semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier.
@@ -111,9 +111,9 @@ template <class C> struct SharedMemoryPlan {
             init_warp_barrier(gates_ready[i], 1);
             init_warp_barrier(gates_free[i], kReaders);
         }
-        for (int i = 0; i < C::kPasses; i++) {
-            init_warp_barrier(state_ready[i], C::kStateWarps);
-            init_warp_barrier(state_free[i], 4);
+        for (int i = 0; i < C::kPasses * C::kParts; i++) {
+            init_warp_barrier(state_ready[0][i], C::kStateWarps);
+            init_warp_barrier(state_free[0][i], 4);
         }
         kittens::init_semaphore(tail_landed, 1);
         publish_barriers();

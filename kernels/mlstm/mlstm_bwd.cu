@@ -74,6 +74,13 @@ void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {
     params.half ? mlstm::run_rows<__half2>(params, s) : mlstm::run_rows<__nv_bfloat162>(params, s);
 }
 
+void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream) {
+    const DeviceGuard guard(params.device, "mlstm_bwd_factors");
+    const auto blocks = (params.count + mlstm::kRowsThreads - 1) / mlstm::kRowsThreads;
+    launch<mlstm::mlstm_bwd_factors_kernel>(params, blocks, mlstm::kRowsThreads, params.device,
+                                            static_cast<cudaStream_t>(stream), "mlstm_bwd_factors");
+}
+
 void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream) {
     constexpr int kPerBlock = 4 * mlstm::kBwdCombineThreads;
     const DeviceGuard guard(params.device, "mlstm_bwd_combine");

@@ -1,43 +1,30 @@
-// Before the passes of the mLSTM backward: log2 w_t and e_t of every row, from dh, h and the forward's rows.
+// log2 w_t and e_t of every row, for the passes of the mLSTM backward, from the forward's rows and dh_t.h_t.
 //
-// Bound by memory: dh and h are read once. A group of lanes takes a row, 16 bytes a lane and load; eight
-// loads of a lane are in flight.
+// mlstm_bwd_rows takes that from dh and h, and is bound by memory: both are read once. A group of lanes takes
+// a row, 16 bytes a lane and load; eight loads of a lane are in flight. mlstm_bwd_factors takes it as the
+// pass for dv has left it.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "tfla_tk/params_bwd.h"
+#include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
 
 constexpr int kRowsThreads = 256;
 constexpr float kLog2e = 1.44269504f;
 
-__device__ inline float2 to_float2(__nv_bfloat162 x) { return __bfloat1622float2(x); }
-__device__ inline float2 to_float2(__half2 x) { return __half22float2(x); }
-
-// Of eight elements; Pair holds two of them.
-template <class Pair> __device__ inline float dot(const uint4& x, const uint4& y) {
-    const Pair *a = reinterpret_cast<const Pair*>(&x), *b = reinterpret_cast<const Pair*>(&y);
-    float sum = 0.f;
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        const float2 u = to_float2(a[n]), v = to_float2(b[n]);
-        sum += u.x * v.x + u.y * v.y;
+// Of the row `at`. dh_h: dh_t.h_t. NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes
+// inf - inf.
+__device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, float dh_h) {
+    if (rows.row_n == nullptr) {
+        rows.log2_w[at] = rows.e[at] = 0.f;
+        return;
     }
-    return sum;
-}
-
-struct RowFactors {
-    float log2_w, e;
-};
-
-// dh_h: dh_t.h_t. NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes inf - inf.
-__device__ inline RowFactors row_factors(float dh_h, float d, float log2_floor, float eps) {
-    const float floor = exp2f(log2_floor), size = fabsf(d);
-    const float w = (size <= floor ? floor : size) + eps;  // NaN of d stays
-    return {isinf(floor) ? log2_floor : log2f(w), size > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f};
+    const float d = rows.row_n[at], size = fabsf(d);
+    const float log2_floor = rows.row_m ? -kLog2e * rows.row_m[at] : 0.f, floor = exp2f(log2_floor);
+    const float w = (size <= floor ? floor : size) + rows.eps;  // NaN of d stays
+    rows.log2_w[at] = isinf(floor) ? log2_floor : log2f(w);
+    rows.e[at] = size > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f;
 }
 
 // kLanes lanes share a row of at most 8 * kLanes * kVectors elements.
@@ -79,13 +66,7 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
     const int t = first + lane * kGroups;
     const bool writes = lane < kRows && t < g.seq;
     const int64_t at = (batch * g.heads + head) * g.seq + t;
-    if (g.row_n == nullptr) {
-        if (writes) g.log2_w[at] = g.e[at] = 0.f;
-        return;
-    }
     load(x, g.dh), load(y, g.h);
-    const float d = writes ? g.row_n[at] : 0.f;
-    const float log2_floor = writes && g.row_m ? -kLog2e * g.row_m[at] : 0.f;
 
     float dh_h = 0.f;  // of the row that this lane writes
 #pragma unroll
@@ -97,9 +78,17 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
         for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
         if (lane == row) dh_h = sum;
     }
-    if (!writes) return;
-    const RowFactors found = row_factors(dh_h, d, log2_floor, g.eps);
-    g.log2_w[at] = found.log2_w, g.e[at] = found.e;
+    if (writes) store_row_factors(g.rows, at, dh_h);
+}
+
+// A thread for every row.
+__global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_factors_kernel(
+    const __grid_constant__ MlstmBwdFactorsParams g) {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowsThreads + threadIdx.x;
+    if (at >= g.count) return;
+    float dh_h = 0.f;
+    for (int slice = 0; slice < g.slices; slice++) dh_h += g.dots[slice * g.slice_stride + at];
+    store_row_factors(g.rows, at, dh_h);
 }
 
 }  // namespace tfla_tk::mlstm

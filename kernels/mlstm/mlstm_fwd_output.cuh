@@ -81,13 +81,15 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
     auto issue_inter = [&](int pass, int chunk) {
         constexpr int kSteps = C::kPartQK / 16;
         constexpr uint32_t kStatePanelBytes = C::StateTile::rows * kPanelColumns * sizeof(T);
-        wait(smem.state_ready[pass], chunk & 1);
-        forget(out);
-        if (C::kNormalize && pass == 0) forget(qn);
-        wgmma_fence();
         const auto state = Operand128B::rows(&smem.state[pass]);
 #pragma unroll
         for (int part = 0; part < C::kParts; part++) {
+            wait(smem.state_ready[pass][part], chunk & 1);
+            if (part == 0) {
+                forget(out);
+                if (C::kNormalize && pass == 0) forget(qn);
+            }
+            wgmma_fence();
             const auto q = Operand128B::rows(&smem.qk[C::query(chunk, part).slot]);
 #pragma unroll
             for (int k = 0; k < kSteps; k++) {
@@ -106,13 +108,14 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         if constexpr (C::kParts == 2) {
             warpgroup::mma_async_wait<1>();
             if (pass == C::kPasses - 1) arrive_warp(smem.qk_free[C::query(chunk, 0).slot], C::kQueryArrivals);
+            arrive_warp(smem.state_free[pass][0]);
         }
         warpgroup::mma_async_wait<0>();
         pin(out);
         if (C::kNormalize && pass == 0) pin(qn);
         if (pass == C::kPasses - 1)
             arrive_warp(smem.qk_free[C::query(chunk, C::kParts - 1).slot], C::kQueryArrivals);
-        arrive_warp(smem.state_free[pass]);
+        arrive_warp(smem.state_free[pass][C::kParts - 1]);
     };
     auto store_out = [&](int pass, int chunk) {
         const uint32_t panels = shared_address(&smem.out);

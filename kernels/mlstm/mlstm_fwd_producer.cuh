@@ -48,7 +48,8 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     auto load = [&](const Gate& gate, int chunk, float none) {
         return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
     };
-    GateScan<kSigmoid> scan{kSigmoid ? FloatPair{} : finite_stabiliser(task.initial_m(g) * kLog2eDouble)};
+    GateScan<typename C::T, kSigmoid> scan{kSigmoid ? FloatPair{}
+                                                    : finite_stabiliser(task.initial_m(g) * kLog2eDouble)};
     float2 i = load(g.i, 0, kNoInput), f = load(g.f, 0, kNoForget);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
@@ -56,8 +57,8 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(
-            smem.gates[slot], i, f, g.scale, g.log2_scale, [&] { return load(g.i, chunk + 1, kNoInput); },
-            [&] { return load(g.f, chunk + 1, kNoForget); });
+            smem.gates[slot], i, f, g.scale, g.log2_scale, chunk + 1 == task.chunks,
+            [&] { return load(g.i, chunk + 1, kNoInput); }, [&] { return load(g.f, chunk + 1, kNoForget); });
         arrive_warp(smem.gates_ready[slot]);
         if (!kSigmoid && g.row_m && task.column == 0) {
             float* rows = task.rows_of_head(g, g.row_m) + chunk * kChunk;

@@ -61,24 +61,24 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
         for (int half = 0; half < 2; half++)
             store_parts<T>(panel, C::kPassV, warp_row % 64 + lane / 4 + 8 * half, n[8 * half]);
     };
-    auto publish = [&](int pass, uint32_t phase) {
-        wait_free(smem.state_free[pass], phase);
-#pragma unroll
-        for (int block = 0; block < kBlocks; block++) {
+    auto publish = [&](int block, int chunk) {
+        for_each_pass([&](int pass) {
+            wait_free(smem.state_free[pass][block], chunk & 1);
             const uint32_t panel = shared_address(&smem.state[pass]) +
                                    (block * C::kStateWarpgroups + warpgroup_id) * kStatePanelBytes;
             store_transposed<T>(panel + lane_offset, state[block][pass]);
             if (C::kNormalize && pass == 0) publish_norm(block, panel);
-        }
-        fence_async_proxy();
-        arrive_warp(smem.state_ready[pass]);
+            fence_async_proxy();
+            arrive_warp(smem.state_ready[pass][block]);
+        });
     };
 
     load_initial();
+    if (kBlocks == 2) publish(0, 0);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto value = C::value(chunk);
         const auto stage = C::gate_stage(chunk);
-        for_each_pass([&](int pass) { publish(pass, chunk & 1); });
+        if (kBlocks == 1) publish(0, chunk);
 
         wait(smem.gates_ready[stage.slot], stage.phase);
         const GateStage& gates = smem.gates[stage.slot];
@@ -93,9 +93,15 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
                 warpgroup::mma_async_wait<0>();
                 pin(keys);
             }
+            if (step == kStepsPerBlock) for_each_pass([&](int pass) { pin(state[0][pass]); });
             if (token == 0) {
                 wait(smem.qk_arrived[key.slot], key.phase);
-                for_each_pass([&](int pass) { warp::mul(state[block][pass], state[block][pass], decay); });
+                if (decay != 1.f)
+                    for_each_pass([&](int pass) {
+                        auto& tile = state[block][pass];
+                        warp::mul(tile, tile, decay);
+                        pin(tile);
+                    });
                 sums = {0.f, 0.f};
             }
             load_scaled_transposed(
@@ -110,6 +116,9 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             mma_partial_AB(state[block], keys, smem.v[value.slot], token);
             if (last_of_block) arrive_warp(smem.qk_free[key.slot]);
             if (C::kNormalize && last_of_block) update_norm(block, sums, decay);  // under the GEMM
+            // under the GEMM of one block the other one's C, as the next reads it
+            if (kBlocks == 2 && step == 0) publish(1, chunk);
+            if (kBlocks == 2 && step == kStepsPerBlock && chunk + 1 < task.chunks) publish(0, chunk + 1);
         }
         arrive_warp(smem.gates_free[stage.slot]);
         warpgroup::mma_async_wait<0>();

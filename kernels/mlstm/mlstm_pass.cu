@@ -58,7 +58,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
             store_outputs(g, smem);
     } else if (warpgroup_id == 1) {
         set_registers<kRegisters.scores, kThreads, kCtas>();
-        make_pass_scores(smem);
+        make_pass_scores(g, smem);
     } else {
         set_registers<kRegisters.state, kThreads, kCtas>();
         walk_state(g, smem, warpgroup_id - 2);
@@ -100,7 +100,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     const WalkGlobals common = walk_globals<C>(walk);
     const PassGlobals g{common,
                         map(p.queries, walk.dim_keys, kChunk),
-                        map(C::kNormalizer ? p.factor : walk.values, walk.dim_values, kChunk),
+                        map(p.factor, walk.dim_values, kChunk),
                         map(p.out, walk.dim_values, 16),
                         map(p.out, walk.dim_values, 1),
                         p.entering_c,

@@ -45,6 +45,12 @@ struct PassGlobals : WalkGlobals {
     float* flows;
     int flow_parts, anchor_slots;
     bool accumulate;
+
+    // Whether the rows of a factor are wanted: of dq and dk with the gradient's, of dv with those of the
+    // values.
+    template <class C> __device__ inline bool has_factor() const {
+        return C::kNormalizer || whole != nullptr;
+    }
 };
 
 // The (segment, head, slice of the values) of a CTA; slices of one head are neighbours.
@@ -58,6 +64,11 @@ struct PassTask {
     int64_t row;              // of [B, H, S] vectors: the first
     int64_t state;            // sequence * heads + head
     int64_t entered, left;    // slots of the boundaries that the walk comes from and goes to
+
+    // First of the values' columns of a panel of 64.
+    template <class C> __device__ inline int panel_column(int block, int warpgroup_id) const {
+        return column + (warpgroup_id * C::kBlocks + block) * 64;
+    }
 
     // Whether there is an anchor before a chunk of the segment, and which, counted through all heads.
     __device__ inline bool anchored(int chunk) const {
@@ -164,7 +175,10 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr int kParts = kDimKeys / kPart;
     static constexpr int kFragments = kTiling.fragments;
     static_assert(kFragments >= 2);
-    static constexpr int kOutStages = 2;
+    static constexpr int kOutStages = 2 * kBlocks;
+
+    // Warps that read the values: for dv the scores' too, whose row sums are of values . factor.
+    static constexpr int kValueReaders = kStateWarps + (kGradient == Gradient::dv ? 4 : 0);
 
     // An anchor: the state as operands of its GEMM, a unit of one thread at a time, then n.
     using AnchorUnit = uint4;
@@ -213,6 +227,7 @@ template <class C> struct PassMemory {
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     semaphore sums_ready[2], sums_free[2];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
+    semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
     semaphore out_ready[C::kOutStages][C::kStateWarpgroups], out_free[C::kOutStages][C::kStateWarpgroups];
     semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
@@ -230,9 +245,9 @@ template <class C> struct PassMemory {
         }
         for (int stage = 0; stage < C::kOutStages; stage++) {
             init(out_ready[stage], out_free[stage], 4, 1);
-            for (auto& barrier : factor_arrived[stage]) init_semaphore(barrier, 1);
+            init(factor_arrived[stage], factor_read[stage], kByTma, 4);
         }
-        init(values_arrived, values_free, kByTma, C::kStateWarps);
+        init(values_arrived, values_free, kByTma, C::kValueReaders);
         init(scores_ready, scores_free, 4, C::kStateWarps);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init(sums_ready, sums_free, 1, 1);

@@ -13,11 +13,6 @@
 
 namespace tfla_tk::mlstm {
 
-// Of a lane's two tokens.
-struct alignas(16) TwoPairs {
-    FloatPair x, y;
-};
-
 // Between the two warps: lane l owns tokens 2 l and 2 l + 1.
 struct PassSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
@@ -31,7 +26,7 @@ struct alignas(16) PassStage {
     float key_scale[kChunk];                 // of what a key adds to the state
     float norm_query[kChunk];                // of what a query gets from n
     float norm_key[kChunk];                  // of what a key adds to n
-    float decay;                             // of the state and of n
+    float decay;                             // of the state and of n, 1 where it is owed
 };
 
 // s W_tj / w_t of a score.
@@ -39,26 +34,26 @@ __device__ inline float pass_gate(float2 sends, float2 receives) {
     return exp2f((sends.x - receives.x) + (sends.y - receives.y));
 }
 
-// The first warp's part: sums along the chunk. f: of the lane's two tokens, replaced by next_f() as soon as
-// it is read, so that loads there are in flight. load_i(): the input pre-activations.
+// The first warp's part: sums along the chunk. f, load_i(), next_f(): as in sum_gates.
 template <bool kSigmoid, class LoadI, class NextF>
 __device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f, FloatPair log2_scale,
                                       LoadI load_i, NextF next_f) {
     const int lane = fresh_laneid();
-    const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
-    f = next_f();
-    const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
-    sums.b[lane] = {b_x, b_y};
-    const float2 i = load_i();
-    const FloatPair a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
-    sums.a[lane] = {a_x, a_y};
-    write_pairs(&out.sends[2 * lane], a_x + log2_scale, a_y + log2_scale);
+    TwoPairs a, b;
+    auto take_i = [&] {
+        sums.b[lane] = b;
+        return load_i();
+    };
+    sum_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
+    sums.a[lane] = a;
+    write_pairs(&out.sends[2 * lane], a.x + log2_scale, a.y + log2_scale);
 }
 
-// The second warp's part. m_in: of the chunk. log2_w, e: of the lane's two tokens.
-template <bool kSigmoid, bool kBackward>
-__device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, FloatPair m_in, float2 log2_w,
-                                        float2 e, float scale) {
+// The second warp's part. owed: of the state, with `settle` nothing after this chunk. m_in: of the chunk.
+// log2_w, e: of the lane's two tokens.
+template <bool kSigmoid, bool kBackward, class T>
+__device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, OwedDecay<T>& owed, bool settle,
+                                        FloatPair m_in, float2 log2_w, float2 e, float scale) {
     const int lane = fresh_laneid();
     auto write_pair = [&](float (&values)[kChunk], float x, float y) {
         *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
@@ -66,8 +61,11 @@ __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, Fl
     const TwoPairs a = sums.a[lane];
     const FloatPair end =
         kSigmoid ? sums.b[kChunk / 2 - 1].y : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
-    const float sent_x = exp2f(rounded_sum(a.x, end)), sent_y = exp2f(rounded_sum(a.y, end));
-    if (lane == 0) out.decay = exp2f(rounded_sum(m_in, end));
+    const float debt_before = owed.log2, decay = owed.add(rounded_sum(m_in, end), settle);
+    if (lane == 0) out.decay = decay;
+    // what reads the state comes before the decay, what is added to it after
+    const float of_sent = kBackward ? debt_before : -owed.log2;
+    const float of_received = kBackward ? -owed.log2 : debt_before;
 
     FloatPair receives_x, receives_y;
     if constexpr (kSigmoid) {
@@ -78,7 +76,11 @@ __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, Fl
         receives_x = {rows.x, log2_w.x}, receives_y = {rows.y, log2_w.y};
     }
     write_pairs(&out.receives[2 * lane], receives_x, receives_y);
-    auto received = [&](FloatPair receives) { return scale * exp2f(rounded_sum(m_in, -receives)); };
+    auto sent = [&](FloatPair a) { return exp2f(rounded_sum(a, end) + of_sent); };
+    auto received = [&](FloatPair receives) {
+        return scale * exp2f(rounded_sum(m_in, -receives) + of_received);
+    };
+    const float sent_x = sent(a.x), sent_y = sent(a.y);
     const float received_x = received(receives_x), received_y = received(receives_y);
     write_pair(out.e, e.x, e.y);
     write_pair(kBackward ? out.key_scale : out.query_scale, received_x, received_y);
@@ -105,18 +107,17 @@ template <bool kSigmoid, bool kBackward> struct SegmentScan {
     __device__ inline void chunk(SegmentStage& out, float2 i, float2 f, float2 log2_w, float2 e,
                                  FloatPair m_in, float scale) {
         const int lane = fresh_laneid();
-        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
-        const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
-        const FloatPair a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
+        TwoPairs a, b;
+        sum_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
         const FloatPair end =
-            kSigmoid ? of_last_lane(b_y) : -larger(m_in, warp_max(a_x, a_y));  // b_L or -M_L
+            kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
         };
         if constexpr (kBackward) {
-            FloatPair receives_x = -b_x, receives_y = -b_y;
+            FloatPair receives_x = -b.x, receives_y = -b.y;
             if constexpr (!kSigmoid) {
-                const float2 rows = rounded_up_maxima(a_x, a_y, m_in, lane);
+                const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);
                 receives_x = {rows.x}, receives_y = {rows.y};
             }
             const FloatPair to_boundary = m_in + decay;
@@ -128,7 +129,7 @@ template <bool kSigmoid, bool kBackward> struct SegmentScan {
             write_pair(out.norm_key, x * e.x, y * e.y);
         } else {
             const FloatPair to_boundary = end + decay;
-            const float x = exp2f(rounded_sum(a_x, to_boundary)), y = exp2f(rounded_sum(a_y, to_boundary));
+            const float x = exp2f(rounded_sum(a.x, to_boundary)), y = exp2f(rounded_sum(a.y, to_boundary));
             write_pair(out.key_scale, x, y);
             write_pair(out.norm_key, x, y);
         }

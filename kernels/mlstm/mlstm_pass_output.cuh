@@ -52,7 +52,7 @@ template <class C> __device__ inline void store_outputs(const PassGlobals& g, Pa
 #pragma unroll 1
         for (int panel = 0; panel < C::kBlocks * C::kStateWarpgroups; panel++) {
             const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
-            const int column = task.column + (warpgroup_id * C::kBlocks + block) * 64;
+            const int column = task.panel_column<C>(block, warpgroup_id);
             const int chunk = C::chunk(task, step);
             const auto [slot, phase] = C::out(step, block);
             wait(smem.out_ready[slot][warpgroup_id], phase);

@@ -52,15 +52,15 @@ template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, 
         }
         wait_free(smem.values_free[slot], phase);
         load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk);
-        if constexpr (C::kNormalizer) {
-            static_assert(C::kBlocks == 1);
-            const auto out = C::out(step, 0);
-            for (int panel = 0; panel < C::kStateWarpgroups; panel++) {
-                wait_free(smem.out_free[out.slot][panel], out.phase);
-                load(smem.out[out.slot][panel], g.factor, smem.factor_arrived[out.slot][panel],
-                     task.column + 64 * panel, chunk);
+        if (g.has_factor<C>())
+            for (int block = 0; block < C::kBlocks; block++) {
+                const auto out = C::out(step, block);
+                for (int id = 0; id < C::kStateWarpgroups; id++) {
+                    wait_free(smem.out_free[out.slot][id], out.phase);
+                    load(smem.out[out.slot][id], g.factor, smem.factor_arrived[out.slot][id],
+                         task.panel_column<C>(block, id), chunk);
+                }
             }
-        }
     }
 }
 
@@ -90,6 +90,13 @@ __device__ inline void sum_gates(const PassGlobals& g, PassMemory<C>& smem) {
 template <class C, bool kSigmoid>
 __device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
+    OwedDecay<typename C::T> owed;
+    // at the walk's end, and where dq leaves its state or dk multiplies with its own
+    auto settles = [&](int step) {
+        const int chunk = C::chunk(task, step);
+        return step + 1 == task.chunks || (C::kGradient == Gradient::dq && task.anchored(chunk + 1)) ||
+               (C::kGradient == Gradient::dk && task.anchored(chunk));
+    };
     for (int step = 0; step < task.chunks; step++) {
         const int chunk = C::chunk(task, step);
         const float2 log2_w = task.pair(g.log2_w, chunk);
@@ -100,8 +107,8 @@ __device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
         const auto sums = C::gate_sums(step);
         const auto stage = C::gate_stage(step);
         wait(smem.sums_ready[sums.slot], sums.phase);  // after gates_free, on which the sums wait
-        scale_pass_gates<kSigmoid, C::kBackward>(smem.gates[stage.slot], smem.gate_sums[sums.slot], m_in,
-                                                 log2_w, e, g.scale);
+        scale_pass_gates<kSigmoid, C::kBackward>(smem.gates[stage.slot], smem.gate_sums[sums.slot], owed,
+                                                 settles(step), m_in, log2_w, e, g.scale);
         arrive_warp(smem.sums_free[sums.slot]);
         arrive_warp(smem.gates_ready[stage.slot]);
     }

@@ -52,7 +52,37 @@ __device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const Pas
     }
 }
 
-template <class C> __device__ inline void make_pass_scores(PassMemory<C>& smem) {
+// Row sums of values . factor of dv: dh_t.h_t over this slice. Two lanes take a row, half a panel each.
+template <class C>
+__device__ inline void sum_value_rows(const PassGlobals& g, PassMemory<C>& smem, int step) {
+    using T2 = typename base_types::packing<typename C::T>::packed_type;
+    const PassTask& task = smem.task;
+    const int thread = fresh_thread() % 128, row = thread / 2, first_unit = thread % 2 * 4;
+    const auto [slot, phase] = C::tile(step);
+    float sum = 0.f;
+    wait(smem.values_arrived[slot], phase);
+    for (int block = 0; block < C::kBlocks; block++)
+        for (int id = 0; id < C::kStateWarpgroups; id++) {
+            const auto out = C::out(step, block);
+            const auto* values =
+                reinterpret_cast<const unsigned char*>(smem.values[slot].data[id * C::kBlocks + block]);
+            const auto* factor = reinterpret_cast<const unsigned char*>(&smem.out[out.slot][id]);
+            wait(smem.factor_arrived[out.slot][id], out.phase);
+#pragma unroll
+            for (int unit = 0; unit < 4; unit++) {
+                const uint32_t at = panel_offset(row, first_unit + unit);
+                sum += dot<T2>(*reinterpret_cast<const uint4*>(values + at),
+                               *reinterpret_cast<const uint4*>(factor + at));
+            }
+            arrive_warp(smem.factor_read[out.slot][id]);
+        }
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    const int t = C::chunk(task, step) * kChunk + row;
+    if (first_unit == 0 && t < task.tokens)
+        g.whole[task.column / C::kSlice * g.whole_stride + task.row + t] = sum;
+}
+
+template <class C> __device__ inline void make_pass_scores(const PassGlobals& g, PassMemory<C>& smem) {
     using T = typename C::T;
     constexpr int kSteps = C::kPart / 16;
     rt_fl<16, kChunk> scores;
@@ -86,6 +116,10 @@ template <class C> __device__ inline void make_pass_scores(PassMemory<C>& smem) 
         fence_async_proxy();
         arrive_warp(smem.scores_ready[slot]);
         arrive_warp(smem.gates_free[stage.slot]);
+        if constexpr (C::kGradient == Gradient::dv) {
+            if (g.has_factor<C>()) sum_value_rows(g, smem, step);
+            arrive_warp(smem.values_free[slot]);
+        }
     }
 }
 

@@ -194,18 +194,18 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         const auto [slot, phase] = C::out(step, block);
         if constexpr (C::kNormalizer)
             wait(smem.factor_arrived[slot][warpgroup_id], phase);
+        else if (g.has_factor<C>())
+            wait(smem.factor_read[slot][warpgroup_id], phase);
         else
             wait_free(smem.out_free[slot][warpgroup_id], phase);
     };
     auto sum_inter = [&](int block, int step) {
-        if constexpr (C::kNormalizer)
-            smem.sums[C::out(step, block).slot][warpgroup_id].inter[fresh_thread() % 128] =
-                all_dots<T>(out, out_columns(block, step));
+        smem.sums[C::out(step, block).slot][warpgroup_id].inter[fresh_thread() % 128] =
+            all_dots<T>(out, out_columns(block, step));
     };
     auto sum_rows = [&](int block, int step) {
-        if constexpr (C::kNormalizer)
-            column_dots<T>(smem.sums[C::out(step, block).slot][warpgroup_id].whole[warp()], out,
-                           out_columns(block, step));
+        column_dots<T>(smem.sums[C::out(step, block).slot][warpgroup_id].whole[warp()], out,
+                       out_columns(block, step));
     };
 
     // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
@@ -303,38 +303,49 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             read_state(block, step);
             if (last_block)
                 for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[slot][part]);
+            if (block == 0) {
+                wait(smem.values_arrived[slot], phase);
+                for (int part = 0; part < C::kParts; part++) wait(smem.keys_arrived[slot][part], phase);
+            }
+            if (gates.decay != 1.f)
+#pragma unroll
+                for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);
+            float2 norm{0.f, 0.f};
+            auto update = [&](int k) {
+                load_values(block, step, k, gates, norm);
+                issue_update(block, step, k);
+            };
+            // The update's GEMMs are spread, so that the output's arithmetic is under some of them.
+            update(0);
             scale_columns(out, gates.query_scale);
             if constexpr (C::kNormalizer) {
                 const float* n = norm_row(block);
                 add_outer(out, float2{n[0], n[8]}, gates.norm_query);
             }
-            wait_out(block, step);
-            sum_inter(block, step);
-
-            if (block == 0) wait(smem.values_arrived[slot], phase);
+            update(1);
+            if constexpr (C::kNormalizer) {
+                wait_out(block, step);
+                sum_inter(block, step);
+            }
             if (block == 0) wait(smem.scores_ready[slot], phase);
             issue_intra(block, step);
-            float2 norm{0.f, 0.f};
-            load_values(block, step, 0, gates, norm);
 #pragma unroll
-            for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);  // under the scores' GEMM
-            if (block == 0)
-                for (int part = 0; part < C::kParts; part++) wait(smem.keys_arrived[slot][part], phase);
-            issue_update(block, step, 0);
-#pragma unroll
-            for (int k = 1; k < kSteps; k++) {
+            for (int k = 2; k < kSteps; k++) {
                 if (k >= C::kFragments) {
-                    warpgroup::mma_async_wait<C::kFragments - 1>();
+                    warpgroup::mma_async_wait<C::kFragments>();  // that of k - kFragments; the scores' is
+                                                                 // later
                     pin(fragments[k % C::kFragments]);
                 }
-                load_values(block, step, k, gates, norm);
-                issue_update(block, step, k);
+                update(k);
             }
             update_norm(block, norm, gates.decay);
-            warpgroup::mma_async_wait<kSteps>();  // the scores' GEMM
+            warpgroup::mma_async_wait<kSteps - 2>();  // the scores' GEMM
             pin(out);
             if (last_block) arrive_warp(smem.values_free[slot]);
-            sum_rows(block, step);  // under the update
+            if constexpr (C::kNormalizer)
+                sum_rows(block, step);  // under the update
+            else
+                wait_out(block, step);
             store_transposed<T>(out_columns(block, step), out);
             fence_async_proxy();
             arrive_warp(smem.out_ready[C::out(step, block).slot][warpgroup_id]);

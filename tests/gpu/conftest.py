@@ -23,6 +23,9 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.25e-3}
 NORM_TOLERANCE = 1e-5
 # relative Frobenius error of the gradient of q, k, v and the states, and of the gates
 GRADIENT_TOLERANCE = {torch.bfloat16: (8e-3, 1e-2), torch.float16: (2e-3, 2.5e-3)}
+# |q.n| relative to its floor, closer to 1 than which no gradient is taken through the normaliser: 1e-3 is ten
+# times the error of q.n.
+KINK = 1e-3
 # Size of a gradient, relative to dh, below which it counts as vanished and only its size is checked: the
 # gradient of the only token that a row sees is a difference of equal terms.
 VANISHED = {"q": 0.1, "k": 0.1, "v": 0.1, "i": 0.5, "f": 0.5, "c_initial": 0.1, "n_initial": 0.1}
@@ -58,6 +61,7 @@ class Operator:
             return torch.randn(shape, generator=generator, device=DEVICE)
 
         found = {"h": torch.empty_like(x["v"]).copy_(normal(*x["v"].shape))}
+        found["h"][self.at_the_kink(x)] = 0
         if last:
             batch, heads, _, dim_qk = x["q"].shape
             count = batch if "cu_seqlens" not in x else x["cu_seqlens"].numel() - 1
@@ -65,6 +69,21 @@ class Operator:
             if len(self.states) > 1:
                 found["n"] = normal(count, heads, dim_qk)
         return found
+
+    def at_the_kink(self, x: Tensors) -> Tensor:
+        """Rows [B, NH, S] in which q.n is hardly more or less than its floor.
+
+        The gradient through the normaliser jumps there, so that rounding decides on which side it is taken.
+        """
+        names = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens")
+        options = (self.function != "mlstm_chunkwise", self.options.get("normalize", True), 1e-6)
+        given = (x.get(name) for name in names)
+        with torch.no_grad():
+            *_, d, m, _ = torch.ops.tfla_tk.mlstm_fwd(*given, *options, False, True, "auto")
+        if d.numel() == 0:
+            return torch.zeros(x["q"].shape[:3], dtype=torch.bool, device=x["q"].device)
+        floor = torch.ones_like(d) if m.numel() == 0 else torch.exp(-m.double())
+        return (d.double().abs() / floor - 1).abs() < KINK
 
     def gradients(
         self, x: Tensors, cotangents: Tensors, backend: str = "tk", names: tuple[str, ...] = ()

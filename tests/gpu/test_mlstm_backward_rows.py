@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +14,8 @@ from torch import Tensor
 from tfla_tk import build, ops
 from tfla_tk.backends.tk import Operands, _current_stream, _gate, _operand, _pointer
 from tfla_tk.build import instances
+
+from .memory import uninitialised_memory_is_nan
 
 Formulas = Callable[..., Any]
 Error = Callable[[Tensor, Tensor], float]
@@ -46,9 +48,12 @@ def draw_rows(size: tuple[int, int, int], dim: int, dtype: torch.dtype) -> tuple
     return normal(*size, dim, dtype=dtype, seed=1), normal(*size, dim, dtype=dtype, seed=2), d, m
 
 
-def run_rows(
-    kernel: ModuleType, dh: Tensor, h: Tensor, d: Tensor | None, m: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def sum_products(dh: Tensor, h: Tensor) -> Tensor:
+    """dh_t.h_t."""
+    return (dh.double() * h.double()).sum(-1)
+
+
+def run_rows(kernel: ModuleType, dh: Tensor, h: Tensor, d: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor]:
     """log2 w and e."""
     log2_w, e = (normal(*h.shape[:3]).fill_(torch.nan) for _ in range(2))
     device = h.get_device()
@@ -63,6 +68,36 @@ def run_rows(
         device,
         _current_stream(device),
     )
+    return log2_w, e
+
+
+def draw_dots(slices: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """dots [slices, rows], with other memory between slices, d and m; the first row is above its floor."""
+    wide = torch.full((slices, rows + 7), torch.nan, device="cuda")
+    dots = wide[:, :rows].copy_(normal(slices, rows, seed=1))
+    d, m = normal(rows, seed=3), 3 * normal(rows, seed=4)
+    d[0], m[0] = -50.0, 0.0
+    return dots, d, m
+
+
+def run_factors(
+    kernel: ModuleType, dots: Tensor, d: Tensor | None, m: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """log2 w and e, with nothing written behind their last row."""
+    slices, rows = dots.shape
+    wide = [torch.full((rows + 1000,), torch.nan, device="cuda") for _ in range(2)]
+    device = dots.get_device()
+    kernel.mlstm_bwd_factors(
+        (dots.data_ptr(), dots.stride(0), slices),
+        (_pointer(d), _pointer(m)),
+        tuple(x.data_ptr() for x in wide),
+        rows,
+        EPS,
+        device,
+        _current_stream(device),
+    )
+    assert all(x[rows:].isnan().all() for x in wide)
+    log2_w, e = (x[:rows] for x in wide)
     return log2_w, e
 
 
@@ -86,9 +121,9 @@ def test_row_factors(
     dh, h, d, m = draw_rows(size, dim, dtype)
     if layout == "transposed":
         dh, h = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dh, h))
-    for given in ((d, m), (d, None), (None, None)):
-        found = run_rows(kernel, dh, h, *given)
-        assert_factors(found, row_factors(dh, h, *given, EPS), rel_err)
+    for given in (m, None):
+        found = run_rows(kernel, dh, h, d, given)
+        assert_factors(found, row_factors(sum_products(dh, h), d, given, EPS), rel_err)
 
 
 def test_row_factors_at_the_ends_of_the_range(
@@ -101,13 +136,108 @@ def test_row_factors_at_the_ends_of_the_range(
     d[0, 0, 2:4] = 0.0
     log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isfinite().all() and e.isfinite().all()
-    assert_factors((log2_w, e), row_factors(dh, h, d, m, EPS), rel_err)
+    assert_factors((log2_w, e), row_factors(sum_products(dh, h), d, m, EPS), rel_err)
     d[0, 1, 7] = torch.nan
     dh[0, 1, 9, 200] = torch.nan
     m.fill_(100.0)
     log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isnan().nonzero().tolist() == [[0, 1, 7]]
     assert e.isnan().nonzero().tolist() == [[0, 1, 9]]
+
+
+@pytest.mark.parametrize("rows", [1, 63, 3 * 1000])
+@pytest.mark.parametrize("slices", [0, 1, 2, 4])
+def test_row_factors_from_dots(
+    slices: int, rows: int, kernel: ModuleType, row_factors: Formulas, rel_err: Error
+) -> None:
+    """Without dots e is 0, and without normaliser both are."""
+    dots, d, m = draw_dots(slices, rows)
+    for given in ((d, m), (d, None), (None, None)):
+        truth = row_factors(dots.double().sum(0), *given, EPS)
+        assert truth[1].any() == (slices > 0 and given[0] is not None)
+        assert_factors(run_factors(kernel, dots, *given), truth, rel_err)
+
+
+def test_row_factors_from_dots_at_the_ends_of_the_range(
+    kernel: ModuleType, row_factors: Formulas, rel_err: Error
+) -> None:
+    """As those from dh and h."""
+    dots, d, m = draw_dots(2, 1000)
+    m *= 100.0
+    m[:2] = torch.tensor([-1e5, 1e5])
+    d[2:4] = 0.0
+    log2_w, e = run_factors(kernel, dots, d, m)
+    assert log2_w.isfinite().all() and e.isfinite().all()
+    assert_factors((log2_w, e), row_factors(dots.double().sum(0), d, m, EPS), rel_err)
+    d[7] = torch.nan
+    dots[1, 9] = torch.nan
+    m.fill_(100.0)
+    log2_w, e = run_factors(kernel, dots, d, m)
+    assert log2_w.isnan().nonzero().tolist() == [[7]]
+    assert e.isnan().nonzero().tolist() == [[9]]
+
+
+def floats_at(pointer: int, shape: tuple[int, int], stride: int) -> Tensor:
+    """A copy of what lies at an address, its rows a stride apart."""
+    interface = {
+        "data": (pointer, False),
+        "shape": shape,
+        "strides": (4 * stride, 4),
+        "typestr": "<f4",
+        "version": 2,
+    }
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device="cuda").clone()
+
+
+@pytest.fixture
+def dots_read(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The dots [slices, rows] that every launch of mlstm_bwd_factors reads."""
+    found: list[Tensor] = []
+    launch = kernel.mlstm_bwd_factors
+
+    def record(dots: tuple[int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> None:
+        pointer, stride, slices = dots
+        if slices > 0:
+            found.append(floats_at(pointer, (slices, count), stride))
+        launch(dots, rows, factors, count, *others)
+
+    monkeypatch.setattr(kernel, "mlstm_bwd_factors", record)
+    return found
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [*instances.PASS_TILES, (48, 80), (208, 176), (80, 272), (144, 272), (256, 512)],
+    ids="{0[0]}_{0[1]}".format,
+)
+@pytest.mark.parametrize("lengths", [None, [200, 0, 1, 64, 63, 65, 450]], ids=["batch", "packed"])
+def test_the_pass_for_dv_leaves_the_dots(
+    lengths: list[int] | None,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    exponential: Any,
+    make_inputs: Callable[..., Any],
+    draw_packed: Callable[..., Any],
+    cut_every: Callable[[int], None],
+    dots_read: list[Tensor],
+    rel_err: Error,
+) -> None:
+    """By its slices of V, of every token, over all parts of V together."""
+    cut_every(10_000)
+    if lengths is None:
+        x = make_inputs(2, 3, 300, dims, dtype)
+    else:
+        x = draw_packed(exponential, lengths, dims, dtype)
+    dh = exponential.draw_cotangents(x, last=False)["h"]
+    x["v"].requires_grad_()
+    h = exponential(x)
+    with uninitialised_memory_is_nan():
+        torch.autograd.grad(h, x["v"], dh)
+    width = int(dict(instances.mlstm_pass("dv", *dims).defines)["TFLA_SLICE"])
+    slices = zip(dh.split(width, dim=-1), h.detach().split(width, dim=-1), strict=True)
+    expected = torch.stack([sum_products(*of_slice).flatten() for of_slice in slices])
+    assert len(dots_read) == -(-dims[1] // instances.MAX_DIM_QK)
+    assert rel_err(torch.cat(dots_read), expected) <= 1e-5
 
 
 # gates
@@ -386,4 +516,7 @@ def test_small(
     for dim in (48, 272):
         dh, h, d, m = draw_rows((1, 2, 70), dim, torch.float16)
         found = run_rows(kernel, dh, h, d, m)
-        assert_factors(found, row_factors(dh, h, d, m, EPS), rel_err)
+        assert_factors(found, row_factors(sum_products(dh, h), d, m, EPS), rel_err)
+    dots, d, m = draw_dots(2, 300)
+    found = run_factors(kernel, dots, d, m)
+    assert_factors(found, row_factors(dots.double().sum(0), d, m, EPS), rel_err)

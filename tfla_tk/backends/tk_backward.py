@@ -178,8 +178,16 @@ def mlstm_bwd(
         device=device,
         stream=_current_stream(device),
     )
-    for part in plan.parts:
-        _launch_rows(call, part)
+    # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
+    dots_of_dv = bool(call.row_n) and not plan.is_cut
+    if dots_of_dv:
+        _launch_factors(call, plan.parts[0], slices=0)  # log2 w, all that dv reads
+    else:
+        for part in plan.parts:
+            if call.row_n:
+                _launch_rows(call, part)
+            else:
+                _launch_factors(call, part, slices=0)
     if plan.is_cut:
         _launch_segments(call)
     # only now, so that a GPU that waits for the host has its first kernels early
@@ -195,14 +203,16 @@ def mlstm_bwd(
         _pointer(operands.state_result(dc_initial)),
         _pointer(dn_initial),
     )
+    _launch_dv(call, written, dots=dots_of_dv)
     for part in plan.parts:
+        if dots_of_dv:
+            _launch_factors(call, part, slices=part.dot_slices)
         if part.number == 0 or dn_initial is None:
             _launch_dq_and_dk(call, written, part, written.dn_initial)
         else:
             dn_of_part = torch.empty_like(dn_initial)
             _launch_dq_and_dk(call, written, part, dn_of_part.data_ptr())
             dn_initial.add_(dn_of_part)
-    _launch_dv(call, written)
     _launch_gates(call, written)
     operands.copy_back()
     return grads
@@ -241,6 +251,21 @@ def _launch_rows(x: _Call, part: Part) -> None:
         (*x.sizes[:3], part.width),
         x.eps,
         x.half,
+        x.device,
+        x.stream,
+    )
+
+
+def _launch_factors(x: _Call, part: Part, *, slices: int) -> None:
+    """The same where dh and h need not be read: with the dots of so many slices of "dv", or e = 0."""
+    batch, heads, seq, *_ = x.sizes
+    rows = batch * heads * seq
+    x.plan.around.mlstm_bwd_factors(
+        (x.memory.dots + part.dots, rows, slices),
+        (x.row_n, x.row_m),
+        (x.memory.log2_w + part.rows, x.memory.e + part.rows),
+        rows,
+        x.eps,
         x.device,
         x.stream,
     )
@@ -327,8 +352,12 @@ def _launch_dq_and_dk(x: _Call, written: _Grads, part: Part, dn: int) -> None:
     )  # fmt: skip
 
 
-def _launch_dv(x: _Call, written: _Grads) -> None:
-    """The pass over all of V: the state's columns are those of its values."""
+def _launch_dv(x: _Call, written: _Grads, *, dots: bool) -> None:
+    """The pass over all of V: the state's columns are those of its values.
+
+    Args:
+        dots: whether dh_t.h_t is wanted.
+    """
     memory = x.memory
     *size, dim_qk, dim_v = x.sizes
     rows, sizes = _rows(x, x.plan.parts[0]), (*size, dim_qk, dim_v, dim_v)
@@ -337,7 +366,8 @@ def _launch_dv(x: _Call, written: _Grads) -> None:
         entering=(x.dc_last, 0),
         leaving=(written.dc_initial, 0),
         boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
-        factor=x.dh,
+        factor=x.h,
+        sums=(memory.dots if dots else 0, 0),
     )  # fmt: skip
 
 
@@ -374,8 +404,8 @@ def _run_pass(
         leaving: gradients of the initial state, to be written at the walk's end where there is an address:
             "dv" has that of c, "dk" that of n.
         boundary: c, n and log2_decay for the segments that follow others in the walk; 0 where nothing is cut.
-        factor: like `out`, what its rows are multiplied with for the row sums; unused for "dv".
-        sums: where these are written, whole and inter.
+        factor: like `out`, what its rows are multiplied with for the row sums, those of `values` for "dv".
+        sums: where these are written, whole and inter; "dv" has no inter, and none at all where whole is 0.
         anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them, and the parts of
             a flow.
         accumulate: whether the gradient is added to what `out` holds; not for "dv".

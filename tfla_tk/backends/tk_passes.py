@@ -32,8 +32,9 @@ class Part:
         start, width: its columns.
         kernel: the module of its passes.
         state: bytes from the start of a state [N, NH, K, V] to its columns.
-        rows, norms, sums, inter, flows: bytes from where `Memory` has something of the first part to where it
-            has that of this one: log2_w and e, grad_n, the row sums, their inter, and flows.
+        rows, dots, norms, sums, inter, flows: bytes from where `Memory` has something of the first part to
+            where it has that of this one: log2_w and e, dots, grad_n, the row sums, their inter, and flows.
+        dot_slices: slices of dots that are of its columns.
     """
 
     number: int
@@ -42,10 +43,12 @@ class Part:
     kernel: ModuleType
     state: int
     rows: int
+    dots: int
     norms: int
     sums: int
     inter: int
     flows: int
+    dot_slices: int
 
 
 class Memory(NamedTuple):
@@ -56,6 +59,7 @@ class Memory(NamedTuple):
 
     Attributes:
         log2_w, e: of every token, [P, B, NH, S], each part aligned.
+        dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S].
         state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
             [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
         grad_c, grad_n, grad_decay: the same of "dk" and "dv", gradients of states. n has e in it, which every
@@ -72,6 +76,7 @@ class Memory(NamedTuple):
 
     log2_w: int
     e: int
+    dots: int
     state_c: int
     state_n: int
     state_decay: int
@@ -128,7 +133,7 @@ def slices_of_a_pass(dim_qk: int, dim_v: int) -> int:
     """CTAs that the pass for dk has for one segment of a head: slices of K."""
     _, width = _columns(dim_v)[0]
     instance = instances.mlstm_pass("dk", width, dim_qk)
-    return -(-dim_qk // int(dict(instance.defines)["TFLA_SLICE"]))
+    return -(-dim_qk // _slice(instance))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -147,6 +152,8 @@ def make_plan(
     boundaries = (cut.segments - sequences) * heads
     row_bytes = _aligned(FLOAT * batch * heads * seq)
     norm_bytes = FLOAT * boundaries * dim_qk
+    dots_slice = _slice(instances.mlstm_pass("dv", dim_qk, dim_v))
+    dots_bytes = FLOAT * batch * heads * seq
     sums = -(-dim_qk // SUM_COLUMNS)
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
@@ -161,10 +168,12 @@ def make_plan(
                 kernel,
                 state=FLOAT * start,
                 rows=number * row_bytes,
+                dots=start // dots_slice * dots_bytes,
                 norms=number * norm_bytes,
                 sums=number * sum_bytes,
                 inter=number * inter_bytes,
                 flows=FLOAT * flow_parts,
+                dot_slices=-(-width // dots_slice),
             )
         )
         flow_parts += kernel.flow_parts(dim_qk)
@@ -172,6 +181,7 @@ def make_plan(
     taken = Memory(
         log2_w=count * row_bytes,
         e=count * row_bytes,
+        dots=0 if boundaries else -(-dim_v // dots_slice) * dots_bytes,
         state_c=boundaries * dim_qk * dim_v * FLOAT,
         state_n=norm_bytes,
         state_decay=DOUBLE * boundaries,
@@ -198,6 +208,11 @@ def make_plan(
         size,
         Memory._make(offsets),
     )
+
+
+def _slice(instance: build.Instance) -> int:
+    """Columns of the values that a CTA of a pass owns."""
+    return int(dict(instance.defines)["TFLA_SLICE"])
 
 
 def _columns(dim_v: int) -> list[tuple[int, int]]:

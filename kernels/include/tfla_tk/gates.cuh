@@ -28,7 +28,7 @@ struct alignas(16) GateStage {
     float post[kChunk];       // 1 (exponential) or 2^{row_t + b_t} (sigmoid), of the row's output
     float floor[kChunk];      // e^{-m_t} (exponential) or 1 (sigmoid): lower bound of |q n|
     float key_scale[kChunk];  // 2^{a_j - M_L} (exponential) or 2^{a_j + b_L} (sigmoid), of k_j in the state
-    float decay;              // of the state
+    float decay;              // of the state, 1 where it is owed
 };
 
 // A score of the chunk's P, from GateStage::column and GateStage::row.
@@ -196,38 +196,79 @@ __device__ inline FloatPair finite_stabiliser(double m) {
     return high < kLeast ? FloatPair{kLeast} : FloatPair{high, low};
 }
 
-// Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk.
-template <bool kSigmoid> struct GateScan {
-    FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
+// Of a lane's two tokens of a chunk, 2 lane and 2 lane + 1.
+struct alignas(16) TwoPairs {
+    FloatPair x, y;
+};
 
-    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f() as soon as they are
-    // read, so that loads there are in flight over the scan. Returns the tokens' m_t.
+// b and a of the lane's two tokens. f: pre-activations, replaced by next_f() as soon as they are read, so
+// that loads there are in flight over the scan; take_i() is called once b is there.
+template <bool kSigmoid, class TakeI, class NextF>
+__device__ inline void sum_gates(TwoPairs& b, TwoPairs& a, float2& f, int lane, TakeI take_i, NextF next_f) {
+    const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+    f = next_f();
+    b.y = warp_inclusive_sum(log_f_x + log_f_y, lane), b.x = b.y - log_f_y;
+    const float2 i = take_i();
+    a = {log2_input<kSigmoid>(i.x) - b.x, log2_input<kSigmoid>(i.y) - b.y};
+}
+
+// The decay of a state in registers may be owed for some chunks, while what reads the state is scaled with
+// the debt and what is added to it with its inverse: a multiplication of the whole state falls due only when
+// the debt passes 2^kLargestDebt. fp16 has no range for a state in other units.
+template <class T> constexpr float kLargestDebt = std::is_same_v<T, kittens::bf16> ? 32.f : 0.f;
+
+template <class T> struct OwedDecay {
+    float log2 = 0.f;
+
+    // Adds a chunk's decay, log2. Returns what the state is to be multiplied with: 1 while it is owed.
+    // settle: nothing may be owed after this chunk.
+    __device__ inline float add(float decay, bool settle) {
+        log2 += decay;
+        if (!settle && log2 >= -kLargestDebt<T>) return 1.f;
+        const float due = exp2f(log2);
+        log2 = 0.f;
+        return due;
+    }
+};
+
+// Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk.
+template <class T, bool kSigmoid> struct GateScan {
+    FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
+    OwedDecay<T> owed{};
+
+    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f(), as in sum_gates. last:
+    // of the walk. Returns the tokens' m_t.
     template <class NextI, class NextF>
     __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, FloatPair log2_scale,
-                                   NextI next_i, NextF next_f) {
+                                   bool last, NextI next_i, NextF next_f) {
         const int lane = fresh_laneid();
-        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
-        f = next_f();
-        const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
-        const FloatPair b_end = of_last_lane(b_y);
-        const FloatPair a_x = log2_input<kSigmoid>(i.x) - b_x, a_y = log2_input<kSigmoid>(i.y) - b_y;
-        i = next_i();
+        TwoPairs a, b;
+        auto take_i = [&] {
+            const float2 taken = i;
+            i = next_i();
+            return taken;
+        };
+        sum_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
 
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
         };
-        write_pairs(&out.column[2 * lane], a_x + log2_scale, a_y + log2_scale);
-        const auto [row_x, row_y] = rounded_up_maxima(a_x, a_y, m, lane);
-        const auto m_x = static_cast<float>(b_x + row_x), m_y = static_cast<float>(b_y + row_y);
+        write_pairs(&out.column[2 * lane], a.x + log2_scale, a.y + log2_scale);
+        const auto [row_x, row_y] = rounded_up_maxima(a.x, a.y, m, lane);
+        const auto m_x = static_cast<float>(b.x + row_x), m_y = static_cast<float>(b.y + row_y);
         write_pair(out.row, row_x, row_y);
-        write_pair(out.inter, scale * exp2f(rounded_sum(m, -row_x)), scale * exp2f(rounded_sum(m, -row_y)));
+        auto inter = [&](float row) { return scale * exp2f(rounded_sum(m, -row) + owed.log2); };
+        write_pair(out.inter, inter(row_x), inter(row_y));
         write_pair(out.post, kSigmoid ? exp2f(m_x) : 1.f, kSigmoid ? exp2f(m_y) : 1.f);
         write_pair(out.floor, kSigmoid ? 1.f : exp2f(-m_x), kSigmoid ? 1.f : exp2f(-m_y));
         // The state's gates are relative to the chunk's end.
-        const FloatPair m_max = kSigmoid ? FloatPair{} : larger(m, warp_max(a_x, a_y));
+        const FloatPair b_end = of_last_lane(b.y);
+        const FloatPair m_max = kSigmoid ? FloatPair{} : larger(m, warp_max(a.x, a.y));
         const FloatPair end = kSigmoid ? b_end : -m_max;
-        write_pair(out.key_scale, exp2f(rounded_sum(a_x, end)), exp2f(rounded_sum(a_y, end)));
-        if (lane == 0) out.decay = exp2f(rounded_sum(m, end));
+        const float decay = owed.add(rounded_sum(m, end), last);
+        if (lane == 0) out.decay = decay;
+        auto key_scale = [&](FloatPair a) { return exp2f(rounded_sum(a, end) - owed.log2); };
+        write_pair(out.key_scale, key_scale(a.x), key_scale(a.y));
         if constexpr (!kSigmoid) m = b_end + m_max;
         constexpr auto kNaturalLog = static_cast<float>(kLn2);
         return {m_x * kNaturalLog, m_y * kNaturalLog};

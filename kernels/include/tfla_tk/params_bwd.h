@@ -8,14 +8,29 @@ namespace tfla_tk {
 
 // Numbers per row that the passes need: log2 of the normaliser w_t, and e_t = -(dh_t.h_t) sign(d_t)
 // [|d_t| > floor_t].
-struct MlstmBwdRowsParams {
-    Operand dh, h;       // [B, H, S, V], bf16 or fp16, rows at multiples of 16 bytes
+struct RowFactorPointers {
     const float* row_n;  // [B, H, S]: d_t; null without normaliser: log2 w and e are 0
     const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
     float *log2_w, *e;   // [B, H, S]
+    float eps;           // added to the normaliser after the max
+};
+
+// With dh_t.h_t from dh and h.
+struct MlstmBwdRowsParams {
+    Operand dh, h;  // [B, H, S, V], bf16 or fp16, rows at multiples of 16 bytes
+    RowFactorPointers rows;
     int batch, heads, seq, dim_v;
-    float eps;  // added to the normaliser after the max
     bool half;  // operands are fp16, not bf16
+    int device;
+};
+
+// With dh_t.h_t from the pass for dv, which leaves it by slices.
+struct MlstmBwdFactorsParams {
+    const float* dots;          // [slices, B, H, S]
+    std::int64_t slice_stride;  // from one slice to the next
+    int slices;                 // 0: e is 0
+    RowFactorPointers rows;
+    std::int64_t count;  // B H S
     int device;
 };
 
@@ -78,6 +93,7 @@ std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences);
 
 // All throw std::runtime_error on a refused launch; seq is at least 1.
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream);
+void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream);
 void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream);
 void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream);
 

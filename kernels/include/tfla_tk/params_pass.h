@@ -32,13 +32,15 @@ struct PassWalk {
 struct MlstmPassParams {
     PassWalk walk;
     Operand queries, out;  // as keys, as values
-    Operand factor;        // like out: rows of the sums; dq and dk only
+    Operand factor;        // like out: rows of the sums
     // What a sequence's walk begins with, [N, H, K, V] and [N, H, K], and the gradients of the initial state,
     // of which dv makes that of c and dk that of n; null where there is none.
     const float *entering_c, *entering_n;
     float *leaving_c, *leaving_n;
-    float* whole;    // [panels, B, H, S] row sums of out . factor; null for dv
-    FlowSum* inter;  // [panels, B, H, slots] of a chunk's, the part from the entering state
+    // Row sums: of dq and dk those of out . factor, [panels, B, H, S], of dv those of values . factor, by its
+    // slices, [slices, B, H, S], or null where nobody wants them.
+    float* whole;
+    FlowSum* inter;  // [panels, B, H, slots] of a chunk's, the part from the entering state; not of dv
     // dq leaves its state before every chunk of a multiple of kAnchorChunks, for dk of the same tile to
     // multiply with: the flow of gradient over that boundary. pass_anchor_bytes of it; null for dv.
     void* states;

@@ -42,8 +42,24 @@ template <kittens::ducks::rt::all Tile> __device__ inline void forget(Tile& tile
 }
 
 template <class T2> __device__ inline float2 to_float2(T2 x) {
+    if constexpr (std::is_same_v<T2, kittens::bf16_2>) {  // its halves are the upper halves of two floats
+        const auto bits = reinterpret_cast<const uint32_t&>(x);
+        return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000)};
+    }
     return kittens::base_types::convertor<float2, T2>::convert(x);
 }
+// Of eight numbers in 16 bytes each.
+template <class T2> __device__ inline float dot(const uint4& x, const uint4& y) {
+    const T2 *a = reinterpret_cast<const T2*>(&x), *b = reinterpret_cast<const T2*>(&y);
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+        const float2 u = to_float2(a[n]), v = to_float2(b[n]);
+        sum += u.x * v.x + u.y * v.y;
+    }
+    return sum;
+}
+
 template <class T2> __device__ inline T2 from_float2(float2 x) {
     return kittens::base_types::convertor<T2, float2>::convert(x);
 }

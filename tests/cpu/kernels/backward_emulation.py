@@ -30,6 +30,7 @@ CHUNK = 64
 # of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
 ARGUMENTS = {
     "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream"),
+    "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "eps", "device", "stream"),
     "mlstm_bwd_combine": (
         *("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device", "stream"),
     ),
@@ -94,6 +95,12 @@ def tensor_at(pointer: int, dtype: torch.dtype, shape: Items[int], *strides: int
     return torch.frombuffer(memory, dtype=dtype).as_strided(tuple(shape), strides)
 
 
+def slices_of(launch: SimpleNamespace) -> tuple[int, int]:
+    """Of the values' columns, in a pass: how wide one is, and how many there are."""
+    width = int(dict(launch.instance.defines)["TFLA_SLICE"])
+    return width, -(-launch.sizes[4] // width)
+
+
 def contiguous_strides(shape: Items[int]) -> tuple[int, ...]:
     return tuple(torch.empty(tuple(shape), device="meta").stride())
 
@@ -156,11 +163,24 @@ class BackwardFormulas(BackwardModules):
         return segments.Cut(sequences + tokens // (CHUNK * self.segment_chunks), self.segment_chunks)
 
     def mlstm_bwd_rows(self, x: SimpleNamespace) -> None:
+        assert x.rows[0] != 0  # without normaliser there is nothing to read dh and h for
         dh, h = (operand_at(operand, x.sizes) for operand in (x.dh, x.h))
-        given = (tensor_at(row, torch.float64, x.sizes[:3]) if row else None for row in x.rows)
-        found = self.row_factors(dh, self.rounded(h), *given, x.eps)
+        self.write_factors(x, (dh * self.rounded(h)).sum(-1))
+
+    def mlstm_bwd_factors(self, x: SimpleNamespace) -> None:
+        pointer, stride, slices = x.dots
+        dh_h = torch.zeros(x.count, dtype=torch.float64)
+        for number in range(slices):
+            own = pointer + torch.float64.itemsize * stride * number
+            dh_h += tensor_at(own, torch.float64, dh_h.shape)
+        self.write_factors(x, dh_h)
+
+    def write_factors(self, x: SimpleNamespace, dh_h: Tensor) -> None:
+        """log2 w and e of every row."""
+        given = (tensor_at(row, torch.float64, dh_h.shape) if row else None for row in x.rows)
+        found = self.row_factors(dh_h, *given, x.eps)
         for pointer, factor in zip(x.factors, found, strict=True):
-            tensor_at(pointer, torch.float64, x.sizes[:3]).copy_(factor)
+            tensor_at(pointer, torch.float64, dh_h.shape).copy_(factor)
 
     def mlstm_pass_segments(self, x: SimpleNamespace) -> None:
         """From the boundary away, until all is forgotten."""
@@ -231,11 +251,14 @@ class BackwardFormulas(BackwardModules):
         entering = states_at(x.entering, states, x, torch.float64)
         leaving = states_at(x.leaving, states, x, torch.float64)
         boundary = walk.boundary(x)
-        anchors = sums = None
+        anchors = sums = dots = None
+        slice_width, slices = slices_of(x)
         if turned:
             anchors = flows_at(*x.anchors[1:], 1, (batch, heads), walk.slots)
             panels = -(-dim_values // SUM_COLUMNS)
             sums = sums_at((*x.sums, panels), (batch, heads, seq), walk.slots)
+        elif x.sums[0]:
+            dots = tensor_at(x.sums[0], torch.float64, (slices, batch, heads, seq))
 
         def state(c: Tensor | None, n: Tensor | None) -> tuple[Tensor, Tensor]:
             zero = keys.new_zeros(dim_keys, dim_values)
@@ -276,6 +299,10 @@ class BackwardFormulas(BackwardModules):
                     for panel, found in enumerate(of_chunks):
                         both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
                         sums[1][panel, :, :, sequence.slot + chunk] = both
+                if dots is not None:
+                    products = value * self.rounded(factor[:, :, own])
+                    for dot, of_slice in zip(dots, products.split(slice_width, dim=-1), strict=True):
+                        dot[:, :, own] = of_slice.sum(-1)
                 c = decay[..., None, None] * c + self.rounded(column[..., None] * key).mT @ value
                 n = decay[..., None] * n + (column_n[..., None] * value).sum(-2)
                 if flow is not None and not forward:

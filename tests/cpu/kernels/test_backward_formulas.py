@@ -1,6 +1,7 @@
 """The plan of the kernels' backward, formula by formula, against the explicit backward of the reference.
 
-Three passes that are one kernel with other operands, rows before them, gates from their row sums.
+Three passes that are one kernel with other operands, factors of rows before or after the first of them, gates
+from their row sums.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ def test_lengths(gate: str, seq: int, backward_formulas: Formulas) -> None:
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:3]], ids=["batch", "packed", "long"])
 @pytest.mark.parametrize("last", [False, True], ids=["h", "h_and_state"])
+@pytest.mark.parametrize("dim_qk", [80, 144], ids=["slice", "slices"])  # of dv, in a part of V
 @pytest.mark.parametrize("gate", GATES)
-def test_parts_of_v(gate: str, last: bool, lengths: list[int] | None, backward_formulas: Formulas) -> None:
+def test_parts_of_v(
+    gate: str, dim_qk: int, last: bool, lengths: list[int] | None, backward_formulas: Formulas
+) -> None:
     """More columns than a pass takes for keys: dq, dk and dn are sums over parts of V."""
-    given = arguments(gate, draw(gate, (1, 2, 150), lengths=lengths, dims=(80, 272)), last=last)
+    given = arguments(gate, draw(gate, (1, 2, 150), lengths=lengths, dims=(dim_qk, 272)), last=last)
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
@@ -372,9 +376,9 @@ def test_row_factors_at_the_ends_of_the_range(row_factors: Formulas) -> None:
     """Finite where e^{-m} is not; no gradient of d where the floor holds."""
     m = torch.tensor([-1e4, -100.0, 0.0, 0.0, 0.0, 100.0, 1e4])
     d = torch.tensor([1.0, 1.0, 0.5, -2.0, 0.0, 0.0, -3.0])
-    ones = torch.ones(len(m), 4)
-    log2_w, e = row_factors(ones, ones, d, m.double(), EPS)
+    dh_h = torch.full_like(d, 4.0)
+    log2_w, e = row_factors(dh_h, d, m.double(), EPS)
     assert log2_w.isfinite().all()
     torch.testing.assert_close(log2_w[:2], torch.tensor([1e4, 100.0]).double() / math.log(2))
     assert e.tolist() == [0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 4.0]
-    assert all((x == 0).all() for x in row_factors(ones, ones, None, None, EPS))
+    assert all((x == 0).all() for x in row_factors(dh_h, None, None, EPS))

@@ -17,6 +17,7 @@ from tfla_tk.build.instances import PASS_TILES, mlstm_pass
 CHUNK = 64
 STEPS = CHUNK // 16
 FRAGMENTS = 4  # of a block's output: 64 columns of the values by 16 tokens, one STSM each
+OUTPUT_REGISTERS = CHUNK // 2  # of a block: fp32, 64 columns of the values by 64 tokens
 INSTANCES = [mlstm_pass("dv", *tile) for tile in PASS_TILES]
 
 Compile = Callable[[build.Instance], Any]
@@ -49,17 +50,21 @@ def blocks_of(slice_: int) -> int:
 
 @dataclass
 class Block:
-    """A block's GEMMs from values^T scores^T on, and what stands under them: while they are in flight.
+    """A block's GEMMs after the state has been read, and what stands under those that update the state.
 
     Attributes:
+        groups: kinds of its committed groups in their order.
         state: registers of the state, to which the update's wgmmas add.
-        scaled_under_values: registers that an FMUL writes under values^T scores^T.
-        under_update: opcodes under the state's update.
+        scaled: registers that an FMUL writes between the reading and the first of the update.
+        before_values, after_values: opcodes while some of the update is in flight, before and after
+            values^T scores^T is issued.
     """
 
+    groups: list[str] = field(default_factory=list)
     state: set[int] = field(default_factory=set)
-    scaled_under_values: set[int] = field(default_factory=set)
-    under_update: Counter[str] = field(default_factory=Counter)
+    scaled: set[int] = field(default_factory=set)
+    before_values: Counter[str] = field(default_factory=Counter)
+    after_values: Counter[str] = field(default_factory=Counter)
 
 
 def kind_of(operands: str) -> str:
@@ -84,11 +89,16 @@ def walk_blocks(kernel: Any) -> list[Block]:
     found: list[Block] = []
     in_flight: list[str] = []  # groups from their first wgmma on, the oldest first
     last, committed = "", True
+    scaled: set[int] = set()
     for opcode, operands in kernel.instructions:
         if opcode.startswith("HGMMA"):
             kind = kind_of(operands)
-            if kind == "values" and last != "values":
-                found.append(Block())
+            if kind == "update" and last == "read":
+                found.append(Block(scaled=scaled))
+            if kind == "read":
+                scaled = set()
+            elif kind != "scores" and committed:
+                found[-1].groups.append(kind)
             if kind == "update":
                 first = int(operands.split(", ")[0].removeprefix("R"))
                 # fp32, M = 64: N / 2 registers per thread
@@ -101,10 +111,12 @@ def walk_blocks(kernel: Any) -> list[Block]:
             assert committed
             left = int(operands.split(", ")[1], 16)
             in_flight = in_flight[max(0, len(in_flight) - left) :]
-        elif "values" in in_flight and opcode.startswith("FMUL"):
-            found[-1].scaled_under_values.add(int(operands.split(", ")[0].removeprefix("R")))
+        elif last == "read" and not in_flight and opcode.startswith("FMUL"):
+            scaled.add(int(operands.split(", ")[0].removeprefix("R")))
         if "update" in in_flight:
-            found[-1].under_update[opcode.split(".")[0]] += 1
+            block = found[-1]
+            under = block.after_values if "values" in block.groups else block.before_values
+            under[opcode.split(".")[0]] += 1
     assert not in_flight
     return found
 
@@ -171,23 +183,37 @@ def test_segments_only_update(compiled: Any) -> None:
         assert not written
 
 
-def test_the_decay_stands_under_the_scores_gemm(compiled: Any) -> None:
-    """Every register of the state is multiplied between values^T scores^T and the wait for it."""
+def test_the_state_decays_before_its_update(compiled: Any) -> None:
+    """Every register of the state is multiplied after it has been read, where the decay is due."""
     for kernel in kernels_named(compiled, "mlstm_pass"):
         blocks = walk_blocks(kernel)
         assert len(blocks) == blocks_of(kernel.slice_v)
         for block in blocks:
             assert len(block.state) == kernel.dim_qk // 2
-            assert block.state <= block.scaled_under_values
+            assert block.state <= block.scaled
         assert len(set().union(*(block.state for block in blocks))) == len(blocks) * kernel.dim_qk // 2
 
 
-def test_the_output_stands_under_the_update(compiled: Any) -> None:
-    """Its staging, and with dq and dk its row sums: 14 exchanges, and two for each of a lane's rows of n."""
+def test_the_update_is_spread(compiled: Any) -> None:
+    """Half of it is issued before values^T scores^T, over 16 tokens a group."""
     for kernel in kernels_named(compiled, "mlstm_pass"):
         for block in walk_blocks(kernel):
-            assert block.under_update["STSM"] == FRAGMENTS
-            assert block.under_update["SHFL"] == (0 if kernel.gradient == "dv" else 14 + 2 * 2)
+            assert block.groups == ["update", "update", "values", "update", "update"]
+
+
+def test_the_output_stands_under_the_update(compiled: Any) -> None:
+    """Before values^T scores^T its scaling, and with dq and dk the loads of the factor for its entering sum.
+    After it its staging, and with dq and dk its row sums: 14 exchanges, and two for each of a lane's two rows
+    of n.
+    """
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        of_sums = kernel.gradient != "dv"
+        for block in walk_blocks(kernel):
+            assert block.before_values["FMUL"] >= OUTPUT_REGISTERS
+            # and those of the update's own
+            assert block.before_values["LDSM"] >= 1 + FRAGMENTS * of_sums
+            assert block.after_values["STSM"] == FRAGMENTS
+            assert block.after_values["SHFL"] == (14 + 2 * 2) * of_sums
 
 
 def test_one_warp_stores_the_output(compiled: Any) -> None:
@@ -197,4 +223,5 @@ def test_one_warp_stores_the_output(compiled: Any) -> None:
         assert opcodes["UTMASTG"] == 2
         assert opcodes["UTMAREDG"] == (0 if kernel.gradient == "dv" else 2)
         for block in walk_blocks(kernel):
-            assert not block.under_update.keys() & {"UTMASTG", "UTMAREDG"}
+            under = block.before_values.keys() | block.after_values.keys()
+            assert not under & {"UTMASTG", "UTMAREDG"}

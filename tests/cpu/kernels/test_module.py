@@ -72,7 +72,9 @@ def test_the_module_around_the_backward_passes(
         return  # the launch would be real
     operand = (16, 4096, 4096, 64)
     with pytest.raises(RuntimeError, match="mlstm_bwd_rows: CUDA driver version is insufficient"):
-        module.mlstm_bwd_rows(operand, operand, (0, 0), (16, 16), (1, 1, 64, 64), 1e-6, False, 0, 0)
+        module.mlstm_bwd_rows(operand, operand, (16, 0), (16, 16), (1, 1, 64, 64), 1e-6, False, 0, 0)
+    with pytest.raises(RuntimeError, match="mlstm_bwd_factors: CUDA driver version is insufficient"):
+        module.mlstm_bwd_factors((16, 64, 1), (16, 0), (16, 16), 64, 1e-6, 0, 0)
     cut = (0, False, 1, 2, 1)
     with pytest.raises(RuntimeError, match="mlstm_bwd_combine: CUDA driver version is insufficient"):
         module.mlstm_bwd_combine((16, 16, 16), 1, (0, 0), cut, (1, 128, 64, 64), False, 0, 0)
