@@ -75,13 +75,14 @@ class Operator:
 
         The gradient through the normaliser jumps there, so that rounding decides on which side it is taken.
         """
-        names = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens")
-        options = (self.function != "mlstm_chunkwise", self.options.get("normalize", True), 1e-6)
-        given = (x.get(name) for name in names)
+        normalize = self.options.get("normalize", True)
+        if not normalize or x["i"].numel() == 0:
+            return torch.zeros_like(x["i"], dtype=torch.bool)
+        gates = (x[name].float() for name in ("i", "f"))
+        given = (x.get(name) for name in ("c_initial", "n_initial", "m_initial", "cu_seqlens"))
+        options = (self.function != "mlstm_chunkwise", normalize, 1e-6, False, True, "auto")
         with torch.no_grad():
-            *_, d, m, _ = torch.ops.tfla_tk.mlstm_fwd(*given, *options, False, True, "auto")
-        if d.numel() == 0:
-            return torch.zeros(x["q"].shape[:3], dtype=torch.bool, device=x["q"].device)
+            *_, d, m, _ = torch.ops.tfla_tk.mlstm_fwd(x["q"], x["k"], x["v"], *gates, *given, *options)
         floor = torch.ones_like(d) if m.numel() == 0 else torch.exp(-m.double())
         return (d.double().abs() / floor - 1).abs() < KINK
 
