@@ -1,4 +1,5 @@
-// State warpgroups of the mLSTM forward: C in registers, published once per chunk.
+// State warpgroups of the mLSTM forward: C in registers, published once per chunk, one block of it after the
+// other where that hides it under GEMMs.
 #pragma once
 
 #include "config.cuh"
@@ -12,6 +13,9 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     constexpr int kBlocks = C::kStateBlocks;
     constexpr int kStepTokens = 16;  // of scaled K^T at a time: all that the registers hold
     constexpr int kStepsPerBlock = kChunk / kStepTokens;
+    // Where the GEMMs wait for their turn, all of C comes before it: the output reads it before it gives the
+    // turn.
+    constexpr bool kPublishesUnderGemms = kBlocks == 2 && C::kSchedule == Schedule::overlapped;
 
     // NOTES: tiles of 64 registers, since a wgmma with N = 256 does not compile in a launch of 512 threads.
     rt_fl<16, C::kPassV> state[kBlocks][C::kPasses];
@@ -74,11 +78,13 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     };
 
     load_initial();
-    if (kBlocks == 2) publish(0, 0);
+    if (kPublishesUnderGemms) publish(0, 0);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto value = C::value(chunk);
         const auto stage = C::gate_stage(chunk);
-        if (kBlocks == 1) publish(0, chunk);
+        if (!kPublishesUnderGemms)
+#pragma unroll
+            for (int block = 0; block < kBlocks; block++) publish(block, chunk);
 
         wait(smem.gates_ready[stage.slot], stage.phase);
         const GateStage& gates = smem.gates[stage.slot];
@@ -93,7 +99,8 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
                 warpgroup::mma_async_wait<0>();
                 pin(keys);
             }
-            if (step == kStepsPerBlock) for_each_pass([&](int pass) { pin(state[0][pass]); });
+            if (kPublishesUnderGemms && step == kStepsPerBlock)
+                for_each_pass([&](int pass) { pin(state[0][pass]); });
             if (token == 0) {
                 wait(smem.qk_arrived[key.slot], key.phase);
                 if (decay != 1.f)
@@ -117,8 +124,9 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             if (last_of_block) arrive_warp(smem.qk_free[key.slot]);
             if (C::kNormalize && last_of_block) update_norm(block, sums, decay);  // under the GEMM
             // under the GEMM of one block the other one's C, as the next reads it
-            if (kBlocks == 2 && step == 0) publish(1, chunk);
-            if (kBlocks == 2 && step == kStepsPerBlock && chunk + 1 < task.chunks) publish(0, chunk + 1);
+            if (kPublishesUnderGemms && step == 0) publish(1, chunk);
+            if (kPublishesUnderGemms && step == kStepsPerBlock && chunk + 1 < task.chunks)
+                publish(0, chunk + 1);
         }
         arrive_warp(smem.gates_free[stage.slot]);
         warpgroup::mma_async_wait<0>();

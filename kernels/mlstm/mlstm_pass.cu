@@ -4,7 +4,7 @@
 // dq forward and for dk and dv backward in time; the transposed state stays in registers in fp32. Per chunk:
 //   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh), one stores
 //              O^T and its row sums (mlstm_pass_output.cuh)
-//   scores     S = Q K^T; (S + e) . gate into shared memory
+//   scores     S = Q K^T; (S + e) . gate into shared memory; for dv, on request, row sums of values . factor
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
 //              row sums of O^T . factor; O^T into the factor's place
 // Where sequences are cut, mlstm_pass_segments.cuh made what each segment begins with. Equations:

@@ -4,9 +4,9 @@
 // With b, a, M and m_in of gates.cuh, in log2 units, what a token j sends to a token t is weighted by
 //     s W_tj / w_t = 2^{sends_j - receives_t}
 //         with sends_j = a_j + log2 s and receives_t = M_t + log2 w_t;
-// from the state t gets s 2^{m_in - receives_t} of it, and j adds 2^{a_j - M_L} to it.
-// Each chunk's m_in was saved by the forward, so chunks come in either order. The sigmoid gate has m_in = 0
-// and receives_t = log2 w_t - b_t, and b_L in the place of -M_L.
+// from the state t gets s 2^{m_in - receives_t} of it, and j adds 2^{a_j - M_L} to it, both in the units that
+// the state is in (OwedDecay). Each chunk's m_in was saved by the forward, so chunks come in either order.
+// The sigmoid gate has m_in = 0 and receives_t = log2 w_t - b_t, and b_L in the place of -M_L.
 #pragma once
 
 #include "tfla_tk/gates.cuh"
@@ -34,7 +34,7 @@ __device__ inline float pass_gate(float2 sends, float2 receives) {
     return exp2f((sends.x - receives.x) + (sends.y - receives.y));
 }
 
-// The first warp's part: sums along the chunk. f, load_i(), next_f(): as in sum_gates.
+// The first warp's part: sums along the chunk. f, load_i(), next_f(): as in sum_chunk_gates.
 template <bool kSigmoid, class LoadI, class NextF>
 __device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f, FloatPair log2_scale,
                                       LoadI load_i, NextF next_f) {
@@ -44,7 +44,7 @@ __device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f,
         sums.b[lane] = b;
         return load_i();
     };
-    sum_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
+    sum_chunk_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
     sums.a[lane] = a;
     write_pairs(&out.sends[2 * lane], a.x + log2_scale, a.y + log2_scale);
 }
@@ -108,7 +108,7 @@ template <bool kSigmoid, bool kBackward> struct SegmentScan {
                                  FloatPair m_in, float scale) {
         const int lane = fresh_laneid();
         TwoPairs a, b;
-        sum_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
+        sum_chunk_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
         const FloatPair end =
             kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {

@@ -84,7 +84,9 @@ class Operator:
         with torch.no_grad():
             *_, d, m, _ = torch.ops.tfla_tk.mlstm_fwd(x["q"], x["k"], x["v"], *gates, *given, *options)
         floor = torch.ones_like(d) if m.numel() == 0 else torch.exp(-m.double())
-        return (d.double().abs() / floor - 1).abs() < KINK
+        found = (d.double().abs() / floor - 1).abs() < KINK
+        assert found.sum() <= 10 + 0.01 * found.numel()
+        return found
 
     def gradients(
         self, x: Tensors, cotangents: Tensors, backend: str = "tk", names: tuple[str, ...] = ()

@@ -22,13 +22,14 @@ constexpr double kLn2 = 0.6931471805599453;
 
 // What the GEMM warpgroups read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) + column_j.y}, S unscaled.
 struct alignas(16) GateStage {
-    float2 column[kChunk];    // a_j + log2(scale) as high and low part
-    float row[kChunk];        // M_t rounded up to fp32: the stabiliser that the row really uses
-    float inter[kChunk];      // scale 2^{m_in - row_t}, of q C_in
-    float post[kChunk];       // 1 (exponential) or 2^{row_t + b_t} (sigmoid), of the row's output
-    float floor[kChunk];      // e^{-m_t} (exponential) or 1 (sigmoid): lower bound of |q n|
-    float key_scale[kChunk];  // 2^{a_j - M_L} (exponential) or 2^{a_j + b_L} (sigmoid), of k_j in the state
-    float decay;              // of the state, 1 where it is owed
+    float2 column[kChunk];  // a_j + log2(scale) as high and low part
+    float row[kChunk];      // M_t rounded up to fp32: the stabiliser that the row really uses
+    float inter[kChunk];    // scale 2^{m_in - row_t}, of q C_in, times what is owed of C_in's decay
+    float post[kChunk];     // 1 (exponential) or 2^{row_t + b_t} (sigmoid), of the row's output
+    float floor[kChunk];    // e^{-m_t} (exponential) or 1 (sigmoid): lower bound of |q n|
+    // 2^{a_j - M_L} (exponential) or 2^{a_j + b_L} (sigmoid), over what is owed then: of k_j in the state
+    float key_scale[kChunk];
+    float decay;  // of the state, 1 where it is owed
 };
 
 // A score of the chunk's P, from GateStage::column and GateStage::row.
@@ -204,7 +205,8 @@ struct alignas(16) TwoPairs {
 // b and a of the lane's two tokens. f: pre-activations, replaced by next_f() as soon as they are read, so
 // that loads there are in flight over the scan; take_i() is called once b is there.
 template <bool kSigmoid, class TakeI, class NextF>
-__device__ inline void sum_gates(TwoPairs& b, TwoPairs& a, float2& f, int lane, TakeI take_i, NextF next_f) {
+__device__ inline void sum_chunk_gates(TwoPairs& b, TwoPairs& a, float2& f, int lane, TakeI take_i,
+                                       NextF next_f) {
     const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
     f = next_f();
     b.y = warp_inclusive_sum(log_f_x + log_f_y, lane), b.x = b.y - log_f_y;
@@ -221,10 +223,12 @@ template <class T> struct OwedDecay {
     float log2 = 0.f;
 
     // Adds a chunk's decay, log2. Returns what the state is to be multiplied with: 1 while it is owed.
-    // settle: nothing may be owed after this chunk.
+    // settle: nothing may be owed after this chunk. NOTES: little is owed where the decay is slow: a large
+    // debt would round off the same from each of many small ones.
     __device__ inline float add(float decay, bool settle) {
         log2 += decay;
-        if (!settle && log2 >= -kLargestDebt<T>) return 1.f;
+        const float most = decay > -1.f ? fminf(kLargestDebt<T>, 4.f) : kLargestDebt<T>;
+        if (!settle && log2 >= -most) return 1.f;
         const float due = exp2f(log2);
         log2 = 0.f;
         return due;
@@ -236,8 +240,8 @@ template <class T, bool kSigmoid> struct GateScan {
     FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
     OwedDecay<T> owed{};
 
-    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f(), as in sum_gates. last:
-    // of the walk. Returns the tokens' m_t.
+    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f(), as in sum_chunk_gates.
+    // last: of the walk. Returns the tokens' m_t.
     template <class NextI, class NextF>
     __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, FloatPair log2_scale,
                                    bool last, NextI next_i, NextF next_f) {
@@ -248,7 +252,7 @@ template <class T, bool kSigmoid> struct GateScan {
             i = next_i();
             return taken;
         };
-        sum_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
+        sum_chunk_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
 
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};

@@ -15,7 +15,7 @@ from tfla_tk.build.instances import MLSTM_TILES, SCHEDULES, mlstm_fwd
 
 CHUNK = 64
 EXPONENTIALS = CHUNK * CHUNK // 128  # gates per thread and chunk
-MAIN = [mlstm_fwd(128, 256, schedule) for schedule in SCHEDULES]
+MAIN = [mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES]
 INSTANCES = list(dict.fromkeys([*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *MAIN]))
 
 Compile = Callable[[build.Instance], Any]
@@ -93,3 +93,22 @@ def test_the_schedule_is_in_the_sass(compiled: Any) -> None:
             assert all(stage["exp2"] >= EXPONENTIALS // 2 for stage in gated)
             assert under_epilogue == [False, True]
             assert turns == [kernel.schedule == "pingpong"] * 2
+
+
+def test_all_of_the_state_is_published_before_its_gemms_wait_for_their_turn(compiled: Any) -> None:
+    """Else the output, which reads it before it gives the turn, and the state would wait for each other."""
+    for kernel in compiled.kernels:
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        published = [n for n, opcode in enumerate(opcodes) if opcode.startswith("STSM") and "MT88" in opcode]
+        # four registers a store, two numbers a register: C in a thread, rounded
+        c = max(1, kernel.dim_qk // 128) * kernel.slice_v // 2
+        turns = [
+            n
+            for n, (opcode, operands) in enumerate(kernel.instructions)
+            if opcode.startswith("BAR.SYNC") and operands.startswith("0x1,")
+        ]
+        if kernel.schedule == "overlapped":
+            assert not turns
+        else:
+            (turn,) = turns
+            assert len(published) == c // 8 and max(published) < turn
