@@ -110,8 +110,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def("mlstm_bwd_factors", &mlstm_bwd_factors, py::arg("dots"), py::arg("rows"), py::arg("factors"),
           py::arg("count"), py::arg("eps"), py::arg("device"), py::arg("stream"),
           "Launches log2 w and e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
-          "and "
-          "number of its slices; rows, factors: as in mlstm_bwd_rows; count: of the rows.");
+          "and number of its slices; rows, factors: as in mlstm_bwd_rows; count: of the rows.");
     m.def("mlstm_bwd_combine", &mlstm_bwd_combine, py::arg("boundaries"), py::arg("norm_parts"),
           py::arg("entering"), py::arg("cut"), py::arg("sizes"), py::arg("backward"), py::arg("device"),
           py::arg("stream"),

@@ -111,10 +111,11 @@ template <class C> struct SharedMemoryPlan {
             init_warp_barrier(gates_ready[i], 1);
             init_warp_barrier(gates_free[i], kReaders);
         }
-        for (int i = 0; i < C::kPasses * C::kParts; i++) {
-            init_warp_barrier(state_ready[0][i], C::kStateWarps);
-            init_warp_barrier(state_free[0][i], 4);
-        }
+        for (int pass = 0; pass < C::kPasses; pass++)
+            for (int part = 0; part < C::kParts; part++) {
+                init_warp_barrier(state_ready[pass][part], C::kStateWarps);
+                init_warp_barrier(state_free[pass][part], 4);
+            }
         kittens::init_semaphore(tail_landed, 1);
         publish_barriers();
     }

@@ -65,9 +65,9 @@ struct PassTask {
     int64_t state;            // sequence * heads + head
     int64_t entered, left;    // slots of the boundaries that the walk comes from and goes to
 
-    // First of the values' columns of a panel of 64.
+    // First of the values' columns of a panel.
     template <class C> __device__ inline int panel_column(int block, int warpgroup_id) const {
-        return column + (warpgroup_id * C::kBlocks + block) * 64;
+        return column + C::panel(block, warpgroup_id) * 64;
     }
 
     // Whether there is an anchor before a chunk of the segment, and which, counted through all heads.
@@ -184,6 +184,9 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     using AnchorUnit = uint4;
     static constexpr int64_t kAnchorBytes =
         static_cast<int64_t>(kSlice) * (kDimKeys * sizeof(T) + sizeof(float));
+
+    // Of 64 columns of the values.
+    __device__ static inline int panel(int block, int warpgroup_id) { return warpgroup_id * kBlocks + block; }
 
     // Chunk of a step, and ring positions of a step.
     __device__ static inline int chunk(const PassTask& task, int step) {

@@ -65,7 +65,7 @@ __device__ inline void sum_value_rows(const PassGlobals& g, PassMemory<C>& smem,
         for (int id = 0; id < C::kStateWarpgroups; id++) {
             const auto out = C::out(step, block);
             const auto* values =
-                reinterpret_cast<const unsigned char*>(smem.values[slot].data[id * C::kBlocks + block]);
+                reinterpret_cast<const unsigned char*>(smem.values[slot].data[C::panel(block, id)]);
             const auto* factor = reinterpret_cast<const unsigned char*>(&smem.out[out.slot][id]);
             wait(smem.factor_arrived[out.slot][id], out.phase);
 #pragma unroll

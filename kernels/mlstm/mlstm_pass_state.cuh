@@ -104,7 +104,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     // NOTES: computed anew where needed: the state takes the registers
     auto warp = [] { return fresh_thread() % 128 / 32; };
     auto lane_offset = [&] { return transposed_lane_offset(warp()); };
-    auto panel_of = [&](int block) { return warpgroup_id * C::kBlocks + block; };  // of the values
+    auto panel_of = [&](int block) { return C::panel(block, warpgroup_id); };
 
     rt_fl<16, C::kPart> state[C::kBlocks][C::kParts];
     rt_fl<16, kChunk> out;                   // of one block
@@ -332,8 +332,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
 #pragma unroll
             for (int k = 2; k < kSteps; k++) {
                 if (k >= C::kFragments) {
-                    warpgroup::mma_async_wait<C::kFragments>();  // that of k - kFragments; the scores' is
-                                                                 // later
+                    // for that of k - kFragments; the scores' GEMM is later
+                    warpgroup::mma_async_wait<C::kFragments>();
                     pin(fragments[k % C::kFragments]);
                 }
                 update(k);

@@ -180,14 +180,11 @@ def mlstm_bwd(
     )
     # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
     dots_of_dv = bool(call.row_n) and not plan.is_cut
-    if dots_of_dv:
-        _launch_factors(call, plan.parts[0], slices=0)  # log2 w, all that dv reads
-    else:
-        for part in plan.parts:
-            if call.row_n:
-                _launch_rows(call, part)
-            else:
-                _launch_factors(call, part, slices=0)
+    for part in plan.parts[:1] if dots_of_dv else plan.parts:  # dv reads log2 w alone, of the first part
+        if plan.is_cut and call.row_n:
+            _launch_rows(call, part)
+        else:
+            _launch_factors(call, part, slices=0)
     if plan.is_cut:
         _launch_segments(call)
     # only now, so that a GPU that waits for the host has its first kernels early
@@ -242,7 +239,7 @@ def _plan(sizes: Sizes, offsets: tuple[int, bool, int], slots: int, device: int)
 
 
 def _launch_rows(x: _Call, part: Part) -> None:
-    """log2 w_t and e_t of every token."""
+    """log2 w_t and e_t of every token, from dh and h."""
     x.plan.around.mlstm_bwd_rows(
         _columns(x, x.dh, part),
         _columns(x, x.h, part),
@@ -257,7 +254,7 @@ def _launch_rows(x: _Call, part: Part) -> None:
 
 
 def _launch_factors(x: _Call, part: Part, *, slices: int) -> None:
-    """The same where dh and h need not be read: with the dots of so many slices of "dv", or e = 0."""
+    """log2 w_t and e_t of every token, from the dots of so many slices of "dv"; without any e_t is 0."""
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
     x.plan.around.mlstm_bwd_factors(

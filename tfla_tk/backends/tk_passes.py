@@ -59,7 +59,8 @@ class Memory(NamedTuple):
 
     Attributes:
         log2_w, e: of every token, [P, B, NH, S], each part aligned.
-        dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S].
+        dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; without
+            a normaliser they are not written.
         state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
             [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
         grad_c, grad_n, grad_decay: the same of "dk" and "dv", gradients of states. n has e in it, which every

@@ -20,6 +20,7 @@ from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
 
 from .backward_emulation import BackwardFormulas
+from .backward_launches import Launches
 
 _FUNCTION = re.compile(r"^\.text\.(\S+):$")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
@@ -162,6 +163,16 @@ def _read_or_compile(instance: build.Instance, folder: Path) -> tuple[str, str]:
 
 
 # The backward with the formula of every kernel in its place
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Of tk_backward.mlstm_bwd, whose kernels are not run."""
+    recorder = Launches()
+    monkeypatch.setattr(build, "load", recorder.load)
+    monkeypatch.setattr(tk_backward, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(tk_backward, "_multiprocessors", lambda device: 132)
+    return recorder
 
 
 @pytest.fixture
