@@ -47,23 +47,26 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
                 smem.norm[row] = n && row < g.dim_qk ? n[row] : 0.f;
         }
+        __syncwarp();  // two lanes share these rows from here on
     };
+    // Of four lanes two update and publish n of a row each: lane / 4, and + 8, of the warp's.
+    auto own_row = [&](int lane) { return warp_row + lane / 4 + 8 * (lane % 2); };
     auto update_norm = [&](int block, float2 sums, float decay) {
-        sums = {quad_sum(sums.x), quad_sum(sums.y)};
         const int lane = fresh_laneid();
-        if (lane % 4 != 0) return;
-        float* n = &smem.norm[warp_row + C::kPartQK * block + lane / 4];
-        n[0] = decay * n[0] + sums.x;
-        n[8] = decay * n[8] + sums.y;
+        // each of two neighbours takes one row and gives the other one away
+        const float given = __shfl_xor_sync(0xffffffff, lane % 2 == 0 ? sums.y : sums.x, 1);
+        float sum = (lane % 2 == 0 ? sums.x : sums.y) + given;
+        sum += __shfl_xor_sync(0xffffffff, sum, 2);
+        if (lane % 4 >= 2) return;
+        float& n = smem.norm[C::kPartQK * block + own_row(lane)];
+        n = decay * n + sum;
     };
-    // the two rows of a block that this lane owns, as a high and a low part, below C^T
+    // n of a block as a high and a low part, below C^T
     auto publish_norm = [&](int block, uint32_t panel) {
         const int lane = fresh_laneid();
-        if (lane % 4 != 0) return;
-        const float* n = &smem.norm[warp_row + C::kPartQK * block + lane / 4];
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            store_parts<T>(panel, C::kPassV, warp_row % 64 + lane / 4 + 8 * half, n[8 * half]);
+        if (lane % 4 < 2)
+            store_parts<T>(panel, C::kPassV, own_row(lane) % 64,
+                           smem.norm[C::kPartQK * block + own_row(lane)]);
     };
     auto publish = [&](int block, int chunk) {
         for_each_pass([&](int pass) {

@@ -258,9 +258,10 @@ __device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_
 
 // A number as the sum of two of T, in rows `row` and + 1 of a panel.
 template <class T> __device__ inline void store_parts(uint32_t panel, int row, int column, float x) {
-    const T high = kittens::base_types::convertor<T, float>::convert(x);
-    const T low = kittens::base_types::convertor<T, float>::convert(
-        x - kittens::base_types::convertor<float, T>::convert(high));
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    // NOTES: in pairs, since the conversion of a single number is a slow instruction
+    const T high = from_float2<T2>({x, 0.f}).x;
+    const T low = from_float2<T2>({x - to_float2(T2{high, high}).x, 0.f}).x;
     auto store = [&](int row, T part) {
         asm volatile(
             "st.shared.b16 [%0], %1;\n" ::"r"(panel + panel_offset(row, column / 8) + column % 8 * 2),
