@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -171,10 +171,12 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     record = record_path(args, on_gpu)
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
-    outcomes = _run_all(contests, settings, console)
-    rows = [outcome.row for outcome in outcomes if outcome.row is not None]
-    if args.json:
-        results.write(args.json, rows)
+    outcomes: list[Outcome] = []
+    for found in _run_all(contests, settings, console):
+        outcomes += found
+        if args.json:  # after every contest: a run that is cut off leaves what it has measured
+            results.write(args.json, _rows(outcomes))
+    rows = _rows(outcomes)
     if args.csv:
         report.write_csv(args.csv, rows)
     if args.plot and rows:
@@ -190,9 +192,12 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     return 1 if any(_counts_as_failure(outcome) for outcome in outcomes) else 0
 
 
-def _run_all(contests: Sequence[Contest], settings: Settings, console: Console) -> list[Outcome]:
-    """Every contest in turn, its table printed as soon as it is done."""
-    outcomes: list[Outcome] = []
+def _rows(outcomes: Sequence[Outcome]) -> list[results.Row]:
+    return [outcome.row for outcome in outcomes if outcome.row is not None]
+
+
+def _run_all(contests: Sequence[Contest], settings: Settings, console: Console) -> Iterator[list[Outcome]]:
+    """The outcomes of every contest in turn, its table printed as soon as it is done."""
     with make_progress() as bar:
         task = bar.add_task("", total=sum(steps_of(contest.variants) for contest in contests))
         for operator, which, shape, variants in contests:
@@ -202,12 +207,11 @@ def _run_all(contests: Sequence[Contest], settings: Settings, console: Console) 
                 bar.update(task, advance=1, description=f"{title}: {label}")
 
             found = run_contest(operator, shape, which, variants, settings, advance)
-            outcomes += found
             console.print(report.contest_table(found))
             for line in report.reasons(found):
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             console.print()
-    return outcomes
+            yield found
 
 
 def make_console() -> Console:

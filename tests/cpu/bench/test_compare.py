@@ -94,6 +94,20 @@ def test_quick_takes_the_first_shape(tmp_path: Path) -> None:
     assert {row["shape"]["T"] for row in json.loads(path.read_text())} == {32}
 
 
+def test_a_run_that_is_cut_off_leaves_the_rows_that_it_has(monkeypatch, tmp_path: Path) -> None:
+    run_contest, path = compare.run_contest, tmp_path / "rows.json"
+
+    def cut_off(operator, shape, *rest):
+        if shape.T == 48:
+            raise KeyboardInterrupt
+        return run_contest(operator, shape, *rest)
+
+    monkeypatch.setattr(compare, "run_contest", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        run("--op", "mlstm_sig", "--shapes", "1x32x1x16x16,1x48x1x16x16", "--json", str(path))
+    assert {row["shape"]["T"] for row in results.load(path)} == {32}
+
+
 def test_a_wrong_result_of_ours_is_the_exit_status(monkeypatch, tmp_path: Path, capsys) -> None:
     patch_backend(monkeypatch, lambda *tensors: 2 * reference.mlstm_chunkwise(*tensors))
     path = tmp_path / "rows.json"
