@@ -11,9 +11,10 @@ shown and not timed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -172,10 +173,11 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
     outcomes: list[Outcome] = []
-    for found in _run_all(contests, settings, console):
-        outcomes += found
-        if args.json:  # after every contest: a run that is cut off leaves what it has measured
-            results.write(args.json, _rows(outcomes))
+    with contextlib.closing(_run_all(contests, settings, console)) as all_found:
+        for found in all_found:
+            outcomes += found
+            if args.json:  # after every contest: a run that is cut off leaves what it has measured
+                results.write(args.json, _rows(outcomes))
     rows = _rows(outcomes)
     if args.csv:
         report.write_csv(args.csv, rows)
@@ -196,7 +198,9 @@ def _rows(outcomes: Sequence[Outcome]) -> list[results.Row]:
     return [outcome.row for outcome in outcomes if outcome.row is not None]
 
 
-def _run_all(contests: Sequence[Contest], settings: Settings, console: Console) -> Iterator[list[Outcome]]:
+def _run_all(
+    contests: Sequence[Contest], settings: Settings, console: Console
+) -> Generator[list[Outcome], None, None]:
     """The outcomes of every contest in turn, its table printed as soon as it is done."""
     with make_progress() as bar:
         task = bar.add_task("", total=sum(steps_of(contest.variants) for contest in contests))

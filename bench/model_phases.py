@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -207,17 +208,23 @@ def _kernel_share(step: Callable[[], object], device: torch.device) -> float | N
         step()
         torch.cuda.synchronize(device)
     return share_of(
-        (event.name, event.time_range.elapsed_us())
+        (event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not getattr(event, "is_user_annotation", False)
     )
 
 
-def share_of(kernels: Iterable[tuple[str, float]]) -> float | None:
-    """Share of the mLSTM kernels in the time of (name, time) pairs; None where there is no time."""
+def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
+    """Share of the mLSTM kernels in the time of (name, start, end) triples; None where there is no time.
+
+    A kernel that starts before those before it end waits for them: its time counts from there.
+    """
     total = found = 0.0
-    for name, time in kernels:
+    free = -math.inf
+    for name, start, end in sorted(kernels, key=lambda kernel: kernel[1:]):
+        time = max(end - max(start, free), 0.0)
+        free = max(free, end)
         total += time
         if any(part in name for part in KERNELS) or name.startswith(INDUCTOR):
             found += time

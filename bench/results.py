@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,7 +210,10 @@ def load(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write validated rows, one per line, the keys in the format's order: equal rows give equal bytes."""
+    """Write validated rows, one per line, the keys in the format's order: equal rows give equal bytes.
+
+    The file is replaced at once, so that there is a whole one whenever a run is cut off.
+    """
     lines = []
     for row in rows:
         validate(row)
@@ -218,7 +222,9 @@ def write(path: Path, rows: Sequence[Row]) -> None:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n"
-    path.write_text(text, encoding="utf-8")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
 
 
 def rounded(value: float, digits: int = 5) -> float:

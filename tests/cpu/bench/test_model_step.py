@@ -330,12 +330,13 @@ def test_a_task_travels_as_json(make_task, tmp_path: Path) -> None:
 
 def test_share_of_the_kernels() -> None:
     kernels = [
-        ("void tfla_tk::mlstm_fwd_kernel<Config>(Globals)", 2.0),
-        ("mlstm_chunkwise__parallel_fw_Hintra_kernel", 1.0),
-        ("recurrent_step_fw_kernel", 0.5),
-        ("triton_per_fused_cumsum_0", 0.5),
-        ("nvjet_tst_128x256", 11.0),
-        ("Memcpy DtoD (Device -> Device)", 1.0),
+        ("nvjet_tst_128x256", 5.0, 16.0),
+        ("void tfla_tk::mlstm_fwd_kernel<Config>(Globals)", 0.0, 2.0),
+        # waits for the one before, from its start on
+        ("mlstm_chunkwise__parallel_fw_Hintra_kernel", 0.5, 3.0),
+        ("recurrent_step_fw_kernel", 3.0, 3.5),
+        ("triton_per_fused_cumsum_0", 4.0, 4.5),
+        ("Memcpy DtoD (Device -> Device)", 15.0, 17.0),
     ]
     assert model_phases.share_of(kernels) == pytest.approx(0.25)
     assert model_phases.share_of([]) is None

@@ -162,7 +162,7 @@ def _read_or_compile(instance: build.Instance, folder: Path) -> tuple[str, str]:
     return log.read_text(), sass.read_text()
 
 
-# The backward with the formula of every kernel in its place
+# The backward with other things in the place of its kernels
 
 
 @pytest.fixture
