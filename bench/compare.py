@@ -11,10 +11,9 @@ shown and not timed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -172,12 +171,12 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     record = record_path(args, on_gpu)
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
-    outcomes: list[Outcome] = []
-    with contextlib.closing(_run_all(contests, settings, console)) as all_found:
-        for found in all_found:
-            outcomes += found
-            if args.json:  # after every contest: a run that is cut off leaves what it has measured
-                results.write(args.json, _rows(outcomes))
+
+    def keep(outcomes: Sequence[Outcome]) -> None:
+        if args.json:
+            results.write(args.json, _rows(outcomes))
+
+    outcomes = _run_all(contests, settings, console, keep)
     rows = _rows(outcomes)
     if args.csv:
         report.write_csv(args.csv, rows)
@@ -199,9 +198,17 @@ def _rows(outcomes: Sequence[Outcome]) -> list[results.Row]:
 
 
 def _run_all(
-    contests: Sequence[Contest], settings: Settings, console: Console
-) -> Generator[list[Outcome], None, None]:
-    """The outcomes of every contest in turn, its table printed as soon as it is done."""
+    contests: Sequence[Contest],
+    settings: Settings,
+    console: Console,
+    keep: Callable[[Sequence[Outcome]], None],
+) -> list[Outcome]:
+    """Every contest in turn, its table printed as soon as it is done.
+
+    Args:
+        keep: given all outcomes so far after every contest, so that a run that is cut off leaves them.
+    """
+    outcomes: list[Outcome] = []
     with make_progress() as bar:
         task = bar.add_task("", total=sum(steps_of(contest.variants) for contest in contests))
         for operator, which, shape, variants in contests:
@@ -211,11 +218,13 @@ def _run_all(
                 bar.update(task, advance=1, description=f"{title}: {label}")
 
             found = run_contest(operator, shape, which, variants, settings, advance)
+            outcomes += found
             console.print(report.contest_table(found))
             for line in report.reasons(found):
                 console.print(f"  {line}", markup=False, soft_wrap=True)
             console.print()
-            yield found
+            keep(outcomes)
+    return outcomes
 
 
 def make_console() -> Console:

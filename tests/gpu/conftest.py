@@ -82,7 +82,7 @@ class Operator:
         """
         normalize = self.options.get("normalize", True)
         if not normalize or x["i"].numel() == 0:
-            return torch.ones_like(x["i"], dtype=torch.float64)
+            return torch.ones_like(x["i"])
         gates = (x[name].float() for name in ("i", "f"))
         given = (x.get(name) for name in ("c_initial", "n_initial", "m_initial", "cu_seqlens"))
         options = (self.function != "mlstm_chunkwise", normalize, 1e-6, False, True, "auto")
@@ -92,7 +92,7 @@ class Operator:
         kink = (d.double().abs() / floor - 1).abs() < KINK
         assert kink.sum() <= 10 + 0.01 * kink.numel()
         relative = h.float().square().mean(-1) / x["v"].float().square().mean()
-        weights = (LARGE_H**2 / relative).clamp(max=1).nan_to_num(nan=1).double()
+        weights = (LARGE_H**2 / relative).clamp(max=1).nan_to_num(nan=1)
         return weights.masked_fill(kink, 0)
 
     def gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,23 @@ def test_kernel_sources_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert sources.kernels_root() == package / "_kernels"
 
 
+def kernel_sources() -> list[Path]:
+    return [path for path in (ROOT / "kernels").rglob("*") if path.suffix in {".cu", ".cuh", ".cpp", ".h"}]
+
+
+def test_every_header_is_part_of_a_kernel() -> None:
+    """What nothing includes would still be shipped, and change the key of every module."""
+    included = {
+        name.rsplit("/", 1)[-1]
+        for path in kernel_sources()
+        for name in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
+    }
+    headers = {path.name for path in kernel_sources() if path.suffix in {".cuh", ".h"}}
+    assert headers <= included
+
+
 def test_no_torch_header_below_kernels() -> None:
-    files = [path for path in (ROOT / "kernels").rglob("*") if path.suffix in {".cu", ".cuh", ".cpp", ".h"}]
+    files = kernel_sources()
     assert files
     for path in files:
         includes = [line for line in path.read_text().splitlines() if line.lstrip().startswith("#include")]

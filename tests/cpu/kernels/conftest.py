@@ -21,9 +21,9 @@ from tfla_tk.build.locking import file_lock
 
 from .backward_emulation import BackwardFormulas
 from .backward_launches import Launches
+from .sass import functions_of
+from .stand_in import launch_instead
 
-_FUNCTION = re.compile(r"^\.text\.(\S+):$")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
 _GRADIENTS = tuple(tk_backward._GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
 _CONFIG = re.compile(
@@ -103,29 +103,24 @@ class Compiled:
 def parse_sass(sass: str) -> list[Kernel]:
     """The kernels of a disassembly."""
     found: list[Kernel] = []
-    current: Kernel | None = None
-    for line in sass.splitlines():
-        if function := _FUNCTION.match(line):
-            name, config = _KERNEL.search(function[1]), _CONFIG.search(function[1])
-            assert name, f"{function[1]} is no kernel of this package"
-            current = None
-            if config:
-                length, text, dim_qk, slice_v, normalize, enum, value = config.groups()
-                current = Kernel(
-                    name=name[1],
-                    half=text[: int(length)] == "__half",
-                    dim_qk=int(dim_qk),
-                    slice_v=int(slice_v),
-                    normalize=normalize == "1",
-                    schedule=INTRA_SCHEDULES[int(value)]
-                    if enum == "Schedule"
-                    else "",  # begins with SCHEDULES
-                    gradient=_GRADIENTS[int(value)] if enum == "Gradient" else "",
-                    instructions=[],
-                )
-                found.append(current)
-        elif current and (instruction := _INSTRUCTION.match(line)):
-            current.instructions.append((instruction[1], instruction[2]))
+    for function, instructions in functions_of(sass).items():
+        name, config = _KERNEL.search(function), _CONFIG.search(function)
+        assert name, f"{function} is no kernel of this package"
+        if not config:
+            continue
+        length, text, dim_qk, slice_v, normalize, enum, value = config.groups()
+        found.append(
+            Kernel(
+                name=name[1],
+                half=text[: int(length)] == "__half",
+                dim_qk=int(dim_qk),
+                slice_v=int(slice_v),
+                normalize=normalize == "1",
+                schedule=INTRA_SCHEDULES[int(value)] if enum == "Schedule" else "",  # begins with SCHEDULES
+                gradient=_GRADIENTS[int(value)] if enum == "Gradient" else "",
+                instructions=[(x.opcode, x.operands) for x in instructions],
+            )
+        )
     return found
 
 
@@ -169,9 +164,7 @@ def _read_or_compile(instance: build.Instance, folder: Path) -> tuple[str, str]:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Of tk_backward.mlstm_bwd, whose kernels are not run."""
     recorder = Launches()
-    monkeypatch.setattr(build, "load", recorder.load)
-    monkeypatch.setattr(tk_backward, "_current_stream", lambda device: 7)
-    monkeypatch.setattr(tk_backward, "_multiprocessors", lambda device: 132)
+    launch_instead(monkeypatch, tk_backward, recorder)
     return recorder
 
 
@@ -181,9 +174,7 @@ def backward_formulas(
 ) -> BackwardFormulas:
     """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
     found = BackwardFormulas(row_factors, gate_gradients)
-    monkeypatch.setattr(build, "load", found.load)
-    monkeypatch.setattr(tk_backward, "_current_stream", lambda device: 0)
-    monkeypatch.setattr(tk_backward, "_multiprocessors", lambda device: 132)
+    launch_instead(monkeypatch, tk_backward, found, stream=0)
     monkeypatch.setattr(segments, "cut", found.cut)
     monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
     # what the kernels hold in fp32, and gates in fp64

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     INTRA_SCHEDULES,
     INTRA_TILES,
@@ -19,8 +18,8 @@ from tfla_tk.build.instances import (
     shipped_instances,
 )
 
-SECTION = re.compile(r"^\.text\.(\S+):$", re.MULTILINE)
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\w+\s+)?)(\S+)", re.MULTILINE)
+from .sass import functions_of
+
 # memory but the arguments, what synchronises, and what could lead around the wait
 NOT_BEFORE = re.compile(r"LD(?!C)|ST|RED|ATOM|UTM|UBL|CCTL|SYNCS|UCGA|BAR|BRA|BRX|JM|CALL|RET|EXIT|BSSY")
 OTHERS = [mlstm_fwd(64, 64, schedule) for schedule in SCHEDULES]
@@ -32,26 +31,12 @@ INSTANCES = list(dict.fromkeys([*shipped_instances(), *OTHERS]))
 def test_nothing_comes_before_the_wait(
     instance: build.Instance, compile_once: Callable[[build.Instance], Any]
 ) -> None:
-    _, *sections = SECTION.split(compile_once(instance).sass)
-    assert sections
-    for name, text in zip(sections[::2], sections[1::2], strict=True):
-        instructions = INSTRUCTION.findall(text)
-        opcodes = [opcode for _, opcode in instructions]
+    functions = functions_of(compile_once(instance).sass)
+    assert functions
+    for name, instructions in functions.items():
+        opcodes = [instruction.opcode for instruction in instructions]
         assert opcodes.count("PREEXIT") == opcodes.count("ACQBULK") == 1, name
         trigger, wait = opcodes.index("PREEXIT"), opcodes.index("ACQBULK")
-        assert trigger < wait and instructions[trigger][0] == instructions[wait][0] == "", name
+        assert trigger < wait and not (instructions[trigger].predicate or instructions[wait].predicate), name
         before = [opcode for opcode in opcodes[:wait] if NOT_BEFORE.match(opcode)]
         assert not before, f"{name}: {before}"
-
-
-def test_every_header_is_part_of_a_kernel() -> None:
-    """What nothing includes would still be shipped, and change the key of every module."""
-    root = sources.kernels_root()
-    files = [path for path in root.rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp")]
-    included = {
-        name.rsplit("/", 1)[-1]
-        for path in files
-        for name in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
-    }
-    headers = {path.name for path in files if path.suffix in (".h", ".cuh")}
-    assert headers <= included

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfla_tk import build, ops
+from tfla_tk import ops
 from tfla_tk.backends import tk
 from tfla_tk.build import Instance, sources
 
 from .backward_emulation import tensor_at
+from .stand_in import launch_instead
 
 B, NH, S, K, V = 2, 3, 40, 64, 128
 
@@ -52,9 +53,7 @@ class Launches(list[SimpleNamespace]):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     recorder = Launches()
-    monkeypatch.setattr(build, "load", recorder.load)
-    monkeypatch.setattr(tk, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(tk, "_current_stream", lambda device: 7)
+    launch_instead(monkeypatch, tk, recorder)
     return recorder
 
 

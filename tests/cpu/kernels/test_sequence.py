@@ -22,6 +22,8 @@ from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_
 from tfla_tk.dispatch import SUPPORTED
 
 from . import sequence_emulation as emulation
+from .sass import functions_of
+from .stand_in import launch_instead
 from .test_support import CALL as CHUNKWISE_CALL
 
 CALL = replace(CHUNKWISE_CALL, seq=8)
@@ -55,9 +57,7 @@ class Launches(list[SimpleNamespace]):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     recorder = Launches()
-    monkeypatch.setattr(build, "load", recorder.load)
-    monkeypatch.setattr(tk_sequence, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(tk_sequence, "_current_stream", lambda device: 7)
+    launch_instead(monkeypatch, tk_sequence, recorder)
     return recorder
 
 
@@ -353,20 +353,6 @@ NAME = re.compile(r"SequenceConfigI(.*)Li(\d+)ELb([01])ELb([01])E")
 TYPES = {"f": "f", "6__half": "h", "13__nv_bfloat16": "b"}
 
 
-def configs_of(sass: str) -> dict[str, Counter[str]]:
-    """What every kernel of a disassembly executes, by opcode, up to the first dot."""
-    found: dict[str, Counter[str]] = {}
-    current: Counter[str] | None = None
-    for line in sass.splitlines():
-        if function := re.match(r"^\.text\.(\S+):$", line):
-            current = found.setdefault(function[1], Counter())
-        elif current is not None and (
-            instruction := re.match(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+?)[\s;]", line)
-        ):
-            current[instruction[1]] += 1
-    return found
-
-
 @pytest.mark.parametrize("tile", SEQUENCE_TILES)
 def test_ptxas_reports_no_fault(tile: int, compile_once: Callable[[build.Instance], Any]) -> None:
     compiled = compile_once(mlstm_sequence(tile))
@@ -385,7 +371,8 @@ def test_products_and_loads(tile: int, compile_once: Callable[[build.Instance], 
     """The tensor cores' share of a block, 16-byte loads of C, and as many of them as there is room for."""
     compiled = compile_once(mlstm_sequence(tile))
     tiles, seen = tile // 8, 0
-    for function, count in configs_of(compiled.sass).items():
+    for function, instructions in functions_of(compiled.sass).items():
+        count = Counter(instruction.opcode for instruction in instructions)
         types, tokens_of, wide, vector = NAME.search(function).groups()
         assert int(tokens_of) == tile
         if vector == "0" or types not in ("ff", "13__nv_bfloat16S3_"):

@@ -20,6 +20,7 @@ from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
 from tfla_tk.dispatch import SUPPORTED
 
+from .stand_in import launch_instead
 from .test_support import CALL
 
 B, NH, K, V = 2, 3, 64, 128
@@ -48,9 +49,7 @@ class Launches(list[SimpleNamespace]):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     recorder = Launches()
-    monkeypatch.setattr(build, "load", recorder.load)
-    monkeypatch.setattr(tk_step, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(tk_step, "_current_stream", lambda device: 7)
+    launch_instead(monkeypatch, tk_step, recorder)
     return recorder
 
 
