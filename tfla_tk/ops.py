@@ -219,7 +219,7 @@ def _bwd_cpu(
 
 def _fwd_cuda(*args: Any) -> Output:
     q: Tensor = args[0]
-    h, *rest, chunk_m = _kernels_fwd(*args)
+    h, *rest, chunk_m, _ = _kernels_fwd(*args)
     c, n, m, row_n, row_m = (_present(x, q) for x in rest)
     return h, c, n, m, row_n, row_m, _no_chunk_m(q) if chunk_m is None else chunk_m
 
@@ -352,7 +352,7 @@ class _MLSTM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        return _needed(ctx, _bwd(*_backward_tensors(ctx, *grads[:3]), *ctx.options))
+        return _needed(ctx, _bwd(*_backward_tensors(ctx.saved_tensors, *grads[:3]), *ctx.options))
 
 
 class _DirectMLSTM(torch.autograd.Function):
@@ -365,17 +365,18 @@ class _DirectMLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         *tensors, (options, return_last_states, schedule) = args
-        h, c, n, m, *rows = _kernels_fwd(*tensors, *options, return_last_states, True, schedule)
-        _save(ctx, tensors, h, rows, (c, n), options, schedule)
+        h, c, n, m, *rows, states = _kernels_fwd(*tensors, *options, return_last_states, True, schedule)
+        _save(ctx, tensors, h, rows, (c, n), options, schedule, states)
         ctx.mark_non_differentiable(*(() if m is None else (m,)))
         return h, c, n, m
 
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        tensors = _backward_tensors(ctx, *grads[:3])
-        plain = is_eager(tensors) and is_direct(tensors) and dispatch_like(tensors[0], grads)
-        backward = _kernels_bwd if plain else _bwd
-        return _needed(ctx, backward(*tensors, *ctx.options))
+        *saved, states = ctx.saved_tensors
+        tensors = _backward_tensors(saved, *grads[:3])
+        if is_eager(tensors) and is_direct(tensors) and dispatch_like(tensors[0], grads):
+            return _needed(ctx, _kernels_bwd(*tensors, *ctx.options, states))
+        return _needed(ctx, _bwd(*tensors, *ctx.options))
 
 
 def _save(
@@ -386,6 +387,7 @@ def _save(
     last: tuple[MaybeTensor, MaybeTensor],
     options: tuple[bool, bool, float],
     schedule: str,
+    *more: MaybeTensor,
 ) -> None:
     """Keep what the backward takes instead of a second forward.
 
@@ -393,20 +395,19 @@ def _save(
     but the initial state: a cache that is updated in place must not change the gradient.
 
     Args:
-        tensors: the inputs of mlstm_fwd. options: sigmoid_gate, normalize, eps.
+        tensors: the inputs of mlstm_fwd. options: sigmoid_gate, normalize, eps. more: what else to save.
     """
     states = (None if x is None else x.clone() for x in tensors[5:8])
-    ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last)
+    ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last, *more)
     ctx.options = *options, schedule
     ctx.set_materialize_grads(False)
 
 
 def _backward_tensors(
-    ctx: Any, dh: MaybeTensor, dc_last: MaybeTensor, dn_last: MaybeTensor
+    saved: Sequence[Any], dh: MaybeTensor, dc_last: MaybeTensor, dn_last: MaybeTensor
 ) -> tuple[Any, ...]:
     """What mlstm_bwd takes."""
-    tensors = ctx.saved_tensors
-    return *tensors, torch.zeros_like(tensors[2]) if dh is None else dh, dc_last, dn_last
+    return *saved, torch.zeros_like(saved[2]) if dh is None else dh, dc_last, dn_last
 
 
 def _needed(ctx: Any, grads: Sequence[MaybeTensor]) -> tuple[MaybeTensor, ...]:

@@ -3,7 +3,6 @@
 
 #include "kittens.cuh"
 #include "tfla_tk/gates.cuh"
-#include "tfla_tk/launch.cuh"
 #include "tfla_tk/params_bwd.h"
 #include "tfla_tk/segments.cuh"
 
@@ -16,7 +15,6 @@ constexpr int kBwdCombineThreads = 256;
 // thread carries 4 elements of one head over all boundaries of a sequence.
 __global__ __launch_bounds__(kBwdCombineThreads) void mlstm_bwd_combine_kernel(
     const __grid_constant__ MlstmBwdCombineParams g) {
-    follow_previous_kernel();
     constexpr int kInFlight = 4;  // boundaries whose loads are
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
     const int number = blockIdx.x / g.heads, head = blockIdx.x % g.heads;

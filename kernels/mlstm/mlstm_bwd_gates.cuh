@@ -25,7 +25,6 @@
 
 #include "kittens.cuh"
 #include "tfla_tk/gates.cuh"
-#include "tfla_tk/launch.cuh"
 #include "tfla_tk/params_bwd.h"
 #include "tfla_tk/segments.cuh"
 
@@ -169,7 +168,6 @@ __device__ inline bool forgets_all_before(const GatesGlobals& g, const Tile& til
 // <dC, C> + <dn, n> of one part of one state.
 __global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_flows_kernel(
     const __grid_constant__ GatesGlobals g) {
-    follow_previous_kernel();
     __shared__ double sums[kGatesWarps];
     const int block = blockIdx.x;
     const int part = block % kStateParts, at_end = block / kStateParts % 2;
@@ -256,7 +254,6 @@ __device__ inline float2 suffix_sums(float2 x) {
 template <bool kSigmoid>
 __global__ __launch_bounds__(kGatesThreads,
                              4) void mlstm_bwd_gates_kernel(const __grid_constant__ GatesGlobals g) {
-    follow_previous_kernel();
     __shared__ ChunkFlow flows[kAnchorChunks];
     __shared__ double known[2];
     const Tile tile = Tile::of_block(g, blockIdx.x);

@@ -5,7 +5,6 @@
 // pass for dv has left it.
 #pragma once
 
-#include "tfla_tk/launch.cuh"
 #include "tfla_tk/params_bwd.h"
 #include "tfla_tk/tiles.cuh"
 
@@ -32,7 +31,6 @@ __device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t 
 template <class Pair, int kLanes, int kVectors>
 __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
     const __grid_constant__ MlstmBwdRowsParams g) {
-    follow_previous_kernel();
     constexpr int kRows = 4 / kVectors;   // of a group
     constexpr int kGroups = 32 / kLanes;  // of a warp
     constexpr int kTokens = kGroups * kRows * kRowsThreads / 32;
@@ -86,7 +84,6 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
 // A thread for every row.
 __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_factors_kernel(
     const __grid_constant__ MlstmBwdFactorsParams g) {
-    follow_previous_kernel();
     const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowsThreads + threadIdx.x;
     if (at >= g.count) return;
     float dh_h = 0.f;

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "mlstm_fwd_globals.cuh"
-#include "tfla_tk/launch.cuh"
 
 namespace tfla_tk::mlstm {
 
@@ -13,7 +12,6 @@ constexpr int kCombineThreads = 256;
 
 template <bool kNormalize>
 __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(const __grid_constant__ Globals g) {
-    follow_previous_kernel();
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
     const int64_t all = state_size + (kNormalize ? g.dim_qk : 0);  // elements of C, then of n
     const int number = blockIdx.x / g.heads, head = blockIdx.x % g.heads;

@@ -52,7 +52,6 @@ template <class C> __device__ inline void load_values_and_gates(const Globals& g
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void mlstm_intra_kernel(const __grid_constant__ Globals g) {
-    follow_previous_kernel();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);

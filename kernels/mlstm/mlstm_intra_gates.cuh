@@ -5,7 +5,6 @@
 
 #include "mlstm_intra_config.cuh"
 #include "tfla_tk/gates.cuh"
-#include "tfla_tk/launch.cuh"
 
 namespace tfla_tk::intra {
 
@@ -13,7 +12,6 @@ constexpr int kScanThreads = 256, kScanWarps = kScanThreads / 32;
 constexpr int kScanTokens = 4;  // of a thread per step
 
 template <class C> __global__ __launch_bounds__(kScanThreads) void mlstm_intra_gates(const Globals g) {
-    follow_previous_kernel();
     __shared__ double warp_sums[kScanWarps];
     __shared__ float warp_maxima[kScanWarps];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

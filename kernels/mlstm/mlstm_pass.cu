@@ -28,7 +28,6 @@ namespace tfla_tk::mlstm {
 template <class C>
 __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pass_kernel(
     const __grid_constant__ PassGlobals g) {
-    follow_previous_kernel();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<PassMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);

@@ -11,7 +11,6 @@
 #include "mlstm_pass_config.cuh"
 #include "mlstm_pass_producer.cuh"
 #include "mlstm_pass_state.cuh"
-#include "tfla_tk/launch.cuh"
 #include "tfla_tk/tiles.cuh"
 #include "tfla_tk/wgmma.cuh"
 
@@ -196,7 +195,6 @@ __device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem
 template <class C>
 __global__ __launch_bounds__(C::kThreads,
                              1) void mlstm_pass_segments_kernel(const __grid_constant__ WalkGlobals g) {
-    follow_previous_kernel();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<SegmentsMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);

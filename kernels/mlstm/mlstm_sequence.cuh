@@ -13,7 +13,6 @@
 #include "mlstm_decode.cuh"
 #include "mlstm_sequence_gates.cuh"
 #include "mlstm_sequence_products.cuh"
-#include "tfla_tk/launch.cuh"
 #include "tfla_tk/params_sequence.h"
 
 namespace tfla_tk::mlstm {
@@ -439,7 +438,6 @@ __device__ inline void write_output(const SequenceShared<C>& shared, const Mlstm
 template <class C>
 __global__ __launch_bounds__(kSequenceThreads, kSequenceCtas) void mlstm_sequence_kernel(
     const __grid_constant__ MlstmSequenceParams g) {
-    follow_previous_kernel();
     __shared__ SequenceShared<C> shared;
     const SequencePlace<C> at(g);
     SequenceState<C> state(g, at);

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "mlstm_fwd_globals.cuh"
-#include "tfla_tk/launch.cuh"
 #include "tfla_tk/sync.cuh"
 #include "tfla_tk/tiles.cuh"
 
@@ -189,7 +188,6 @@ __device__ inline void sum_states(const Globals& g, StatesMemory<C>& smem, int w
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void mlstm_states_kernel(const __grid_constant__ Globals g) {
-    follow_previous_kernel();
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);

@@ -12,7 +12,6 @@
 
 #include "mlstm_decode.cuh"
 #include "tfla_tk/gates.cuh"
-#include "tfla_tk/launch.cuh"
 #include "tfla_tk/params_step.h"
 
 namespace tfla_tk::mlstm {
@@ -58,7 +57,6 @@ struct StepShared {
 template <class Before, class After, int kWidth>
 __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_step_kernel(
     const __grid_constant__ MlstmStepParams g) {
-    follow_previous_kernel();
     __shared__ StepShared shared;
     const int lanes = g.tiling.lanes, log2_lanes = __ffs(lanes) - 1, groups = kStepThreads >> log2_lanes;
     const int columns = kWidth << log2_lanes;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends import segments
+from tfla_tk.backends import segments, tk_passes
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
@@ -19,6 +19,18 @@ from tfla_tk.validation import MLSTMCall, fail
 
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
 Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
+
+# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the workspace that a backward can use.
+FwdResult = tuple[
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+]
 
 HOPPER = (9, 0)
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
@@ -155,10 +167,12 @@ def mlstm_fwd(
     return_last_states: bool,
     return_rows: bool,
     schedule: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> FwdResult:
     """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
 
-    What was not asked for is None. One launch, or three where sequences are cut (`segments`).
+    What was not asked for is None. One launch, or three where sequences are cut (`segments`). With
+    return_rows they are cut as the backward will cut them, if it will; the last result is then the workspace,
+    which has the states at the cuts (`states_at_cuts`).
     q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
 
     Raises:
@@ -188,12 +202,24 @@ def mlstm_fwd(
             row_m = _fp32(q, (batch, heads, seq))
             slots = chunk_slots(seq, cu_seqlens)
             chunk_m = q.new_empty((batch, heads, slots), dtype=torch.float64)
-    find = segments.cut if cu_seqlens is None else segments.cut_packed
-    cut = find(sequences, seq, heads * slices, _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR)
-    workspace = None
+    sizes = (batch, heads, seq, dim_qk, dim_v)
+    cut = workspace = states = None
+    if return_rows:
+        cut = tk_passes.cut_sequences(
+            sizes, sequences, _multiprocessors(device), packed=cu_seqlens is not None
+        )
+    kept = cut is not None and cut.segments > sequences
+    if cut is None or not kept:
+        find = segments.cut if cu_seqlens is None else segments.cut_packed
+        cut = find(sequences, seq, heads * slices, _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR)
     if cut.segments > sequences:
         slots = (cut.segments - sequences) * heads
         workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
+        if kept:
+            states = workspace
+            if not normalize:  # no kernel of the forward writes n then, and the backward multiplies it with 0
+                start = _workspace_n(slots, dim_qk, dim_v)
+                workspace[start : start + slots * dim_qk].zero_()
     kernel.mlstm_fwd(
         operands.read(q),
         operands.read(k),
@@ -206,7 +232,7 @@ def mlstm_fwd(
         (_pointer(row_n), _pointer(row_m), _pointer(chunk_m)),
         (*offsets, *cut),
         _pointer(workspace),
-        (batch, heads, seq, dim_qk, dim_v),
+        sizes,
         dim_qk**-0.5,
         eps,
         q.dtype == torch.float16,
@@ -216,7 +242,7 @@ def mlstm_fwd(
         _current_stream(device),
     )
     operands.copy_back()
-    return h, c, n, m, row_n, row_m, chunk_m
+    return h, c, n, m, row_n, row_m, chunk_m, states
 
 
 @functools.cache
@@ -233,6 +259,23 @@ def _instance(dim_qk: int, dim_v: int, schedule: str) -> tuple[build.Instance, i
 def _workspace_floats(kernel: ModuleType, slots: int, dim_qk: int, dim_v: int) -> int:
     """Size of the memory between the kernels of a cut call, for so many states."""
     return -(-int(kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v)) // 4)
+
+
+# struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
+_GATES = 2 * tk_passes.DOUBLE
+
+
+def _workspace_n(slots: int, dim_qk: int, dim_v: int) -> int:
+    """Where a workspace has n, in floats."""
+    return slots * (_GATES // tk_passes.FLOAT + dim_qk * dim_v)
+
+
+def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int] | None:
+    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; None if it has not so many slots."""
+    if workspace.numel() != slots * (_GATES // tk_passes.FLOAT + dim_qk * dim_v + dim_qk + 1):
+        return None
+    address = workspace.data_ptr()
+    return address + slots * _GATES, address + tk_passes.FLOAT * _workspace_n(slots, dim_qk, dim_v)
 
 
 @functools.cache

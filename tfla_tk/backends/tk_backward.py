@@ -26,17 +26,18 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends import segments
-from tfla_tk.backends.tk import Gate, Operand, Operands, _current_stream, _gate, _multiprocessors, _pointer
-from tfla_tk.backends.tk_passes import (
-    Memory,
-    Part,
-    Plan,
-    Sizes,
-    instances_of,
-    make_plan,
-    slices_of_a_pass,
+from tfla_tk.backends.segments import Cut
+from tfla_tk.backends.tk import (
+    Gate,
+    Operand,
+    Operands,
+    _current_stream,
+    _gate,
+    _multiprocessors,
+    _pointer,
+    states_at_cuts,
 )
+from tfla_tk.backends.tk_passes import Memory, Part, Plan, Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.ops import MaybeGrads, MaybeTensor, chunk_slots, grads_like
 
 _GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
@@ -126,11 +127,15 @@ def mlstm_bwd(
     normalize: bool,
     eps: float,
     schedule: str,
+    states: MaybeTensor = None,
 ) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
 
     Where no initial state is given its gradients are None. The passes have one schedule: `schedule` is the
     forward's alone.
+
+    Args:
+        states: the last result of `tk.mlstm_fwd`: what enters the segments of "dq" is then not made again.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -147,11 +152,17 @@ def mlstm_bwd(
     operands = Operands()
     offsets = operands.offsets(cu_seqlens, batch)
     device = q.get_device()
-    plan = _plan(sizes, offsets, chunk_slots(seq, cu_seqlens), device)
-    memory = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
+    cut, given = _cut(sizes, offsets, device, states)
+    kernels = tuple(map(build.load, instances_of(*sizes[3:])))
+    slots = chunk_slots(seq, cu_seqlens)
+    plan = make_plan(kernels, sizes, offsets[-1], slots, cut, states_given=given is not None)
+    allocation = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
+    memory = plan.memory_at(allocation.data_ptr())
+    if given:
+        memory = memory._replace(state_c=given[0], state_n=given[1])
     call = _Call(
         plan=plan,
-        memory=plan.memory_at(memory.data_ptr()),
+        memory=memory,
         sizes=sizes,
         q=operands.read(q),
         k=operands.read(k),
@@ -186,7 +197,9 @@ def mlstm_bwd(
         else:
             _launch_factors(call, part, slices=0)
     if plan.is_cut:
-        _launch_segments(call)
+        if not given:
+            _launch_segments_of_dq(call)
+        _launch_segments_of_dk(call)
     # only now, so that a GPU that waits for the host has its first kernels early
     grads = grads_like(q, k, v, i, f, c_initial, n_initial)
     dq, dk, dv, di, df, dc_initial, dn_initial = grads
@@ -222,20 +235,19 @@ def _of_no_token(grads: MaybeGrads, dc_last: MaybeTensor, dn_last: MaybeTensor) 
             grad.zero_() if last is None else grad.copy_(last)
 
 
-def _plan(sizes: Sizes, offsets: tuple[int, bool, int], slots: int, device: int) -> Plan:
-    """The plan; sequences are cut the same for all passes, by the CTAs that dk has for one segment.
+def _cut(
+    sizes: Sizes, offsets: tuple[int, bool, int], device: int, states: MaybeTensor
+) -> tuple[Cut, Pair | None]:
+    """The cut, and the addresses of the forward's states at its boundaries if these are they.
 
     Args:
         offsets: of packed sequences, as the kernels take them.
-        slots: per head, of what there is once per chunk.
     """
-    _, heads, seq, *dims = sizes
+    _, heads, _, *dims = sizes
     pointer, _, sequences = offsets
-    kernels = tuple(map(build.load, instances_of(*dims)))
-    find = segments.cut_packed if pointer else segments.cut
-    ctas = heads * slices_of_a_pass(*dims)
-    cut = find(sequences, seq, ctas, _multiprocessors(device), segments.BACKWARD)
-    return make_plan(kernels, sizes, sequences, slots, cut)
+    cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
+    slots = (cut.segments - sequences) * heads
+    return cut, states_at_cuts(states, slots, *dims) if states is not None and slots > 0 else None
 
 
 def _launch_rows(x: _Call, part: Part) -> None:
@@ -268,16 +280,21 @@ def _launch_factors(x: _Call, part: Part, *, slices: int) -> None:
     )
 
 
-def _launch_segments(x: _Call) -> None:
-    """What the passes begin those segments with that follow others in their walk."""
-    memory, parts = x.memory, x.plan.parts
-    for part in parts:
+def _launch_segments_of_dq(x: _Call) -> None:
+    """The states that the passes for dq begin those segments with that follow others."""
+    memory = x.memory
+    for part in x.plan.parts:
         # n is a sum over keys, the same for every part
         n = memory.state_n if part.number == 0 else 0
         boundary = (memory.state_c + part.state, n, memory.state_decay)
         _sum_segments(x, "dq", part, _columns(x, x.v, part), x.k, boundary)
     states = (memory.state_c, memory.state_n, memory.state_decay)
     _combine(x, states, 1, (x.c_initial, x.n_initial), backward=False)
+
+
+def _launch_segments_of_dk(x: _Call) -> None:
+    """The gradients of states that the passes for dk and dv begin those segments with that others follow."""
+    memory, parts = x.memory, x.plan.parts
     for part in parts:
         boundary = (memory.grad_c + part.state, memory.grad_n + part.norms, memory.grad_decay)
         _sum_segments(x, "dk", part, _columns(x, x.dh, part), x.q, boundary)

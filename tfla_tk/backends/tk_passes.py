@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from tfla_tk import build
+from tfla_tk.backends import segments
 from tfla_tk.backends.segments import Cut
 from tfla_tk.build import instances
 
@@ -137,9 +138,22 @@ def slices_of_a_pass(dim_qk: int, dim_v: int) -> int:
     return -(-dim_qk // _slice(instance))
 
 
+def cut_sequences(sizes: Sizes, sequences: int, multiprocessors: int, *, packed: bool) -> Cut:
+    """How sequences are cut: the same for all passes, by the CTAs that dk has for one segment."""
+    _, heads, seq, *dims = sizes
+    find = segments.cut_packed if packed else segments.cut
+    return find(sequences, seq, heads * slices_of_a_pass(*dims), multiprocessors, segments.BACKWARD)
+
+
 @functools.lru_cache(maxsize=1024)
 def make_plan(
-    kernels: tuple[ModuleType, ...], sizes: Sizes, sequences: int, chunk_slots: int, cut: Cut
+    kernels: tuple[ModuleType, ...],
+    sizes: Sizes,
+    sequences: int,
+    chunk_slots: int,
+    cut: Cut,
+    *,
+    states_given: bool = False,
 ) -> Plan:
     """The plan of calls of these sizes.
 
@@ -147,6 +161,7 @@ def make_plan(
         kernels: the modules of `instances_of`.
         sequences: of the batch, or packed.
         chunk_slots: per head, of what there is once per chunk.
+        states_given: the forward has left the states at the boundaries: state_c to state_decay are not made.
     """
     around, dv, *of_parts = kernels
     batch, heads, seq, dim_qk, dim_v = sizes
@@ -183,9 +198,9 @@ def make_plan(
         log2_w=count * row_bytes,
         e=count * row_bytes,
         dots=0 if boundaries else -(-dim_v // dots_slice) * dots_bytes,
-        state_c=boundaries * dim_qk * dim_v * FLOAT,
-        state_n=norm_bytes,
-        state_decay=DOUBLE * boundaries,
+        state_c=0 if states_given else boundaries * dim_qk * dim_v * FLOAT,
+        state_n=0 if states_given else norm_bytes,
+        state_decay=0 if states_given else DOUBLE * boundaries,
         grad_c=boundaries * dim_qk * dim_v * FLOAT,
         grad_n=count * norm_bytes,
         grad_decay=DOUBLE * boundaries,

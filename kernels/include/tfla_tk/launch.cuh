@@ -1,4 +1,4 @@
-// Launches: errors as exceptions, the device, the shared memory, and how one kernel follows another.
+// Host side of a launch: errors as exceptions, the device, the shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,15 +28,7 @@ struct DeviceGuard {
     ~DeviceGuard() { cudaSetDevice(previous); }
 };
 
-// First statement of every kernel, by all its threads. CTAs of the next kernel may take the place of those
-// that end; here they wait for all that the kernels before have written. NOTES: nothing of global memory
-// comes before it, and no thread returns before it: the kernel after the next relies on that.
-__device__ inline void follow_previous_kernel() {
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\n" ::: "memory");
-}
-
-// Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory. It may start
-// before the stream's last kernel ends (programmatic dependent launch), see follow_previous_kernel.
+// Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory.
 template <auto kKernel, int kSharedBytes = 0, class Arguments>
 void launch(const Arguments& arguments, dim3 grid, int threads, int device, cudaStream_t stream,
             const char* name) {
@@ -47,13 +39,8 @@ void launch(const Arguments& arguments, dim3 grid, int threads, int device, cuda
                      name);
         allowed[device] = true;
     }
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = kSharedBytes;
-    config.stream = stream, config.attrs = &early, config.numAttrs = 1;
-    check_launch(cudaLaunchKernelEx(&config, kKernel, arguments), name);
+    kKernel<<<grid, threads, kSharedBytes, stream>>>(arguments);
+    check_launch(cudaGetLastError(), name);
 }
 
 }  // namespace tfla_tk

@@ -130,6 +130,7 @@ class BackwardFormulas(BackwardModules):
         anchored: whether the flows at the anchors are used.
         segment_chunks: of which sequences are cut into segments.
         row_sums: of the last call's passes by name, whole and inter.
+        summed: the gradients for which segments have been summed.
     """
 
     def __init__(self, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]) -> None:
@@ -140,6 +141,7 @@ class BackwardFormulas(BackwardModules):
         self.anchored = True
         self.states: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
         self.row_sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.summed: set[str] = set()
 
     def __call__(self, *arguments: Any) -> ops.Grads:
         """The op; what no kernel writes is not a number."""
@@ -184,6 +186,7 @@ class BackwardFormulas(BackwardModules):
 
     def mlstm_pass_segments(self, x: SimpleNamespace) -> None:
         """From the boundary away, until all is forgotten."""
+        self.summed.add(("dq", "dk")[x.gradient])
         forward = x.gradient == 0
         walk = Walk.of(x)
         log2_w, e_of_rows = walk.factors

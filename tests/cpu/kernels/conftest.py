@@ -21,7 +21,7 @@ from tfla_tk.build.locking import file_lock
 
 from .backward_emulation import BackwardFormulas
 from .backward_launches import Launches
-from .sass import functions_of
+from .sass import Instruction, functions_of
 from .stand_in import launch_instead
 
 _GRADIENTS = tuple(tk_backward._GRADIENTS)
@@ -51,7 +51,7 @@ class Kernel:
     normalize: bool
     schedule: str
     gradient: str
-    instructions: list[tuple[str, str]]
+    instructions: list[Instruction]
 
     @property
     def wgmmas(self) -> int:
@@ -118,7 +118,7 @@ def parse_sass(sass: str) -> list[Kernel]:
                 normalize=normalize == "1",
                 schedule=INTRA_SCHEDULES[int(value)] if enum == "Schedule" else "",  # begins with SCHEDULES
                 gradient=_GRADIENTS[int(value)] if enum == "Gradient" else "",
-                instructions=[(x.opcode, x.operands) for x in instructions],
+                instructions=instructions,
             )
         )
     return found

@@ -6,13 +6,12 @@ import re
 from typing import NamedTuple
 
 _FUNCTION = re.compile(r"^\.text\.(\S+):$")
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?(\S+)\s*(.*?)\s*;")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
 
 
 class Instruction(NamedTuple):
-    """One instruction; predicate "" where it has none."""
+    """One instruction, without its predicate."""
 
-    predicate: str
     opcode: str
     operands: str
 
@@ -25,5 +24,5 @@ def functions_of(sass: str) -> dict[str, list[Instruction]]:
         if function := _FUNCTION.match(line):
             current = found.setdefault(function[1], [])
         elif current is not None and (match := _INSTRUCTION.match(line)):
-            current.append(Instruction(match[1] or "", match[2], match[3]))
+            current.append(Instruction(match[1], match[2]))
     return found

@@ -124,6 +124,46 @@ def test_cut_sequences(
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
+def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> Tensor:
+    """Its workspace, in fp64: C and n at the cuts, and what is no number where nothing is read."""
+    heads, seq, dim_qk, dim_v = *x["q"].shape[1:], x["v"].shape[-1]
+    offsets = x["cu_seqlens"].tolist() if "cu_seqlens" in x else None
+    count, length = x["c_initial"].shape[0], chunks * CHUNK
+    slots = heads * (count * (-(-seq // length) - 1) if offsets is None else seq // length)
+    workspace = torch.full((slots * (2 + dim_qk * dim_v + dim_qk + 1),), math.nan, dtype=torch.float64)
+    c, n = workspace[2 * slots :].split([slots * dim_qk * dim_v, slots * (dim_qk + 1)])
+    c, n = c.view(slots, dim_qk, dim_v), n[: slots * dim_qk].view(slots, dim_qk)
+    options = (gate != "exp", gate != "sig_unnormalised", EPS)
+    slot = 0
+    for row in range(count):
+        batch, start, end = (row, 0, seq) if offsets is None else (0, *offsets[row : row + 2])
+        initial = [x[name][row : row + 1] if name in x else None for name in NAMES[5:8]]
+        for at in range(start + length, end, length):
+            before = [x[name][batch : batch + 1, :, start:at] for name in TOKENS]
+            _, left_c, left_n, *_ = torch.ops.tfla_tk.mlstm_fwd(
+                *before, *initial, None, *options, True, False, "auto"
+            )
+            c[slot : slot + heads], n[slot : slot + heads] = left_c[0], left_n[0]
+            slot += heads
+    return workspace
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:4]], ids=["batch", "packed", "long"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("dims", [(8, 24), (8, 272)], ids=["whole", "parts"])
+@pytest.mark.parametrize("gate", GATES)
+def test_states_that_the_forward_leaves(
+    gate: str, dims: tuple[int, int], chunks: int, lengths: list[int] | None, backward_formulas: Any
+) -> None:
+    """What enters the segments of dq is not made again."""
+    x = draw(gate, (2, 2, 600), lengths=lengths, dims=dims)
+    given = arguments(gate, x)
+    backward_formulas.segment_chunks = chunks
+    states = states_left_by_a_forward(gate, x, chunks)
+    assert_gradients(backward_formulas(*given, states), torch.ops.tfla_tk.mlstm_bwd(*given))
+    assert not backward_formulas.summed & {"dq"}
+
+
 @pytest.mark.parametrize("lengths", [None, LONG[:3]], ids=["batch", "packed"])
 @pytest.mark.parametrize("gate", GATES)
 def test_cut_sequences_in_parts_of_v(gate: str, lengths: list[int] | None, backward_formulas: Any) -> None:

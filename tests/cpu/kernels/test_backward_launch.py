@@ -256,6 +256,40 @@ def cut_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dim_v", [V, 2 * V])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_the_states_of_the_forward_are_not_made_again(
+    packed: bool, dim_v: int, cut_every_chunk: None, launches: Launches
+) -> None:
+    given = draw("exp", packed, dim_v=dim_v)
+    x = named(given)
+    sequences = x.c_initial.shape[0]
+    slots = NH * (x.q.shape[2] // CHUNK if packed else sequences * (-(-S // CHUNK) - 1))
+    states = torch.empty(slots * (4 + K * dim_v + K + 1))
+    count = -(-dim_v // PART)
+
+    tk_backward.mlstm_bwd(*given, states)
+    before = [*["segments_dk"] * count, "combine"]
+    assert [launch.name for launch in launches] == [
+        *["rows"] * count,
+        *before,
+        "dv",
+        *["dq", "dk"] * count,
+        "gates",
+    ]
+    for part, launch in enumerate(launches.of("dq")):
+        c, n, _ = launch.boundaries
+        assert (c - states.data_ptr(), n - c) == (
+            16 * slots + 4 * part * PART,
+            4 * (slots * K * dim_v - part * PART),
+        )
+
+    # those of another cut do not fit
+    launches.clear()
+    tk_backward.mlstm_bwd(*given, states[1:])
+    assert len(launches.of("segments_dq")) == count
+
+
+@pytest.mark.parametrize("dim_v", [V, 2 * V])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("gate", GATES)
 def test_cut_sequences(
     gate: str, packed: bool, dim_v: int, cut_every_chunk: None, launches: Launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import ops
-from tfla_tk.backends import tk
+from tfla_tk.backends import tk, tk_passes
 from tfla_tk.build import Instance, sources
 
 from .backward_emulation import tensor_at
@@ -185,15 +186,15 @@ def test_states(launches: Launches) -> None:
         assert launches[-1].last == tuple(0 if t is None else t.data_ptr() for t in wanted)
         assert launches[-1].initial == (0, 0, 0)
         assert normalize or bool((n == 0).all())
-        assert rows == [None] * 3
-    assert run(q, q, v)[1:] == (None,) * 6
+        assert rows == [None] * 4
+    assert run(q, q, v)[1:] == (None,) * 7
     assert launches[-1].last == (0, 0, 0)
 
 
 def test_rows_for_the_backward(launches: Launches) -> None:
     q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
     for sigmoid_gate, normalize in ((False, True), (True, True), (True, False)):
-        *_, row_n, row_m, chunk_m = run(
+        *_, row_n, row_m, chunk_m, _ = run(
             q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_rows=True
         )
         assert (row_n is None, row_m is None, chunk_m is None) == (not normalize, sigmoid_gate, sigmoid_gate)
@@ -217,6 +218,34 @@ def test_a_long_sequence_is_cut_and_gets_a_workspace(launches: Launches) -> None
     assert count > 1
     assert count == -(-10_000 // (64 * chunks))
     assert long.workspace > 0
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
+    normalize: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seq, new_empty = 10_000, Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kw: new_empty(*args, **kw).fill_(math.nan))
+    q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
+    *_, states = run(q, q, v, return_rows=True, normalize=normalize)
+    cut = tk_passes.cut_sequences((1, 2, seq, K, V), 1, 132, packed=False)
+    (launch,) = launches
+    assert launch.cut[-2:] == cut
+    assert cut.segments > 1
+    slots = 2 * (cut.segments - 1)
+    assert launch.workspace == states.data_ptr()
+    c, n = (address - launch.workspace for address in tk.states_at_cuts(states, slots, K, V))
+    assert (c, n) == (16 * slots, 16 * slots + 4 * slots * K * V)  # of struct Workspace
+    # n is no number that the kernels do not write
+    assert bool((states[n // 4 : n // 4 + slots * K] == 0).all()) != normalize
+    assert bool(states[: n // 4].isnan().all()) and bool(states[n // 4 + slots * K :].isnan().all())
+    assert tk.states_at_cuts(states, slots + 2, K, V) is None
+
+
+def test_short_sequences_leave_no_states(launches: Launches) -> None:
+    q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
+    *_, states = run(q, q, v, return_rows=True)
+    assert states is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
