@@ -42,7 +42,8 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr Schedule kSchedule = kSchedule_;
     static constexpr Tiling kTiling = tiling(kDimQK, kSliceV);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates), then the state's, then the output's.
+    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates, from 2 on n), then the state's, then the
+    // output's.
     static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
     static constexpr int kStateBlocks = kDimQK / 64 / kStateWarpgroups;  // 64-row blocks of C per warpgroup
 
@@ -53,6 +54,7 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
+    static constexpr int kNormWarps = kNormalize ? kParts : 0;
 
     // Arrivals that free a K or Q slot. One ring holds both, and the state's warps read only K: for Q an
     // arrival of the output's counts for them.
@@ -71,6 +73,10 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     }
     __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
     __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
+    // NOTES: two, without a barrier that frees them: the state is published for a chunk only when n is there
+    // for the chunk before, so what was left two chunks earlier has been read.
+    static constexpr int kSumStages = 2;
+    __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
 
     using QKTile = kittens::st<T, kChunk, kPartQK>;
     using VTile = kittens::st<T, kChunk, kSliceV>;
@@ -84,9 +90,9 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
 template <class C> struct SharedMemoryPlan {
     typename C::QKTile qk[C::kTiling.qk_slots];
     typename C::VTile v[C::kTiling.v_stages];
-    typename C::StateTile state[C::kPasses];  // C^T and n at the chunk's start, rounded, as Q C reads them
-    typename C::OutTile out;                  // h on its way to global memory, 16 rows per warp
-    float norm[C::kDimQK];                    // n, exact
+    typename C::StateTile state[C::kPasses];   // C^T and n at the chunk's start, rounded, as Q C reads them
+    typename C::OutTile out;                   // h on its way to global memory, 16 rows per warp
+    float key_sums[C::kSumStages][C::kDimQK];  // of a chunk's scaled keys, on their way to n
     GateStage gates[C::kTiling.gate_stages];
     Task task;
 
@@ -94,6 +100,7 @@ template <class C> struct SharedMemoryPlan {
     kittens::semaphore v_arrived[C::kTiling.v_stages], v_free[C::kTiling.v_stages];
     kittens::semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     kittens::semaphore state_ready[C::kPasses][C::kParts], state_free[C::kPasses][C::kParts];
+    kittens::semaphore key_sums_ready[C::kSumStages][C::kParts];
     kittens::semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier.
@@ -109,13 +116,16 @@ template <class C> struct SharedMemoryPlan {
         }
         for (int i = 0; i < C::kTiling.gate_stages; i++) {
             init_warp_barrier(gates_ready[i], 1);
-            init_warp_barrier(gates_free[i], kReaders);
+            init_warp_barrier(gates_free[i], kReaders + C::kNormWarps);
         }
-        for (int pass = 0; pass < C::kPasses; pass++)
-            for (int part = 0; part < C::kParts; part++) {
-                init_warp_barrier(state_ready[pass][part], C::kStateWarps);
+        for (int part = 0; part < C::kParts; part++) {
+            for (int pass = 0; pass < C::kPasses; pass++) {
+                const bool with_norm = C::kNormalize && pass == 0;
+                init_warp_barrier(state_ready[pass][part], C::kStateWarps + with_norm);
                 init_warp_barrier(state_free[pass][part], 4);
             }
+            for (auto& ready : key_sums_ready) init_warp_barrier(ready[part], C::kStateWarps);
+        }
         kittens::init_semaphore(tail_landed, 1);
         publish_barriers();
     }

@@ -3,8 +3,9 @@
 // One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens; the state C
 // stays in the registers of the state warpgroups in fp32 and never touches global memory between chunks. Per
 // chunk:
-//   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh)
-//   state      publishes C, rounded, for Q C; then C = decay C + (key_scale . K)^T V and n likewise
+//   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh); others
+//              publish n below C and carry it on by the sums that the state's warps leave
+//   state      publishes C, rounded, for Q C; then C = decay C + (key_scale . K)^T V
 //   output     S = Q K^T; O, q n = Q [C, n]; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA
 //              store
 // Where sequences are cut, two kernels come first and leave the state that arrives at every segment:
@@ -15,6 +16,7 @@
 
 #include "mlstm_combine.cuh"
 #include "mlstm_fwd_globals.cuh"
+#include "mlstm_fwd_norm.cuh"
 #include "mlstm_fwd_output.cuh"
 #include "mlstm_fwd_producer.cuh"
 #include "mlstm_fwd_state.cuh"
@@ -52,6 +54,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
             load_tiles(g, smem);
         else if (warp == 1)
             g.sigmoid_gate ? scan_gates<C, true>(g, smem) : scan_gates<C, false>(g, smem);
+        else if (warp < 2 + C::kNormWarps)
+            carry_norm(g, smem, warp - 2);
     } else if (warpgroup_id <= C::kStateWarpgroups) {
         warpgroup::increase_registers<C::kTiling.registers.state>();
         update_state(g, smem, warpgroup_id - 1);

@@ -20,7 +20,6 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     // NOTES: tiles of 64 registers, since a wgmma with N = 256 does not compile in a launch of 512 threads.
     rt_fl<16, C::kPassV> state[kBlocks][C::kPasses];
     const int warp_row = warpgroup_id * 64 + warpgroup::warpid() * 16;  // in every part
-    const int norm_row = warp_row + laneid() / 4;
     constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
     constexpr uint32_t kStatePanelBytes = C::StateTile::rows * kPanelColumns * sizeof(T);
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
@@ -31,9 +30,9 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
         for (int pass = 0; pass < C::kPasses; pass++) body(pass);
     };
     auto load_initial = [&] {
-        const float *c = task.initial_c(g), *n = task.initial_n(g);
+        const float* c = task.initial_c(g);
 #pragma unroll
-        for (int block = 0; block < kBlocks; block++) {
+        for (int block = 0; block < kBlocks; block++)
             for_each_pass([&](int pass) {
                 auto& tile = state[block][pass];
                 if (c)
@@ -43,30 +42,19 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
                     warp::zero(tile);
                 pin(tile);
             });
-            if (!C::kNormalize || laneid() % 4 != 0) continue;
-            for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
-                smem.norm[row] = n && row < g.dim_qk ? n[row] : 0.f;
-        }
-        __syncwarp();  // two lanes share these rows from here on
     };
-    // Of four lanes two update and publish n of a row each: lane / 4, and + 8, of the warp's.
-    auto own_row = [&](int lane) { return warp_row + lane / 4 + 8 * (lane % 2); };
-    auto update_norm = [&](int block, float2 sums, float decay) {
+    // The sums of a block's scaled keys, for the warp that carries n there. Of four lanes two have a row
+    // each: lane / 4, and + 8, of the warp's.
+    auto leave_sums = [&](int block, float2 sums, int chunk) {
         const int lane = fresh_laneid();
         // each of two neighbours takes one row and gives the other one away
         const float given = __shfl_xor_sync(0xffffffff, lane % 2 == 0 ? sums.y : sums.x, 1);
         float sum = (lane % 2 == 0 ? sums.x : sums.y) + given;
         sum += __shfl_xor_sync(0xffffffff, sum, 2);
-        if (lane % 4 >= 2) return;
-        float& n = smem.norm[C::kPartQK * block + own_row(lane)];
-        n = decay * n + sum;
-    };
-    // n of a block as a high and a low part, below C^T
-    auto publish_norm = [&](int block, uint32_t panel) {
-        const int lane = fresh_laneid();
-        if (lane % 4 < 2)
-            store_parts<T>(panel, C::kPassV, own_row(lane) % 64,
-                           smem.norm[C::kPartQK * block + own_row(lane)]);
+        const int row = C::kPartQK * block + warp_row + lane / 4 + 8 * (lane % 2);
+        const auto stage = C::sum_stage(chunk);
+        if (lane % 4 < 2) smem.key_sums[stage.slot][row] = sum;
+        arrive_warp(smem.key_sums_ready[stage.slot][block]);
     };
     auto publish = [&](int block, int chunk) {
         for_each_pass([&](int pass) {
@@ -74,7 +62,6 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             const uint32_t panel = shared_address(&smem.state[pass]) +
                                    (block * C::kStateWarpgroups + warpgroup_id) * kStatePanelBytes;
             store_transposed<T>(panel + lane_offset, state[block][pass]);
-            if (C::kNormalize && pass == 0) publish_norm(block, panel);
             fence_async_proxy();
             arrive_warp(smem.state_ready[pass][block]);
         });
@@ -125,7 +112,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             const bool last_of_block = token == kChunk - kStepTokens;
             mma_partial_AB(state[block], keys, smem.v[value.slot], token);
             if (last_of_block) arrive_warp(smem.qk_free[key.slot]);
-            if (C::kNormalize && last_of_block) update_norm(block, sums, decay);  // under the GEMM
+            if (C::kNormalize && last_of_block) leave_sums(block, sums, chunk);  // under the GEMM
             // under the GEMM of one block the other one's C, as the next reads it
             if (kPublishesUnderGemms && step == 0) publish(1, chunk);
             if (kPublishesUnderGemms && step == kStepsPerBlock && chunk + 1 < task.chunks)
@@ -143,15 +130,11 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
     if (!g.last.c || !task.last) return;
     float* c = g.last.c + task.index * g.dim_qk * g.dim_v;
 #pragma unroll
-    for (int block = 0; block < kBlocks; block++) {
+    for (int block = 0; block < kBlocks; block++)
         for_each_pass([&](int pass) {
             store_state(c, state[block][pass], warp_row + C::kPartQK * block, task.column + pass * C::kPassV,
                         g.dim_qk, g.dim_v, g.dim_v);
         });
-        if (!C::kNormalize || task.column != 0 || laneid() % 4 != 0) continue;
-        for (int row = norm_row + C::kPartQK * block; row <= norm_row + C::kPartQK * block + 8; row += 8)
-            if (row < g.dim_qk) g.last.n[task.index * g.dim_qk + row] = smem.norm[row];
-    }
 }
 
 }  // namespace tfla_tk::mlstm

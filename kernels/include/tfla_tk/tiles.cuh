@@ -256,19 +256,15 @@ __device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_
     }
 }
 
-// A number as the sum of two of T, in rows `row` and + 1 of a panel.
-template <class T> __device__ inline void store_parts(uint32_t panel, int row, int column, float x) {
-    using T2 = typename kittens::base_types::packing<T>::packed_type;
-    // NOTES: in pairs, since the conversion of a single number is a slow instruction
-    const T high = from_float2<T2>({x, 0.f}).x;
-    const T low = from_float2<T2>({x - to_float2(T2{high, high}).x, 0.f}).x;
-    auto store = [&](int row, T part) {
-        asm volatile(
-            "st.shared.b16 [%0], %1;\n" ::"r"(panel + panel_offset(row, column / 8) + column % 8 * 2),
-            "h"(reinterpret_cast<const uint16_t&>(part))
-            : "memory");
-    };
-    store(row, high), store(row + 1, low);
+// Writes one or two registers of pairs to shared memory, aligned to their size.
+template <class T2, int kPairs> __device__ inline void store_shared(uint32_t address, const T2 (&x)[kPairs]) {
+    static_assert(kPairs == 1 || kPairs == 2);
+    const auto* bits = reinterpret_cast<const uint32_t*>(x);
+    if constexpr (kPairs == 1)
+        asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(bits[0]) : "memory");
+    else
+        asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n" ::"r"(address), "r"(bits[0]), "r"(bits[1])
+                     : "memory");
 }
 
 // Visits this thread's column pairs of a tile: body(pair, row, column) for an fp32 tile whose rows start at
