@@ -139,15 +139,17 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
             store(g.h, 0);
         commit_stores();
     };
-    // 1 / w_t of the two rows, times the row's post factor.
+    // 1 / w_t of the two rows, with the sigmoid gate times the row's unit.
     auto row_scale = [&](int chunk, const GateStage& gates, float2 intra, float2 inter) {
-        float2 post{gates.post[row], gates.post[row + 8]};
+        const float2 unit{gates.unit[row], gates.unit[row + 8]}, one{1.f, 1.f};
+        float2 post = g.sigmoid_gate ? unit : one;
         if constexpr (C::kNormalize) {
             const float2 d{post.x * (intra.x + inter.x * of_first_lane(qn_parts[0].x + qn_parts[0].y)),
                            post.y * (intra.y + inter.y * of_first_lane(qn_parts[1].x + qn_parts[1].y))};
             if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d);
-            post.x /= fmaxf(fabsf(d.x), gates.floor[row]) + g.eps;
-            post.y /= fmaxf(fabsf(d.y), gates.floor[row + 8]) + g.eps;
+            const float2 floor = g.sigmoid_gate ? one : unit;
+            post.x /= fmaxf(fabsf(d.x), floor.x) + g.eps;
+            post.y /= fmaxf(fabsf(d.y), floor.y) + g.eps;
         }
         return post;
     };

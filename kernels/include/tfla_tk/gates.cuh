@@ -25,8 +25,8 @@ struct alignas(16) GateStage {
     float2 column[kChunk];  // a_j + log2(scale) as high and low part
     float row[kChunk];      // M_t rounded up to fp32: the stabiliser that the row really uses
     float inter[kChunk];    // scale 2^{m_in - row_t}, of q C_in, times what is owed of C_in's decay
-    float post[kChunk];     // 1 (exponential) or 2^{row_t + b_t} (sigmoid), of the row's output
-    float floor[kChunk];    // e^{-m_t} (exponential) or 1 (sigmoid): lower bound of |q n|
+    // 2^{-row_t - b_t}, lower bound of |q n| (exponential), or 2^{row_t + b_t}, of the row's output (sigmoid)
+    float unit[kChunk];
     // 2^{a_j - M_L} (exponential) or 2^{a_j + b_L} (sigmoid), over what is owed then: of k_j in the state
     float key_scale[kChunk];
     float decay;  // of the state, 1 where it is owed
@@ -263,8 +263,7 @@ template <class T, bool kSigmoid> struct GateScan {
         write_pair(out.row, row_x, row_y);
         auto inter = [&](float row) { return scale * exp2f(rounded_sum(m, -row) + owed.log2); };
         write_pair(out.inter, inter(row_x), inter(row_y));
-        write_pair(out.post, kSigmoid ? exp2f(m_x) : 1.f, kSigmoid ? exp2f(m_y) : 1.f);
-        write_pair(out.floor, kSigmoid ? 1.f : exp2f(-m_x), kSigmoid ? 1.f : exp2f(-m_y));
+        write_pair(out.unit, exp2f(kSigmoid ? m_x : -m_x), exp2f(kSigmoid ? m_y : -m_y));
         // The state's gates are relative to the chunk's end.
         const FloatPair b_end = of_last_lane(b.y);
         const FloatPair m_max = kSigmoid ? FloatPair{} : larger(m, warp_max(a.x, a.y));
