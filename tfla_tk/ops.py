@@ -365,7 +365,8 @@ class _DirectMLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         *tensors, (options, return_last_states, schedule) = args
-        h, c, n, m, *rows, states = _kernels_fwd(*tensors, *options, return_last_states, True, schedule)
+        *results, states = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, True)
+        h, c, n, m, *rows = results
         _save(ctx, tensors, h, rows, (c, n), options, schedule, states)
         ctx.mark_non_differentiable(*(() if m is None else (m,)))
         return h, c, n, m
@@ -374,7 +375,7 @@ class _DirectMLSTM(torch.autograd.Function):
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
         *saved, states = ctx.saved_tensors
         tensors = _backward_tensors(saved, *grads[:3])
-        if is_eager(tensors) and is_direct(tensors) and dispatch_like(tensors[0], grads):
+        if is_eager((*tensors, states)) and is_direct(tensors) and dispatch_like(tensors[0], grads):
             return _needed(ctx, _kernels_bwd(*tensors, *ctx.options, states))
         return _needed(ctx, _bwd(*tensors, *ctx.options))
 

@@ -55,6 +55,7 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kNormWarps = kNormalize ? kParts : 0;
+    static_assert(2 + kNormWarps <= 4, "warpgroup 0 has four warps");
 
     // Arrivals that free a K or Q slot. One ring holds both, and the state's warps read only K: for Q an
     // arrival of the output's counts for them.
@@ -73,8 +74,9 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     }
     __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
     __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
-    // NOTES: two, without a barrier that frees them: the state is published for a chunk only when n is there
-    // for the chunk before, so what was left two chunks earlier has been read.
+    // NOTES: two stages and no barrier that frees them. A warp of n has read the sums of chunk c when it
+    // publishes n for c + 1; Q [C, n] of c + 1 waits for that, the state's publishing for c + 2 for this, and
+    // the sums of c + 2 are left after it.
     static constexpr int kSumStages = 2;
     __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
 
@@ -103,7 +105,7 @@ template <class C> struct SharedMemoryPlan {
     kittens::semaphore key_sums_ready[C::kSumStages][C::kParts];
     kittens::semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
-    // Every warp that reads a buffer arrives on its *_free barrier.
+    // Every warp that reads a buffer arrives on its *_free barrier; key_sums have none, see kSumStages.
     __device__ inline void init_barriers() {
         constexpr int kReaders = 4 + C::kStateWarps;
         for (int i = 0; i < C::kTiling.qk_slots; i++) {

@@ -18,7 +18,7 @@ template <class C> __device__ inline void carry_norm(const Globals& g, SharedMem
 
     float2 n[kPairs];
     const float* initial = task.initial_n(g);
-    auto entry = [&](int row) { return initial && row < g.dim_qk ? initial[row] : 0.f; };
+    auto entry = [&](int at) { return initial && at < g.dim_qk ? initial[at] : 0.f; };
 #pragma unroll
     for (int p = 0; p < kPairs; p++) n[p] = {entry(row + 2 * p), entry(row + 2 * p + 1)};
 
@@ -45,9 +45,9 @@ template <class C> __device__ inline void carry_norm(const Globals& g, SharedMem
         wait(smem.gates_ready[gates.slot], gates.phase);
         const float decay = smem.gates[gates.slot].decay;
         arrive_warp(smem.gates_free[gates.slot]);
-        const auto left = C::sum_stage(chunk);
-        wait(smem.key_sums_ready[left.slot][part], left.phase);
-        const auto* sums = reinterpret_cast<const float2*>(&smem.key_sums[left.slot][row]);
+        const auto stage = C::sum_stage(chunk);
+        wait(smem.key_sums_ready[stage.slot][part], stage.phase);
+        const auto* sums = reinterpret_cast<const float2*>(&smem.key_sums[stage.slot][row]);
 #pragma unroll
         for (int p = 0; p < kPairs; p++) n[p] = {decay * n[p].x + sums[p].x, decay * n[p].y + sums[p].y};
     }

@@ -382,10 +382,11 @@ def test_torch_compile(
     make_inputs: Make,
     draw_packed: Make,
     assert_gradients: Check,
+    rel_err: Error,
 ) -> None:
     """Forward and backward in one graph each, the same bits as without.
 
-    But where sequences are cut: the op makes the states at the cuts again, which a plain call keeps.
+    But where sequences are cut: plain calls have the cut of the backward, and keep the states there.
     """
     torch._dynamo.reset()
     x = draw_packed(operator, LENGTHS, (128, 256)) if packed else make_inputs(states=operator.states)
@@ -403,10 +404,11 @@ def test_torch_compile(
         torch.autograd.backward(outputs, list(cotangents.values()))
         results.append((outputs, {name: t.grad for name, t in leaves.items() if t.requires_grad}))
     (expected_outputs, expected), (outputs, found) = results
-    assert all(torch.equal(a, b) for a, b in zip(outputs, expected_outputs, strict=True))
     if packed:
+        assert all(rel_err(a, b) <= 5e-3 for a, b in zip(outputs, expected_outputs, strict=True))
         assert_gradients(found, expected, torch.bfloat16)
     else:
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected_outputs, strict=True))
         assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tfla_tk import memo
 from tfla_tk.backends import segments
 from tfla_tk.build.instances import MLSTM_TILES
 
@@ -28,6 +29,14 @@ def ids(dims: tuple[int, int]) -> str:
     return f"{dims[0]}_{dims[1]}"
 
 
+@pytest.fixture(params=["plain", "op"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain call, whose dq begins with the states that the forward left, and the op, which makes them."""
+    if request.param == "op":
+        monkeypatch.setattr(memo, "is_eager", lambda tensors: False)
+
+
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dims", [*MAIN, *PADDED], ids=ids)
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
@@ -54,6 +63,7 @@ def test_anchors_at_and_beside_cuts(
     compare(operator, make_inputs(1, 3, 2200, states=operator.states))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("forget_bias", [-8.0, 0.0, 12.0])
 @pytest.mark.parametrize("input_bias", [-60.0, 0.0])
 def test_segments_that_forget_and_that_do_not(
@@ -99,6 +109,7 @@ def test_a_small_normaliser_outweighs_the_gates(
     assert rel_err(dk(x, dh, "tk"), expected) <= 8e-3
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("gate", ["i", "f"])
 @pytest.mark.parametrize("position", [70, 957, 1000, 1001, 1063, 1950])  # odd ones too: each lane has two
 def test_a_nan_gate_shows_behind_a_cut(
@@ -133,6 +144,7 @@ def test_long_sequences_are_cut_by_the_rule(
 # packed sequences
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dims", [*MAIN, *PADDED], ids=ids)
 @pytest.mark.parametrize("chunks", [1, 2, 100])
 def test_packed_sequences(
@@ -157,6 +169,7 @@ def test_many_packed_sequences(
     compare(operator, draw_packed(operator, [(7 * n) % 90 for n in range(count)], (64, 64)))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("chunks", [1, 100])
 def test_packed_sequences_do_not_see_each_other(
     operator: Any, chunks: int, cut_every: CutEvery, draw_packed: Make
@@ -184,6 +197,7 @@ def test_packed_sequences_do_not_see_each_other(
 # repeatability
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dims", [*MLSTM_TILES, (128, 512), (256, 512)], ids=ids)
 @pytest.mark.parametrize("chunks", [2, 100], ids=["cut", "whole"])
 def test_repeats_are_bitwise_equal(
@@ -221,6 +235,7 @@ def test_cut_calls_are_captured(
     assert all(torch.equal(captured[name], t) for name, t in expected.items())
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512)], ids=ids)
 def test_small(

@@ -3,7 +3,7 @@
 A CTA walks one segment of one head and one V slice. Cut sequences cost two more launches: a states pass over
 all segments but the last of each sequence, and a small kernel that carries the states on from segment to
 segment. So it is in the forward, and in the backward's passes for C and for its gradient, with their own
-costs.
+costs; a forward that keeps its states for the backward takes the backward's cut.
 """
 
 from __future__ import annotations

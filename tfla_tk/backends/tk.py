@@ -167,13 +167,16 @@ def mlstm_fwd(
     return_last_states: bool,
     return_rows: bool,
     schedule: str,
+    keep_states: bool = False,
 ) -> FwdResult:
     """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
 
-    What was not asked for is None. One launch, or three where sequences are cut (`segments`). With
-    return_rows they are cut as the backward will cut them, if it will; the last result is then the workspace,
-    which has the states at the cuts (`states_at_cuts`).
+    What was not asked for is None. One launch, or three where sequences are cut (`segments`).
     q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
+
+    Args:
+        keep_states: where the backward will cut the sequences, cut them the same way and return the
+            workspace, which has the states at the cuts (`states_at_cuts`), as the last result.
 
     Raises:
         BuildError: The kernel is not compiled yet and cannot be.
@@ -203,23 +206,21 @@ def mlstm_fwd(
             slots = chunk_slots(seq, cu_seqlens)
             chunk_m = q.new_empty((batch, heads, slots), dtype=torch.float64)
     sizes = (batch, heads, seq, dim_qk, dim_v)
-    cut = workspace = states = None
-    if return_rows:
-        cut = tk_passes.cut_sequences(
-            sizes, sequences, _multiprocessors(device), packed=cu_seqlens is not None
-        )
-    kept = cut is not None and cut.segments > sequences
-    if cut is None or not kept:
-        find = segments.cut if cu_seqlens is None else segments.cut_packed
-        cut = find(sequences, seq, heads * slices, _multiprocessors(device) * kernel.CTAS_PER_MULTIPROCESSOR)
+    multiprocessors, packed = _multiprocessors(device), cu_seqlens is not None
+    kept = False
+    if keep_states:
+        cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
+        kept = cut.segments > sequences
+    if not kept:
+        find = segments.cut_packed if packed else segments.cut
+        cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
+    workspace = None
     if cut.segments > sequences:
         slots = (cut.segments - sequences) * heads
         workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
-        if kept:
-            states = workspace
-            if not normalize:  # no kernel of the forward writes n then, and the backward multiplies it with 0
-                start = _workspace_n(slots, dim_qk, dim_v)
-                workspace[start : start + slots * dim_qk].zero_()
+        if kept and not normalize:  # no kernel of the forward writes n, and the backward multiplies it with 0
+            start = _workspace_n(slots, dim_qk, dim_v)
+            workspace[start : start + slots * dim_qk].zero_()
     kernel.mlstm_fwd(
         operands.read(q),
         operands.read(k),
@@ -242,7 +243,7 @@ def mlstm_fwd(
         _current_stream(device),
     )
     operands.copy_back()
-    return h, c, n, m, row_n, row_m, chunk_m, states
+    return h, c, n, m, row_n, row_m, chunk_m, workspace if kept else None
 
 
 @functools.cache

@@ -13,7 +13,8 @@ dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes
 of V.
 
 Where a few long sequences would leave the GPU empty they are cut into segments, all passes alike: what a pass
-begins a segment with is made before it, by a segments kernel and a small kernel that carries it on.
+begins a segment with is made before it, by a segments kernel and a small kernel that carries it on, or, for
+dq, has been left by the forward.
 """
 
 from __future__ import annotations

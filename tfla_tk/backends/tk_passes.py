@@ -161,7 +161,8 @@ def make_plan(
         kernels: the modules of `instances_of`.
         sequences: of the batch, or packed.
         chunk_slots: per head, of what there is once per chunk.
-        states_given: the forward has left the states at the boundaries: state_c to state_decay are not made.
+        states_given: the forward has left the states at the boundaries: state_c and state_n are in its
+            workspace, not in this allocation, and nobody reads state_decay.
     """
     around, dv, *of_parts = kernels
     batch, heads, seq, dim_qk, dim_v = sizes

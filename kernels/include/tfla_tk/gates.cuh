@@ -20,12 +20,14 @@ constexpr int kChunk = 64;  // tokens per chunk (L)
 constexpr double kLog2eDouble = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
-// What the GEMM warpgroups read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) + column_j.y}, S unscaled.
+// What the GEMM warpgroups and the warps of n read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) +
+// column_j.y}, S unscaled.
 struct alignas(16) GateStage {
     float2 column[kChunk];  // a_j + log2(scale) as high and low part
     float row[kChunk];      // M_t rounded up to fp32: the stabiliser that the row really uses
     float inter[kChunk];    // scale 2^{m_in - row_t}, of q C_in, times what is owed of C_in's decay
-    // 2^{-row_t - b_t}, lower bound of |q n| (exponential), or 2^{row_t + b_t}, of the row's output (sigmoid)
+    // with m_t = row_t + b_t: 2^{-m_t}, lower bound of |q n| (exponential), or 2^{m_t}, a factor of the row's
+    // output (sigmoid)
     float unit[kChunk];
     // 2^{a_j - M_L} (exponential) or 2^{a_j + b_L} (sigmoid), over what is owed then: of k_j in the state
     float key_scale[kChunk];

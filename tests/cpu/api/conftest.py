@@ -60,9 +60,9 @@ LEFT = torch.arange(3.0)  # stands for the states that a forward leaves for its 
 
 def forward_kernel(*args: Any) -> tuple[Tensor | None, ...]:
     """The op's CPU code as the kernels return it: None in place of empty tensors, and what they leave."""
-    *_, return_rows, _ = args
+    args, keep_states = args[:15], args[15:] == (True,)
     found = (None if x.numel() == 0 else x for x in ops._fwd_cpu(*args))
-    return *found, LEFT.clone() if return_rows else None
+    return *found, LEFT.clone() if keep_states else None
 
 
 def backward_kernels(*args: Any) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import ops
-from tfla_tk.backends import tk, tk_passes
+from tfla_tk.backends import segments, tk, tk_passes
 from tfla_tk.build import Instance, sources
 
 from .backward_emulation import tensor_at
@@ -227,7 +227,7 @@ def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
     seq, new_empty = 10_000, Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kw: new_empty(*args, **kw).fill_(math.nan))
     q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
-    *_, states = run(q, q, v, return_rows=True, normalize=normalize)
+    *_, states = run(q, q, v, return_rows=True, normalize=normalize, keep_states=True)
     cut = tk_passes.cut_sequences((1, 2, seq, K, V), 1, 132, packed=False)
     (launch,) = launches
     assert launch.cut[-2:] == cut
@@ -244,8 +244,18 @@ def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
 
 def test_short_sequences_leave_no_states(launches: Launches) -> None:
     q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
-    *_, states = run(q, q, v, return_rows=True)
+    *_, states = run(q, q, v, return_rows=True, keep_states=True)
     assert states is None
+
+
+def test_a_forward_that_keeps_nothing_has_a_cut_of_its_own(launches: Launches) -> None:
+    seq = 10_000
+    q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
+    *_, states = run(q, q, v, return_rows=True)
+    (launch,) = launches
+    _, slices = tk._instance(K, V, "auto")
+    assert launch.cut[-2:] == segments.cut(1, seq, 2 * slices, 132)
+    assert launch.workspace > 0 and states is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
