@@ -6,6 +6,8 @@
 
 namespace tfla_tk::mlstm {
 
+// A lane has 2 kPairs neighbouring rows. Per chunk n is published as Q C reads it; then the chunk's decay and
+// the sums of its scaled keys make the next one of it.
 template <class C> __device__ inline void carry_norm(const Globals& g, SharedMemoryPlan<C>& smem, int part) {
     using T = typename C::T;
     using T2 = typename base_types::packing<T>::packed_type;
