@@ -48,16 +48,39 @@ Pair = tuple[int, int]  # c and n, or row sums and their inter
 Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e and chunk_m
 
 
-@dataclass(slots=True)
-class _Call:
-    """What the kernels of a call read: tensors by their addresses, 0 where there is none.
+class _RowCall(NamedTuple):
+    """What the kernels for log2_w and e read: tensors by their addresses, 0 where there is none.
 
     Attributes:
         plan, memory: what is launched, and where it leaves what.
         sizes: batch, heads, seq, dim_qk, dim_v.
+        h, dh: [B, NH, S, V], rows aligned for TMA.
+        itemsize: bytes of an element of them.
+        row_n, row_m: as the forward returns them.
+    """
+
+    plan: Plan
+    memory: Memory
+    sizes: Sizes
+    h: Operand
+    dh: Operand
+    itemsize: int
+    row_n: int
+    row_m: int
+    eps: float
+    half: bool
+    device: int
+    stream: int
+
+
+@dataclass(slots=True)
+class _Call:
+    """What the other kernels read, in the same way.
+
+    Attributes:
+        plan, memory, sizes, h, dh, itemsize: those of the `_RowCall`.
         q to dh: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
-        itemsize: bytes of an element of q to dh.
-        row_n, row_m, chunk_m: as the forward returns them.
+        chunk_m: as the forward returns it.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
@@ -75,8 +98,6 @@ class _Call:
     itemsize: int
     i: Gate
     f: Gate
-    row_n: int
-    row_m: int
     chunk_m: int
     cut: tuple[int, bool, int, int, int]
     c_initial: int
@@ -86,7 +107,6 @@ class _Call:
     dc_last: int
     dn_last: int
     scale: float
-    eps: float
     half: bool
     sigmoid_gate: bool
     device: int
@@ -161,6 +181,28 @@ def mlstm_bwd(
     memory = plan.memory_at(allocation.data_ptr())
     if given:
         memory = memory._replace(state_c=given[0], state_n=given[1])
+    rows = _RowCall(
+        plan,
+        memory,
+        sizes,
+        operands.read(h),
+        operands.read(dh),
+        q.element_size(),
+        _given(row_n),
+        _given(row_m),
+        eps,
+        q.dtype == torch.float16,
+        device,
+        _current_stream(device),
+    )
+    # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
+    dots_of_dv = bool(rows.row_n) and not plan.is_cut
+    for part in plan.parts[:1] if dots_of_dv else plan.parts:  # dv reads log2 w alone, of the first part
+        if plan.is_cut and rows.row_n:
+            _launch_rows(rows, part)
+        else:
+            _launch_factors(rows, part, slices=0)
+    # only now the rest, and last of all the gradients, so that a GPU that waits for the host has work early
     call = _Call(
         plan=plan,
         memory=memory,
@@ -168,13 +210,11 @@ def mlstm_bwd(
         q=operands.read(q),
         k=operands.read(k),
         v=operands.read(v),
-        h=operands.read(h),
-        dh=operands.read(dh),
-        itemsize=q.element_size(),
+        h=rows.h,
+        dh=rows.dh,
+        itemsize=rows.itemsize,
         i=_gate(i),
         f=_gate(f),
-        row_n=_given(row_n),
-        row_m=_given(row_m),
         chunk_m=_given(chunk_m),
         cut=(*offsets, *plan.cut),
         c_initial=operands.state(c_initial),
@@ -184,24 +224,15 @@ def mlstm_bwd(
         dc_last=operands.state(dc_last),
         dn_last=operands.state(dn_last),
         scale=dim_qk**-0.5,
-        eps=eps,
-        half=q.dtype == torch.float16,
+        half=rows.half,
         sigmoid_gate=sigmoid_gate,
         device=device,
-        stream=_current_stream(device),
+        stream=rows.stream,
     )
-    # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
-    dots_of_dv = bool(call.row_n) and not plan.is_cut
-    for part in plan.parts[:1] if dots_of_dv else plan.parts:  # dv reads log2 w alone, of the first part
-        if plan.is_cut and call.row_n:
-            _launch_rows(call, part)
-        else:
-            _launch_factors(call, part, slices=0)
     if plan.is_cut:
         if not given:
             _launch_segments_of_dq(call)
         _launch_segments_of_dk(call)
-    # only now, so that a GPU that waits for the host has its first kernels early
     grads = grads_like(q, k, v, i, f, c_initial, n_initial)
     dq, dk, dv, di, df, dc_initial, dn_initial = grads
     dn_initial = operands.state_result(dn_initial)
@@ -217,7 +248,7 @@ def mlstm_bwd(
     _launch_dv(call, written, dots=dots_of_dv)
     for part in plan.parts:
         if dots_of_dv:
-            _launch_factors(call, part, slices=part.dot_slices)
+            _launch_factors(rows, part, slices=part.dot_slices)
         if part.number == 0 or dn_initial is None:
             _launch_dq_and_dk(call, written, part, written.dn_initial)
         else:
@@ -251,7 +282,7 @@ def _cut(
     return cut, states_at_cuts(states, slots, *dims) if states is not None and slots > 0 else None
 
 
-def _launch_rows(x: _Call, part: Part) -> None:
+def _launch_rows(x: _RowCall, part: Part) -> None:
     """log2 w_t and e_t of every token, from dh and h."""
     x.plan.around.mlstm_bwd_rows(
         _columns(x, x.dh, part),
@@ -266,7 +297,7 @@ def _launch_rows(x: _Call, part: Part) -> None:
     )
 
 
-def _launch_factors(x: _Call, part: Part, *, slices: int) -> None:
+def _launch_factors(x: _RowCall, part: Part, *, slices: int) -> None:
     """log2 w_t and e_t of every token, from the dots of so many slices of "dv"; without any e_t is 0."""
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
@@ -479,7 +510,7 @@ def _given(x: MaybeTensor) -> int:
     return x.data_ptr() if x is not None and x.numel() > 0 else 0
 
 
-def _columns(x: _Call, operand: Operand, part: Part) -> Operand:
+def _columns(x: _RowCall | _Call, operand: Operand, part: Part) -> Operand:
     """A part of the columns of v, h or dh."""
     pointer, batch, head, row = operand
     return pointer + x.itemsize * part.start, batch, head, row
