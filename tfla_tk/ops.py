@@ -365,8 +365,8 @@ class _DirectMLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         *tensors, (options, return_last_states, schedule) = args
-        *results, states = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, True)
-        h, c, n, m, *rows = results
+        found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, True)
+        h, c, n, m, *rows, states = found
         _save(ctx, tensors, h, rows, (c, n), options, schedule, states)
         ctx.mark_non_differentiable(*(() if m is None else (m,)))
         return h, c, n, m

@@ -14,7 +14,7 @@ from tfla_tk.backends import segments, tk_passes
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
-from tfla_tk.ops import SCHEDULES, chunk_slots
+from tfla_tk.ops import SCHEDULES, MaybeTensor, chunk_slots
 from tfla_tk.validation import MLSTMCall, fail
 
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
@@ -23,13 +23,13 @@ Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
 # What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the workspace that a backward can use.
 FwdResult = tuple[
     Tensor,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
 ]
 
 HOPPER = (9, 0)
@@ -273,10 +273,11 @@ def _workspace_n(slots: int, dim_qk: int, dim_v: int) -> int:
 
 def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int] | None:
     """Addresses of C [slots, K, V] and n [slots, K] in a workspace; None if it has not so many slots."""
-    if workspace.numel() != slots * (_GATES // tk_passes.FLOAT + dim_qk * dim_v + dim_qk + 1):
+    start = _workspace_n(slots, dim_qk, dim_v)
+    if workspace.numel() != start + slots * (dim_qk + 1):
         return None
     address = workspace.data_ptr()
-    return address + slots * _GATES, address + tk_passes.FLOAT * _workspace_n(slots, dim_qk, dim_v)
+    return address + slots * _GATES, address + tk_passes.FLOAT * start
 
 
 @functools.cache

@@ -48,7 +48,8 @@ Pair = tuple[int, int]  # c and n, or row sums and their inter
 Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e and chunk_m
 
 
-class _RowCall(NamedTuple):
+@dataclass(slots=True)
+class _RowCall:
     """What the kernels for log2_w and e read: tensors by their addresses, 0 where there is none.
 
     Attributes:
@@ -74,12 +75,11 @@ class _RowCall(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Call:
-    """What the other kernels read, in the same way.
+class _Call(_RowCall):
+    """What all kernels read, in the same way.
 
     Attributes:
-        plan, memory, sizes, h, dh, itemsize: those of the `_RowCall`.
-        q to dh: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
+        q, k, v: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
         chunk_m: as the forward returns it.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
@@ -87,15 +87,9 @@ class _Call:
         scale: of q k^T.
     """
 
-    plan: Plan
-    memory: Memory
-    sizes: Sizes
     q: Operand
     k: Operand
     v: Operand
-    h: Operand
-    dh: Operand
-    itemsize: int
     i: Gate
     f: Gate
     chunk_m: int
@@ -107,10 +101,7 @@ class _Call:
     dc_last: int
     dn_last: int
     scale: float
-    half: bool
     sigmoid_gate: bool
-    device: int
-    stream: int
 
 
 class _Grads(NamedTuple):
@@ -181,7 +172,7 @@ def mlstm_bwd(
     memory = plan.memory_at(allocation.data_ptr())
     if given:
         memory = memory._replace(state_c=given[0], state_n=given[1])
-    rows = _RowCall(
+    of_rows = (
         plan,
         memory,
         sizes,
@@ -195,6 +186,7 @@ def mlstm_bwd(
         device,
         _current_stream(device),
     )
+    rows = _RowCall(*of_rows)
     # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
     dots_of_dv = bool(rows.row_n) and not plan.is_cut
     for part in plan.parts[:1] if dots_of_dv else plan.parts:  # dv reads log2 w alone, of the first part
@@ -204,15 +196,10 @@ def mlstm_bwd(
             _launch_factors(rows, part, slices=0)
     # only now the rest, and last of all the gradients, so that a GPU that waits for the host has work early
     call = _Call(
-        plan=plan,
-        memory=memory,
-        sizes=sizes,
+        *of_rows,
         q=operands.read(q),
         k=operands.read(k),
         v=operands.read(v),
-        h=rows.h,
-        dh=rows.dh,
-        itemsize=rows.itemsize,
         i=_gate(i),
         f=_gate(f),
         chunk_m=_given(chunk_m),
@@ -224,10 +211,7 @@ def mlstm_bwd(
         dc_last=operands.state(dc_last),
         dn_last=operands.state(dn_last),
         scale=dim_qk**-0.5,
-        half=rows.half,
         sigmoid_gate=sigmoid_gate,
-        device=device,
-        stream=rows.stream,
     )
     if plan.is_cut:
         if not given:
@@ -248,7 +232,7 @@ def mlstm_bwd(
     _launch_dv(call, written, dots=dots_of_dv)
     for part in plan.parts:
         if dots_of_dv:
-            _launch_factors(rows, part, slices=part.dot_slices)
+            _launch_factors(call, part, slices=part.dot_slices)
         if part.number == 0 or dn_initial is None:
             _launch_dq_and_dk(call, written, part, written.dn_initial)
         else:
@@ -279,7 +263,7 @@ def _cut(
     pointer, _, sequences = offsets
     cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
     slots = (cut.segments - sequences) * heads
-    return cut, states_at_cuts(states, slots, *dims) if states is not None and slots > 0 else None
+    return cut, None if states is None else states_at_cuts(states, slots, *dims)
 
 
 def _launch_rows(x: _RowCall, part: Part) -> None:
@@ -510,7 +494,7 @@ def _given(x: MaybeTensor) -> int:
     return x.data_ptr() if x is not None and x.numel() > 0 else 0
 
 
-def _columns(x: _RowCall | _Call, operand: Operand, part: Part) -> Operand:
+def _columns(x: _RowCall, operand: Operand, part: Part) -> Operand:
     """A part of the columns of v, h or dh."""
     pointer, batch, head, row = operand
     return pointer + x.itemsize * part.start, batch, head, row

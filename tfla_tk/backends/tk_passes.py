@@ -167,6 +167,7 @@ def make_plan(
     around, dv, *of_parts = kernels
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
+    own_states = 0 if states_given else boundaries
     row_bytes = _aligned(FLOAT * batch * heads * seq)
     norm_bytes = FLOAT * boundaries * dim_qk
     dots_slice = _slice(instances.mlstm_pass("dv", dim_qk, dim_v))
@@ -199,9 +200,9 @@ def make_plan(
         log2_w=count * row_bytes,
         e=count * row_bytes,
         dots=0 if boundaries else -(-dim_v // dots_slice) * dots_bytes,
-        state_c=0 if states_given else boundaries * dim_qk * dim_v * FLOAT,
-        state_n=0 if states_given else norm_bytes,
-        state_decay=0 if states_given else DOUBLE * boundaries,
+        state_c=own_states * dim_qk * dim_v * FLOAT,
+        state_n=own_states * dim_qk * FLOAT,
+        state_decay=DOUBLE * own_states,
         grad_c=boundaries * dim_qk * dim_v * FLOAT,
         grad_n=count * norm_bytes,
         grad_decay=DOUBLE * boundaries,
