@@ -75,12 +75,9 @@ class RowSums(NamedTuple):
     inter: Tensor
 
 
-def _row_factors(dh_h: Tensor, d: Tensor | None, m: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """log2 w_t and e_t, from dh_t.h_t; d is None without normaliser, m with the sigmoid gate."""
-    dh_h = dh_h.double()
-    if d is None:
-        return torch.zeros_like(dh_h), torch.zeros_like(dh_h)
-    d = d.double()
+def _row_factors(dh_h: Tensor, d: Tensor, m: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """log2 w_t and e_t, from dh_t.h_t; m is None with the sigmoid gate."""
+    dh_h, d = dh_h.double(), d.double()
     log2_floor = torch.zeros_like(d) if m is None else -m.double() / math.log(2)
     floor = torch.exp2(log2_floor)
     log2_w = torch.where(floor.isinf(), log2_floor, torch.log2(torch.maximum(d.abs(), floor) + eps))

@@ -16,10 +16,6 @@ constexpr float kLog2e = 1.44269504f;
 // Of the row `at`. dh_h: dh_t.h_t. NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes
 // inf - inf.
 __device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, float dh_h) {
-    if (rows.row_n == nullptr) {
-        rows.log2_w[at] = rows.e[at] = 0.f;
-        return;
-    }
     const float d = rows.row_n[at], size = fabsf(d);
     const float log2_floor = rows.row_m ? -kLog2e * rows.row_m[at] : 0.f, floor = exp2f(log2_floor);
     const float w = (size <= floor ? floor : size) + rows.eps;  // NaN of d stays

@@ -7,42 +7,41 @@ namespace tfla_tk::mlstm {
 
 // Turns what each segment adds into the state that arrives at it, in place, from the first segment on:
 //   m' = max(m + decay, own), C' = 2^{m + decay - m'} C + 2^{own - m'} C_own, n likewise.
-// One thread carries 4 elements of one head through all segments of a sequence.
+// One thread carries 4 elements of one head through all segments of a sequence; grid: a sequence's head, then
+// elements.
 constexpr int kCombineThreads = 256;
 
 template <bool kNormalize>
 __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(const __grid_constant__ Globals g) {
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
     const int64_t all = state_size + (kNormalize ? g.dim_qk : 0);  // elements of C, then of n
-    const int number = blockIdx.x / g.heads, head = blockIdx.x % g.heads;
+    const int sequence = blockIdx.x / g.heads, head = blockIdx.x % g.heads;
+    const int number = first_segment(g.cut, g.seq, sequence);
     const Segment segment = find_segment(g.cut, g.seq, number);
     const int64_t element = (static_cast<int64_t>(blockIdx.y) * kCombineThreads + threadIdx.x) * 4;
-    if (segment.tokens < 0 || segment.number != 0 || segment.count == 1 || element >= all) return;
+    if (segment.count <= 1 || element >= all) return;
 
     const bool of_c = element < state_size;
     const int64_t at = of_c ? element : element - state_size, stride = of_c ? state_size : g.dim_qk;
     const float* initial = of_c ? g.initial.c : g.initial.n;
     float* arriving = of_c ? g.workspace.arriving.c : g.workspace.arriving.n;
-    const int64_t index = static_cast<int64_t>(segment.sequence) * g.heads + head;
+    const int64_t index = static_cast<int64_t>(sequence) * g.heads + head;
 
     float m = g.initial.m ? g.initial.m[index] : 0.f;  // natural log units, as it is stored
-    float4 sum{0.f, 0.f, 0.f, 0.f};
-    if (initial) sum = *reinterpret_cast<const float4*>(&initial[index * stride + at]);
-#pragma unroll 4
-    for (int next = 1; next < segment.count; next++) {
-        const int64_t slot = Workspace::slot(segment, number + next, g.heads) + head;
-        const double2 gates = g.workspace.gates[slot];
-        float4& own = *reinterpret_cast<float4*>(&arriving[slot * stride + at]);
-        const float4 x = own;
-        const double arrives = m * kLog2eDouble + gates.x;
-        if (!g.sigmoid_gate) m = static_cast<float>(larger(arrives, gates.y) * kLn2);
-        // relative to m as it is stored: its rounding is no error
-        const float decay = exp2_of(arrives - m * kLog2eDouble), weight = exp2_of(gates.y - m * kLog2eDouble);
-        sum = {decay * sum.x + weight * x.x, decay * sum.y + weight * x.y, decay * sum.z + weight * x.z,
-               decay * sum.w + weight * x.w};
-        own = sum;
-        if (element == 0) g.workspace.arriving.m[slot] = m;
-    }
+    float4 entering{0.f, 0.f, 0.f, 0.f};
+    if (initial) entering = *reinterpret_cast<const float4*>(&initial[index * stride + at]);
+    auto slot = [&](int step) { return Workspace::slot(segment, number + 1 + step, g.heads) + head; };
+    carry_over_boundaries(
+        entering, segment.count - 1,
+        [&](int step) { return reinterpret_cast<float4*>(&arriving[slot(step) * stride + at]); },
+        [&](int step) { return g.workspace.gates[slot(step)]; },
+        [&](int step, double2 gates) {
+            const double arrives = m * kLog2eDouble + gates.x;
+            if (!g.sigmoid_gate) m = static_cast<float>(larger(arrives, gates.y) * kLn2);
+            if (element == 0) g.workspace.arriving.m[slot(step)] = m;
+            // relative to m as it is stored: its rounding is no error
+            return float2{exp2_of(arrives - m * kLog2eDouble), exp2_of(gates.y - m * kLog2eDouble)};
+        });
 }
 
 }  // namespace tfla_tk::mlstm

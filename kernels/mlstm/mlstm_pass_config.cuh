@@ -89,12 +89,13 @@ struct PassTask {
         return g.entering_c ? g.entering_c + state * g.state_size<C>() : nullptr;
     }
     __device__ inline const float* entering_n(const PassGlobals& g) const {
-        if (!first) return g.boundaries.n + entered * g.dim_values;
+        if (!first) return g.boundaries.n ? g.boundaries.n + entered * g.dim_values : nullptr;
         return g.entering_n ? g.entering_n + state * g.dim_values : nullptr;
     }
 
-    // This lane's two tokens of a chunk of a [B, H, S] vector; 0 past the last token.
+    // This lane's two tokens of a chunk of a [B, H, S] vector; 0 past the last token, and of no vector.
     __device__ inline float2 pair(const float* rows, int chunk) const {
+        if (rows == nullptr) return {0.f, 0.f};
         const int t = chunk * kChunk + 2 * fresh_laneid();
         rows += row;
         return {t < tokens ? rows[t] : 0.f, t + 1 < tokens ? rows[t + 1] : 0.f};

@@ -79,7 +79,7 @@ __device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem
     gates.add<kSigmoid>(GateRows(g.i, task.batch, task.head, task.first_row),
                         GateRows(g.f, task.batch, task.head, task.first_row), thread, 128, task.tokens);
     float largest = 0.f;
-    if constexpr (C::kBackward)  // s 2^{m_in - M_t} / w_t is 1 / w_t at most
+    if (C::kBackward && g.log2_w)  // s 2^{m_in - M_t} / w_t is 1 / w_t at most
         for (int t = thread; t < task.tokens; t += kBatch * 128) {
             float log2_w[kBatch];
 #pragma unroll

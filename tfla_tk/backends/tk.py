@@ -218,9 +218,6 @@ def mlstm_fwd(
     if cut.segments > sequences:
         slots = (cut.segments - sequences) * heads
         workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
-        if kept and not normalize:  # no kernel of the forward writes n, and the backward multiplies it with 0
-            start = _workspace_n(slots, dim_qk, dim_v)
-            workspace[start : start + slots * dim_qk].zero_()
     kernel.mlstm_fwd(
         operands.read(q),
         operands.read(k),
@@ -262,22 +259,17 @@ def _workspace_floats(kernel: ModuleType, slots: int, dim_qk: int, dim_v: int) -
     return -(-int(kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v)) // 4)
 
 
-# struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
-_GATES = 2 * tk_passes.DOUBLE
-
-
-def _workspace_n(slots: int, dim_qk: int, dim_v: int) -> int:
-    """Where a workspace has n, in floats."""
-    return slots * (_GATES // tk_passes.FLOAT + dim_qk * dim_v)
-
-
 def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int] | None:
-    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; None if it has not so many slots."""
-    start = _workspace_n(slots, dim_qk, dim_v)
-    if workspace.numel() != start + slots * (dim_qk + 1):
+    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; None if it has not so many slots.
+
+    n is written with a normaliser only.
+    """
+    # struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
+    gates, state = 2 * tk_passes.DOUBLE * slots, tk_passes.FLOAT * slots * dim_qk * dim_v
+    if tk_passes.FLOAT * (workspace.numel() - slots * (dim_qk + 1)) != gates + state:
         return None
     address = workspace.data_ptr()
-    return address + slots * _GATES, address + tk_passes.FLOAT * start
+    return address + gates, address + gates + state
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class _RowCall:
         sizes: batch, heads, seq, dim_qk, dim_v.
         h, dh: [B, NH, S, V], rows aligned for TMA.
         itemsize: bytes of an element of them.
-        row_n, row_m: as the forward returns them.
+        row_n, row_m: as the forward returns them; row_n is 0 without normaliser alone.
     """
 
     plan: Plan
@@ -167,11 +167,13 @@ def mlstm_bwd(
     cut, given = _cut(sizes, offsets, device, states)
     kernels = tuple(map(build.load, instances_of(*sizes[3:])))
     slots = chunk_slots(seq, cu_seqlens)
-    plan = make_plan(kernels, sizes, offsets[-1], slots, cut, states_given=given is not None)
+    plan = make_plan(
+        kernels, sizes, offsets[-1], slots, cut, normalize=normalize, states_given=given is not None
+    )
     allocation = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
     memory = plan.memory_at(allocation.data_ptr())
     if given:
-        memory = memory._replace(state_c=given[0], state_n=given[1])
+        memory = memory._replace(state_c=given[0], state_n=given[1] if normalize else 0)
     of_rows = (
         plan,
         memory,
@@ -188,12 +190,12 @@ def mlstm_bwd(
     )
     rows = _RowCall(*of_rows)
     # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
-    dots_of_dv = bool(rows.row_n) and not plan.is_cut
-    for part in plan.parts[:1] if dots_of_dv else plan.parts:  # dv reads log2 w alone, of the first part
-        if plan.is_cut and rows.row_n:
+    dots_of_dv = normalize and not plan.is_cut
+    if dots_of_dv:
+        _launch_factors(rows, plan.parts[0], slices=0)  # dv reads log2 w alone, of the first part
+    elif normalize:
+        for part in plan.parts:
             _launch_rows(rows, part)
-        else:
-            _launch_factors(rows, part, slices=0)
     # only now the rest, and last of all the gradients, so that a GPU that waits for the host has work early
     call = _Call(
         *of_rows,
@@ -425,7 +427,7 @@ def _run_pass(
     Args:
         name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
         out: the gradient, to be written; like `values`.
-        rows: log2_w and e, of the part of V, and chunk_m.
+        rows: log2_w and e, of the part of V, 0 without normaliser, and chunk_m.
         sizes: batch, heads, seq, columns of the keys, of the values, of a whole state.
         entering: what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; 0 is
             zero. c and dc are [N, NH, K, V] always, contiguous or columns of a contiguous one: the state of
@@ -507,6 +509,8 @@ def _state(pointer: int, part: Part) -> int:
 
 def _rows(x: _Call, part: Part) -> Triple:
     """What the passes read of every token and chunk: log2_w, e and chunk_m."""
+    if not x.row_n:
+        return 0, 0, x.chunk_m
     return x.memory.log2_w + part.rows, x.memory.e + part.rows, x.chunk_m
 
 

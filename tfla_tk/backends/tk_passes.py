@@ -59,9 +59,9 @@ class Memory(NamedTuple):
     packed sequences as many as there can be; uncut sequences have none.
 
     Attributes:
-        log2_w, e: of every token, [P, B, NH, S], each part aligned.
-        dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; without
-            a normaliser they are not written.
+        log2_w, e: of every token, [P, B, NH, S], each part aligned; none without normaliser, when both are 0.
+        dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; none
+            without normaliser.
         state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
             [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
         grad_c, grad_n, grad_decay: the same of "dk" and "dv", gradients of states. n has e in it, which every
@@ -153,6 +153,7 @@ def make_plan(
     chunk_slots: int,
     cut: Cut,
     *,
+    normalize: bool,
     states_given: bool = False,
 ) -> Plan:
     """The plan of calls of these sizes.
@@ -161,6 +162,7 @@ def make_plan(
         kernels: the modules of `instances_of`.
         sequences: of the batch, or packed.
         chunk_slots: per head, of what there is once per chunk.
+        normalize: whether there is a normaliser.
         states_given: the forward has left the states at the boundaries: state_c and state_n are in its
             workspace, not in this allocation, and nobody reads state_decay.
     """
@@ -168,7 +170,7 @@ def make_plan(
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
     own_states = 0 if states_given else boundaries
-    row_bytes = _aligned(FLOAT * batch * heads * seq)
+    row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
     norm_bytes = FLOAT * boundaries * dim_qk
     dots_slice = _slice(instances.mlstm_pass("dv", dim_qk, dim_v))
     dots_bytes = FLOAT * batch * heads * seq
@@ -199,7 +201,7 @@ def make_plan(
     taken = Memory(
         log2_w=count * row_bytes,
         e=count * row_bytes,
-        dots=0 if boundaries else -(-dim_v // dots_slice) * dots_bytes,
+        dots=-(-dim_v // dots_slice) * dots_bytes if normalize and not boundaries else 0,
         state_c=own_states * dim_qk * dim_v * FLOAT,
         state_n=own_states * dim_qk * FLOAT,
         state_decay=DOUBLE * own_states,

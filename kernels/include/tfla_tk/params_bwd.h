@@ -9,7 +9,7 @@ namespace tfla_tk {
 // Numbers per row that the passes need: log2 of the normaliser w_t, and e_t = -(dh_t.h_t) sign(d_t)
 // [|d_t| > floor_t].
 struct RowFactorPointers {
-    const float* row_n;  // [B, H, S]: d_t; null without normaliser: log2 w and e are 0
+    const float* row_n;  // [B, H, S]: d_t
     const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
     float *log2_w, *e;   // [B, H, S]
     float eps;           // added to the normaliser after the max

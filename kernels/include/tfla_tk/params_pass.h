@@ -17,9 +17,10 @@ struct PassWalk {
     Gradient gradient;
     Operand keys, values;  // [B, H, S, *], bf16 or fp16
     Gate i, f;
-    const float *log2_w, *e;  // [B, H, S]
+    const float *log2_w, *e;  // [B, H, S]; null without normaliser: both are 0
     const double* chunk_m;    // [B, H, slots] of chunk_slots; null with the sigmoid gate
-    Boundaries boundaries;    // c: from the first of the keys' columns on; null where no sequence is cut
+    // c: from the first of the keys' columns on; null where no sequence is cut. n null: zero
+    Boundaries boundaries;
     Cut cut;
     int batch, heads, seq, dim_keys, dim_values;
     int state_columns;  // from one row of a state [K, V] to the next, all states alike

@@ -24,6 +24,22 @@ __device__ inline int sequence_start(const Cut& cut, int seq, int sequence) {
     return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(seq)));
 }
 
+// How many segments a packed sequence has.
+__device__ inline int packed_segments(const Cut& cut, int seq, int sequence) {
+    const int length = sequence_start(cut, seq, sequence + 1) - sequence_start(cut, seq, sequence);
+    const int segment_tokens = cut.segment_chunks * kChunk;
+    return max((length + segment_tokens - 1) / segment_tokens, 1);
+}
+
+// The number of a sequence's first segment. Called by whole warps.
+__device__ inline int first_segment(const Cut& cut, int seq, int sequence) {
+    if (cut.offsets == nullptr) return sequence * (cut.segments / cut.sequences);
+    int before = 0;
+    for (int other = kittens::laneid(); other < sequence; other += 32)
+        before += packed_segments(cut, seq, other);
+    return warp_sum(before);
+}
+
 // The `index`-th segment. Called by whole warps: 32 packed sequences are looked at at a time.
 __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
     const int segment_tokens = cut.segment_chunks * kChunk;
@@ -41,7 +57,7 @@ __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
         const bool exists = sequence < cut.sequences;
         const int start = exists ? sequence_start(cut, seq, sequence) : 0;
         const int length = exists ? max(sequence_start(cut, seq, sequence + 1) - start, 0) : 0;
-        const int count = exists ? max((length + segment_tokens - 1) / segment_tokens, 1) : 0;
+        const int count = exists ? packed_segments(cut, seq, sequence) : 0;
         const int end =
             warp_inclusive_sum(count, kittens::laneid());  // segments up to and with this sequence
         const unsigned later = __ballot_sync(0xffffffff, index < before + end);
@@ -54,6 +70,32 @@ __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
         before += __shfl_sync(0xffffffff, end, 31);
     }
     return {0, 0, 0, 0, -1};
+}
+
+// Carries four elements of a state on over the boundaries of a sequence, in place: what the segment before a
+// boundary adds by itself becomes what arrives there,
+//   X = decay X + weight own.
+//
+// x: what the walk enters the first of them with. own(step): where a boundary's elements are. load(step):
+// what its two factors follow from; factors(step, loaded), called in order, makes them.
+template <class Own, class Load, class Factors>
+__device__ inline void carry_over_boundaries(float4 x, int count, Own own, Load load, Factors factors) {
+    constexpr int kInFlight = 8;  // boundaries whose loads are
+    for (int first = 0; first < count; first += kInFlight) {
+        float4 added[kInFlight];
+        decltype(load(0)) loaded[kInFlight];
+#pragma unroll
+        for (int n = 0; n < kInFlight; n++)
+            if (first + n < count) added[n] = *own(first + n), loaded[n] = load(first + n);
+#pragma unroll
+        for (int n = 0; n < kInFlight; n++)
+            if (first + n < count) {
+                const auto [decay, weight] = factors(first + n, loaded[n]);
+                x = {decay * x.x + weight * added[n].x, decay * x.y + weight * added[n].y,
+                     decay * x.z + weight * added[n].z, decay * x.w + weight * added[n].w};
+                *own(first + n) = x;
+            }
+    }
 }
 
 }  // namespace tfla_tk

@@ -369,7 +369,10 @@ class Walk:
         batch, heads, seq, *_ = x.sizes
         size, slots = (batch, heads, seq), chunk_slots(x.cut, seq)
         assert x.sigmoid_gate == (x.rows[2] == 0)
-        log2_w, e = (tensor_at(pointer, torch.float64, size) for pointer in x.rows[:2])
+        log2_w, e = (
+            tensor_at(pointer, torch.float64, size) if pointer else torch.zeros(size, dtype=torch.float64)
+            for pointer in x.rows[:2]
+        )
         return cls(
             gate_at(x.i, size),
             gate_at(x.f, size),

@@ -35,7 +35,7 @@ class Launches(BackwardModules, list[SimpleNamespace]):
     CARRIED to all of them. What a pass reads of states is recorded as it was then: `entering_c`,
     `boundary_c`, `boundary_n`. The pass for dv numbers the dots that it writes, slice by slice: `dots`, and
     `dots_read` where the factors are made of them. Both kernels that make factors number their launches, in
-    what they write: `factors_read` by the passes.
+    what they write: `factors_read` by the passes, none where they get none.
     """
 
     WRITTEN, CARRIED = 3.0, 100.0
@@ -83,6 +83,7 @@ class Launches(BackwardModules, list[SimpleNamespace]):
         launch.factors_read = [
             tensor_at(pointer, torch.float32, (math.prod(launch.sizes[:3]),)).clone()
             for pointer in launch.rows[:2]
+            if pointer
         ]
 
     def mlstm_bwd_gates(self, launch: SimpleNamespace) -> None:

@@ -38,9 +38,11 @@ from .backward_launches import (
 )
 
 
-def assert_factors_from(found: list[Tensor], launch: SimpleNamespace) -> None:
-    """That a pass read what this launch wrote."""
-    assert len(found) == 2 and all((x == launch.number).all() for x in found)
+def assert_factors_from(reader: SimpleNamespace, writer: SimpleNamespace | None, chunk_m: int) -> None:
+    """That a pass is given chunk_m and what this launch wrote, and reads it; or no factors of rows."""
+    assert reader.rows == (*((0, 0) if writer is None else writer.factors), chunk_m)
+    assert len(reader.factors_read) == (0 if writer is None else 2)
+    assert all((x == writer.number).all() for x in reader.factors_read)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -63,13 +65,13 @@ def test_launches(gate: str, packed: bool, launches: Launches) -> None:
     tk_backward.mlstm_bwd(*given)
     q, _, v, i, f, c, n, _, offsets, _, row_n, row_m, chunk_m, c_last, n_last, _, dc, dn = given[:18]
     normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
-    expected = ["factors", "dv", *["factors"] * normalize, "dq", "dk", "gates"]
-    assert [x.name for x in launches] == expected
+    factors = ["factors"] * normalize
+    assert [x.name for x in launches] == [*factors, "dv", *factors, "dq", "dk", "gates"]
 
     count = i.numel()
     for number, launch in enumerate(launches.of("factors")):
         assert launch.dots[1:] == (count, number)  # without dots, then with the one slice
-        assert launch.rows == (pointer(row_n, normalize), pointer(row_m, not sigmoid_gate))
+        assert launch.rows == (row_n.data_ptr(), pointer(row_m, not sigmoid_gate))
         assert (launch.count, launch.eps, launch.device, launch.stream) == (count, EPS, -1, 7)
         assert launch.factors == launches[0].factors and len({0, *launch.factors}) == 3
 
@@ -97,8 +99,9 @@ def test_three_passes(
         given[NAMES.index(name)] = layout(given[NAMES.index(name)])
     x = named(tuple(given))
     dq, dk, dv, _, _, dc, dn = tk_backward.mlstm_bwd(*given)
-    first, of_dv, *of_dots, of_dq, of_dk, gates = launches
+    (of_dv,), (of_dq,), (of_dk,), (gates,) = map(launches.of, ("dv", "dq", "dk", "gates"))
     normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
+    first, last = launches.of("factors") if normalize else (None, None)  # without dots, then with them
 
     expected = ((of_dq, x.dh, x.v, x.k, dq), (of_dk, x.v, x.dh, x.q, dk), (of_dv, x.k, x.q, x.dh, dv))
     for launch, *tensors in expected:
@@ -111,8 +114,8 @@ def test_three_passes(
         # of every pass the same
         assert launch.i == (x.i.data_ptr(), *x.i.stride(), 0)
         assert launch.f == (x.f.data_ptr(), *x.f.stride(), 0)
-        assert launch.rows == (*first.factors, pointer(x.chunk_m, not sigmoid_gate))
-        assert_factors_from(launch.factors_read, first if launch is of_dv else [first, *of_dots][-1])
+        chunk_m = pointer(x.chunk_m, not sigmoid_gate)
+        assert_factors_from(launch, first if launch is of_dv else last, chunk_m)
         count = x.c_initial.shape[0]
         assert launch.cut[:4] == (pointer(x.offsets), packed, count, count)
         assert launch.cut[4] >= -(-x.q.shape[2] // CHUNK)
@@ -131,7 +134,7 @@ def test_three_passes(
     for grad in (dq, dk, dv, dc, *([dn] if normalize else [])):
         assert (grad == Launches.WRITTEN).all()
 
-    dots = of_dots[0].dots[0] if normalize else 0
+    dots = last.dots[0] if normalize else 0
     assert (of_dq.sums, of_dk.sums, of_dv.sums) == (gates.q_dq[:2], gates.k_dk[:2], (dots, 0))
     assert len({*of_dq.sums, *of_dk.sums, dots}) == 5
     # what dq leaves, dk reads
@@ -151,25 +154,28 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
     x = named(given)
     dq, dk, dv, _, _, dc, dn = tk_backward.mlstm_bwd(*given)
     normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
-    if normalize:
-        order = ["factors", "dv", *2 * ["factors", "dq", "dk"], "gates"]
-    else:
-        order = ["factors", "factors", "dv", *2 * ["dq", "dk"], "gates"]
+    factors = ["factors"] * normalize
+    order = [*factors, "dv", *2 * [*factors, "dq", "dk"], "gates"]
     assert [launch.name for launch in launches] == order
-    (of_dv,), (gates,), factors = launches.of("dv"), launches.of("gates"), launches.of("factors")
-    first, of_passes = factors[0], factors[-2:]  # what dv reads, and what dq and dk of every part do
+    (of_dv,), (gates,) = launches.of("dv"), launches.of("gates")
+    # what dv reads, and what dq and dk of every part do
+    first, *of_passes = launches.of("factors") if normalize else 3 * [None]
     chunk_m = pointer(x.chunk_m, not sigmoid_gate)
 
     # dv: whole, and once
     assert (of_dv.queries, of_dv.keys, of_dv.values) == (operand(x.k), operand(x.q), operand(x.dh))
     assert (of_dv.out, of_dv.sizes) == (operand(dv), (*x.q.shape, dim_v, dim_v))
-    assert of_dv.rows == (*first.factors, chunk_m)
-    assert_factors_from(of_dv.factors_read, first)
-    assert first.dots[2] == 0 and first.factors == of_passes[0].factors
+    assert_factors_from(of_dv, first, chunk_m)
     assert (of_dv.entering, of_dv.leaving) == ((pointer(x.dc_last), 0), (pointer(dc), 0))
     assert (of_dv.factor, of_dv.anchors) == (operand(x.h), (0, 0, 0))
     assert of_dv.sums == ((of_passes[0].dots[0], 0) if normalize else (0, 0))
-    assert not {*of_passes[0].factors} & {*of_passes[1].factors}
+    if normalize:
+        assert first.dots[2] == 0 and first.factors == of_passes[0].factors
+        assert not {*of_passes[0].factors} & {*of_passes[1].factors}
+        for launch in of_passes:
+            assert launch.dots[1:] == (x.i.numel(), 1)
+            assert launch.rows == (x.row_n.data_ptr(), pointer(x.row_m, not sigmoid_gate))
+            assert (launch.count, launch.eps, launch.stream) == (x.i.numel(), EPS, 7)
 
     columns = 0  # of the flows at the anchors, of the parts before
     of_parts = zip(of_passes, launches.of("dq"), launches.of("dk"), strict=True)
@@ -179,15 +185,10 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
         dh, v = (operand(t[..., own]) for t in (x.dh, x.v))
         assert dh[0] == x.dh.data_ptr() + 2 * own.start and dh[3] == dim_v
         width = x.v[..., own].shape[-1]
-        assert factors_of_part.dots[1:] == (x.i.numel(), int(normalize))
-        assert factors_of_part.rows == (pointer(x.row_n, normalize), pointer(x.row_m, not sigmoid_gate))
-        assert (factors_of_part.count, factors_of_part.eps) == (x.i.numel(), EPS)
-        assert factors_of_part.stream == 7
         assert (of_dq.queries, of_dq.keys, of_dq.values, of_dq.factor) == (dh, v, *map(operand, (x.k, x.q)))
         assert (of_dk.queries, of_dk.keys, of_dk.values, of_dk.factor) == (v, dh, *map(operand, (x.q, x.k)))
         for launch in (of_dq, of_dk):
-            assert launch.rows == (*factors_of_part.factors, chunk_m)
-            assert_factors_from(launch.factors_read, factors_of_part)
+            assert_factors_from(launch, factors_of_part, chunk_m)
             assert launch.sizes == (*x.q.shape[:3], width, K, dim_v)
             assert launch.boundaries == (0, 0, 0) and launch.accumulate == (part > 0)
             assert launch.instance == mlstm_pass(launch.name, width, K)
@@ -256,11 +257,12 @@ def cut_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dim_v", [V, 2 * V])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("gate", GATES)
 def test_the_states_of_the_forward_are_not_made_again(
-    packed: bool, dim_v: int, cut_every_chunk: None, launches: Launches
+    gate: str, packed: bool, dim_v: int, cut_every_chunk: None, launches: Launches
 ) -> None:
-    given = draw("exp", packed, dim_v=dim_v)
-    x = named(given)
+    given = draw(gate, packed, dim_v=dim_v)
+    x, normalize = named(given), gate != "sig_unnormalised"
     sequences = x.c_initial.shape[0]
     slots = NH * (x.q.shape[2] // CHUNK if packed else sequences * (-(-S // CHUNK) - 1))
     states = torch.empty(slots * (4 + K * dim_v + K + 1))
@@ -269,7 +271,7 @@ def test_the_states_of_the_forward_are_not_made_again(
     tk_backward.mlstm_bwd(*given, states)
     before = [*["segments_dk"] * count, "combine"]
     assert [launch.name for launch in launches] == [
-        *["rows"] * count,
+        *["rows"] * count * normalize,
         *before,
         "dv",
         *["dq", "dk"] * count,
@@ -277,10 +279,9 @@ def test_the_states_of_the_forward_are_not_made_again(
     ]
     for part, launch in enumerate(launches.of("dq")):
         c, n, _ = launch.boundaries
-        assert (c - states.data_ptr(), n - c) == (
-            16 * slots + 4 * part * PART,
-            4 * (slots * K * dim_v - part * PART),
-        )
+        assert c - states.data_ptr() == 16 * slots + 4 * part * PART
+        # which without normaliser no kernel has written
+        assert n == (states.data_ptr() + 4 * slots * (4 + K * dim_v) if normalize else 0)
 
     # those of another cut do not fit
     launches.clear()
@@ -301,27 +302,22 @@ def test_cut_sequences(
     count = len(parts)
     before = [*["segments_dq"] * count, "combine", *["segments_dk"] * count, "combine"]
     normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
-    first = "rows" if normalize else "factors"
-    expected = [*[first] * count, *before, "dv", *["dq", "dk"] * count, "gates"]
+    expected = [*["rows"] * count * normalize, *before, "dv", *["dq", "dk"] * count, "gates"]
     assert [launch.name for launch in launches] == expected
     sequences = x.c_initial.shape[0]
     all_segments = sequences + x.q.shape[2] // CHUNK if packed else sequences * -(-S // CHUNK)
     cut = (pointer(x.offsets), packed, sequences, all_segments, 1)
-    rows, (of_states, of_grads) = launches.of(first), launches.of("combine")
+    rows, (of_states, of_grads) = launches.of("rows"), launches.of("combine")
 
-    for own, launch in zip(parts, rows, strict=True):
-        assert launch.rows == (pointer(x.row_n, normalize), pointer(x.row_m, not sigmoid_gate))
+    for own, launch in zip(parts, rows, strict=normalize):
+        assert launch.rows == (x.row_n.data_ptr(), pointer(x.row_m, not sigmoid_gate))
         assert (launch.eps, launch.device, launch.stream) == (EPS, -1, 7)
-        if normalize:
-            assert (launch.dh, launch.h) == (operand(x.dh[..., own]), operand(x.h[..., own]))
-            assert (launch.sizes, launch.half) == ((*x.h.shape[:3], PART), False)
-        else:
-            assert (launch.dots[2], launch.count) == (0, x.i.numel())
-    assert len({pointer for launch in rows for pointer in launch.factors}) == 2 * count
+        assert (launch.dh, launch.h) == (operand(x.dh[..., own]), operand(x.h[..., own]))
+        assert (launch.sizes, launch.half) == ((*x.h.shape[:3], PART), False)
+    assert len({pointer for launch in rows for pointer in launch.factors}) == 2 * len(rows)
     for launch in (*launches.passes, *launches.of("segments_dq", "segments_dk")):
         part = 0 if launch.name == "dv" else launches.of(launch.name).index(launch)
-        assert launch.rows == (*rows[part].factors, pointer(x.chunk_m, not sigmoid_gate))
-        assert_factors_from(launch.factors_read, rows[part])
+        assert_factors_from(launch, rows[part] if normalize else None, pointer(x.chunk_m, not sigmoid_gate))
 
     kinds = (("dq", x.v, x.k, of_states), ("dk", x.dh, x.q, of_grads))
     for gradient, (name, keys, values, combine) in enumerate(kinds):
