@@ -87,24 +87,6 @@ struct Tile {
     }
 };
 
-// The entries of a tile's rows in a RowSums tensor, summed over its slices in their order.
-struct RowSum {
-    const float* rows;
-    int64_t slice_stride;
-    int slices;
-
-    __device__ inline RowSum(const GatesGlobals& g, const Tile& tile, const float* sums, int slices)
-        : rows(sums + tile.batch_head * g.seq + tile.first_row),
-          slice_stride(static_cast<int64_t>(g.batch) * g.heads * g.seq),
-          slices(slices) {}
-
-    __device__ inline float operator[](int t) const {
-        float sum = rows[t];
-        for (int slice = 1; slice < slices; slice++) sum += rows[slice * slice_stride + t];
-        return sum;
-    }
-};
-
 __device__ inline void store_gate(const GateGradient& gate, int64_t offset, float x) {
     switch (gate.dtype) {
         case DType::bfloat16:
@@ -136,17 +118,31 @@ struct LaneTokens {
     }
 };
 
-// A chunk's entry of RowSums::inter, summed over its slices in their order.
+// The entries of a lane's tokens in RowSums::whole, summed over its slices in their order.
+__device__ inline float2 sum_rows(const GatesGlobals& g, const Tile& tile, const RowSums& sums,
+                                  const LaneTokens& lane) {
+    const int64_t stride = static_cast<int64_t>(g.batch) * g.heads * g.seq;
+    const float* own = sums.whole + tile.batch_head * g.seq + tile.first_row;
+    float2 sum{0.f, 0.f};
+#pragma unroll 8
+    for (int slice = 0; slice < sums.slices; slice++) {
+        const float2 x = lane.load(own + slice * stride, 0.f);
+        sum = {sum.x + x.x, sum.y + x.y};
+    }
+    return sum;
+}
+
+// A chunk's entry of RowSums::inter, summed over its slices by a whole warp.
 __device__ inline FlowSum sum_slices(const GatesGlobals& g, const Tile& tile, const RowSums& sums,
                                      int chunk) {
     const int64_t stride = static_cast<int64_t>(g.batch) * g.heads * g.slots;
     const FlowSum* own = sums.inter + tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
-    FlowSum sum = own[0];
-    for (int slice = 1; slice < sums.slices; slice++) {
+    FlowSum sum{0.f, 0.f};
+    for (int slice = fresh_laneid(); slice < sums.slices; slice += 32) {
         const FlowSum x = own[slice * stride];
         sum = {sum.value + x.value, sum.squares + x.squares};
     }
-    return sum;
+    return {warp_sum(sum.value), warp_sum(sum.squares)};
 }
 
 // Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
@@ -260,16 +256,15 @@ __global__ __launch_bounds__(kGatesThreads,
     if (tile.tokens <= 0) return;
     const int chunk = threadIdx.x / 32;
     const LaneTokens lane(chunk, tile.tokens);
-    auto load = [&](const float* sums, int slices) { return lane.load(RowSum(g, tile, sums, slices), 0.f); };
     auto load_gate = [&](const Gate& gate, float none) {
         return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
     };
-    const float2 q = load(g.q_dq.whole, g.q_dq.slices), k = load(g.k_dk.whole, g.k_dk.slices);
     const float2 i = load_gate(g.i, kNoInput), f = load_gate(g.f, kNoForget);
+    const float2 q = sum_rows(g, tile, g.q_dq, lane), k = sum_rows(g, tile, g.k_dk, lane);
     if (chunk < tile.chunks) {
-        const bool forgets = forgets_all_before<kSigmoid>(g, tile, chunk, i, f);
-        if (fresh_laneid() == 0)
-            flows[chunk] = {sum_slices(g, tile, g.q_dq, chunk), sum_slices(g, tile, g.k_dk, chunk), forgets};
+        const ChunkFlow flow{sum_slices(g, tile, g.q_dq, chunk), sum_slices(g, tile, g.k_dk, chunk),
+                             forgets_all_before<kSigmoid>(g, tile, chunk, i, f)};
+        if (fresh_laneid() == 0) flows[chunk] = flow;
     }
     if (chunk < 2) {
         const double flow = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);
