@@ -100,8 +100,9 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
         const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
         launch<mlstm_states_kernel<States>, sizeof(StatesMemory<States>)>(g, units * slices, States::kThreads,
                                                                           p.device, stream, "mlstm_states");
-        launch<mlstm_combine_kernel<kNormalize>>(g, dim3(p.cut.sequences * p.heads, (elements + per_block - 1) / per_block),
-                                                 kCombineThreads, p.device, stream, "mlstm_combine");
+        launch<mlstm_combine_kernel<kNormalize>>(
+            g, dim3(p.cut.sequences * p.heads, (elements + per_block - 1) / per_block), kCombineThreads,
+            p.device, stream, "mlstm_combine");
     }
     static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
     launch<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, units * slices, C::kThreads, p.device, stream,
