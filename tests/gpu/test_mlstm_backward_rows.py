@@ -80,9 +80,7 @@ def draw_dots(slices: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return dots, d, m
 
 
-def run_factors(
-    kernel: ModuleType, dots: Tensor, d: Tensor, m: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def run_factors(kernel: ModuleType, dots: Tensor, d: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor]:
     """log2 w and e, with nothing written behind their last row."""
     slices, rows = dots.shape
     wide = [torch.full((rows + 1000,), torch.nan, device="cuda") for _ in range(2)]
