@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.segments import Cut
 from tfla_tk.backends.tk import (
     Gate,
     Operand,
@@ -36,9 +35,17 @@ from tfla_tk.backends.tk import (
     _gate,
     _multiprocessors,
     _pointer,
-    states_at_cuts,
 )
-from tfla_tk.backends.tk_passes import Memory, Part, Plan, Sizes, cut_sequences, instances_of, make_plan
+from tfla_tk.backends.tk_left import left_by_forward
+from tfla_tk.backends.tk_passes import (
+    Memory,
+    Part,
+    Plan,
+    Sizes,
+    cut_sequences,
+    instances_of,
+    make_plan,
+)
 from tfla_tk.ops import MaybeGrads, MaybeTensor, chunk_slots, grads_like
 
 _GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
@@ -81,6 +88,7 @@ class _Call(_RowCall):
     Attributes:
         q, k, v: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
         chunk_m: as the forward returns it.
+        states: c and n that the segments of "dq" begin with, from the forward or in the memory.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
@@ -93,6 +101,7 @@ class _Call(_RowCall):
     i: Gate
     f: Gate
     chunk_m: int
+    states: Pair
     cut: tuple[int, bool, int, int, int]
     c_initial: int
     n_initial: int
@@ -139,7 +148,7 @@ def mlstm_bwd(
     normalize: bool,
     eps: float,
     schedule: str,
-    states: MaybeTensor = None,
+    left: MaybeTensor = None,
 ) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
 
@@ -147,7 +156,8 @@ def mlstm_bwd(
     forward's alone.
 
     Args:
-        states: the last result of `tk.mlstm_fwd`: what enters the segments of "dq" is then not made again.
+        left: the last result of `tk.mlstm_fwd`. It stands for row_n, row_m and chunk_m, and what enters the
+            segments of "dq" is not made again.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -163,17 +173,25 @@ def mlstm_bwd(
     sizes = (batch, heads, seq, dim_qk, v.shape[-1])
     operands = Operands()
     offsets = operands.offsets(cu_seqlens, batch)
+    sequences = offsets[-1]
     device = q.get_device()
-    cut, given = _cut(sizes, offsets, device, states)
-    kernels = tuple(map(build.load, instances_of(*sizes[3:])))
+    cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=cu_seqlens is not None)
     slots = chunk_slots(seq, cu_seqlens)
+    states: Pair | None = None
+    if left is None:
+        row_n_at, row_m_at, chunk_m_at = _given(row_n), _given(row_m), _given(chunk_m)
+    else:
+        boundaries, address = (cut.segments - sequences) * heads, left.data_ptr()
+        lies = left_by_forward(sizes, slots, boundaries, sigmoid_gate=sigmoid_gate, normalize=normalize)
+        row_n_at, row_m_at, chunk_m_at = lies.rows_at(address)
+        if left.numel() == lies.bytes:  # else it was cut otherwise
+            states = lies.states_at(address)
+    kernels = tuple(map(build.load, instances_of(*sizes[3:])))
     plan = make_plan(
-        kernels, sizes, offsets[-1], slots, cut, normalize=normalize, states_given=given is not None
+        kernels, sizes, sequences, slots, cut, normalize=normalize, states_given=states is not None
     )
     allocation = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
     memory = plan.memory_at(allocation.data_ptr())
-    if given:
-        memory = memory._replace(state_c=given[0], state_n=given[1] if normalize else 0)
     of_rows = (
         plan,
         memory,
@@ -181,8 +199,8 @@ def mlstm_bwd(
         operands.read(h),
         operands.read(dh),
         q.element_size(),
-        _given(row_n),
-        _given(row_m),
+        row_n_at,
+        row_m_at,
         eps,
         q.dtype == torch.float16,
         device,
@@ -204,7 +222,8 @@ def mlstm_bwd(
         v=operands.read(v),
         i=_gate(i),
         f=_gate(f),
-        chunk_m=_given(chunk_m),
+        chunk_m=chunk_m_at,
+        states=states or (memory.state_c, memory.state_n),
         cut=(*offsets, *plan.cut),
         c_initial=operands.state(c_initial),
         n_initial=operands.state(n_initial),
@@ -216,7 +235,7 @@ def mlstm_bwd(
         sigmoid_gate=sigmoid_gate,
     )
     if plan.is_cut:
-        if not given:
+        if states is None:
             _launch_segments_of_dq(call)
         _launch_segments_of_dk(call)
     grads = grads_like(q, k, v, i, f, c_initial, n_initial)
@@ -251,21 +270,6 @@ def _of_no_token(grads: MaybeGrads, dc_last: MaybeTensor, dn_last: MaybeTensor) 
     for grad, last in zip(grads[5:], (dc_last, dn_last), strict=True):
         if grad is not None:
             grad.zero_() if last is None else grad.copy_(last)
-
-
-def _cut(
-    sizes: Sizes, offsets: tuple[int, bool, int], device: int, states: MaybeTensor
-) -> tuple[Cut, Pair | None]:
-    """The cut, and the addresses of the forward's states at its boundaries if these are they.
-
-    Args:
-        offsets: of packed sequences, as the kernels take them.
-    """
-    _, heads, _, *dims = sizes
-    pointer, _, sequences = offsets
-    cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
-    slots = (cut.segments - sequences) * heads
-    return cut, None if states is None else states_at_cuts(states, slots, *dims)
 
 
 def _launch_rows(x: _RowCall, part: Part) -> None:
@@ -370,7 +374,7 @@ def _launch_dq_and_dk(x: _Call, written: _Grads, part: Part, dn: int) -> None:
     _run_pass(
         x, "dq", part.kernel, dh, v, x.k, written.dq, rows, sizes,
         entering=(_state(x.c_initial, part), x.n_initial),
-        boundary=_boundary(x, memory.state_c + part.state, memory.state_n, memory.state_decay),
+        boundary=_boundary(x, x.states[0] + part.state, x.states[1], memory.state_decay),
         factor=x.q, sums=(memory.q_dq + part.sums, memory.q_dq_inter + part.inter), anchors=anchors,
         accumulate=not first,
     )  # fmt: skip
