@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ def peak_bytes(function: Callable[[], Tensor]) -> int:
     """What a warm call asks of the allocator at its peak, its result included."""
     function()
     torch.cuda.synchronize()
+    gc.collect()  # exceptions of earlier tests hold tensors, and are not to be freed in the middle
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     function()

@@ -10,7 +10,8 @@ from typing import Any
 from tfla_tk import build
 from tfla_tk.build.instances import mlstm_bwd
 
-REGISTERS = 64  # four CTAs of 256 threads on a multiprocessor
+# four CTAs of 256 threads on a multiprocessor; of the combine three, each with more loads in flight
+REGISTERS, COMBINE_REGISTERS = 64, 80
 
 
 def test_ptxas_reports_no_fault(compile_once: Callable[[build.Instance], Any]) -> None:
@@ -26,4 +27,5 @@ def test_ptxas_reports_no_fault(compile_once: Callable[[build.Instance], Any]) -
         "mlstm_bwd_flows_kernel": 1,
         "mlstm_bwd_gates_kernel": 2,
     }
-    assert max(entry.registers for entry in entries) <= REGISTERS
+    for entry in entries:
+        assert entry.registers <= (COMBINE_REGISTERS if "combine" in entry.function else REGISTERS)
