@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tfla_tk import build
-from tfla_tk.backends import segments, tk, tk_backward, tk_left, tk_passes
+from tfla_tk.backends import segments, tk, tk_backward, tk_backward_launches, tk_left, tk_passes
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
@@ -24,7 +24,7 @@ from .backward_launches import Launches
 from .sass import Instruction, functions_of
 from .stand_in import launch_instead
 
-_GRADIENTS = tuple(tk_backward._GRADIENTS)
+_GRADIENTS = tuple(tk_backward_launches.GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
 _CONFIG = re.compile(
     r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(?:Lb([01])E)?(?:LNS\w*_\d+(Schedule|Gradient)E(\d)E)?"

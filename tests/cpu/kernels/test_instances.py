@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tfla_tk import ops
-from tfla_tk.backends import tk, tk_backward, tk_passes
+from tfla_tk.backends import tk, tk_backward_launches, tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
@@ -149,7 +149,7 @@ def test_enums_agree_with_the_sources() -> None:
     assert DEFAULT_SCHEDULE in SCHEDULES
     names = {str(dtype).removeprefix("torch."): code for dtype, code in tk._GATE_DTYPES.items()}
     assert names == enum_of("include/tfla_tk/params.h", "DType")
-    assert enum_of("include/tfla_tk/params_pass.h", "Gradient") == tk_backward._GRADIENTS
+    assert enum_of("include/tfla_tk/params_pass.h", "Gradient") == tk_backward_launches.GRADIENTS
     text = (sources.kernels_root() / "include/tfla_tk/params_pass.h").read_text()
     assert f"kSumColumns = {tk_passes.SUM_COLUMNS};" in text
     text = (sources.kernels_root() / "include/tfla_tk/params.h").read_text()
