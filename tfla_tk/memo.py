@@ -26,6 +26,11 @@ from tfla_tk.validation import autocast_dtype
 
 LIMIT = 1024
 
+# not in every release; without it nothing is known of hooks
+_top_saved_tensors_hooks = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+)
+
 _TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 _OPTION_TYPES = {type(None), bool, int, float, str, torch.dtype}
 
@@ -122,6 +127,11 @@ def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
 def records(tensors: tuple[Any, ...]) -> bool:
     """Whether autograd records operations on the tensors."""
     return torch.is_grad_enabled() and _any_requires_grad(*tensors)
+
+
+def are_saved_tensors_hooked() -> bool:
+    """Whether what autograd saves goes through hooks now, as in activation checkpointing."""
+    return _top_saved_tensors_hooks(False) is not None
 
 
 def _is_intercepted() -> bool:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from tfla_tk.backends.segments import CHUNK
 from tfla_tk.build import instances
-from tfla_tk.memo import dispatch_like, is_eager, is_plain, records
+from tfla_tk.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
 from tfla_tk.validation import MLSTMCall
 
 SCHEDULES = ("auto", *instances.SCHEDULES)
@@ -103,7 +103,7 @@ def mlstm(
     )
     options = (call.sigmoid_gate, call.normalize, call.eps)
     if direct and records(tensors):
-        h, c, n, m = _apply_direct(*tensors, (options, call.return_last_states, schedule))
+        h, c, n, m = _DirectMLSTM.apply(*tensors, (options, call.return_last_states, schedule))
     else:
         forward = _kernels_fwd if direct else _fwd
         h, c, n, m, *_ = forward(*tensors, *options, call.return_last_states, False, schedule)
@@ -240,13 +240,6 @@ def _kernels_bwd(*args: Any) -> MaybeGrads:
     return tk_backward.mlstm_bwd(*args)
 
 
-def _rows_in(left: Tensor, inputs: Sequence[Any], sigmoid_gate: bool, normalize: bool) -> Any:
-    from tfla_tk.backends import tk_left
-
-    q, _, v, *_, cu_seqlens = inputs
-    return tk_left.rows_in(left, q, v, cu_seqlens, sigmoid_gate=sigmoid_gate, normalize=normalize)
-
-
 def _present(x: MaybeTensor, q: Tensor) -> Tensor:
     """x, or the empty tensor that stands for none."""
     return q.new_empty(0, dtype=state_dtype(q)) if x is None else x
@@ -372,27 +365,21 @@ class _DirectMLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         *tensors, (options, return_last_states, schedule) = args
-        found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, True)
-        h, c, n, m, *_, left = found
-        _save(ctx, tensors, h, (left,), (c, n), options, schedule)
+        # not under hooks: checkpointing wants every forward to save alike, and the op's saves no states
+        keep_states = not are_saved_tensors_hooked()
+        found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, keep_states)
+        h, c, n, m, *rows, states = found
+        _save(ctx, tensors, h, rows, (c, n), options, schedule, states)
         ctx.mark_non_differentiable(*(() if m is None else (m,)))
         return h, c, n, m
 
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        saved = ctx.saved_tensors
-        *inputs, h, left, c_last, n_last = saved
-        # what was saved was plain then; of what hooks have put in its place the types are looked at
-        direct = is_eager((*saved, *grads)) and is_plain(grads) and not records(saved)
-        direct = direct and dispatch_like(h, grads)
-        rows = (None, None, None) if direct else _rows_in(left, inputs, *ctx.options[:2])
-        tensors = _backward_tensors((*inputs, h, *rows, c_last, n_last), *grads[:3])
-        found = _kernels_bwd(*tensors, *ctx.options, left) if direct else _bwd(*tensors, *ctx.options)
-        return _needed(ctx, found)
-
-
-# NOTES: Function.apply looks for functorch at every argument first, two microseconds; a direct call has none.
-_apply_direct = super(torch.autograd.Function, _DirectMLSTM).apply
+        *saved, states = ctx.saved_tensors
+        tensors = _backward_tensors(saved, *grads[:3])
+        if is_eager((*tensors, states)) and is_direct(tensors) and dispatch_like(tensors[0], grads):
+            return _needed(ctx, _kernels_bwd(*tensors, *ctx.options, states))
+        return _needed(ctx, _bwd(*tensors, *ctx.options))
 
 
 def _save(
@@ -403,6 +390,7 @@ def _save(
     last: tuple[MaybeTensor, MaybeTensor],
     options: tuple[bool, bool, float],
     schedule: str,
+    *more: MaybeTensor,
 ) -> None:
     """Keep what the backward takes instead of a second forward.
 
@@ -410,11 +398,10 @@ def _save(
     but the initial state: a cache that is updated in place must not change the gradient.
 
     Args:
-        tensors: the inputs of mlstm_fwd. rows: or where the kernels have left them. options: sigmoid_gate,
-            normalize, eps.
+        tensors: the inputs of mlstm_fwd. options: sigmoid_gate, normalize, eps. more: what else to save.
     """
     states = (None if x is None else x.clone() for x in tensors[5:8])
-    ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last)
+    ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last, *more)
     ctx.options = *options, schedule
     ctx.set_materialize_grads(False)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends import segments, tk_passes
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
-from tfla_tk.backends.tk_left import left_by_forward
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.ops import SCHEDULES, MaybeTensor, chunk_slots
@@ -21,7 +20,7 @@ from tfla_tk.validation import MLSTMCall, fail
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
 Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
 
-# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and what is left for a backward.
+# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the workspace that a backward can use.
 FwdResult = tuple[
     Tensor,
     MaybeTensor,
@@ -168,7 +167,7 @@ def mlstm_fwd(
     return_last_states: bool,
     return_rows: bool,
     schedule: str,
-    trains: bool = False,
+    keep_states: bool = False,
 ) -> FwdResult:
     """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
 
@@ -176,9 +175,8 @@ def mlstm_fwd(
     q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
 
     Args:
-        trains: `tk_backward.mlstm_bwd` will be called. What it reads is left in one allocation, the last
-            result (`tk_left.Left`), in place of the rows; where it will cut the sequences they are cut the
-            same way, and the states at the cuts are left too.
+        keep_states: where the backward will cut the sequences, cut them the same way and return the
+            workspace, which has the states at the cuts (`states_at_cuts`), as the last result.
 
     Raises:
         BuildError: The kernel is not compiled yet and cannot be.
@@ -192,12 +190,8 @@ def mlstm_fwd(
     operands = Operands()
     offsets = operands.offsets(cu_seqlens, batch)
     *_, sequences = offsets
-    sizes = (batch, heads, seq, dim_qk, dim_v)
-    slots = chunk_slots(seq, cu_seqlens)
-    multiprocessors, packed = _multiprocessors(device), cu_seqlens is not None
     h = torch.empty_like(v)
-    c = n = m = row_n = row_m = chunk_m = left = None
-    rows = (0, 0, 0)
+    c = n = m = row_n = row_m = chunk_m = None
     if return_last_states:
         c = _fp32(q, (sequences, heads, dim_qk, dim_v))
         n = _fp32(q, (sequences, heads, dim_qk))
@@ -205,29 +199,25 @@ def mlstm_fwd(
             n.zero_()
         if not sigmoid_gate:
             m = _fp32(q, (sequences, heads, 1))
-    if return_rows and not trains:
+    if return_rows:
         row_n = _fp32(q, (batch, heads, seq)) if normalize else None
         if not sigmoid_gate:
             row_m = _fp32(q, (batch, heads, seq))
+            slots = chunk_slots(seq, cu_seqlens)
             chunk_m = q.new_empty((batch, heads, slots), dtype=torch.float64)
-        rows = (_pointer(row_n), _pointer(row_m), _pointer(chunk_m))
-    workspace = 0
-    if trains:
+    sizes = (batch, heads, seq, dim_qk, dim_v)
+    multiprocessors, packed = _multiprocessors(device), cu_seqlens is not None
+    kept = False
+    if keep_states:
         cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
-        states = (cut.segments - sequences) * heads
-        lies = left_by_forward(sizes, slots, states, sigmoid_gate=sigmoid_gate, normalize=normalize)
-        left = torch.empty(lies.bytes, dtype=torch.uint8, device=q.device)
-        address = left.data_ptr()
-        rows = lies.rows_at(address)
-        if states > 0:
-            workspace = address + lies.workspace
-    if workspace == 0:
+        kept = cut.segments > sequences
+    if not kept:
         find = segments.cut_packed if packed else segments.cut
         cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
-        if cut.segments > sequences:
-            states = (cut.segments - sequences) * heads
-            own = _fp32(q, (_workspace_floats(kernel, states, dim_qk, dim_v),))
-            workspace = own.data_ptr()
+    workspace = None
+    if cut.segments > sequences:
+        slots = (cut.segments - sequences) * heads
+        workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
     kernel.mlstm_fwd(
         operands.read(q),
         operands.read(k),
@@ -237,9 +227,9 @@ def mlstm_fwd(
         _gate(f),
         (operands.state(c_initial), operands.state(n_initial), operands.state(m_initial)),
         (_pointer(c), _pointer(n) if normalize else 0, _pointer(m)),
-        rows,
+        (_pointer(row_n), _pointer(row_m), _pointer(chunk_m)),
         (*offsets, *cut),
-        workspace,
+        _pointer(workspace),
         sizes,
         dim_qk**-0.5,
         eps,
@@ -250,7 +240,7 @@ def mlstm_fwd(
         _current_stream(device),
     )
     operands.copy_back()
-    return h, c, n, m, row_n, row_m, chunk_m, left
+    return h, c, n, m, row_n, row_m, chunk_m, workspace if kept else None
 
 
 @functools.cache
@@ -267,6 +257,19 @@ def _instance(dim_qk: int, dim_v: int, schedule: str) -> tuple[build.Instance, i
 def _workspace_floats(kernel: ModuleType, slots: int, dim_qk: int, dim_v: int) -> int:
     """Size of the memory between the kernels of a cut call, for so many states."""
     return -(-int(kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v)) // 4)
+
+
+def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int] | None:
+    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; None if it has not so many slots.
+
+    n is written with a normaliser only.
+    """
+    # struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
+    gates, state = 2 * tk_passes.DOUBLE * slots, tk_passes.FLOAT * slots * dim_qk * dim_v
+    if tk_passes.FLOAT * (workspace.numel() - slots * (dim_qk + 1)) != gates + state:
+        return None
+    address = workspace.data_ptr()
+    return address + gates, address + gates + state
 
 
 @functools.cache

@@ -23,7 +23,15 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk import Operands, _current_stream, _gate, _multiprocessors, _pointer
+from tfla_tk.backends.segments import Cut
+from tfla_tk.backends.tk import (
+    Operands,
+    _current_stream,
+    _gate,
+    _multiprocessors,
+    _pointer,
+    states_at_cuts,
+)
 from tfla_tk.backends.tk_backward_launches import (
     Call,
     Grads,
@@ -37,8 +45,7 @@ from tfla_tk.backends.tk_backward_launches import (
     launch_segments_of_dk,
     launch_segments_of_dq,
 )
-from tfla_tk.backends.tk_left import left_by_forward
-from tfla_tk.backends.tk_passes import cut_sequences, instances_of, make_plan
+from tfla_tk.backends.tk_passes import Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.ops import MaybeGrads, MaybeTensor, chunk_slots, grads_like
 
 
@@ -65,7 +72,7 @@ def mlstm_bwd(
     normalize: bool,
     eps: float,
     schedule: str,
-    left: MaybeTensor = None,
+    states: MaybeTensor = None,
 ) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
 
@@ -73,8 +80,7 @@ def mlstm_bwd(
     forward's alone.
 
     Args:
-        left: the last result of `tk.mlstm_fwd`. It stands for row_n, row_m and chunk_m, and what enters the
-            segments of "dq" is not made again.
+        states: the last result of `tk.mlstm_fwd`: what enters the segments of "dq" is then not made again.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -90,25 +96,20 @@ def mlstm_bwd(
     sizes = (batch, heads, seq, dim_qk, v.shape[-1])
     operands = Operands()
     offsets = operands.offsets(cu_seqlens, batch)
-    sequences = offsets[-1]
     device = q.get_device()
-    cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=cu_seqlens is not None)
-    slots = chunk_slots(seq, cu_seqlens)
-    states: Pair | None = None
-    if left is None:
-        row_n_at, row_m_at, chunk_m_at = _given(row_n), _given(row_m), _given(chunk_m)
-    else:
-        boundaries, address = (cut.segments - sequences) * heads, left.data_ptr()
-        lies = left_by_forward(sizes, slots, boundaries, sigmoid_gate=sigmoid_gate, normalize=normalize)
-        row_n_at, row_m_at, chunk_m_at = lies.rows_at(address)
-        if left.numel() == lies.bytes:  # else it was cut otherwise
-            states = lies.states_at(address)
+    cut, given = _cut(sizes, offsets, device, states)
     kernels = tuple(map(build.load, instances_of(*sizes[3:])))
+    slots = chunk_slots(seq, cu_seqlens)
     plan = make_plan(
-        kernels, sizes, sequences, slots, cut, normalize=normalize, states_given=states is not None
+        kernels, sizes, offsets[-1], slots, cut, normalize=normalize, states_given=given is not None
     )
     allocation = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
     memory = plan.memory_at(allocation.data_ptr())
+    if given:
+        memory = memory._replace(state_c=given[0], state_n=given[1] if normalize else 0)
+    row_n_at = _given(row_n) if normalize else 0
+    if normalize and not row_n_at:
+        raise ValueError("mlstm_bwd with a normaliser needs row_n of its forward")
     of_rows = (
         plan,
         memory,
@@ -117,7 +118,7 @@ def mlstm_bwd(
         operands.read(dh),
         q.element_size(),
         row_n_at,
-        row_m_at,
+        _given(row_m),
         eps,
         q.dtype == torch.float16,
         device,
@@ -139,8 +140,7 @@ def mlstm_bwd(
         v=operands.read(v),
         i=_gate(i),
         f=_gate(f),
-        chunk_m=chunk_m_at,
-        states=states or (memory.state_c, memory.state_n),
+        chunk_m=_given(chunk_m),
         cut=(*offsets, *plan.cut),
         c_initial=operands.state(c_initial),
         n_initial=operands.state(n_initial),
@@ -152,7 +152,7 @@ def mlstm_bwd(
         sigmoid_gate=sigmoid_gate,
     )
     if plan.is_cut:
-        if states is None:
+        if not given:
             launch_segments_of_dq(call)
         launch_segments_of_dk(call)
     grads = grads_like(q, k, v, i, f, c_initial, n_initial)
@@ -187,6 +187,21 @@ def _of_no_token(grads: MaybeGrads, dc_last: MaybeTensor, dn_last: MaybeTensor) 
     for grad, last in zip(grads[5:], (dc_last, dn_last), strict=True):
         if grad is not None:
             grad.zero_() if last is None else grad.copy_(last)
+
+
+def _cut(
+    sizes: Sizes, offsets: tuple[int, bool, int], device: int, states: MaybeTensor
+) -> tuple[Cut, Pair | None]:
+    """The cut, and the addresses of the forward's states at its boundaries if these are they.
+
+    Args:
+        offsets: of packed sequences, as the kernels take them.
+    """
+    _, heads, _, *dims = sizes
+    pointer, _, sequences = offsets
+    cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
+    slots = (cut.segments - sequences) * heads
+    return cut, None if states is None else states_at_cuts(states, slots, *dims)
 
 
 def _given(x: MaybeTensor) -> int:

@@ -49,7 +49,6 @@ class Call(RowCall):
     Attributes:
         q, k, v: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
         chunk_m: as the forward returns it.
-        states: c and n that the segments of "dq" begin with, from the forward or in the memory.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
@@ -62,7 +61,6 @@ class Call(RowCall):
     i: Gate
     f: Gate
     chunk_m: int
-    states: Pair
     cut: tuple[int, bool, int, int, int]
     c_initial: int
     n_initial: int
@@ -188,7 +186,7 @@ def launch_dq_and_dk(x: Call, written: Grads, part: Part, dn: int) -> None:
     _run_pass(
         x, "dq", part.kernel, dh, v, x.k, written.dq, rows, sizes,
         entering=(_state(x.c_initial, part), x.n_initial),
-        boundary=_boundary(x, x.states[0] + part.state, x.states[1], memory.state_decay),
+        boundary=_boundary(x, memory.state_c + part.state, memory.state_n, memory.state_decay),
         factor=x.q, sums=(memory.q_dq + part.sums, memory.q_dq_inter + part.inter), anchors=anchors,
         accumulate=not first,
     )  # fmt: skip

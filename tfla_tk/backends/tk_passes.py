@@ -170,7 +170,7 @@ def make_plan(
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
     own_states = 0 if states_given else boundaries
-    row_bytes = aligned(FLOAT * batch * heads * seq) if normalize else 0
+    row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
     norm_bytes = FLOAT * boundaries * dim_qk
     dots_slice = _slice(instances.mlstm_pass("dv", dim_qk, dim_v))
     dots_bytes = FLOAT * batch * heads * seq
@@ -216,7 +216,7 @@ def make_plan(
         flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
         workspace=around.mlstm_bwd_gates_workspace_bytes(heads, sequences),
     )
-    *offsets, size = itertools.accumulate(map(aligned, taken), initial=0)
+    *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
     return Plan(
         around,
         dv,
@@ -241,6 +241,5 @@ def _columns(dim_v: int) -> list[tuple[int, int]]:
     return [(start, min(most, dim_v - start)) for start in range(0, dim_v, most)]
 
 
-def aligned(size: int) -> int:
-    """Bytes that something of this size takes in an allocation."""
+def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import tfla_tk.backends
 from tfla_tk import Support, memo, mlstm_chunkwise, mlstm_siging_chunkwise, ops
-
-from .fake_kernels import op_arguments
 
 Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
@@ -28,13 +26,15 @@ class Calls:
     Attributes:
         kernels: "fwd" and "bwd", in order.
         ops: which of the two go through the dispatcher.
-        last: the arguments of the last call of any of them, as the op takes them.
+        last: the arguments of the last call of any of them, but for what only a kernel takes.
+        more: what only a kernel takes.
     """
 
     def __init__(self, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernels: list[str] = []
         self.ops: set[str] = set()
         self.last: tuple[Any, ...] = ()
+        self.more: tuple[Any, ...] = ()
         fake_tk.verdict = Support(True)
         for name, module in (("fwd", fake_tk), ("bwd", tfla_tk.backends.tk_backward)):
             kernel, op = getattr(module, f"mlstm_{name}"), getattr(ops, f"_{name}")
@@ -46,8 +46,7 @@ class Calls:
 
         def call(*args: Any) -> Any:
             note(name)
-            plain_backward = name == "bwd" and len(args) > count
-            self.last = op_arguments(*args) if plain_backward else args[:count]
+            self.last, self.more = args[:count], args[count:]
             return function(*args)
 
         return call
@@ -250,11 +249,38 @@ def test_hooks_on_what_is_saved(plain: bool, calls: Calls, make_inputs: Make) ->
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         h = mlstm_chunkwise(**x)
     found = gradients(x, h)
-    # q, k, v, i, f, the states, h, and what is left for the backward
-    assert len(packed) == 10
+    # q, k, v, i, f, the states, h, row_n, row_m and chunk_m, as the op saves them
+    assert len(packed) == 12
+    assert calls.more == ((None,) if plain else ())
     assert (calls.kernels, calls.ops) == ((["fwd", "bwd"], set()) if plain else (["fwd"], {"bwd"}))
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a.as_subclass(Tensor), b)
+
+
+def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any, make_inputs: Make) -> None:
+    x = leaves(make_inputs())
+    h = mlstm_chunkwise(**x)
+    assert calls.more == (True,)
+    gradients(x, h)
+    (states,) = calls.more
+    assert torch.equal(states, fake_tk.states_left)
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward"])
+@pytest.mark.parametrize("context", [Operators, torch.profiler.profile])
+def test_activation_checkpointing_that_is_watched_in_part(
+    context: Callable[[], AbstractContextManager[Any]], watched: str, calls: Calls, make_inputs: Make
+) -> None:
+    """The call and its recomputation save alike, whether they are plain or not."""
+    x = leaves(make_inputs())
+    expected = gradients(x, mlstm_chunkwise(**x))
+    with context() if watched == "forward" else nullcontext():
+        h = checkpoint(lambda *t: mlstm_chunkwise(*t), *x.values(), use_reentrant=False)
+    calls.clear()
+    with context() if watched == "backward" else nullcontext():
+        found = gradients(x, h)
+    assert calls.ops == ({"bwd"} if watched == "forward" else {"fwd", "bwd"})
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

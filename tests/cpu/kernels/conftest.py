@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tfla_tk import build
-from tfla_tk.backends import segments, tk, tk_backward, tk_backward_launches, tk_left, tk_passes
+from tfla_tk.backends import segments, tk, tk_backward, tk_backward_launches, tk_passes
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
@@ -179,6 +179,5 @@ def backward_formulas(
     monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
     # what the kernels hold in fp32, and gates in fp64
     monkeypatch.setattr(tk_passes, "FLOAT", torch.float64.itemsize)
-    monkeypatch.setattr(tk_backward, "left_by_forward", tk_left.left_by_forward.__wrapped__)
     monkeypatch.setitem(tk._GATE_DTYPES, torch.float64, -1)
     return found

@@ -16,10 +16,6 @@ import torch
 from torch import Tensor
 
 from tfla_tk import ops, reference
-from tfla_tk.backends import tk_backward
-from tfla_tk.ops import chunk_slots
-
-from .backward_emulation import tensor_at
 
 Tensors = dict[str, Tensor]
 Formulas = Callable[..., Any]
@@ -128,25 +124,16 @@ def test_cut_sequences(
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
-def left_by_a_forward(gate: str, x: Tensors, rows: Sequence[Tensor], chunks: int) -> Tensor:
-    """In fp64: rows, C and n at the cuts, and what is no number where nothing is read."""
+def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> Tensor:
+    """Its workspace, in fp64: C and n at the cuts, and what is no number where nothing is read."""
     heads, seq, dim_qk, dim_v = *x["q"].shape[1:], x["v"].shape[-1]
     offsets = x["cu_seqlens"].tolist() if "cu_seqlens" in x else None
     count, length = x["c_initial"].shape[0], chunks * CHUNK
     slots = heads * (count * (-(-seq // length) - 1) if offsets is None else seq // length)
+    workspace = torch.full((slots * (2 + dim_qk * dim_v + dim_qk + 1),), math.nan, dtype=torch.float64)
+    c, n = workspace[2 * slots :].split([slots * dim_qk * dim_v, slots * (dim_qk + 1)])
+    c, n = c.view(slots, dim_qk, dim_v), n[: slots * dim_qk].view(slots, dim_qk)
     options = (gate != "exp", gate != "sig_unnormalised", EPS)
-    gates = {"sigmoid_gate": options[0], "normalize": options[1]}
-    sizes, chunk_count = (*x["q"].shape, dim_v), chunk_slots(seq, x.get("cu_seqlens"))
-    lies = tk_backward.left_by_forward(sizes, chunk_count, slots, **gates)
-    left = torch.full((lies.bytes // 8,), math.nan, dtype=torch.float64)
-    address = left.data_ptr()
-    for pointer, row in zip(lies.rows_at(address), rows, strict=True):
-        if pointer:
-            tensor_at(pointer, torch.float64, row.shape).copy_(row)
-    c = tensor_at(address + lies.state_c, torch.float64, (slots, dim_qk, dim_v))
-    n = None
-    if lies.state_n is not None:
-        n = tensor_at(address + lies.state_n, torch.float64, (slots, dim_qk))
     slot = 0
     for row in range(count):
         batch, start, end = (row, 0, seq) if offsets is None else (0, *offsets[row : row + 2])
@@ -156,11 +143,9 @@ def left_by_a_forward(gate: str, x: Tensors, rows: Sequence[Tensor], chunks: int
             _, left_c, left_n, *_ = torch.ops.tfla_tk.mlstm_fwd(
                 *before, *initial, None, *options, True, False, "auto"
             )
-            c[slot : slot + heads] = left_c[0]
-            if n is not None:
-                n[slot : slot + heads] = left_n[0]
+            c[slot : slot + heads], n[slot : slot + heads] = left_c[0], left_n[0]
             slot += heads
-    return left.view(torch.uint8)
+    return workspace
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:4]], ids=["batch", "packed", "long"])
@@ -174,9 +159,8 @@ def test_states_that_the_forward_leaves(
     x = draw(gate, (2, 2, 600), lengths=lengths, dims=dims)
     given = arguments(gate, x)
     backward_formulas.segment_chunks = chunks
-    left = left_by_a_forward(gate, x, given[10:13], chunks)
-    plain = (*given[:10], None, None, None, *given[13:], left)
-    assert_gradients(backward_formulas(*plain), torch.ops.tfla_tk.mlstm_bwd(*given))
+    states = states_left_by_a_forward(gate, x, chunks)
+    assert_gradients(backward_formulas(*given, states), torch.ops.tfla_tk.mlstm_bwd(*given))
     assert not backward_formulas.summed & {"dq"}
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends import segments, tk_backward
-from tfla_tk.backends.tk_left import left_by_forward
 from tfla_tk.build import sources
 from tfla_tk.build.instances import mlstm_pass
 from tfla_tk.ops import chunk_slots
@@ -266,15 +265,10 @@ def test_the_states_of_the_forward_are_not_made_again(
     x, normalize = named(given), gate != "sig_unnormalised"
     sequences = x.c_initial.shape[0]
     slots = NH * (x.q.shape[2] // CHUNK if packed else sequences * (-(-S // CHUNK) - 1))
-    sizes, options = (*x.q.shape, dim_v), {"sigmoid_gate": gate != "exp", "normalize": normalize}
-    lies = left_by_forward(sizes, chunk_slots(x.q.shape[2], x.offsets), slots, **options)
-    left = torch.empty(lies.bytes, dtype=torch.uint8)
-    rows = lies.rows_at(left.data_ptr())
+    states = torch.empty(slots * (4 + K * dim_v + K + 1))
     count = -(-dim_v // PART)
-    for name in ("row_n", "row_m", "chunk_m"):
-        given = (*given[: NAMES.index(name)], None, *given[NAMES.index(name) + 1 :])
 
-    tk_backward.mlstm_bwd(*given, left)
+    tk_backward.mlstm_bwd(*given, states)
     before = [*["segments_dk"] * count, "combine"]
     assert [launch.name for launch in launches] == [
         *["rows"] * count * normalize,
@@ -285,17 +279,14 @@ def test_the_states_of_the_forward_are_not_made_again(
     ]
     for part, launch in enumerate(launches.of("dq")):
         c, n, _ = launch.boundaries
-        assert c == left.data_ptr() + lies.state_c + 4 * part * PART
+        assert c - states.data_ptr() == 16 * slots + 4 * part * PART
         # which without normaliser no kernel has written
-        assert n == (left.data_ptr() + lies.state_n if normalize else 0)
-        assert launch.rows[2] == rows[2]
-    assert {launch.rows for launch in launches.of("rows")} == ({rows[:2]} if normalize else set())
+        assert n == (states.data_ptr() + 4 * slots * (4 + K * dim_v) if normalize else 0)
 
-    # those of another cut do not fit, but rows do
+    # those of another cut do not fit
     launches.clear()
-    tk_backward.mlstm_bwd(*given, left[:-1])
+    tk_backward.mlstm_bwd(*given, states[1:])
     assert len(launches.of("segments_dq")) == count
-    assert all(launch.rows[2] == rows[2] for launch in launches.passes)
 
 
 @pytest.mark.parametrize("dim_v", [V, 2 * V])
@@ -522,3 +513,18 @@ def test_arguments_are_those_of_the_bindings(name: str) -> None:
     text = (sources.kernels_root() / file).read_text()
     definition = re.search(rf'm\.def\(\s*"{name}",.*?\);', text, re.DOTALL)
     assert definition and tuple(re.findall(r'py::arg\("(\w+)"\)', definition[0])) == ARGUMENTS[name]
+
+
+def test_rows_go_with_the_normaliser(launches: Launches) -> None:
+    """The op leaves both open: without its rows a normaliser cannot be, and rows without it are not read."""
+    given, at = list(draw("exp")), NAMES.index("row_n")
+    for missing in (None, torch.empty(0)):
+        given[at] = missing
+        with pytest.raises(ValueError, match="with a normaliser needs row_n of its forward"):
+            tk_backward.mlstm_bwd(*given)
+    assert not launches
+    given = list(draw("sig_unnormalised"))
+    given[at] = torch.randn(given[3].shape)
+    tk_backward.mlstm_bwd(*given)
+    assert [launch.name for launch in launches] == ["dv", "dq", "dk", "gates"]
+    assert all(launch.rows == (0, 0, 0) for launch in launches.passes)

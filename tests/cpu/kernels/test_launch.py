@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import ops
-from tfla_tk.backends import segments, tk, tk_left, tk_passes
+from tfla_tk.backends import segments, tk, tk_passes
 from tfla_tk.build import Instance, sources
 
 from .backward_emulation import tensor_at
@@ -219,55 +220,40 @@ def test_a_long_sequence_is_cut_and_gets_a_workspace(launches: Launches) -> None
     assert long.workspace > 0
 
 
-@pytest.mark.parametrize(
-    ("sigmoid_gate", "normalize"), [(False, True), (True, True), (True, False)], ids=["exp", "sig", "raw"]
-)
-@pytest.mark.parametrize("seq", [S, 10_000])
-def test_what_a_forward_leaves_for_its_backward(
-    seq: int, sigmoid_gate: bool, normalize: bool, launches: Launches
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
+    normalize: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One allocation, with rows and, where both are cut, the workspace of the forward, no two of them in one
-    place."""
-    size, options = (1, 2, seq), {"sigmoid_gate": sigmoid_gate, "normalize": normalize}
-    q, v = (torch.empty(*size, dim, dtype=torch.bfloat16) for dim in (K, V))
-    _, *others, left = run(q, q, v, return_rows=True, trains=True, **options)
-    assert others == [None] * 6
+    seq, new_empty = 10_000, Tensor.new_empty
+    monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kw: new_empty(*args, **kw).fill_(math.nan))
+    q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
+    *_, states = run(q, q, v, return_rows=True, normalize=normalize, keep_states=True)
+    cut = tk_passes.cut_sequences((1, 2, seq, K, V), 1, 132, packed=False)
     (launch,) = launches
-    cut = tk_passes.cut_sequences((*size, K, V), 1, 132, packed=False)
     assert launch.cut[-2:] == cut
-    assert (cut.segments > 1) == (seq > S) == (launch.workspace != 0)
-
-    start, states, slots = left.data_ptr(), 2 * (cut.segments - 1), -(-seq // 64)
-    given = [(normalize, 4 * 2 * seq), (not sigmoid_gate, 4 * 2 * seq), (not sigmoid_gate, 8 * 2 * slots)]
-    assert [x != 0 for x in launch.rows] == [wanted for wanted, _ in given]
-    taken = [(x, x + bytes) for x, (wanted, bytes) in zip(launch.rows, given, strict=True) if wanted]
-    if states:
-        workspace = launches.mlstm_fwd_workspace_bytes(states, K, V)
-        taken.append((launch.workspace, launch.workspace + workspace))
-        assert launch.workspace + workspace == start + left.numel()
-    bounds = [start, *(at for pair in taken for at in pair), start + left.numel()]
-    assert bounds == sorted(bounds) and all((at - start) % 256 == 0 for at in bounds[1:-1:2])
-
-    # the backward finds it again
-    lies = tk_left.left_by_forward((*size, K, V), slots, states, **options)
-    assert lies.rows_at(start) == launch.rows
-    of_struct = launch.workspace + 16 * states, launch.workspace + 4 * states * (4 + K * V)
-    found = lies.states_at(start)
-    assert found == ((of_struct[0], of_struct[1] if normalize else 0) if states else None)
-    rows = tk_left.rows_in(left, q, v, None, **options)
-    assert tuple(0 if x is None else x.data_ptr() for x in rows) == launch.rows
-    assert {tuple(x.shape) for x in rows[:2] if x is not None} <= {size}
-    assert sigmoid_gate or (rows[2].shape, rows[2].dtype) == ((1, 2, slots), torch.float64)
+    assert cut.segments > 1
+    slots = 2 * (cut.segments - 1)
+    assert launch.workspace == states.data_ptr()
+    c, n = (address - launch.workspace for address in tk.states_at_cuts(states, slots, K, V))
+    assert (c, n) == (16 * slots, 16 * slots + 4 * slots * K * V)  # of struct Workspace
+    assert bool(states.isnan().all())  # nothing is written but by the kernels
+    assert tk.states_at_cuts(states, slots + 2, K, V) is None
 
 
-def test_a_forward_without_backward_has_a_cut_of_its_own(launches: Launches) -> None:
+def test_short_sequences_leave_no_states(launches: Launches) -> None:
+    q, v = operands(K)["contiguous"](), operands(V)["contiguous"]()
+    *_, states = run(q, q, v, return_rows=True, keep_states=True)
+    assert states is None
+
+
+def test_a_forward_that_keeps_nothing_has_a_cut_of_its_own(launches: Launches) -> None:
     seq = 10_000
     q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
-    *_, left = run(q, q, v, return_rows=True)
+    *_, states = run(q, q, v, return_rows=True)
     (launch,) = launches
     _, slices = tk._instance(K, V, "auto")
     assert launch.cut[-2:] == segments.cut(1, seq, 2 * slices, 132)
-    assert launch.workspace > 0 and left is None
+    assert launch.workspace > 0 and states is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
