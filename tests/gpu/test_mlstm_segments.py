@@ -128,9 +128,19 @@ def test_packed_in_model_layout(operator: Any, make_inputs: Make, assert_accurat
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("count", [31, 32, 33, 100])
-def test_many_packed_sequences(count: int, operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+def test_many_packed_sequences(
+    count: int,
+    chunks: int,
+    operator: Any,
+    cut_every: Callable[[int], None],
+    make_inputs: Make,
+    assert_accurate: Check,
+) -> None:
+    """Offsets are looked at 32 at a time; segments of one chunk cut the longer sequences."""
     lengths = [(7 * n) % 90 for n in range(count)]
+    cut_every(chunks)
     packed = pack(make_inputs(1, 2, sum(lengths), (64, 64)), lengths)
     assert_accurate(operator.run(packed), operator.truth(packed))
 
