@@ -365,7 +365,8 @@ class _DirectMLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         *tensors, (options, return_last_states, schedule) = args
-        # not under hooks: checkpointing wants every forward to save alike, and the op's saves no states
+        # not under hooks: checkpointing wants the call and its recomputation to save alike, and the op, which
+        # one of them may take, saves no states
         keep_states = not are_saved_tensors_hooked()
         found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, keep_states)
         h, c, n, m, *rows, states = found

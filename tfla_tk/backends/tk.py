@@ -265,11 +265,12 @@ def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tu
     n is written with a normaliser only.
     """
     # struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
-    gates, state = 2 * tk_passes.DOUBLE * slots, tk_passes.FLOAT * slots * dim_qk * dim_v
-    if tk_passes.FLOAT * (workspace.numel() - slots * (dim_qk + 1)) != gates + state:
+    c = 2 * tk_passes.DOUBLE * slots
+    n = c + tk_passes.FLOAT * slots * dim_qk * dim_v
+    if tk_passes.FLOAT * workspace.numel() != n + tk_passes.FLOAT * slots * (dim_qk + 1):
         return None
     address = workspace.data_ptr()
-    return address + gates, address + gates + state
+    return address + c, address + n
 
 
 @functools.cache

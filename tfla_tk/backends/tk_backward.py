@@ -87,11 +87,14 @@ def mlstm_bwd(
         RuntimeError: A launch was refused.
     """
     if not normalize:
-        n_last = dn_last = None
+        n_last = dn_last = row_n = None
     if q.numel() == 0:
         grads = grads_like(q, k, v, i, f, c_initial, n_initial)
         _of_no_token(grads, dc_last, dn_last)
         return grads
+    row_n_at = _given(row_n)
+    if normalize and not row_n_at:
+        raise ValueError("mlstm_bwd with a normaliser needs row_n of its forward")
     batch, heads, seq, dim_qk = q.shape
     sizes = (batch, heads, seq, dim_qk, v.shape[-1])
     operands = Operands()
@@ -107,9 +110,6 @@ def mlstm_bwd(
     memory = plan.memory_at(allocation.data_ptr())
     if given:
         memory = memory._replace(state_c=given[0], state_n=given[1] if normalize else 0)
-    row_n_at = _given(row_n) if normalize else 0
-    if normalize and not row_n_at:
-        raise ValueError("mlstm_bwd with a normaliser needs row_n of its forward")
     of_rows = (
         plan,
         memory,
