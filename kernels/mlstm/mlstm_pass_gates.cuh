@@ -1,5 +1,5 @@
 // The gate side of a pass of the mLSTM backward, scanned by two warps ahead of the GEMMs, and that of its
-// segments kernel, scanned by one.
+// segments kernel, of which every warp scans other chunks.
 //
 // With b, a, M and m_in of gates.cuh, in log2 units, what a token j sends to a token t is weighted by
 //     s W_tj / w_t = 2^{sends_j - receives_t}
@@ -89,55 +89,57 @@ __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, Ow
     write_pair(kBackward ? out.norm_query : out.norm_key, sent_x, sent_y);
 }
 
-// What the state warpgroups read of one chunk when a segment's own state is summed.
+// What is read of one chunk when a segment's own state is summed, by the state warpgroups and by the warp
+// that scans the next one.
 struct alignas(16) SegmentStage {
     float key_scale[kChunk], norm_key[kChunk];  // of a key in the state and in n at the boundary
     bool last;                                  // no chunk further away can add anything
+    FloatPair decay;                            // log2, of the chunks walked so far together
 };
 
-// Walks the chunks of a segment from a boundary away, by one warp: lane l owns tokens 2 l and 2 l + 1. Scales
-// are those of scale_pass_gates times the decay from the chunk to the boundary.
-template <bool kSigmoid, bool kBackward> struct SegmentScan {
-    // A token whose scale is this small is scaled by 2^x = 0.
-    static constexpr float kNothing = -150.f;
+// A token whose scale, log2, is this small is scaled by 0.
+constexpr float kNothing = -150.f;
 
-    FloatPair decay{};  // log2, of the chunks walked so far together
+// One chunk of a segment that is walked from a boundary away, by one warp: lane l owns tokens 2 l and 2 l
+// + 1. Scales are those of scale_pass_gates times the decay from the chunk to the boundary.
+template <bool kSigmoid, bool kBackward> struct SegmentChunk {
+    FloatPair decay;   // log2, of the chunk
+    FloatPair x, y;    // log2 of the scale where the chunk stands, of the lane's tokens
+    float2 log2_w, e;  // of the lane's tokens; the scale is over w and n gets e of it, backward in time
 
-    // i, f, log2_w, e: of the lane's two tokens. m_in: of the chunk.
-    __device__ inline void chunk(SegmentStage& out, float2 i, float2 f, float2 log2_w, float2 e,
-                                 FloatPair m_in, float scale) {
+    // i, f: of the lane's two tokens. m_in: of the chunk.
+    __device__ inline SegmentChunk(float2 i, float2 f, float2 log2_w, float2 e, FloatPair m_in)
+        : log2_w(log2_w), e(e) {
         const int lane = fresh_laneid();
         TwoPairs a, b;
         sum_chunk_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
         const FloatPair end =
             kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
+        decay = m_in + end;
+        if constexpr (!kBackward) {
+            x = a.x + end, y = a.y + end;
+        } else if constexpr (kSigmoid) {
+            x = b.x, y = b.y;
+        } else {
+            const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);
+            x = m_in + -rows.x, y = m_in + -rows.y;
+        }
+    }
+
+    // to_boundary: log2 of the decay of the chunks walked before.
+    __device__ inline void write(SegmentStage& out, FloatPair to_boundary, float scale) const {
+        auto scaled = [&](FloatPair x, float log2_w) {
+            const float log2 = rounded_sum(x, to_boundary);
+            return kBackward ? scale * exp2f(log2 - log2_w) : exp2f(log2);
+        };
+        const float scale_x = scaled(x, log2_w.x), scale_y = scaled(y, log2_w.y);
+        const int lane = fresh_laneid();
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
         };
-        if constexpr (kBackward) {
-            FloatPair receives_x = -b.x, receives_y = -b.y;
-            if constexpr (!kSigmoid) {
-                const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);
-                receives_x = {rows.x}, receives_y = {rows.y};
-            }
-            const FloatPair to_boundary = m_in + decay;
-            auto received = [&](FloatPair receives, float log2_w) {
-                return scale * exp2f(rounded_sum(to_boundary, -receives) - log2_w);
-            };
-            const float x = received(receives_x, log2_w.x), y = received(receives_y, log2_w.y);
-            write_pair(out.key_scale, x, y);
-            write_pair(out.norm_key, x * e.x, y * e.y);
-        } else {
-            const FloatPair to_boundary = end + decay;
-            const float x = exp2f(rounded_sum(a.x, to_boundary)), y = exp2f(rounded_sum(a.y, to_boundary));
-            write_pair(out.key_scale, x, y);
-            write_pair(out.norm_key, x, y);
-        }
-        decay = decay + (m_in + end);
+        write_pair(out.key_scale, scale_x, scale_y);
+        write_pair(out.norm_key, kBackward ? scale_x * e.x : scale_x, kBackward ? scale_y * e.y : scale_y);
     }
-
-    // Whether chunks further away, whose scales are 2^largest at most where they stand, can add nothing.
-    __device__ inline bool forgets(float largest) const { return rounded_sum(decay, largest) <= kNothing; }
 };
 
 }  // namespace tfla_tk::mlstm

@@ -17,8 +17,10 @@
 namespace tfla_tk::mlstm {
 
 constexpr int kSegmentStages = 4;
-// As in a pass: warpgroup 0 feeds the others (warp 0 TMA, warp 1 gates), 1 reads all gates once, then the
-// state's.
+// As in a pass: warpgroup 0 feeds the others (warp 0 TMA, the other three scan the gates of a chunk each), 1
+// reads all gates once, then the state's.
+constexpr int kSegmentGateWarps = 3;
+static_assert(kSegmentStages == kSegmentGateWarps + 1, "see scan_segment");
 constexpr PassRegisters kSegmentRegisters{88, 56, 184};
 
 // Of all tokens of a segment, one warp's part.
@@ -93,49 +95,59 @@ __device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem
     arrive_warp(smem.bounds_ready);
 }
 
+// Every third chunk's gates, since one warp alone would be slower than the GEMMs. What a warp carries on it
+// reads from the stage of the chunk before: the warp itself is the next to write there.
 template <class C, bool kSigmoid>
-__device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& smem) {
-    // What a chunk's scales are made of, of this lane's two tokens.
-    struct Inputs {
-        float2 i, f, log2_w, e;
-        double m_in;
-    };
+__device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& smem, int gate_warp) {
     const PassTask& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
     const GateRows forget(g.f, task.batch, task.head, task.first_row);
-    SegmentScan<kSigmoid, C::kBackward> scan;
-    bool last = false;
     auto bounds = [&] {
         wait(smem.bounds_ready, 0);
         const SegmentBounds part = smem.bounds[laneid() % 4];
         return SegmentBounds{warp_sum(part.gates), warp_max(part.largest)};
     };
-    auto load = [&](int step, Inputs& x) {
+    // of the lane's two tokens
+    float2 i{}, f{}, log2_w{}, e{};
+    double m_in = 0.;
+    auto load = [&](int step) {
         if (step >= task.chunks) return;
         const int chunk = chunk_from_boundary<C>(task, step);
-        x.i = input.pair(chunk, task.tokens, kNoInput), x.f = forget.pair(chunk, task.tokens, kNoForget);
-        if constexpr (C::kBackward) x.log2_w = task.pair(g.log2_w, chunk), x.e = task.pair(g.e, chunk);
-        if constexpr (!kSigmoid) x.m_in = g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
+        i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
+        if constexpr (C::kBackward) log2_w = task.pair(g.log2_w, chunk), e = task.pair(g.e, chunk);
+        if constexpr (!kSigmoid) m_in = g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
     };
-    auto scan_step = [&](int step, Inputs& x) {
+    load(gate_warp);
+    for (int step = gate_warp;; step += kSegmentGateWarps) {
+        const SegmentChunk<kSigmoid, C::kBackward> chunk(i, f, log2_w, e, finite_stabiliser(m_in));
+        load(step + kSegmentGateWarps);
         const auto [slot, phase] = Use<kSegmentStages>(step);
         wait_free(smem.free[slot], phase);
-        scan.chunk(smem.gates[slot], x.i, x.f, x.log2_w, x.e, finite_stabiliser(x.m_in), g.scale);
-        load(step + 2, x);
-        last = step + 1 == task.chunks || (scan.forgets(0.f) && scan.forgets(bounds().largest));
-        if (laneid() == 0) smem.gates[slot].last = last;
+        FloatPair decay{};
+        bool ended = false;  // before this chunk
+        if (step > 0) {
+            const auto before = Use<kSegmentStages>(step - 1);
+            wait(smem.gates_ready[before.slot], before.phase);
+            decay = smem.gates[before.slot].decay, ended = smem.gates[before.slot].last;
+        }
+        bool last = true;
+        if (!ended) {
+            chunk.write(smem.gates[slot], decay, g.scale);
+            decay = decay + chunk.decay;
+            // whether keys further away, whose scales are 2^largest at most where they stand, add nothing
+            auto forgets = [&](float largest) { return rounded_sum(decay, largest) <= kNothing; };
+            last = step + 1 == task.chunks || (forgets(0.f) && forgets(bounds().largest));
+        }
+        if (laneid() == 0) smem.gates[slot].decay = decay, smem.gates[slot].last = last;
         arrive_warp(smem.gates_ready[slot]);
-    };
-    Inputs x[2]{};  // of this step and the next one
-    load(0, x[0]);
-    load(1, x[1]);
-    for (int step = 0; !last; step += 2) {
-        scan_step(step, x[0]);
-        if (!last) scan_step(step + 1, x[1]);
+        if (!last) continue;
+        if (!ended && task.column == 0) {
+            // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
+            const double walked = static_cast<double>(decay) + bounds().gates;
+            if (laneid() == 0) g.boundaries.log2_decay[task.left] = walked;
+        }
+        return;
     }
-    // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
-    const double decay = static_cast<double>(scan.decay) + bounds().gates;
-    if (task.column == 0 && laneid() == 0) g.boundaries.log2_decay[task.left] = decay;
 }
 
 template <class C>
@@ -161,16 +173,22 @@ __device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem
         last = gates.last;
         const uint32_t panel = shared_address(smem.values[slot].data[warpgroup_id]);
 #pragma unroll
-        for (int k = 0; k < kSteps; k++)
-            load_scaled_values<C>(values[k], norm, panel + lane_offset, gates, k);
+        for (int half = 0; half < 2; half++) {  // of the tokens: the later ones are loaded under GEMMs
+            constexpr int kHalf = kSteps / 2;
 #pragma unroll
-        for (auto& a : values) pin(a);
+            for (int k = half * kHalf; k < (half + 1) * kHalf; k++) {
+                load_scaled_values<C>(values[k], norm, panel + lane_offset, gates, k);
+                pin(values[k]);
+            }
+            if (half == 0)
 #pragma unroll
-        for (auto& tile : state) pin(tile);
-        wgmma_fence();
+                for (auto& tile : state) pin(tile);
+            wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kSteps; k++) add_keys<C>(state, values[k], smem.keys[slot], k);
-        warpgroup::mma_commit_group();
+            for (int k = half * kHalf; k < (half + 1) * kHalf; k++)
+                add_keys<C>(state, values[k], smem.keys[slot], k);
+            warpgroup::mma_commit_group();
+        }
         warpgroup::mma_async_wait<0>();
 #pragma unroll
         for (auto& a : values) pin(a);
@@ -215,8 +233,9 @@ __global__ __launch_bounds__(C::kThreads,
         const int warp = warpgroup::warpid();
         if (warp == 0)
             load_segment(g, smem);
-        else if (warp == 1)
-            g.sigmoid_gate ? scan_segment<C, true>(g, smem) : scan_segment<C, false>(g, smem);
+        else
+            g.sigmoid_gate ? scan_segment<C, true>(g, smem, warp - 1)
+                           : scan_segment<C, false>(g, smem, warp - 1);
     } else if (warpgroup_id == 1) {
         set_registers<kSegmentRegisters.scores, C::kThreads, 1>();
         g.sigmoid_gate ? find_bounds<C, true>(g, smem) : find_bounds<C, false>(g, smem);

@@ -17,8 +17,10 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_> struct StatesCo
     static constexpr bool kNormalize = kNormalize_;
     static constexpr int kStages = 4;
 
-    // Warpgroup 0 feeds the others (warp 0 TMA, warp 1 gates); each other one owns
-    // 64-row blocks of C.
+    // Warpgroup 0 feeds the others (warp 0 TMA, the other three scan the gates of a chunk each); each other
+    // one owns 64-row blocks of C.
+    static constexpr int kGateWarps = 3;
+    static_assert(kStages == kGateWarps + 1, "see scan_backward");
     static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
     static constexpr int kBlocks = kDimQK / 64 / kStateWarpgroups;
     static constexpr int kThreads = 128 * (1 + kStateWarpgroups);
@@ -81,43 +83,54 @@ template <class C, bool kSigmoid> __device__ inline void sum_gates(const Globals
     arrive_warp(smem.sums_ready);
 }
 
+// Every third chunk's gates, since one warp alone would be slower than the GEMMs. What a warp carries on it
+// reads from the stage of the chunk before: the warp itself is the next to write there.
 template <class C, bool kSigmoid>
-__device__ inline void scan_backward(const Globals& g, StatesMemory<C>& smem) {
+__device__ inline void scan_backward(const Globals& g, StatesMemory<C>& smem, int gate_warp) {
     const Task& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
     const GateRows forget(g.f, task.batch, task.head, task.first_row);
-    SuffixScan<kSigmoid> scan;
-    bool last = false;
+    float2 i{}, f{};
+    auto load = [&](int step) {
+        const int chunk = task.chunks - 1 - step;
+        if (chunk >= 0)
+            i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
+    };
     auto segment_gates = [&] {
         wait(smem.sums_ready, 0);
         const SegmentGates part = laneid() < C::kStateWarps ? smem.sums[laneid()] : SegmentGates{};
         return SegmentGates{warp_sum(part.decay), warp_max(part.largest)};
     };
-    auto load = [&](int step, float2& i, float2& f) {
-        const int chunk = task.chunks - 1 - step;
-        if (chunk >= 0)
-            i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
-    };
-    auto scan_step = [&](int step, float2& i, float2& f) {
+    load(gate_warp);
+    for (int step = gate_warp;; step += C::kGateWarps) {
+        const SuffixChunk<kSigmoid> chunk(i, f);
+        load(step + C::kGateWarps);
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
-        scan.chunk(smem.gates[slot], i, f);
-        load(step + 2, i, f);
-        last = step + 1 == task.chunks;
-        if (!last && scan.forgets(scan.m))  // where no earlier input gate is larger than the latest weights
-            last = scan.forgets(segment_gates().largest);
+        SuffixSum<kSigmoid> sum;
+        bool ended = false;  // before this chunk
+        if (step > 0) {
+            const auto before = Use<C::kStages>(step - 1);
+            wait(smem.gates_ready[before.slot], before.phase);
+            const SuffixStage& gates = smem.gates[before.slot];
+            sum = {gates.decay, gates.m}, ended = gates.last;
+        }
+        bool last = true;
+        if (!ended) {
+            chunk.write(smem.gates[slot], sum);
+            last = step + 1 == task.chunks;
+            if (!last && sum.forgets(sum.m))  // where no earlier input gate is larger than the latest weights
+                last = sum.forgets(segment_gates().largest);
+        }
         if (laneid() == 0) smem.gates[slot].last = last;
         arrive_warp(smem.gates_ready[slot]);
-    };
-    float2 i[2], f[2];  // of this step and the next one
-    load(0, i[0], f[0]);
-    load(1, i[1], f[1]);
-    for (int step = 0; !last; step += 2) {
-        scan_step(step, i[0], f[0]);
-        if (!last) scan_step(step + 1, i[1], f[1]);
+        if (!last) continue;
+        if (!ended && task.column == 0) {
+            const auto decay = static_cast<double>(segment_gates().decay);
+            if (laneid() == 0) g.workspace.gates[task.slot + g.heads] = {decay, sum.m};
+        }
+        return;
     }
-    const auto decay = static_cast<double>(segment_gates().decay);
-    if (task.column == 0 && laneid() == 0) g.workspace.gates[task.slot + g.heads] = {decay, scan.m};
 }
 
 template <class C>
@@ -156,13 +169,12 @@ __device__ inline void sum_states(const Globals& g, StatesMemory<C>& smem, int w
             for (int block = 0; block < kBlocks; block++) norm[block].x *= rescale, norm[block].y *= rescale;
         }
 #pragma unroll
-        for (int block = 0; block < kBlocks; block++)
+        for (int block = 0; block < kBlocks; block++) {  // the second one's keys under the first one's GEMM
             load_scaled_transposed(keys[block], norm[block],
                                    shared_address(&smem.k[slot]) + lane_offset + block * kPanelBytes,
                                    gates.key_scale, 0);
-#pragma unroll
-        for (int block = 0; block < kBlocks; block++)
             mma_partial_AB(state[block], keys[block], smem.v[slot], 0);
+        }
         warpgroup::mma_async_wait<0>();
 #pragma unroll
         for (int block = 0; block < kBlocks; block++) pin(keys[block]);
@@ -207,8 +219,9 @@ __global__ __launch_bounds__(C::kThreads, 1) void mlstm_states_kernel(const __gr
         if constexpr (C::kStateWarpgroups == 2) warpgroup::decrease_registers<C::kProducerRegisters>();
         const int warp = warpgroup::warpid();
         if (warp == 0 && laneid() == 0) load_backward(g, smem);
-        if (warp == 1 && g.sigmoid_gate) scan_backward<C, true>(g, smem);
-        if (warp == 1 && !g.sigmoid_gate) scan_backward<C, false>(g, smem);
+        if (warp > 0)
+            g.sigmoid_gate ? scan_backward<C, true>(g, smem, warp - 1)
+                           : scan_backward<C, false>(g, smem, warp - 1);
     } else {
         if constexpr (C::kStateWarpgroups == 2) warpgroup::increase_registers<C::kStateRegisters>();
         g.sigmoid_gate ? sum_gates<C, true>(g, smem) : sum_gates<C, false>(g, smem);

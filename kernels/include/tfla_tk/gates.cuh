@@ -280,11 +280,52 @@ template <class T, bool kSigmoid> struct GateScan {
     }
 };
 
-// What the GEMM warpgroups read of one chunk when a segment's own state is summed backward in time.
+// A segment walked backward in time, up to a chunk. All in log2 units.
+template <bool kSigmoid> struct SuffixSum {
+    // A token whose weight is this far below the maximum is scaled by 2^x = 0.
+    static constexpr float kNothing = -150.f;
+
+    FloatPair decay{};                  // of the tokens walked so far, together
+    float m = kSigmoid ? 0.f : -1e30f;  // no less than any weight so far; stays 0 with the sigmoid gate
+
+    // Whether earlier tokens, whose input gates are `largest` at most, can add nothing.
+    __device__ inline bool forgets(float largest) const {
+        return rounded_sum(decay, largest - m) <= kNothing;
+    }
+};
+
+// What is read of one chunk of such a walk, by the GEMM warpgroups and by the warp that scans the next one.
 struct alignas(16) SuffixStage {
     float key_scale[kChunk];  // of k_j in the state at the segment's end, relative to the running maximum
     float rescale;            // of the sum so far, to the new maximum
     bool last;                // no earlier chunk can add anything
+    FloatPair decay;          // of SuffixSum, with this chunk
+    float m;
+};
+
+// One chunk of such a walk, by one warp: lane l owns tokens 2 l and 2 l + 1.
+template <bool kSigmoid> struct SuffixChunk {
+    FloatPair decay, w_x, w_y;  // of the chunk, and the weights at its end of the lane's tokens
+
+    __device__ inline SuffixChunk(float2 i, float2 f) {
+        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+        const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, fresh_laneid()), b_x = b_y - log_f_y;
+        decay = of_last_lane(b_y);
+        w_x = log2_input<kSigmoid>(i.x) + (decay - b_x);
+        w_y = log2_input<kSigmoid>(i.y) + (decay - b_y);
+    }
+
+    // sum: of the chunks walked before, then with this one.
+    __device__ inline void write(SuffixStage& out, SuffixSum<kSigmoid>& sum) const {
+        const FloatPair x = w_x + sum.decay, y = w_y + sum.decay;
+        const float before = sum.m;
+        if constexpr (!kSigmoid) sum.m = warp_max(fmaxf(before, fmaxf(rounded_up(x), rounded_up(y))));
+        sum.decay = decay + sum.decay;
+        const int lane = fresh_laneid();
+        *reinterpret_cast<float2*>(&out.key_scale[2 * lane]) = {exp2f(rounded_sum(x, -sum.m)),
+                                                                exp2f(rounded_sum(y, -sum.m))};
+        if (lane == 0) out.rescale = exp2f(before - sum.m), out.decay = sum.decay, out.m = sum.m;
+    }
 };
 
 // Of all tokens of a segment: log2 of their decay, and the largest log2 input gate.
@@ -312,35 +353,6 @@ struct SegmentGates {
                 largest = fmaxf(largest, log_i);
             }
         }
-    }
-};
-
-// Walks the chunks of a segment backward, by one warp. All sums in log2 units.
-template <bool kSigmoid> struct SuffixScan {
-    // A token whose weight is this far below the maximum is scaled by 2^x = 0.
-    static constexpr float kNothing = -150.f;
-
-    FloatPair decay{};                  // of the tokens walked so far, together
-    float m = kSigmoid ? 0.f : -1e30f;  // no less than any weight so far; stays 0 with the sigmoid gate
-
-    __device__ inline void chunk(SuffixStage& out, float2 i, float2 f) {
-        const int lane = fresh_laneid();
-        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
-        const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, lane), b_x = b_y - log_f_y;
-        const FloatPair after = of_last_lane(b_y) + decay;
-        const FloatPair w_x = log2_input<kSigmoid>(i.x) + (after - b_x);
-        const FloatPair w_y = log2_input<kSigmoid>(i.y) + (after - b_y);
-        const float before = m;
-        if constexpr (!kSigmoid) m = warp_max(fmaxf(m, fmaxf(rounded_up(w_x), rounded_up(w_y))));
-        *reinterpret_cast<float2*>(&out.key_scale[2 * lane]) = {exp2f(rounded_sum(w_x, -m)),
-                                                                exp2f(rounded_sum(w_y, -m))};
-        if (lane == 0) out.rescale = exp2f(before - m);
-        decay = after;
-    }
-
-    // Whether earlier tokens, whose input gates are `largest` at most, can add nothing.
-    __device__ inline bool forgets(float largest) const {
-        return rounded_sum(decay, largest - m) <= kNothing;
     }
 };
 
