@@ -11,7 +11,8 @@ using tfla_tk::pointer;
 using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and to the inter part, slices
 using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
-using DotsTuple = std::array<std::int64_t, 3>;     // pointer, from one slice to the next, slices
+using DotsTuple = std::array<std::int64_t, 4>;     // pointer, from one slice to the next, slices, of a part
+using FactorsTuple = std::array<std::int64_t, 3>;  // pointers to log2_w and e, from one part's e to the next
 
 tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
     return {pointer(x[0]), reinterpret_cast<const tfla_tk::FlowSum*>(x[1]), static_cast<int>(x[2])};
@@ -27,13 +28,13 @@ tfla_tk::StateGradient state(const StateTuple& x) {
     return {pointer(x[0]), pointer(x[1]), pointer(x[2]), pointer(x[3])};
 }
 
-tfla_tk::RowFactorPointers row_factors(const Pair& rows, const Pair& factors, float eps) {
-    return {pointer(rows[0]), pointer(rows[1]), pointer(factors[0]), pointer(factors[1]), eps};
+tfla_tk::RowFactorPointers row_factors(const Pair& rows, const FactorsTuple& factors, float eps) {
+    return {pointer(rows[0]), pointer(rows[1]), pointer(factors[0]), pointer(factors[1]), factors[2], eps};
 }
 
 void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple& h, const Pair& rows,
-                    const Pair& factors, const std::array<int, 4>& sizes, float eps, bool half, int device,
-                    std::uintptr_t stream) {
+                    const FactorsTuple& factors, const std::array<int, 5>& sizes, float eps, bool half,
+                    int device, std::uintptr_t stream) {
     const tfla_tk::MlstmBwdRowsParams params{tfla_tk::operand(dh),
                                              tfla_tk::operand(h),
                                              row_factors(rows, factors, eps),
@@ -41,15 +42,21 @@ void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple
                                              sizes[1],
                                              sizes[2],
                                              sizes[3],
+                                             sizes[4],
                                              half,
                                              device};
     tfla_tk::mlstm_bwd_rows(params, reinterpret_cast<void*>(stream));
 }
 
-void mlstm_bwd_factors(const DotsTuple& dots, const Pair& rows, const Pair& factors, std::int64_t count,
-                       float eps, int device, std::uintptr_t stream) {
-    const tfla_tk::MlstmBwdFactorsParams params{
-        pointer(dots[0]), dots[1], static_cast<int>(dots[2]), row_factors(rows, factors, eps), count, device};
+void mlstm_bwd_factors(const DotsTuple& dots, const Pair& rows, const FactorsTuple& factors,
+                       std::int64_t count, float eps, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdFactorsParams params{pointer(dots[0]),
+                                                dots[1],
+                                                static_cast<int>(dots[2]),
+                                                static_cast<int>(dots[3]),
+                                                row_factors(rows, factors, eps),
+                                                count,
+                                                device};
     tfla_tk::mlstm_bwd_factors(params, reinterpret_cast<void*>(stream));
 }
 
@@ -103,14 +110,17 @@ void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const A
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
-    m.def("mlstm_bwd_rows", &mlstm_bwd_rows, py::arg("dh"), py::arg("h"), py::arg("rows"), py::arg("factors"),
-          py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
-          "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e; sizes: batch, heads, "
-          "seq, dim_v.");
-    m.def("mlstm_bwd_factors", &mlstm_bwd_factors, py::arg("dots"), py::arg("rows"), py::arg("factors"),
-          py::arg("count"), py::arg("eps"), py::arg("device"), py::arg("stream"),
-          "Launches log2 w and e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
-          "and number of its slices; rows, factors: as in mlstm_bwd_rows; count: of the rows.");
+    m.def(
+        "mlstm_bwd_rows", &mlstm_bwd_rows, py::arg("dh"), py::arg("h"), py::arg("rows"), py::arg("factors"),
+        py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
+        "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e, e_stride; sizes: batch, "
+        "heads, seq, dim_v, columns of a part of V.");
+    m.def(
+        "mlstm_bwd_factors", &mlstm_bwd_factors, py::arg("dots"), py::arg("rows"), py::arg("factors"),
+        py::arg("count"), py::arg("eps"), py::arg("device"), py::arg("stream"),
+        "Launches log2 w and e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
+        "and number of its slices, slices of a part of V; rows, factors: as in mlstm_bwd_rows; count: of the "
+        "rows.");
     m.def("mlstm_bwd_combine", &mlstm_bwd_combine, py::arg("boundaries"), py::arg("norm_parts"),
           py::arg("entering"), py::arg("cut"), py::arg("sizes"), py::arg("backward"), py::arg("device"),
           py::arg("stream"),

@@ -11,9 +11,9 @@ using tfla_tk::OperandTuple;
 using tfla_tk::Pair;
 using tfla_tk::pointer;
 
-using RowsTuple = std::array<std::int64_t, 3>;     // pointers to log2_w, e, chunk_m or 0
-using AnchorsTuple = std::array<std::int64_t, 3>;  // pointers to states and flows or 0, parts of a flow
-using Sizes = std::array<int, 6>;                  // batch, heads, seq, dim_keys, dim_values, state_columns
+using RowsTuple =
+    std::array<std::int64_t, 4>;   // pointers to log2_w, e or 0, e_stride, pointer to chunk_m or 0
+using Sizes = std::array<int, 5>;  // batch, heads, seq, dim_keys, dim_values
 
 tfla_tk::PassWalk walk(int gradient, const OperandTuple& keys, const OperandTuple& values, const GateTuple& i,
                        const GateTuple& f, const RowsTuple& rows, const BoundariesTuple& boundaries,
@@ -26,7 +26,8 @@ tfla_tk::PassWalk walk(int gradient, const OperandTuple& keys, const OperandTupl
             tfla_tk::gate(f),
             pointer(rows[0]),
             pointer(rows[1]),
-            reinterpret_cast<const double*>(rows[2]),
+            rows[2],
+            reinterpret_cast<const double*>(rows[3]),
             tfla_tk::boundaries(boundaries),
             tfla_tk::cut(cut),
             sizes[0],
@@ -34,7 +35,6 @@ tfla_tk::PassWalk walk(int gradient, const OperandTuple& keys, const OperandTupl
             sizes[2],
             sizes[3],
             sizes[4],
-            sizes[5],
             scale,
             half,
             sigmoid_gate,
@@ -53,9 +53,9 @@ void mlstm_pass_segments(int gradient, const OperandTuple& keys, const OperandTu
 void mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& keys,
                 const OperandTuple& values, const OperandTuple& out, const OperandTuple& factor,
                 const GateTuple& i, const GateTuple& f, const RowsTuple& rows, const Pair& entering,
-                const Pair& leaving, const BoundariesTuple& boundaries, const Pair& sums,
-                const AnchorsTuple& anchors, const CutTuple& cut, const Sizes& sizes, float scale,
-                bool accumulate, bool half, bool sigmoid_gate, int device, std::uintptr_t stream) {
+                const Pair& leaving, const BoundariesTuple& boundaries, const Pair& sums, const Pair& anchors,
+                const CutTuple& cut, const Sizes& sizes, float scale, bool half, bool sigmoid_gate,
+                int device, std::uintptr_t stream) {
     const tfla_tk::MlstmPassParams params{
         walk(gradient, keys, values, i, f, rows, boundaries, cut, sizes, scale, half, sigmoid_gate, device),
         tfla_tk::operand(queries),
@@ -68,9 +68,7 @@ void mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& k
         pointer(sums[0]),
         reinterpret_cast<tfla_tk::FlowSum*>(sums[1]),
         reinterpret_cast<void*>(anchors[0]),
-        pointer(anchors[1]),
-        static_cast<int>(anchors[2]),
-        accumulate};
+        pointer(anchors[1])};
     tfla_tk::mlstm_pass(params, reinterpret_cast<void*>(stream));
 }
 
@@ -81,17 +79,18 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def("mlstm_pass", &mlstm_pass, py::arg("gradient"), py::arg("queries"), py::arg("keys"),
           py::arg("values"), py::arg("out"), py::arg("factor"), py::arg("i"), py::arg("f"), py::arg("rows"),
           py::arg("entering"), py::arg("leaving"), py::arg("boundaries"), py::arg("sums"), py::arg("anchors"),
-          py::arg("cut"), py::arg("sizes"), py::arg("scale"), py::arg("accumulate"), py::arg("half"),
-          py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
-          "Launches one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; rows: log2_w, e, chunk_m; "
-          "boundaries: c, n, log2_decay; sums: whole, inter; anchors: states, flows, parts; sizes: batch, "
-          "heads, seq, dim_keys, dim_values, columns of a state.");
+          py::arg("cut"), py::arg("sizes"), py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"),
+          py::arg("device"), py::arg("stream"),
+          "Launches one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; rows: log2_w, e, e_stride, "
+          "chunk_m; boundaries: c, n, log2_decay; sums: whole, inter; anchors: states, flows; sizes: batch, "
+          "heads, seq, dim_keys, dim_values.");
     m.def("mlstm_pass_segments", &mlstm_pass_segments, py::arg("gradient"), py::arg("keys"),
           py::arg("values"), py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("boundaries"),
           py::arg("cut"), py::arg("sizes"), py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"),
           py::arg("device"), py::arg("stream"),
           "Launches what each segment of a pass adds by itself at the boundary behind it; as mlstm_pass.");
     m.def("anchor_bytes", &tfla_tk::pass_anchor_bytes, py::arg("batch"), py::arg("heads"), py::arg("slots"),
-          py::arg("dim_values"), "Bytes of the states that dq leaves for dk.");
-    m.def("flow_parts", &tfla_tk::pass_flow_parts, py::arg("dim_values"), "Parts of a flow that dk writes.");
+          py::arg("dim_keys"), py::arg("dim_values"), "Bytes of the states that dq leaves for dk.");
+    m.def("flow_parts", &tfla_tk::pass_flow_parts, py::arg("dim_keys"), py::arg("dim_values"),
+          "Parts of a flow that dk writes.");
 }

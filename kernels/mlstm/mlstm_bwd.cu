@@ -1,6 +1,7 @@
 // The small kernels around the passes of the mLSTM backward: what the passes need per row, what arrives at
 // the segments of cut sequences, and the gradients of the gates from what the passes leave. No matrix
 // product, so one instance serves all head dims.
+#include <algorithm>
 #include <cmath>
 
 #include "mlstm_bwd_combine.cuh"
@@ -10,24 +11,22 @@
 
 namespace tfla_tk::mlstm {
 
-template <class Pair, int kLanes, int kVectors>
-void launch_rows(const MlstmBwdRowsParams& p, cudaStream_t stream) {
-    constexpr int kTokens = kRowsThreads / kLanes * (4 / kVectors);
+template <class Pair, int kLanes> void launch_rows(const MlstmBwdRowsParams& p, cudaStream_t stream) {
+    constexpr int kTokens = kRowsThreads / kLanes * 4;
     const int64_t tiles = (p.seq + kTokens - 1) / kTokens;
-    launch<mlstm_bwd_rows_kernel<Pair, kLanes, kVectors>>(p, tiles * p.batch * p.heads, kRowsThreads,
-                                                          p.device, stream, "mlstm_bwd_rows");
+    const dim3 grid(tiles * p.batch * p.heads, (p.dim_v + p.part_columns - 1) / p.part_columns);
+    launch<mlstm_bwd_rows_kernel<Pair, kLanes>>(p, grid, kRowsThreads, p.device, stream, "mlstm_bwd_rows");
 }
 
-// By the smallest group of lanes that holds a row.
+// By the smallest group of lanes that holds a row of a part.
 template <class Pair> void run_rows(const MlstmBwdRowsParams& p, cudaStream_t stream) {
-    if (p.dim_v <= 64)
-        launch_rows<Pair, 8, 1>(p, stream);
-    else if (p.dim_v <= 128)
-        launch_rows<Pair, 16, 1>(p, stream);
-    else if (p.dim_v <= 256)
-        launch_rows<Pair, 32, 1>(p, stream);
+    const int columns = std::min(p.dim_v, p.part_columns);
+    if (columns <= 64)
+        launch_rows<Pair, 8>(p, stream);
+    else if (columns <= 128)
+        launch_rows<Pair, 16>(p, stream);
     else
-        launch_rows<Pair, 32, 2>(p, stream);
+        launch_rows<Pair, 32>(p, stream);
 }
 
 template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t stream) {
@@ -77,7 +76,8 @@ void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {
 void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_factors");
     const auto blocks = (params.count + mlstm::kRowsThreads - 1) / mlstm::kRowsThreads;
-    launch<mlstm::mlstm_bwd_factors_kernel>(params, blocks, mlstm::kRowsThreads, params.device,
+    const int parts = std::max(1, (params.slices + params.part_slices - 1) / params.part_slices);
+    launch<mlstm::mlstm_bwd_factors_kernel>(params, dim3(blocks, parts), mlstm::kRowsThreads, params.device,
                                             static_cast<cudaStream_t>(stream), "mlstm_bwd_factors");
 }
 

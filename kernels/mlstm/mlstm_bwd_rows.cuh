@@ -2,7 +2,7 @@
 //
 // mlstm_bwd_rows takes that from dh and h, and is bound by memory: both are read once. A group of lanes takes
 // a row, 16 bytes a lane and load; eight loads of a lane are in flight. mlstm_bwd_factors takes it as the
-// pass for dv has left it.
+// pass for dv has left it. In both the grid's second dimension are the parts of V.
 #pragma once
 
 #include "tfla_tk/params_bwd.h"
@@ -13,21 +13,21 @@ namespace tfla_tk::mlstm {
 constexpr int kRowsThreads = 256;
 constexpr float kLog2e = 1.44269504f;
 
-// Of the row `at`. dh_h: dh_t.h_t. NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes
-// inf - inf.
-__device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, float dh_h) {
+// Of the row `at` and a part of V. dh_h: dh_t.h_t over its columns. NOTES: e^{-m} may be inf; log2 w stays
+// finite, so that no weight becomes inf - inf.
+__device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, int part, float dh_h) {
     const float d = rows.row_n[at], size = fabsf(d);
     const float log2_floor = rows.row_m ? -kLog2e * rows.row_m[at] : 0.f, floor = exp2f(log2_floor);
     const float w = (size <= floor ? floor : size) + rows.eps;  // NaN of d stays
-    rows.log2_w[at] = isinf(floor) ? log2_floor : log2f(w);
-    rows.e[at] = size > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f;
+    if (part == 0) rows.log2_w[at] = isinf(floor) ? log2_floor : log2f(w);
+    rows.e[part * rows.e_stride + at] = size > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f;
 }
 
-// kLanes lanes share a row of at most 8 * kLanes * kVectors elements.
-template <class Pair, int kLanes, int kVectors>
+// kLanes lanes share a row of at most 8 * kLanes elements.
+template <class Pair, int kLanes>
 __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
     const __grid_constant__ MlstmBwdRowsParams g) {
-    constexpr int kRows = 4 / kVectors;   // of a group
+    constexpr int kRows = 4;              // of a group
     constexpr int kGroups = 32 / kLanes;  // of a warp
     constexpr int kTokens = kGroups * kRows * kRowsThreads / 32;
     const int tiles = (g.seq + kTokens - 1) / kTokens;
@@ -40,23 +40,20 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
     // of this group: rows first, first + kGroups, ..
     const int first = tile * kTokens + warp * kGroups * kRows + group;
-    const int vectors = g.dim_v / 8;
+    const int part = blockIdx.y, column = part * g.part_columns + 8 * lane;
+    const bool in_part = 8 * lane < g.part_columns && column < g.dim_v;
 
-    uint4 x[kRows][kVectors], y[kRows][kVectors];
-    auto load = [&](uint4(&out)[kRows][kVectors], const Operand& from) {
-        const char* rows =
-            static_cast<const char*>(from.data) + 2 * (batch * from.batch_stride + head * from.head_stride);
+    uint4 x[kRows], y[kRows];
+    auto load = [&](uint4(&out)[kRows], const Operand& from) {
+        const char* columns = static_cast<const char*>(from.data) +
+                              2 * (batch * from.batch_stride + head * from.head_stride + column);
 #pragma unroll
-        for (int row = 0; row < kRows; row++)
-#pragma unroll
-            for (int n = 0; n < kVectors; n++) {
-                const int64_t t = first + row * kGroups;
-                const int vector = lane + n * kLanes;
-                out[row][n] =
-                    t < g.seq && vector < vectors
-                        ? __ldcs(reinterpret_cast<const uint4*>(rows + 2 * t * from.row_stride) + vector)
-                        : uint4{};
-            }
+        for (int row = 0; row < kRows; row++) {
+            const int64_t t = first + row * kGroups;
+            out[row] = t < g.seq && in_part
+                           ? __ldcs(reinterpret_cast<const uint4*>(columns + 2 * t * from.row_stride))
+                           : uint4{};
+        }
     };
     // the row that this lane writes
     const int t = first + lane * kGroups;
@@ -67,14 +64,12 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
     float dh_h = 0.f;  // of the row that this lane writes
 #pragma unroll
     for (int row = 0; row < kRows; row++) {
-        float sum = 0.f;
-#pragma unroll
-        for (int n = 0; n < kVectors; n++) sum += dot<Pair>(x[row][n], y[row][n]);
+        float sum = dot<Pair>(x[row], y[row]);
 #pragma unroll
         for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
         if (lane == row) dh_h = sum;
     }
-    if (writes) store_row_factors(g.rows, at, dh_h);
+    if (writes) store_row_factors(g.rows, at, part, dh_h);
 }
 
 // A thread for every row.
@@ -82,9 +77,11 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_factors_kernel(
     const __grid_constant__ MlstmBwdFactorsParams g) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowsThreads + threadIdx.x;
     if (at >= g.count) return;
+    const int part = blockIdx.y, first = part * g.part_slices;
     float dh_h = 0.f;
-    for (int slice = 0; slice < g.slices; slice++) dh_h += g.dots[slice * g.slice_stride + at];
-    store_row_factors(g.rows, at, dh_h);
+    for (int slice = first; slice < min(first + g.part_slices, g.slices); slice++)
+        dh_h += g.dots[slice * g.slice_stride + at];
+    store_row_factors(g.rows, at, part, dh_h);
 }
 
 }  // namespace tfla_tk::mlstm

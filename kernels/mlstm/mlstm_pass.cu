@@ -1,7 +1,8 @@
 // One pass of the mLSTM backward: dq, dk or dv (params_pass.h).
 //
-// One CTA owns a (segment of a sequence, head, slice of the values) and walks it in chunks of 64 tokens, for
-// dq forward and for dk and dv backward in time; the transposed state stays in registers in fp32. Per chunk:
+// One CTA owns a (segment of a sequence, head, slice of the values, share of the keys) and walks it in chunks
+// of 64 tokens, for dq forward and for dk and dv backward in time; the transposed state stays in registers in
+// fp32. Per chunk:
 //   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh), one stores
 //              O^T and its row sums (mlstm_pass_output.cuh)
 //   scores     S = Q K^T; (S + e) . gate into shared memory; for dv, on request, row sums of values . factor
@@ -41,6 +42,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         }
     }
     __syncthreads();
+    if (g.shares > 1) cluster_sync();  // before another CTA writes steps_stored
     if (smem.task.tokens < 0) return;
 
     constexpr auto kRegisters = C::kTiling.registers;
@@ -65,6 +67,10 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
     }
 }
 
+// Tiles of the keys' columns and of the values'.
+inline int shares(int dim_keys) { return (dim_keys + TFLA_DIM_KEYS - 1) / TFLA_DIM_KEYS; }
+inline int slices(int dim_values) { return (dim_values + TFLA_SLICE - 1) / TFLA_SLICE; }
+
 template <class C> WalkGlobals walk_globals(const PassWalk& p) {
     auto map = [&](const Operand& x, int dim) {
         return TensorMap(x, p.batch, p.heads, p.seq, dim, kChunk, p.half);
@@ -75,6 +81,7 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
             p.f,
             p.log2_w,
             p.e,
+            p.e_stride,
             p.chunk_m,
             p.boundaries,
             p.cut,
@@ -84,8 +91,9 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
             p.dim_keys,
             p.dim_values,
-            p.state_columns,
-            (p.dim_values + C::kSlice - 1) / C::kSlice,
+            C::kGradient == Gradient::dv ? p.dim_values : p.dim_keys,
+            shares(p.dim_keys),
+            slices(p.dim_values),
             p.scale,
             high_and_low(std::log2(static_cast<double>(p.scale))),
             p.sigmoid_gate};
@@ -113,12 +121,12 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
                         int64_t{walk.batch} * walk.heads * common.slots,
                         p.states,
                         p.flows,
-                        p.flow_parts,
-                        anchor_slots(common.slots),
-                        p.accumulate};
+                        pass_flow_parts(walk.dim_keys, walk.dim_values),
+                        anchor_slots(common.slots)};
     const DeviceGuard guard(walk.device, "mlstm_pass");
-    launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, walk.cut.segments * walk.heads * common.slices,
-                                                        C::kThreads, walk.device, stream, "mlstm_pass");
+    launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(
+        g, walk.cut.segments * walk.heads * common.slices * common.shares, C::kThreads, walk.device, stream,
+        "mlstm_pass", common.shares);
 }
 
 template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
@@ -136,7 +144,8 @@ template <class T, Gradient kGradient> void run_segments(const PassWalk& p, cuda
     const WalkGlobals g = walk_globals<C>(p);
     const DeviceGuard guard(p.device, "mlstm_pass_segments");
     launch<mlstm_pass_segments_kernel<C>, sizeof(SegmentsMemory<C>)>(
-        g, p.cut.segments * p.heads * g.slices, C::kThreads, p.device, stream, "mlstm_pass_segments");
+        g, p.cut.segments * p.heads * g.slices * g.shares, C::kThreads, p.device, stream,
+        "mlstm_pass_segments");
 }
 
 template <class T> void run_segments(const PassWalk& p, cudaStream_t stream) {
@@ -154,14 +163,14 @@ namespace tfla_tk {
 // Of what dq and dk do with anchors, the same for both and both operand dtypes.
 using AnchorConfig = mlstm::PassConfig<kittens::bf16, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dq>;
 
-inline int pass_slices(int dim_values) { return (dim_values + TFLA_SLICE - 1) / TFLA_SLICE; }
-
-std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_values) {
-    return static_cast<std::int64_t>(batch) * heads * anchor_slots(slots) * pass_slices(dim_values) *
-           AnchorConfig::kAnchorBytes;
+std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_keys, int dim_values) {
+    return static_cast<std::int64_t>(batch) * heads * anchor_slots(slots) * mlstm::shares(dim_keys) *
+           mlstm::slices(dim_values) * AnchorConfig::kAnchorBytes;
 }
 
-int pass_flow_parts(int dim_values) { return pass_slices(dim_values) * AnchorConfig::kStateWarps; }
+int pass_flow_parts(int dim_keys, int dim_values) {
+    return mlstm::shares(dim_keys) * mlstm::slices(dim_values) * AnchorConfig::kStateWarps;
+}
 
 void mlstm_pass(const MlstmPassParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);

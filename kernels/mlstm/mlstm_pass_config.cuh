@@ -17,10 +17,13 @@ struct WalkGlobals {
     TensorMap keys, values;
     Gate i, f;
     const float *log2_w, *e;
+    int64_t e_stride;
     const double* chunk_m;
     Boundaries boundaries;
     Cut cut;
-    int batch, heads, seq, slots, dim_keys, dim_values, state_columns, slices;
+    int batch, heads, seq, slots, dim_keys, dim_values;
+    int state_columns;  // V of the states [K, V]
+    int shares, slices;
     float scale;
     FloatPair log2_scale;
     bool sigmoid_gate;
@@ -28,8 +31,11 @@ struct WalkGlobals {
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 
     // Of one head's state: dv's is [K, V] = [keys, values], that of the others its transpose.
-    template <class C> __device__ inline int64_t state_size() const {
-        return static_cast<int64_t>(C::kGradient == Gradient::dv ? dim_keys : dim_values) * state_columns;
+    __device__ inline int64_t state_size() const { return static_cast<int64_t>(dim_keys) * dim_values; }
+
+    // Boundaries of all sequences and heads.
+    __device__ inline int64_t boundary_slots() const {
+        return static_cast<int64_t>(cut.segments - cut.sequences) * heads;
     }
 };
 
@@ -44,7 +50,6 @@ struct PassGlobals : WalkGlobals {
     void* states;
     float* flows;
     int flow_parts, anchor_slots;
-    bool accumulate;
 
     // Whether the rows of a factor are wanted: of dq and dk with the gradient's, of dv with those of the
     // values.
@@ -53,8 +58,10 @@ struct PassGlobals : WalkGlobals {
     }
 };
 
-// The (segment, head, slice of the values) of a CTA; slices of one head are neighbours.
+// The (segment, head, slice of the values, share of the keys) of a CTA; shares of one slice are neighbours,
+// and a cluster.
 struct PassTask {
+    int share;
     int batch, head, column;  // column: first of the values
     int first_row, tokens;    // tokens < 0: nothing to do
     int first_chunk, chunks;  // first_chunk: of its sequence
@@ -77,20 +84,32 @@ struct PassTask {
     __device__ inline int64_t anchor(const PassGlobals& g, int chunk) const {
         return batch_head * g.anchor_slots + (slot + chunk) / kAnchorChunks;
     }
-    // Where dq leaves this slice's state.
+    // This share's and slice's number among those of its head.
+    template <class C> __device__ inline int part(const WalkGlobals& g) const {
+        return share * g.slices + column / C::kSlice;
+    }
+    // Where dq leaves its state.
     template <class C> __device__ inline unsigned char* anchor_memory(const PassGlobals& g, int chunk) const {
         return static_cast<unsigned char*>(g.states) +
-               (anchor(g, chunk) * g.slices + column / C::kSlice) * C::kAnchorBytes;
+               (anchor(g, chunk) * g.shares * g.slices + part<C>(g)) * C::kAnchorBytes;
     }
 
-    // What the walk begins with, null where that is zero: the caller's, or what arrives at the boundary.
+    // First of the share's columns of the keys.
+    template <class C> __device__ inline int keys_column() const { return share * C::kDimKeys; }
+
+    // What the walk begins with, null where that is zero: the caller's, or what arrives at the boundary. c
+    // from the share's columns on. A gradient of n is of the first share.
     template <class C> __device__ inline const float* entering_c(const PassGlobals& g) const {
-        if (!first) return g.boundaries.c + entered * g.state_size<C>();
-        return g.entering_c ? g.entering_c + state * g.state_size<C>() : nullptr;
+        if (!first) return g.boundaries.c + entered * g.state_size() + keys_column<C>();
+        return g.entering_c ? g.entering_c + state * g.state_size() + keys_column<C>() : nullptr;
     }
-    __device__ inline const float* entering_n(const PassGlobals& g) const {
-        if (!first) return g.boundaries.n ? g.boundaries.n + entered * g.dim_values : nullptr;
-        return g.entering_n ? g.entering_n + state * g.dim_values : nullptr;
+    template <class C> __device__ inline const float* entering_n(const PassGlobals& g) const {
+        if (!first) return g.boundaries.n ? boundary_n<C>(g, entered) : nullptr;
+        return g.entering_n && !(C::kBackward && share > 0) ? g.entering_n + state * g.dim_values : nullptr;
+    }
+    // n at a boundary: a state's is the same for all shares, of gradients each has its own.
+    template <class C> __device__ inline float* boundary_n(const WalkGlobals& g, int64_t slot) const {
+        return g.boundaries.n + ((C::kBackward ? share * g.boundary_slots() : 0) + slot) * g.dim_values;
     }
 
     // This lane's two tokens of a chunk of a [B, H, S] vector; 0 past the last token, and of no vector.
@@ -101,8 +120,15 @@ struct PassTask {
         return {t < tokens ? rows[t] : 0.f, t + 1 < tokens ? rows[t + 1] : 0.f};
     }
 
+    // Of e.
+    __device__ inline float2 e_pair(const WalkGlobals& g, int chunk) const {
+        return pair(g.e ? g.e + share * g.e_stride : nullptr, chunk);
+    }
+
     // Called by whole warps.
     template <class C> __device__ static inline PassTask of_block(const WalkGlobals& g, int block) {
+        const int share = block % g.shares;
+        block /= g.shares;
         const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;
         const Segment s = find_segment(g.cut, g.seq, segment);
         const int batch = g.packed() ? 0 : s.sequence;
@@ -111,7 +137,8 @@ struct PassTask {
         // boundaries of the sequences before it and of its own up to the one before it
         const int64_t before = static_cast<int64_t>(segment - s.sequence - 1) * g.heads + head;
         const int64_t after = before + g.heads;
-        return {batch,
+        return {share,
+                batch,
                 head,
                 block % g.slices * C::kSlice,
                 s.first_row,
@@ -234,9 +261,11 @@ template <class C> struct PassMemory {
     semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
     semaphore out_ready[C::kOutStages][C::kStateWarpgroups], out_free[C::kOutStages][C::kStateWarpgroups];
     semaphore tail_landed;  // a tile whose last rows are still to be zeroed
+    int steps_stored;       // by the share before, which tells
 
     // Every warp that reads a buffer arrives on its *_free barrier.
     __device__ inline void init_barriers() {
+        steps_stored = 0;
         constexpr int kByTma = 0;
         auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
             for (auto& barrier : ready)

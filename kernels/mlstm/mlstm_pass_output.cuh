@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mlstm_pass_config.cuh"
+#include "tfla_tk/cluster.cuh"
 #include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
@@ -16,7 +17,7 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
     auto store = [&](const TensorMap& map, int row) {
         const uint32_t panel = shared_address(&out) + row * kPanelColumns * sizeof(typename C::T);
         const int first_row = task.first_row + chunk * kChunk + row;
-        if (C::kNormalizer && g.accumulate)
+        if (C::kNormalizer && task.share > 0)
             map.add_panel(panel, column, first_row, task.head, task.batch);
         else
             map.store_panel(panel, column, first_row, task.head, task.batch);
@@ -32,11 +33,12 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
 template <class C>
 __device__ inline void store_sums(const PassGlobals& g, const PassTask& task, const PartialSums& sums,
                                   int column, int chunk) {
-    const int panel = column / kSumColumns, lane = fresh_laneid();
+    const int panels = (g.dim_values + kSumColumns - 1) / kSumColumns;
+    const int panel = task.share * panels + column / kSumColumns, lane = fresh_laneid();
     float* whole = g.whole + panel * g.whole_stride + task.row;
 #pragma unroll
-    for (int t = lane; t < kChunk; t += 32)
-        if (chunk * kChunk + t < task.tokens)
+    for (int row = 0; row < kChunk; row += 32)
+        if (const int t = row + lane; chunk * kChunk + t < task.tokens)
             whole[chunk * kChunk + t] =
                 (sums.whole[0][t] + sums.whole[1][t]) + (sums.whole[2][t] + sums.whole[3][t]);
     const float4 x = reinterpret_cast<const float4*>(sums.inter)[lane];
@@ -46,9 +48,25 @@ __device__ inline void store_sums(const PassGlobals& g, const PassTask& task, co
         g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = {value, squares};
 }
 
+// Shares take turns at a chunk of the gradient: the first one stores, each later one adds to that.
+template <class C> __device__ inline void wait_for_turn(const PassMemory<C>& smem, int step) {
+    if (smem.task.share == 0) return;
+    while (acquire_from_cta(&smem.steps_stored) <= step) __nanosleep(100);
+    fence_async_global();
+}
+template <class C> __device__ inline void hand_on_turn(const PassGlobals& g, PassMemory<C>& smem, int step) {
+    const int next = smem.task.share + 1;
+    if (next == g.shares) return;
+    wait_stores_done();  // each lane for its own
+    fence_async_global();
+    __syncwarp();
+    if (fresh_laneid() == 0) release_to_cta(&smem.steps_stored, next, step + 1);
+}
+
 template <class C> __device__ inline void store_outputs(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
-    for (int step = 0; step < task.chunks; step++)
+    for (int step = 0; step < task.chunks; step++) {
+        if constexpr (C::kNormalizer) wait_for_turn(smem, step);
 #pragma unroll 1
         for (int panel = 0; panel < C::kBlocks * C::kStateWarpgroups; panel++) {
             const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
@@ -63,6 +81,8 @@ template <class C> __device__ inline void store_outputs(const PassGlobals& g, Pa
             wait_stores_read();
             arrive_warp(smem.out_free[slot][warpgroup_id]);
         }
+        if constexpr (C::kNormalizer) hand_on_turn(g, smem, step);
+    }
 }
 
 }  // namespace tfla_tk::mlstm

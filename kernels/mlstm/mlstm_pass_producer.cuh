@@ -45,10 +45,10 @@ template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, 
                 prefetch_bulk(task.anchor_memory<C>(g, chunk), C::kAnchorBytes);
         for (int part = 0; part < C::kParts; part++) {
             wait_free(smem.keys_free[slot][part], phase);
-            load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], part * C::kPart, chunk);
+            const int column = task.keys_column<C>() + part * C::kPart;
+            load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], column, chunk);
             wait_free(smem.queries_free[slot][part], phase);
-            load(smem.queries[slot][part], g.queries, smem.queries_arrived[slot][part], part * C::kPart,
-                 chunk);
+            load(smem.queries[slot][part], g.queries, smem.queries_arrived[slot][part], column, chunk);
         }
         wait_free(smem.values_free[slot], phase);
         load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk);
@@ -100,7 +100,7 @@ __device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
     for (int step = 0; step < task.chunks; step++) {
         const int chunk = C::chunk(task, step);
         const float2 log2_w = task.pair(g.log2_w, chunk);
-        const float2 e = C::kNormalizer ? task.pair(g.e, chunk) : float2{0.f, 0.f};
+        const float2 e = C::kNormalizer ? task.e_pair(g, chunk) : float2{0.f, 0.f};
         const FloatPair m_in =
             kSigmoid ? FloatPair{}
                      : finite_stabiliser(g.chunk_m[task.batch_head * g.slots + task.slot + chunk]);

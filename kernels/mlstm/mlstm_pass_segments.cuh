@@ -2,10 +2,10 @@
 // boundary that it leaves over, of C for dq and of its gradient for dk and dv, as the pass holds its state
 // there.
 //
-// One CTA = (segment that the walk leaves over a boundary, head, slice of the values). It starts at that
-// boundary and walks away from it, against the pass, so that it can stop where the gates have forgotten
-// everything further away: a key whose scale is below 2^-150 is scaled by 0, in fp32. Scales are relative to
-// the boundary, so the state itself never decays.
+// One CTA = (segment that the walk leaves over a boundary, head, slice of the values, share of the keys). It
+// starts at that boundary and walks away from it, against the pass, so that it can stop where the gates have
+// forgotten everything further away: a key whose scale is below 2^-150 is scaled by 0, in fp32. Scales are
+// relative to the boundary, so the state itself never decays.
 #pragma once
 
 #include "mlstm_pass_config.cuh"
@@ -66,7 +66,8 @@ template <class C> __device__ inline void load_segment(const WalkGlobals& g, Seg
         last = smem.gates[slot].last;
         __syncwarp();  // read by every lane before the slot can be free again
         for (int part = 0; part < C::kParts; part++)
-            load(smem.keys[slot][part], g.keys, smem.arrived[slot], part * C::kPart, chunk);
+            load(smem.keys[slot][part], g.keys, smem.arrived[slot], task.keys_column<C>() + part * C::kPart,
+                 chunk);
         load(smem.values[slot], g.values, smem.arrived[slot], task.column, chunk);
     }
 }
@@ -114,7 +115,7 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
         if (step >= task.chunks) return;
         const int chunk = chunk_from_boundary<C>(task, step);
         i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
-        if constexpr (C::kBackward) log2_w = task.pair(g.log2_w, chunk), e = task.pair(g.e, chunk);
+        if constexpr (C::kBackward) log2_w = task.pair(g.log2_w, chunk), e = task.e_pair(g, chunk);
         if constexpr (!kSigmoid) m_in = g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
     };
     load(gate_warp);
@@ -141,7 +142,7 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
         if (laneid() == 0) smem.gates[slot].decay = decay, smem.gates[slot].last = last;
         arrive_warp(smem.gates_ready[slot]);
         if (!last) continue;
-        if (!ended && task.column == 0) {
+        if (!ended && task.part<C>(g) == 0) {
             // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
             const double walked = static_cast<double>(decay) + bounds().gates;
             if (laneid() == 0) g.boundaries.log2_decay[task.left] = walked;
@@ -200,11 +201,11 @@ __device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem
     const int row = task.column + warpgroup_id * 64 + warp * 16;
 #pragma unroll
     for (int part = 0; part < C::kParts; part++)
-        store_state(g.boundaries.c + task.left * g.state_size<C>(), state[part], row, part * C::kPart,
-                    g.dim_values, g.dim_keys, g.state_columns);
-    if (!g.boundaries.n) return;
+        store_state(g.boundaries.c + task.left * g.state_size() + task.keys_column<C>(), state[part], row,
+                    part * C::kPart, g.dim_values, g.dim_keys - task.keys_column<C>(), g.state_columns);
+    if (!g.boundaries.n || (!C::kBackward && task.share > 0)) return;
     const float2 sums{quad_sum(norm.x), quad_sum(norm.y)};
-    float* n = g.boundaries.n + task.left * g.dim_values;
+    float* n = task.boundary_n<C>(g, task.left);
     const int upper = row + laneid() / 4;
     if (laneid() % 4 == 0 && upper < g.dim_values) n[upper] = sums.x;
     if (laneid() % 4 == 0 && upper + 8 < g.dim_values) n[upper + 8] = sums.y;

@@ -266,7 +266,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             }
         }
         const float flow = warp_sum(sum);
-        const int part = task.column / C::kSlice * C::kStateWarps + warpgroup_id * 4 + warp();
+        const int part = task.part<C>(g) * C::kStateWarps + warpgroup_id * 4 + warp();
         if (fresh_laneid() == 0) g.flows[task.anchor(g, chunk) * g.flow_parts + part] = flow;
     };
 
@@ -277,11 +277,12 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         else if constexpr (C::kGradient == Gradient::dv)
             load_state_transposed(tile, entering, column, row, g.dim_keys, g.dim_values, g.state_columns);
         else
-            load_state(tile, entering, row, column, g.dim_values, g.dim_keys, g.state_columns);
+            load_state(tile, entering, row, column, g.dim_values, g.dim_keys - task.keys_column<C>(),
+                       g.state_columns);
         pin(tile);
     });
     if constexpr (C::kNormalizer) {
-        const float* entering_n = task.entering_n(g);
+        const float* entering_n = task.entering_n<C>(g);
         for (int n = fresh_thread() % 128; n < 64 * C::kBlocks; n += 128) {
             const int own = warpgroup_id * 64 * C::kBlocks + n, column = task.column + own;
             smem.norm[own] = entering_n && column < g.dim_values ? entering_n[column] : 0.f;
@@ -365,13 +366,14 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     if (!task.last) return;
     if constexpr (C::kGradient == Gradient::dv) {
         if (!g.leaving_c) return;
-        float* leaving = g.leaving_c + task.state * g.state_size<C>();
+        float* leaving = g.leaving_c + task.state * g.state_size();
         for_each_state([&](auto& tile, int row, int column) {
             store_state_transposed(leaving, tile, column, row, g.dim_keys, g.dim_values, g.state_columns);
         });
     } else if constexpr (C::kGradient == Gradient::dk) {
         if (!g.leaving_n) return;
-        float* leaving = g.leaving_n + task.state * g.dim_values;
+        const int64_t states = static_cast<int64_t>(g.cut.sequences) * g.heads;
+        float* leaving = g.leaving_n + (task.share * states + task.state) * g.dim_values;
         const int own_warpgroup = fresh_thread() / 128 - 2;  // NOTES: kept, it costs a register all along
         named_sync<128>(NamedBarrier::state_norm, own_warpgroup);
         for (int n = fresh_thread() % 128; n < 64 * C::kBlocks; n += 128) {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tfla_tk import build, ops
 from tfla_tk.backends.tk import Operands, _current_stream, _gate, _operand, _pointer
+from tfla_tk.backends.tk_passes import PART_COLUMNS
 from tfla_tk.build import instances
 
 from .memory import uninitialised_memory_is_nan
@@ -53,22 +54,41 @@ def sum_products(dh: Tensor, h: Tensor) -> Tensor:
     return (dh.double() * h.double()).sum(-1)
 
 
-def run_rows(kernel: ModuleType, dh: Tensor, h: Tensor, d: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log2 w and e."""
-    log2_w, e = (normal(*h.shape[:3]).fill_(torch.nan) for _ in range(2))
+def run_rows(
+    kernel: ModuleType, dh: Tensor, h: Tensor, d: Tensor, m: Tensor | None, part_columns: int = PART_COLUMNS
+) -> tuple[Tensor, Tensor]:
+    """log2 w and e, of every part of V: [parts, B, NH, S]."""
+    parts = -(-h.shape[-1] // part_columns)
+    log2_w = torch.full_like(d, torch.nan)
+    e = d.new_full((parts, d.numel() + 8), torch.nan)  # with other memory between parts
     device = h.get_device()
     kernel.mlstm_bwd_rows(
         _operand(dh),
         _operand(h),
         (_pointer(d), _pointer(m)),
-        (log2_w.data_ptr(), e.data_ptr()),
-        tuple(h.shape),
+        (log2_w.data_ptr(), e.data_ptr(), e.stride(0)),
+        (*h.shape, part_columns),
         EPS,
         h.dtype == torch.float16,
         device,
         _current_stream(device),
     )
-    return log2_w, e
+    assert e[:, d.numel() :].isnan().all()
+    return log2_w, e[:, : d.numel()].unflatten(1, d.shape)
+
+
+def row_factors_of_parts(
+    row_factors: Formulas,
+    dh: Tensor,
+    h: Tensor,
+    d: Tensor,
+    m: Tensor | None,
+    part_columns: int = PART_COLUMNS,
+) -> tuple[Tensor, Tensor]:
+    """As `run_rows`, in fp64."""
+    parts = zip(dh.split(part_columns, dim=-1), h.split(part_columns, dim=-1), strict=True)
+    found = [row_factors(sum_products(*part), d, m, EPS) for part in parts]
+    return found[0][0], torch.stack([e for _, e in found])
 
 
 def draw_dots(slices: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,23 +100,25 @@ def draw_dots(slices: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return dots, d, m
 
 
-def run_factors(kernel: ModuleType, dots: Tensor, d: Tensor, m: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log2 w and e, with nothing written behind their last row."""
+def run_factors(
+    kernel: ModuleType, dots: Tensor, d: Tensor, m: Tensor | None, part_slices: int = 4
+) -> tuple[Tensor, Tensor]:
+    """log2 w, and e of every part of V, [parts, rows], with nothing written behind their last row."""
     slices, rows = dots.shape
-    wide = [torch.full((rows + 1000,), torch.nan, device="cuda") for _ in range(2)]
+    parts = max(1, -(-slices // part_slices))
+    wide = torch.full((1 + parts, rows + 1000), torch.nan, device="cuda")
     device = dots.get_device()
     kernel.mlstm_bwd_factors(
-        (dots.data_ptr(), dots.stride(0), slices),
+        (dots.data_ptr(), dots.stride(0), slices, part_slices),
         (_pointer(d), _pointer(m)),
-        tuple(x.data_ptr() for x in wide),
+        (wide[0].data_ptr(), wide[1].data_ptr(), wide.stride(0)),
         rows,
         EPS,
         device,
         _current_stream(device),
     )
-    assert all(x[rows:].isnan().all() for x in wide)
-    log2_w, e = (x[:rows] for x in wide)
-    return log2_w, e
+    assert wide[:, rows:].isnan().all()
+    return wide[0, :rows], wide[1:, :rows]
 
 
 def assert_factors(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], rel_err: Error) -> None:
@@ -104,13 +126,17 @@ def assert_factors(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], r
     assert rel_err(found[1], truth[1]) <= 1e-5
 
 
-@pytest.mark.parametrize("dim", [16, 48, 64, 80, 128, 256, 272, 512])
+@pytest.mark.parametrize(
+    ("dim", "part_columns"),
+    [*((dim, PART_COLUMNS) for dim in (16, 48, 64, 80, 128, 256, 272, 512)), (176, 64)],
+)
 @pytest.mark.parametrize("size", [(1, 1, 1), (2, 3, 63), (1, 2, 1000)], ids="B{0[0]}_NH{0[1]}_S{0[2]}".format)
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_row_factors(
     layout: str,
     size: tuple[int, int, int],
     dim: int,
+    part_columns: int,
     dtype: torch.dtype,
     kernel: ModuleType,
     row_factors: Formulas,
@@ -120,8 +146,9 @@ def test_row_factors(
     if layout == "transposed":
         dh, h = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dh, h))
     for given in (m, None):
-        found = run_rows(kernel, dh, h, d, given)
-        assert_factors(found, row_factors(sum_products(dh, h), d, given, EPS), rel_err)
+        found = run_rows(kernel, dh, h, d, given, part_columns)
+        truth = row_factors_of_parts(row_factors, dh, h, d, given, part_columns)
+        assert_factors(found, truth, rel_err)
 
 
 def test_row_factors_at_the_ends_of_the_range(
@@ -134,26 +161,29 @@ def test_row_factors_at_the_ends_of_the_range(
     d[0, 0, 2:4] = 0.0
     log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isfinite().all() and e.isfinite().all()
-    assert_factors((log2_w, e), row_factors(sum_products(dh, h), d, m, EPS), rel_err)
+    assert_factors((log2_w, e), row_factors_of_parts(row_factors, dh, h, d, m), rel_err)
     d[0, 1, 7] = torch.nan
     dh[0, 1, 9, 200] = torch.nan
     m.fill_(100.0)
     log2_w, e = run_rows(kernel, dh, h, d, m)
     assert log2_w.isnan().nonzero().tolist() == [[0, 1, 7]]
-    assert e.isnan().nonzero().tolist() == [[0, 1, 9]]
+    assert e.isnan().nonzero().tolist() == [[0, 0, 1, 9]]
 
 
 @pytest.mark.parametrize("rows", [1, 63, 3 * 1000])
 @pytest.mark.parametrize("slices", [0, 1, 2, 4])
+@pytest.mark.parametrize("part_slices", [1, 2, 4])
 def test_row_factors_from_dots(
-    slices: int, rows: int, kernel: ModuleType, row_factors: Formulas, rel_err: Error
+    part_slices: int, slices: int, rows: int, kernel: ModuleType, row_factors: Formulas, rel_err: Error
 ) -> None:
     """Without dots e is 0."""
     dots, d, m = draw_dots(slices, rows)
+    of_parts = [part.double().sum(0) for part in dots.split(part_slices)] if slices else [torch.zeros_like(d)]
     for given in (m, None):
-        truth = row_factors(dots.double().sum(0), d, given, EPS)
+        log2_w, e = zip(*(row_factors(part, d, given, EPS) for part in of_parts), strict=True)
+        truth = log2_w[0], torch.stack(e)
         assert truth[1].any() == (slices > 0)
-        assert_factors(run_factors(kernel, dots, d, given), truth, rel_err)
+        assert_factors(run_factors(kernel, dots, d, given, part_slices), truth, rel_err)
 
 
 def test_row_factors_from_dots_at_the_ends_of_the_range(
@@ -166,13 +196,13 @@ def test_row_factors_from_dots_at_the_ends_of_the_range(
     d[2:4] = 0.0
     log2_w, e = run_factors(kernel, dots, d, m)
     assert log2_w.isfinite().all() and e.isfinite().all()
-    assert_factors((log2_w, e), row_factors(dots.double().sum(0), d, m, EPS), rel_err)
+    assert_factors((log2_w, e[0]), row_factors(dots.double().sum(0), d, m, EPS), rel_err)
     d[7] = torch.nan
     dots[1, 9] = torch.nan
     m.fill_(100.0)
     log2_w, e = run_factors(kernel, dots, d, m)
     assert log2_w.isnan().nonzero().tolist() == [[7]]
-    assert e.isnan().nonzero().tolist() == [[9]]
+    assert e.isnan().nonzero().tolist() == [[0, 9]]
 
 
 def floats_at(pointer: int, shape: tuple[int, int], stride: int) -> Tensor:
@@ -193,8 +223,8 @@ def dots_read(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tenso
     found: list[Tensor] = []
     launch = kernel.mlstm_bwd_factors
 
-    def record(dots: tuple[int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> None:
-        pointer, stride, slices = dots
+    def record(dots: tuple[int, int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> None:
+        pointer, stride, slices, _ = dots
         if slices > 0:
             found.append(floats_at(pointer, (slices, count), stride))
         launch(dots, rows, factors, count, *others)
@@ -220,7 +250,7 @@ def test_the_pass_for_dv_leaves_the_dots(
     dots_read: list[Tensor],
     rel_err: Error,
 ) -> None:
-    """By its slices of V, of every token, over all parts of V together."""
+    """By its slices of V, of every token, all of them read by one launch."""
     cut_every(10_000)
     if lengths is None:
         x = make_inputs(2, 3, 300, dims, dtype)
@@ -234,8 +264,8 @@ def test_the_pass_for_dv_leaves_the_dots(
     width = int(dict(instances.mlstm_pass("dv", *dims).defines)["TFLA_SLICE"])
     slices = zip(dh.split(width, dim=-1), h.detach().split(width, dim=-1), strict=True)
     expected = torch.stack([sum_products(*of_slice).flatten() for of_slice in slices])
-    assert len(dots_read) == -(-dims[1] // instances.MAX_DIM_QK)
-    assert rel_err(torch.cat(dots_read), expected) <= 1e-5
+    (found,) = dots_read
+    assert rel_err(found, expected) <= 1e-5
 
 
 # gates

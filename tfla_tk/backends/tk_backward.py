@@ -9,8 +9,8 @@ the normaliser w_t, s = K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]
     dk_j = sum_{t >= j} s W_tj / w_t (v_j.dh_t + e_t) q_t + from the state    v       dh     q
     dv_j = sum_{t >= j} s W_tj / w_t (k_j.q_t) dh_t       + from the state    k       q      dh
 
-dq and dk are linear in the columns of v, dh and h, e_t among them: a pass takes as many as it holds, a part
-of V.
+dq and dk are linear in the columns of v, dh and h, e_t among them: CTAs take as many as they hold, a part of
+V, and those of different parts add to the same gradient.
 
 Where a few long sequences would leave the GPU empty they are cut into segments, all passes alike: what a pass
 begins a segment with is made before it, by a segments kernel and a small kernel that carries it on, or, for
@@ -116,7 +116,6 @@ def mlstm_bwd(
         sizes,
         operands.read(h),
         operands.read(dh),
-        q.element_size(),
         row_n_at,
         _given(row_m),
         eps,
@@ -128,10 +127,9 @@ def mlstm_bwd(
     # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
     dots_of_dv = normalize and not plan.is_cut
     if dots_of_dv:
-        launch_factors(rows, plan.parts[0], slices=0)  # dv reads log2 w alone, of the first part
+        launch_factors(rows, dots=False)  # dv reads log2 w alone
     elif normalize:
-        for part in plan.parts:
-            launch_rows(rows, part)
+        launch_rows(rows)
     # only now the rest, and last of all the gradients, so that a GPU that waits for the host has work early
     call = Call(
         *of_rows,
@@ -168,15 +166,14 @@ def mlstm_bwd(
         _pointer(dn_initial),
     )
     launch_dv(call, written, dots=dots_of_dv)
-    for part in plan.parts:
-        if dots_of_dv:
-            launch_factors(call, part, slices=part.dot_slices)
-        if part.number == 0 or dn_initial is None:
-            launch_dq_and_dk(call, written, part, written.dn_initial)
-        else:
-            dn_of_part = torch.empty_like(dn_initial)
-            launch_dq_and_dk(call, written, part, dn_of_part.data_ptr())
-            dn_initial.add_(dn_of_part)
+    if dots_of_dv:
+        launch_factors(call, dots=True)
+    if dn_initial is None or plan.parts == 1:
+        launch_dq_and_dk(call, written, written.dn_initial)
+    else:
+        dn_of_parts = dn_initial.new_empty((plan.parts, *dn_initial.shape))
+        launch_dq_and_dk(call, written, dn_of_parts.data_ptr())
+        torch.sum(dn_of_parts, dim=0, out=dn_initial)
     launch_gates(call, written)
     operands.copy_back()
     return grads

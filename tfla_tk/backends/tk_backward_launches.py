@@ -7,13 +7,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 from tfla_tk.backends.tk import Gate, Operand
-from tfla_tk.backends.tk_passes import Memory, Part, Plan, Sizes
+from tfla_tk.backends.tk_passes import PART_COLUMNS, Memory, Plan, Sizes
 
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
 
 # addresses, of states or their gradients 0 where there is none
 Pair = tuple[int, int]  # c and n, or row sums and their inter
-Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e and chunk_m
+Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e and its stride
 
 
 @dataclass(slots=True)
@@ -24,7 +24,6 @@ class RowCall:
         plan, memory: what is launched, and where it leaves what.
         sizes: batch, heads, seq, dim_qk, dim_v.
         h, dh: [B, NH, S, V], rows aligned for TMA.
-        itemsize: bytes of an element of them.
         row_n, row_m: as the forward returns them; row_n is 0 without normaliser alone.
     """
 
@@ -33,7 +32,6 @@ class RowCall:
     sizes: Sizes
     h: Operand
     dh: Operand
-    itemsize: int
     row_n: int
     row_m: int
     eps: float
@@ -84,14 +82,14 @@ class Grads(NamedTuple):
     dn_initial: int
 
 
-def launch_rows(x: RowCall, part: Part) -> None:
+def launch_rows(x: RowCall) -> None:
     """log2 w_t and e_t of every token, from dh and h."""
     x.plan.around.mlstm_bwd_rows(
-        _columns(x, x.dh, part),
-        _columns(x, x.h, part),
+        x.dh,
+        x.h,
         (x.row_n, x.row_m),
-        (x.memory.log2_w + part.rows, x.memory.e + part.rows),
-        (*x.sizes[:3], part.width),
+        _factors(x),
+        (*x.sizes[:3], x.sizes[4], PART_COLUMNS),
         x.eps,
         x.half,
         x.device,
@@ -99,14 +97,14 @@ def launch_rows(x: RowCall, part: Part) -> None:
     )
 
 
-def launch_factors(x: RowCall, part: Part, *, slices: int) -> None:
-    """log2 w_t and e_t of every token, from the dots of so many slices of "dv"; without any e_t is 0."""
+def launch_factors(x: RowCall, *, dots: bool) -> None:
+    """log2 w_t and e_t of every token, from the dots of "dv"; log2 w_t alone without them."""
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
     x.plan.around.mlstm_bwd_factors(
-        (x.memory.dots + part.dots, rows, slices),
+        (x.memory.dots, rows, x.plan.dot_slices if dots else 0, x.plan.part_slices),
         (x.row_n, x.row_m),
-        (x.memory.log2_w + part.rows, x.memory.e + part.rows),
+        _factors(x),
         rows,
         x.eps,
         x.device,
@@ -115,40 +113,34 @@ def launch_factors(x: RowCall, part: Part, *, slices: int) -> None:
 
 
 def launch_segments_of_dq(x: Call) -> None:
-    """The states that the passes for dq begin those segments with that follow others."""
+    """The states that the pass for dq begins those segments with that follow others."""
     memory = x.memory
-    for part in x.plan.parts:
-        # n is a sum over keys, the same for every part
-        n = memory.state_n if part.number == 0 else 0
-        boundary = (memory.state_c + part.state, n, memory.state_decay)
-        _sum_segments(x, "dq", part, _columns(x, x.v, part), x.k, boundary)
     states = (memory.state_c, memory.state_n, memory.state_decay)
+    _sum_segments(x, "dq", x.v, x.k, states)
     _combine(x, states, 1, (x.c_initial, x.n_initial), backward=False)
 
 
 def launch_segments_of_dk(x: Call) -> None:
     """The gradients of states that the passes for dk and dv begin those segments with that others follow."""
-    memory, parts = x.memory, x.plan.parts
-    for part in parts:
-        boundary = (memory.grad_c + part.state, memory.grad_n + part.norms, memory.grad_decay)
-        _sum_segments(x, "dk", part, _columns(x, x.dh, part), x.q, boundary)
+    memory = x.memory
     grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
-    _combine(x, grads, len(parts), (x.dc_last, x.dn_last), backward=True)
+    _sum_segments(x, "dk", x.dh, x.q, grads)
+    _combine(x, grads, x.plan.parts, (x.dc_last, x.dn_last), backward=True)
 
 
-def _sum_segments(x: Call, name: str, part: Part, keys: Operand, values: Operand, boundary: Triple) -> None:
+def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> None:
     """What every segment adds by itself at the boundary over which the pass leaves it."""
     *size, dim_qk, dim_v = x.sizes
-    part.kernel.mlstm_pass_segments(
+    x.plan.dq_and_dk.mlstm_pass_segments(
         GRADIENTS[name],
         keys,
         values,
         x.i,
         x.f,
-        _rows(x, part),
+        _rows(x),
         boundary,
         x.cut,
-        (*size, part.width, dim_qk, dim_v),
+        (*size, dim_v, dim_qk),
         x.scale,
         x.half,
         x.sigmoid_gate,
@@ -171,32 +163,28 @@ def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, ba
     )
 
 
-def launch_dq_and_dk(x: Call, written: Grads, part: Part, dn: int) -> None:
-    """The passes over a part of V, which add to what those before have made.
+def launch_dq_and_dk(x: Call, written: Grads, dn: int) -> None:
+    """The passes over all parts of V, the shares of their keys.
 
     Args:
-        dn: address of the gradient of n_initial, of this part alone; or 0.
+        dn: address of the gradients of n_initial, one for each part; or 0.
     """
     memory = x.memory
     *size, dim_qk, dim_v = x.sizes
-    first = part.number == 0
-    v, dh, rows = _columns(x, x.v, part), _columns(x, x.dh, part), _rows(x, part)
-    sizes = (*size, part.width, dim_qk, dim_v)
-    anchors = (memory.anchors, memory.flows + part.flows, x.plan.flow_parts)
+    sizes = (*size, dim_v, dim_qk)
+    anchors = (memory.anchors, memory.flows)
     _run_pass(
-        x, "dq", part.kernel, dh, v, x.k, written.dq, rows, sizes,
-        entering=(_state(x.c_initial, part), x.n_initial),
-        boundary=_boundary(x, memory.state_c + part.state, memory.state_n, memory.state_decay),
-        factor=x.q, sums=(memory.q_dq + part.sums, memory.q_dq_inter + part.inter), anchors=anchors,
-        accumulate=not first,
+        x, "dq", x.plan.dq_and_dk, x.dh, x.v, x.k, written.dq, sizes,
+        entering=(x.c_initial, x.n_initial),
+        boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
+        factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors,
     )  # fmt: skip
     _run_pass(
-        x, "dk", part.kernel, v, dh, x.q, written.dk, rows, sizes,
-        entering=(_state(x.dc_last, part), x.dn_last if first else 0),
+        x, "dk", x.plan.dq_and_dk, x.v, x.dh, x.q, written.dk, sizes,
+        entering=(x.dc_last, x.dn_last),
         leaving=(0, dn),
-        boundary=_boundary(x, memory.grad_c + part.state, memory.grad_n + part.norms, memory.grad_decay),
-        factor=x.k, sums=(memory.k_dk + part.sums, memory.k_dk_inter + part.inter), anchors=anchors,
-        accumulate=not first,
+        boundary=_boundary(x, memory.grad_c, memory.grad_n, memory.grad_decay),
+        factor=x.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors,
     )  # fmt: skip
 
 
@@ -207,10 +195,8 @@ def launch_dv(x: Call, written: Grads, *, dots: bool) -> None:
         dots: whether dh_t.h_t is wanted.
     """
     memory = x.memory
-    *size, dim_qk, dim_v = x.sizes
-    rows, sizes = _rows(x, x.plan.parts[0]), (*size, dim_qk, dim_v, dim_v)
     _run_pass(
-        x, "dv", x.plan.dv, x.k, x.q, x.dh, written.dv, rows, sizes,
+        x, "dv", x.plan.dv, x.k, x.q, x.dh, written.dv, x.sizes,
         entering=(x.dc_last, 0),
         leaving=(written.dc_initial, 0),
         boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
@@ -227,36 +213,30 @@ def _run_pass(
     keys: Operand,
     values: Operand,
     out: Operand,
-    rows: Triple,
-    sizes: tuple[int, ...],
+    sizes: Sizes,
     *,
     entering: Pair,
     leaving: Pair = (0, 0),
     boundary: Triple,
     factor: Operand,
     sums: Pair = (0, 0),
-    anchors: Triple = (0, 0, 0),
-    accumulate: bool = False,
+    anchors: Pair = (0, 0),
 ) -> None:
     """One pass over the chunks, on the current stream.
 
     Args:
         name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
         out: the gradient, to be written; like `values`.
-        rows: log2_w and e, of the part of V, 0 without normaliser, and chunk_m.
-        sizes: batch, heads, seq, columns of the keys, of the values, of a whole state.
+        sizes: batch, heads, seq, columns of the keys and of the values.
         entering: what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; 0 is
-            zero. c and dc are [N, NH, K, V] always, contiguous or columns of a contiguous one: the state of
-            "dv"; those of "dq" and "dk" are its transpose. n and dn [N, NH, K] go with the values' columns
-            and are 0 for "dv".
+            zero. c and dc are [N, NH, K, V] always, contiguous: the state of "dv"; those of "dq" and "dk" are
+            its transpose. n and dn [N, NH, K] go with the values' columns and are 0 for "dv".
         leaving: gradients of the initial state, to be written at the walk's end where there is an address:
-            "dv" has that of c, "dk" that of n.
+            "dv" has that of c, "dk" those of n, [P, N, NH, K].
         boundary: c, n and log2_decay for the segments that follow others in the walk; 0 where nothing is cut.
         factor: like `out`, what its rows are multiplied with for the row sums, those of `values` for "dv".
         sums: where these are written, whole and inter; "dv" has no inter, and none at all where whole is 0.
-        anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them, and the parts of
-            a flow.
-        accumulate: whether the gradient is added to what `out` holds; not for "dv".
+        anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them.
     """
     kernel.mlstm_pass(
         GRADIENTS[name],
@@ -267,7 +247,7 @@ def _run_pass(
         factor,
         x.i,
         x.f,
-        rows,
+        _rows(x),
         entering,
         leaving,
         boundary,
@@ -276,7 +256,6 @@ def _run_pass(
         x.cut,
         sizes,
         x.scale,
-        accumulate,
         x.half,
         x.sigmoid_gate,
         x.device,
@@ -307,22 +286,14 @@ def launch_gates(x: Call, written: Grads) -> None:
     )
 
 
-def _columns(x: RowCall, operand: Operand, part: Part) -> Operand:
-    """A part of the columns of v, h or dh."""
-    pointer, batch, head, row = operand
-    return pointer + x.itemsize * part.start, batch, head, row
+def _factors(x: RowCall) -> Triple:
+    """log2_w, e, and from a part's e to the next one's."""
+    return x.memory.log2_w, x.memory.e, x.plan.e_stride
 
 
-def _state(pointer: int, part: Part) -> int:
-    """A part of the columns of a state; 0 where there is none."""
-    return pointer and pointer + part.state
-
-
-def _rows(x: Call, part: Part) -> Triple:
-    """What the passes read of every token and chunk: log2_w, e and chunk_m."""
-    if not x.row_n:
-        return 0, 0, x.chunk_m
-    return x.memory.log2_w + part.rows, x.memory.e + part.rows, x.chunk_m
+def _rows(x: Call) -> tuple[int, int, int, int]:
+    """What the passes read of every token and chunk: `_factors` and chunk_m."""
+    return *(_factors(x) if x.row_n else (0, 0, 0)), x.chunk_m
 
 
 def _boundary(x: Call, c: int, n: int, log2_decay: int) -> Triple:

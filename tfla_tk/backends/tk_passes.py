@@ -20,36 +20,9 @@ ALIGNMENT = 256  # bytes
 FLOAT, DOUBLE = 4, 8  # bytes
 SUM_COLUMNS = 64  # kSumColumns of params_pass.h
 ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
+PART_COLUMNS = instances.MAX_DIM_QK  # of a part of V: the widest tile of the keys of a pass
 
 Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of the columns of v, h and dh, as many as a pass for dq or dk takes.
-
-    Attributes:
-        number: 0 is the first part.
-        start, width: its columns.
-        kernel: the module of its passes.
-        state: bytes from the start of a state [N, NH, K, V] to its columns.
-        rows, dots, norms, sums, inter, flows: bytes from where `Memory` has something of the first part to
-            where it has that of this one: log2_w and e, dots, grad_n, the row sums, their inter, and flows.
-        dot_slices: slices of dots that are of its columns.
-    """
-
-    number: int
-    start: int
-    width: int
-    kernel: ModuleType
-    state: int
-    rows: int
-    dots: int
-    norms: int
-    sums: int
-    inter: int
-    flows: int
-    dot_slices: int
 
 
 class Memory(NamedTuple):
@@ -59,7 +32,8 @@ class Memory(NamedTuple):
     packed sequences as many as there can be; uncut sequences have none.
 
     Attributes:
-        log2_w, e: of every token, [P, B, NH, S], each part aligned; none without normaliser, when both are 0.
+        log2_w, e: of every token, [B, NH, S], and of every part, [P, B, NH, S], each aligned; none without
+            normaliser, when both are 0.
         dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; none
             without normaliser.
         state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
@@ -70,7 +44,7 @@ class Memory(NamedTuple):
             columns of K by itself: of every token, [sums, B, NH, S]; and of every chunk the part through the
             state that entered it, with the squares of the summands, [sums, B, NH, slots, 2].
         anchors: states that "dq" leaves for "dk" at some boundaries between chunks, in the middle of long
-            sequences; every part of V overwrites them.
+            sequences.
         flows: the exact flow of gradient over these boundaries, [B, NH, anchor slots, flow parts], to be
             summed over its parts; slots without an anchor are not written.
         workspace: of the kernels for the gates.
@@ -99,8 +73,10 @@ class Plan:
     """How a backward is launched.
 
     Attributes:
-        around, dv: the modules of the kernels around the passes and of the pass for dv.
-        parts: of V, with the modules of the other passes.
+        around, dv, dq_and_dk: the modules of the kernels around the passes, and of the passes.
+        parts: of V: the shares of the passes for dq and dk.
+        e_stride: elements from a part's e to the next one's.
+        dot_slices, part_slices: of dots, all and of a part.
         cut: of the sequences into segments.
         is_cut: whether there are boundaries between segments.
         sums, flow_parts: of the row sums and of the flows, as `Memory` has them.
@@ -110,7 +86,11 @@ class Plan:
 
     around: ModuleType
     dv: ModuleType
-    parts: tuple[Part, ...]
+    dq_and_dk: ModuleType
+    parts: int
+    e_stride: int
+    dot_slices: int
+    part_slices: int
     cut: Cut
     is_cut: bool
     sums: int
@@ -124,30 +104,32 @@ class Plan:
 
 
 @functools.cache
-def instances_of(dim_qk: int, dim_v: int) -> tuple[build.Instance, ...]:
-    """Around the passes, the pass for dv, and that for dq and dk over each part of V: both in one module."""
-    of_parts = (instances.mlstm_pass("dq", width, dim_qk) for _, width in _columns(dim_v))
-    return instances.mlstm_bwd(), instances.mlstm_pass("dv", dim_qk, dim_v), *of_parts
+def instances_of(dim_qk: int, dim_v: int) -> tuple[build.Instance, build.Instance, build.Instance]:
+    """Around the passes, the pass for dv, and those for dq and dk: both in one module."""
+    return (
+        instances.mlstm_bwd(),
+        instances.mlstm_pass("dv", dim_qk, dim_v),
+        instances.mlstm_pass("dq", min(dim_v, PART_COLUMNS), dim_qk),
+    )
 
 
 @functools.cache
-def slices_of_a_pass(dim_qk: int, dim_v: int) -> int:
-    """CTAs that the pass for dk has for one segment of a head: slices of K."""
-    _, width = _columns(dim_v)[0]
-    instance = instances.mlstm_pass("dk", width, dim_qk)
-    return -(-dim_qk // _slice(instance))
+def ctas_of_a_pass(dim_qk: int, dim_v: int) -> int:
+    """CTAs that the pass for dk has for one segment of a head: slices of K times parts of V."""
+    *_, instance = instances_of(dim_qk, dim_v)
+    return -(-dim_qk // _slice(instance)) * _parts(dim_v)
 
 
 def cut_sequences(sizes: Sizes, sequences: int, multiprocessors: int, *, packed: bool) -> Cut:
     """How sequences are cut: the same for all passes, by the CTAs that dk has for one segment."""
     _, heads, seq, *dims = sizes
     find = segments.cut_packed if packed else segments.cut
-    return find(sequences, seq, heads * slices_of_a_pass(*dims), multiprocessors, segments.BACKWARD)
+    return find(sequences, seq, heads * ctas_of_a_pass(*dims), multiprocessors, segments.BACKWARD)
 
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(
-    kernels: tuple[ModuleType, ...],
+    kernels: tuple[ModuleType, ModuleType, ModuleType],
     sizes: Sizes,
     sequences: int,
     chunk_slots: int,
@@ -166,53 +148,33 @@ def make_plan(
         states_given: the forward has left the states at the boundaries: state_c and state_n are in its
             workspace, not in this allocation, and nobody reads state_decay.
     """
-    around, dv, *of_parts = kernels
+    around, dv, dq_and_dk = kernels
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
     own_states = 0 if states_given else boundaries
     row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
-    norm_bytes = FLOAT * boundaries * dim_qk
     dots_slice = _slice(instances.mlstm_pass("dv", dim_qk, dim_v))
-    dots_bytes = FLOAT * batch * heads * seq
-    sums = -(-dim_qk // SUM_COLUMNS)
+    dot_slices = -(-dim_v // dots_slice)
+    parts = _parts(dim_v)
+    sums = parts * -(-dim_qk // SUM_COLUMNS)
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
-    parts = []
-    flow_parts = 0
-    for number, ((start, width), kernel) in enumerate(zip(_columns(dim_v), of_parts, strict=True)):
-        parts.append(
-            Part(
-                number,
-                start,
-                width,
-                kernel,
-                state=FLOAT * start,
-                rows=number * row_bytes,
-                dots=start // dots_slice * dots_bytes,
-                norms=number * norm_bytes,
-                sums=number * sum_bytes,
-                inter=number * inter_bytes,
-                flows=FLOAT * flow_parts,
-                dot_slices=-(-width // dots_slice),
-            )
-        )
-        flow_parts += kernel.flow_parts(dim_qk)
-    count = len(parts)
+    flow_parts = dq_and_dk.flow_parts(dim_v, dim_qk)
     taken = Memory(
-        log2_w=count * row_bytes,
-        e=count * row_bytes,
-        dots=-(-dim_v // dots_slice) * dots_bytes if normalize and not boundaries else 0,
+        log2_w=row_bytes,
+        e=parts * row_bytes,
+        dots=FLOAT * dot_slices * batch * heads * seq if normalize and not boundaries else 0,
         state_c=own_states * dim_qk * dim_v * FLOAT,
         state_n=own_states * dim_qk * FLOAT,
         state_decay=DOUBLE * own_states,
         grad_c=boundaries * dim_qk * dim_v * FLOAT,
-        grad_n=count * norm_bytes,
+        grad_n=parts * boundaries * dim_qk * FLOAT,
         grad_decay=DOUBLE * boundaries,
-        q_dq=count * sum_bytes,
-        q_dq_inter=count * inter_bytes,
-        k_dk=count * sum_bytes,
-        k_dk_inter=count * inter_bytes,
-        anchors=max(kernel.anchor_bytes(batch, heads, chunk_slots, dim_qk) for kernel in of_parts),
+        q_dq=sum_bytes,
+        q_dq_inter=inter_bytes,
+        k_dk=sum_bytes,
+        k_dk_inter=inter_bytes,
+        anchors=dq_and_dk.anchor_bytes(batch, heads, chunk_slots, dim_v, dim_qk),
         flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
         workspace=around.mlstm_bwd_gates_workspace_bytes(heads, sequences),
     )
@@ -220,10 +182,14 @@ def make_plan(
     return Plan(
         around,
         dv,
-        tuple(parts),
+        dq_and_dk,
+        parts,
+        row_bytes // FLOAT,
+        dot_slices,
+        PART_COLUMNS // dots_slice,
         cut,
         boundaries > 0,
-        count * sums,
+        sums,
         flow_parts,
         size,
         Memory._make(offsets),
@@ -235,10 +201,8 @@ def _slice(instance: build.Instance) -> int:
     return int(dict(instance.defines)["TFLA_SLICE"])
 
 
-def _columns(dim_v: int) -> list[tuple[int, int]]:
-    """Start and width of every part of V."""
-    most = instances.MAX_DIM_QK
-    return [(start, min(most, dim_v - start)) for start in range(0, dim_v, most)]
+def _parts(dim_v: int) -> int:
+    return -(-dim_v // PART_COLUMNS)
 
 
 def _aligned(size: int) -> int:

@@ -28,10 +28,11 @@ struct DeviceGuard {
     ~DeviceGuard() { cudaSetDevice(previous); }
 };
 
-// Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory.
+// Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory. `cluster`
+// consecutive CTAs run at the same time and see each other's shared memory.
 template <auto kKernel, int kSharedBytes = 0, class Arguments>
 void launch(const Arguments& arguments, dim3 grid, int threads, int device, cudaStream_t stream,
-            const char* name) {
+            const char* name, int cluster = 1) {
     static_assert(kSharedBytes <= kittens::MAX_SHARED_MEMORY);
     static std::array<std::atomic<bool>, 64> allowed{};  // by device
     if (kSharedBytes > 0 && !allowed.at(device)) {
@@ -39,8 +40,13 @@ void launch(const Arguments& arguments, dim3 grid, int threads, int device, cuda
                      name);
         allowed[device] = true;
     }
-    kKernel<<<grid, threads, kSharedBytes, stream>>>(arguments);
-    check_launch(cudaGetLastError(), name);
+    cudaLaunchAttribute of_cluster{};
+    of_cluster.id = cudaLaunchAttributeClusterDimension;
+    of_cluster.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream, config.attrs = &of_cluster, config.numAttrs = cluster > 1;
+    check_launch(cudaLaunchKernelEx(&config, kKernel, arguments), name);
 }
 
 }  // namespace tfla_tk

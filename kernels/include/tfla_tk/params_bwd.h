@@ -7,12 +7,13 @@
 namespace tfla_tk {
 
 // Numbers per row that the passes need: log2 of the normaliser w_t, and e_t = -(dh_t.h_t) sign(d_t)
-// [|d_t| > floor_t].
+// [|d_t| > floor_t], of every part of V (a share of PassWalk) by itself.
 struct RowFactorPointers {
-    const float* row_n;  // [B, H, S]: d_t
-    const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
-    float *log2_w, *e;   // [B, H, S]
-    float eps;           // added to the normaliser after the max
+    const float* row_n;     // [B, H, S]: d_t
+    const float* row_m;     // [B, H, S]: m_t; null with the sigmoid gate
+    float *log2_w, *e;      // [B, H, S], and of every part
+    std::int64_t e_stride;  // from one part's to the next
+    float eps;              // added to the normaliser after the max
 };
 
 // With dh_t.h_t from dh and h.
@@ -20,7 +21,8 @@ struct MlstmBwdRowsParams {
     Operand dh, h;  // [B, H, S, V], bf16 or fp16, rows at multiples of 16 bytes
     RowFactorPointers rows;
     int batch, heads, seq, dim_v;
-    bool half;  // operands are fp16, not bf16
+    int part_columns;  // of a part of V, 256 at most
+    bool half;         // operands are fp16, not bf16
     int device;
 };
 
@@ -28,7 +30,8 @@ struct MlstmBwdRowsParams {
 struct MlstmBwdFactorsParams {
     const float* dots;          // [slices, B, H, S]
     std::int64_t slice_stride;  // from one slice to the next
-    int slices;                 // 0: e is 0
+    int slices;                 // 0: there is one part, whose e is 0
+    int part_slices;            // of a part of V
     RowFactorPointers rows;
     std::int64_t count;  // B H S
     int device;

@@ -110,4 +110,11 @@ __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_grou
 // Until the sources of all committed stores have been read.
 __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
 
+// Until all committed stores are done.
+__device__ inline void wait_stores_done() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
+
+// Orders this thread's stores to global memory, by whichever way, between those of the TMA engine that it has
+// waited for and those that it starts.
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;\n" ::: "memory"); }
+
 }  // namespace tfla_tk

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -40,8 +40,18 @@ ARGUMENTS = {
     ),
     "mlstm_pass": (
         *("gradient", "queries", "keys", "values", "out", "factor", "i", "f", "rows", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "cut", "sizes", "scale", "accumulate", "half", "sigmoid_gate"),
-        *("device", "stream"),
+        *(
+            "boundaries",
+            "sums",
+            "anchors",
+            "cut",
+            "sizes",
+            "scale",
+            "half",
+            "sigmoid_gate",
+            "device",
+            "stream",
+        ),
     ),
     "mlstm_pass_segments": (
         *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),
@@ -108,14 +118,59 @@ def contiguous_strides(shape: Items[int]) -> tuple[int, ...]:
 def states_at(
     pointers: Items[int], count: tuple[int, ...], launch: SimpleNamespace, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """c and n of a pass at these addresses, as many as `count`: of c, its columns of the whole state."""
-    *_, dim_keys, dim_values, columns = launch.sizes
+    """c and n of a pass at these addresses, as many as `count`: of c, the columns of its share."""
+    *_, dim_keys, dim_values = launch.sizes
     rows, own = (dim_keys, dim_values) if launch.gradient == 2 else (dim_values, dim_keys)
+    whole = getattr(launch, "state_columns", own)
     c, n = pointers
     return (
-        tensor_at(c, dtype, (*count, rows, own), *contiguous_strides((*count, rows, columns))) if c else None,
+        tensor_at(c, dtype, (*count, rows, own), *contiguous_strides((*count, rows, whole))) if c else None,
         tensor_at(n, dtype, (*count, dim_values)) if n else None,
     )
+
+
+def boundary_slots(launch: SimpleNamespace) -> int:
+    """Boundaries between segments, of all sequences and heads."""
+    _, _, sequences, segments, _ = launch.cut
+    return int((segments - sequences) * launch.sizes[1])
+
+
+def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """What the CTAs of each share of the keys see of a pass or its segments kernel, all of it in fp64.
+
+    Beside what the launch has, `share` and `state_columns`, from one row of a state to the next; flows and
+    their parts are (address, parts of a flow).
+    """
+    batch, heads, seq, dim_keys, dim_values = launch.sizes
+    of_dv, of_dk = launch.gradient == 2, launch.gradient == 1
+    width = int(dict(launch.instance.defines)["TFLA_DIM_KEYS"])
+    log2_w, e, e_stride, chunk_m = launch.rows
+    c, n, log2_decay = launch.boundaries
+    panels, slots = -(-dim_values // SUM_COLUMNS), chunk_slots(launch.cut, seq)
+    starts = range(0, dim_keys, width)
+
+    def behind(pointer: int, elements: int) -> int:
+        return pointer and pointer + torch.float64.itemsize * elements
+
+    for share, start in enumerate(starts):
+        seen = SimpleNamespace(**vars(launch))
+        seen.share, seen.state_columns = share, dim_values if of_dv else dim_keys
+        seen.sizes = (batch, heads, seq, min(width, dim_keys - start), dim_values)
+        seen.keys = (behind(launch.keys[0], start), *launch.keys[1:])
+        seen.rows = (log2_w, behind(e, share * e_stride), chunk_m)
+        own_n = share * boundary_slots(launch) * dim_values if of_dk else 0
+        seen.boundaries = (behind(c, start), behind(n, own_n), log2_decay)
+        if hasattr(launch, "out"):
+            seen.queries = (behind(launch.queries[0], start), *launch.queries[1:])
+            entering_c, entering_n = launch.entering
+            seen.entering = (behind(entering_c, start), 0 if of_dk and share > 0 else entering_n)
+            leaving_c, leaving_n = launch.leaving
+            seen.leaving = (leaving_c, behind(leaving_n, share * launch.cut[2] * heads * dim_values))
+            whole, inter = launch.sums
+            rows_before = share * panels * batch * heads
+            seen.sums = (behind(whole, rows_before * seq), behind(inter, 2 * rows_before * slots))
+            seen.flows = (behind(launch.anchors[1], share), len(starts))
+        yield seen
 
 
 def exact(x: Tensor) -> Tensor:
@@ -139,7 +194,7 @@ class BackwardFormulas(BackwardModules):
         self.segment_chunks = 10_000
         self.rounded: Callable[[Tensor], Tensor] = exact
         self.anchored = True
-        self.states: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
+        self.states: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
         self.row_sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.summed: set[str] = set()
 
@@ -154,7 +209,11 @@ class BackwardFormulas(BackwardModules):
     def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
         if instance == mlstm_bwd():
             return {"mlstm_bwd_gates_workspace_bytes": lambda heads, sequences: 1}
-        return {"anchor_bytes": lambda *sizes: 1, "flow_parts": lambda dim_values: 1}
+        width = int(dict(instance.defines)["TFLA_DIM_KEYS"])
+        return {
+            "anchor_bytes": lambda *sizes: 1,
+            "flow_parts": lambda dim_keys, dim_values: -(-dim_keys // width),
+        }
 
     def cut(self, sequences: int, tokens: int, *_: Any) -> segments.Cut:
         """For `segments.cut`."""
@@ -166,31 +225,40 @@ class BackwardFormulas(BackwardModules):
 
     def mlstm_bwd_rows(self, x: SimpleNamespace) -> None:
         assert x.rows[0] != 0  # without normaliser there is nothing to read dh and h for
-        dh, h = (operand_at(operand, x.sizes) for operand in (x.dh, x.h))
-        self.write_factors(x, (dh * self.rounded(h)).sum(-1))
+        *_, part_columns = x.sizes
+        dh, h = (operand_at(operand, x.sizes[:4]) for operand in (x.dh, x.h))
+        products = (dh * self.rounded(h)).split(part_columns, dim=-1)
+        self.write_factors(x, [of_part.sum(-1) for of_part in products])
 
     def mlstm_bwd_factors(self, x: SimpleNamespace) -> None:
-        pointer, stride, slices = x.dots
-        dh_h = torch.zeros(x.count, dtype=torch.float64)
+        pointer, stride, slices, part_slices = x.dots
+        found = [torch.zeros(x.count, dtype=torch.float64) for _ in range(0, max(slices, 1), part_slices)]
         for number in range(slices):
             own = pointer + torch.float64.itemsize * stride * number
-            dh_h += tensor_at(own, torch.float64, dh_h.shape)
-        self.write_factors(x, dh_h)
+            found[number // part_slices] += tensor_at(own, torch.float64, (x.count,))
+        self.write_factors(x, found)
 
-    def write_factors(self, x: SimpleNamespace, dh_h: Tensor) -> None:
-        """log2 w and e of every row."""
-        given = (tensor_at(row, torch.float64, dh_h.shape) if row else None for row in x.rows)
-        found = self.row_factors(dh_h, *given, x.eps)
-        for pointer, factor in zip(x.factors, found, strict=True):
-            tensor_at(pointer, torch.float64, dh_h.shape).copy_(factor)
+    def write_factors(self, x: SimpleNamespace, dh_h: list[Tensor]) -> None:
+        """log2 w of every row, and e of every part of V, from dh_t.h_t of the parts."""
+        log2_w, e, e_stride = x.factors
+        size = dh_h[0].shape
+        for part, of_part in enumerate(dh_h):
+            given = (tensor_at(row, torch.float64, size) if row else None for row in x.rows)
+            own_e = e + torch.float64.itemsize * part * e_stride
+            for at, factor in zip((log2_w, own_e), self.row_factors(of_part, *given, x.eps), strict=True):
+                tensor_at(at, torch.float64, size).copy_(factor)
 
     def mlstm_pass_segments(self, x: SimpleNamespace) -> None:
-        """From the boundary away, until all is forgotten."""
         self.summed.add(("dq", "dk")[x.gradient])
+        for share in shares_of(x):
+            self.sum_segments(share)
+
+    def sum_segments(self, x: SimpleNamespace) -> None:
+        """A share's, from the boundary away, until all is forgotten."""
         forward = x.gradient == 0
         walk = Walk.of(x)
         log2_w, e_of_rows = walk.factors
-        batch, heads, seq, dim_keys, dim_values, _ = x.sizes
+        batch, heads, seq, dim_keys, dim_values = x.sizes
         all_keys, all_values = (
             operand_at(operand, (batch, heads, seq, dim))
             for operand, dim in ((x.keys, dim_keys), (x.values, dim_values))
@@ -215,7 +283,7 @@ class BackwardFormulas(BackwardModules):
                     c += value.mT @ self.rounded(scale[..., None] * key)
                     own_n += ((scale if forward else e * scale)[..., None] * value).sum(-2)
                     log2_decay += torch.where(forgotten, 0.0, torch.log2(decay))
-                if n is not None:
+                if n is not None and not (forward and x.share > 0):  # the same for all
                     n.copy_(own_n)
 
     def mlstm_bwd_combine(self, x: SimpleNamespace) -> None:
@@ -243,9 +311,14 @@ class BackwardFormulas(BackwardModules):
                     own.copy_(carried)
 
     def mlstm_pass(self, x: SimpleNamespace) -> None:
+        for share in shares_of(x):
+            self.walk_share(share)
+
+    def walk_share(self, x: SimpleNamespace) -> None:
+        """A share of a pass, which adds to what the ones before have written."""
         forward, turned = x.gradient == 0, x.gradient != 2
         walk = Walk.of(x)
-        batch, heads, seq, dim_keys, dim_values, _ = x.sizes
+        batch, heads, seq, dim_keys, dim_values = x.sizes
         queries, keys = (operand_at(y, (batch, heads, seq, dim_keys)) for y in (x.queries, x.keys))
         values, out, factor = (
             operand_at(y, (batch, heads, seq, dim_values)) for y in (x.values, x.out, x.factor)
@@ -257,7 +330,7 @@ class BackwardFormulas(BackwardModules):
         anchors = sums = dots = None
         slice_width, slices = slices_of(x)
         if turned:
-            anchors = flows_at(*x.anchors[1:], 1, (batch, heads), walk.slots)
+            anchors = flows_at(*x.flows, 1, (batch, heads), walk.slots)
             panels = -(-dim_values // SUM_COLUMNS)
             sums = sums_at((*x.sums, panels), (batch, heads, seq), walk.slots)
         elif x.sums[0]:
@@ -280,7 +353,7 @@ class BackwardFormulas(BackwardModules):
                 if anchors is not None and chunk > 0 and chunk % ANCHOR_CHUNKS == 0:
                     flow = anchors[:, :, (sequence.slot + chunk) // ANCHOR_CHUNKS]
                     if forward:
-                        self.states[x.anchors[0], number, chunk] = self.rounded(c), n
+                        self.states[x.anchors[0], x.share, number, chunk] = self.rounded(c), n
                 intra, of_t, of_j, decay = walk.chunk_factors(own, sequence.slot + chunk)
                 query, key, value, e = (y[:, :, own] for y in (queries, keys, values, walk.factors[1]))
                 e = e if turned else torch.zeros_like(e)
@@ -291,7 +364,7 @@ class BackwardFormulas(BackwardModules):
                 row_n, column_n = (e * row, column) if forward else (row, e * column)
                 inter = row[..., None] * (query @ self.rounded(c)) + row_n[..., None] * n[..., None, :]
                 whole = inter + self.rounded(weights) @ value
-                out[:, :, own] = whole + out[:, :, own] if x.accumulate else whole
+                out[:, :, own] = whole + out[:, :, own] if x.share > 0 else whole
                 if sums is not None:
                     of_tokens, of_chunks = (
                         [part.sum(-1) for part in (factor[:, :, own] * y).split(SUM_COLUMNS, dim=-1)]
@@ -309,7 +382,7 @@ class BackwardFormulas(BackwardModules):
                 c = decay[..., None, None] * c + self.rounded(column[..., None] * key).mT @ value
                 n = decay[..., None] * n + (column_n[..., None] * value).sum(-2)
                 if flow is not None and not forward:
-                    left_c, left_n = self.states[x.anchors[0], number, chunk]
+                    left_c, left_n = self.states[x.anchors[0], x.share, number, chunk]
                     flow[..., 0] = (left_c * c).sum((-2, -1)) + (left_n * n).sum(-1)
             for given, y in zip(leaving, (c.mT if turned else c, n), strict=True):
                 if given is not None:
@@ -365,7 +438,7 @@ class Walk:
 
     @classmethod
     def of(cls, x: SimpleNamespace) -> Walk:
-        """Of a launch."""
+        """Of a share."""
         batch, heads, seq, *_ = x.sizes
         size, slots = (batch, heads, seq), chunk_slots(x.cut, seq)
         assert x.sigmoid_gate == (x.rows[2] == 0)
@@ -385,8 +458,7 @@ class Walk:
 
     def boundary(self, x: SimpleNamespace) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """c, n and log2_decay at the boundaries between segments; None where there is none."""
-        _, _, sequences, count, _ = x.cut
-        slots = (count - sequences) * x.sizes[1]
+        slots = boundary_slots(x)
         log2_decay = tensor_at(x.boundaries[2], torch.float64, (slots,)) if x.boundaries[2] else None
         return *states_at(x.boundaries[:2], (slots,), x, torch.float64), log2_decay
 

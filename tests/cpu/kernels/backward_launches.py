@@ -13,78 +13,83 @@ from torch import Tensor
 from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
 
-from .backward_emulation import BackwardModules, slices_of, states_at, tensor_at
+from .backward_emulation import BackwardModules, boundary_slots, slices_of, states_at, tensor_at
 
 B, NH, S, K, V = 2, 3, 150, 80, 256
 PANELS = 2  # of 64 columns of K
-PART = 256  # columns of V that a pass takes for keys
+PART = 256  # columns of V that a share of a pass takes for keys
+ANCHOR_BYTES = 1000
 CHUNK = 64
 EPS = 1e-6
 
 
-def flow_parts(instance: Instance) -> int:
-    """Of the tiles of the keys, so that the parts of V have different ones."""
-    return int(dict(instance.defines)["TFLA_DIM_KEYS"]) // 64
+def parts_of(dim_v: int) -> int:
+    return -(-dim_v // PART)
+
+
+def flow_parts(dim_keys: int, dim_values: int) -> int:
+    return 3 * parts_of(dim_keys)
+
+
+def factors_at(factors: tuple[int, int, int], count: int, parts: int) -> list[Tensor]:
+    """log2_w, and e of every part of V."""
+    log2_w, e, e_stride = factors
+    addresses = [log2_w, *(e + 4 * part * e_stride for part in range(parts))]
+    return [tensor_at(address, torch.float32, (count,)) for address in addresses]
 
 
 class Launches(BackwardModules, list[SimpleNamespace]):
     """Stands for the kernels' modules and records their launches.
 
-    A pass writes WRITTEN into each of its outputs, and twice that where it is the second of its gradient. The
-    n-th segments kernel of a gradient writes its own number, `own`, into its boundaries, and the combine adds
-    CARRIED to all of them. What a pass reads of states is recorded as it was then: `entering_c`,
-    `boundary_c`, `boundary_n`. The pass for dv numbers the dots that it writes, slice by slice: `dots`, and
-    `dots_read` where the factors are made of them. Both kernels that make factors number their launches, in
-    what they write: `factors_read` by the passes, none where they get none.
+    A pass writes WRITTEN into each of its outputs; of the gradient of n, one for each part of V. The segments
+    kernel of a gradient writes OWN[gradient] into its boundaries, into n that of each part and its number,
+    and the combine adds CARRIED to all of them. What a pass reads of states is recorded as it was then:
+    `entering_c`, `boundary_c`, `boundary_n`. The pass for dv numbers the dots that it writes, slice by slice:
+    `dots`, and `dots_read` where the factors are made of them. Both kernels that make factors number their
+    launches in what they write, in e by parts: `factors_read` by the passes, none where they get none.
     """
 
-    WRITTEN, CARRIED = 3.0, 100.0
+    WRITTEN, CARRIED, OWN = 3.0, 100.0, (0.0, 10.0)
 
     def __init__(self) -> None:
         super().__init__()
         self.anchor_sizes: list[tuple[int, ...]] = []  # that anchor_bytes was asked for
 
-    @staticmethod
-    def own(gradient: int, number: int) -> float:
-        return 10.0 * gradient + number
-
     def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
         if instance == mlstm_bwd():
             return {"mlstm_bwd_gates_workspace_bytes": lambda heads, sequences: 128 * heads * sequences}
-        return {
-            "anchor_bytes": lambda *sizes: self.anchor_bytes(instance, *sizes),
-            "flow_parts": lambda dim_values: flow_parts(instance),
-        }
+        return {"anchor_bytes": self.anchor_bytes, "flow_parts": flow_parts}
 
-    def anchor_bytes(self, instance: Instance, *sizes: int) -> int:
+    def anchor_bytes(self, *sizes: int) -> int:
         self.anchor_sizes.append(sizes)
-        return 1000 * flow_parts(instance)
+        return ANCHOR_BYTES
 
     def mlstm_bwd_rows(self, launch: SimpleNamespace) -> None:
-        self.write_factors(launch, math.prod(launch.sizes[:3]))
+        self.write_factors(launch, math.prod(launch.sizes[:3]), parts_of(launch.sizes[3]))
         self.record("rows", launch)
 
     def mlstm_bwd_factors(self, launch: SimpleNamespace) -> None:
-        pointer, stride, slices = launch.dots
+        pointer, stride, slices, part_slices = launch.dots
         launch.dots_read = [
             tensor_at(pointer + 4 * stride * number, torch.float32, (launch.count,)).clone()
             for number in range(slices)
         ]
-        self.write_factors(launch, launch.count)
+        self.write_factors(launch, launch.count, max(1, -(-slices // part_slices)))
         self.record("factors", launch)
 
-    def write_factors(self, launch: SimpleNamespace, count: int) -> None:
+    def write_factors(self, launch: SimpleNamespace, count: int, parts: int) -> None:
         launch.number = float(len(self))
-        for pointer in launch.factors:
-            tensor_at(pointer, torch.float32, (count,)).fill_(launch.number)
+        log2_w, *e = factors_at(launch.factors, count, parts)
+        log2_w.fill_(launch.number)
+        for part, of_part in enumerate(e):
+            of_part.fill_(launch.number + part / 8)
 
     @staticmethod
     def read_factors(launch: SimpleNamespace) -> None:
-        launch.factors_read = [
-            tensor_at(pointer, torch.float32, (math.prod(launch.sizes[:3]),)).clone()
-            for pointer in launch.rows[:2]
-            if pointer
-        ]
+        *size, dim_keys, _ = launch.sizes
+        parts = 0 if launch.gradient == 2 else parts_of(dim_keys)
+        found = factors_at(launch.rows[:3], math.prod(size), parts) if launch.rows[0] else []
+        launch.factors_read = [x.clone() for x in found]
 
     def mlstm_bwd_gates(self, launch: SimpleNamespace) -> None:
         self.record("gates", launch)
@@ -99,40 +104,44 @@ class Launches(BackwardModules, list[SimpleNamespace]):
         self.record("combine", launch)
 
     def mlstm_pass_segments(self, launch: SimpleNamespace) -> None:
-        name = ("segments_dq", "segments_dk")[launch.gradient]
-        launch.own = self.own(launch.gradient, len(self.of(name)))
-        slots = self.slots(launch)
-        for x in states_at(launch.boundaries[:2], (slots,), launch, torch.float32):
-            if x is not None:
-                x.fill_(launch.own)
+        own, slots = self.OWN[launch.gradient], boundary_slots(launch)
+        c, _ = states_at((launch.boundaries[0], 0), (slots,), launch, torch.float32)
+        c.fill_(own)
+        for part, n in enumerate(self.boundary_n(launch)):
+            n.fill_(own + part)
         tensor_at(launch.boundaries[2], torch.float64, (slots,)).fill_(-1.0)
         self.read_factors(launch)
-        self.record(name, launch)
+        self.record(("segments_dq", "segments_dk")[launch.gradient], launch)
 
     @staticmethod
-    def slots(launch: SimpleNamespace) -> int:
-        _, _, sequences, segments, _ = launch.cut
-        return int((segments - sequences) * launch.sizes[1])
+    def boundary_n(launch: SimpleNamespace) -> Tensor:
+        """n at the boundaries, of dk for each part of V: [parts, slots, K]; none without an address."""
+        *_, dim_keys, dim_values = launch.sizes
+        parts = parts_of(dim_keys) if launch.gradient == 1 else 1
+        shape = (parts, boundary_slots(launch), dim_values)
+        n = launch.boundaries[1]
+        return tensor_at(n, torch.float32, shape) if n else torch.empty(0)
 
     def mlstm_pass(self, launch: SimpleNamespace) -> None:
         name = ("dq", "dk", "dv")[launch.gradient]
-        batch, heads, seq, _, dim_values, _ = launch.sizes
+        batch, heads, seq, dim_keys, dim_values = launch.sizes
         count = (launch.cut[2], heads)
-        launch.entering_c, launch.entering_n, launch.boundary_c, launch.boundary_n = (
+        launch.entering_c, launch.entering_n, launch.boundary_c = (
             None if x is None else x.clone()
             for x in (
                 *states_at(launch.entering, count, launch, torch.float32),
-                *states_at(launch.boundaries[:2], (self.slots(launch),), launch, torch.float32),
+                states_at(launch.boundaries[:2], (boundary_slots(launch),), launch, torch.float32)[0],
             )
         )
-        written = self.WRITTEN * (1 + len(self.of(name)))
-        for x in states_at(launch.leaving, count, launch, torch.float32):
-            if x is not None:
-                x.fill_(written)
+        launch.boundary_n = self.boundary_n(launch).clone()
+        c, n = launch.leaving
+        if c:
+            states_at((c, 0), count, launch, torch.float32)[0].fill_(self.WRITTEN)
+        if n:
+            tensor_at(n, torch.float32, (parts_of(dim_keys), *count, dim_values)).fill_(self.WRITTEN)
         pointer, *strides = launch.out
         dtype = torch.float16 if launch.half else torch.bfloat16
-        out = tensor_at(pointer, dtype, (batch, heads, seq, dim_values), *strides, 1)
-        out.copy_(out + written if launch.accumulate else torch.full_like(out, written))
+        tensor_at(pointer, dtype, (batch, heads, seq, dim_values), *strides, 1).fill_(self.WRITTEN)
         self.read_factors(launch)
         if name == "dv" and launch.sums[0]:
             dots = tensor_at(launch.sums[0], torch.float32, (slices_of(launch)[1], batch * heads * seq))

@@ -72,28 +72,36 @@ def test_the_module_around_the_backward_passes(
         return  # the launch would be real
     operand = (16, 4096, 4096, 64)
     with pytest.raises(RuntimeError, match="mlstm_bwd_rows: CUDA driver version is insufficient"):
-        module.mlstm_bwd_rows(operand, operand, (16, 0), (16, 16), (1, 1, 64, 64), 1e-6, False, 0, 0)
+        module.mlstm_bwd_rows(operand, operand, (16, 0), (16, 16, 64), (1, 1, 64, 64, 256), 1e-6, False, 0, 0)
     with pytest.raises(RuntimeError, match="mlstm_bwd_factors: CUDA driver version is insufficient"):
-        module.mlstm_bwd_factors((16, 64, 1), (16, 0), (16, 16), 64, 1e-6, 0, 0)
+        module.mlstm_bwd_factors((16, 64, 1, 1), (16, 0), (16, 16, 64), 64, 1e-6, 0, 0)
     cut = (0, False, 1, 2, 1)
     with pytest.raises(RuntimeError, match="mlstm_bwd_combine: CUDA driver version is insufficient"):
         module.mlstm_bwd_combine((16, 16, 16), 1, (0, 0), cut, (1, 128, 64, 64), False, 0, 0)
 
 
 def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """At an anchor a state of 16-bit numbers and n per slice of 128 values, a flow per warp of the state."""
+    """At an anchor a state of 16-bit numbers and n per slice of 128 values, a flow per warp of the state.
+
+    Both per share of 64 columns of the keys.
+    """
     module = load_afresh(mlstm_pass("dq", 64, 128), tmp_path_factory)
-    for batch, heads, slots, dim_values, slices in ((1, 2, 7, 80, 1), (3, 4, 8, 128, 1), (2, 1, 100, 256, 2)):
-        expected = batch * heads * (slots // 8 + 1) * slices * 128 * (64 * 2 + 4)
-        assert module.anchor_bytes(batch, heads, slots, dim_values) == expected
-        assert module.flow_parts(dim_values) == 8 * slices
+    for batch, heads, slots, dims, parts in (
+        (1, 2, 7, (48, 80), 1),
+        (3, 4, 8, (64, 128), 1),
+        (2, 1, 100, (64, 256), 2),
+        (1, 3, 9, (80, 256), 4),
+    ):
+        expected = batch * heads * (slots // 8 + 1) * parts * 128 * (64 * 2 + 4)
+        assert module.anchor_bytes(batch, heads, slots, *dims) == expected
+        assert module.flow_parts(*dims) == 8 * parts
     # past 2^31
-    assert module.anchor_bytes(8, 16, 10_000, 256) > 2**31
+    assert module.anchor_bytes(8, 16, 10_000, 64, 256) > 2**31
     if torch.cuda.is_available():
         return  # the launch would be real
     operand, none = (16, 4096, 4096, 64), (0, 0)
-    of_both = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 16))  # gates and rows
-    sizes = ((0, False, 1, 1, 1), (1, 1, 64, 64, 64, 64), 0.125)
+    of_both = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 64, 16))  # gates and rows
+    sizes = ((0, False, 1, 1, 1), (1, 1, 64, 64, 64), 0.125)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
             module.mlstm_pass(
@@ -104,9 +112,8 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
                 none,
                 (0, 0, 0),
                 none,
-                (0, 0, 0),
+                none,
                 *sizes,
-                False,
                 False,
                 False,
                 0,
