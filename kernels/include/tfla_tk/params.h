@@ -10,6 +10,8 @@ namespace tfla_tk {
 struct Operand {
     void* data;
     std::int64_t batch_stride, head_stride, row_stride;
+
+    bool operator==(const Operand&) const = default;
 };
 
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
