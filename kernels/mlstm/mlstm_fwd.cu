@@ -65,47 +65,62 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     }
 }
 
+WalkGlobals walk_globals(const MlstmFwdWalk& p) {
+    const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
+    auto map = [&](const Operand& x, int dim) {
+        return TensorMap(x, p.batch, p.heads, p.seq, dim, kChunk, p.half);
+    };
+    return {map(p.k, p.dim_qk),
+            map(p.v, p.dim_v),
+            p.i,
+            p.f,
+            p.initial,
+            Workspace(p.workspace, slots, p.dim_qk, p.dim_v),
+            p.cut,
+            p.heads,
+            p.seq,
+            p.dim_qk,
+            p.dim_v,
+            (p.dim_v + TFLA_SLICE_V - 1) / TFLA_SLICE_V,
+            chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
+            p.sigmoid_gate};
+}
+
+// CTAs of the kernels that walk segments.
+int grid(const WalkGlobals& g) { return g.cut.segments * g.heads * g.slices; }
+
+template <class T, bool kNormalize> void run_states(const MlstmFwdWalk& p, cudaStream_t stream) {
+    using C = StatesConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
+    const WalkGlobals g = walk_globals(p);
+    const DeviceGuard guard(p.device, "mlstm_states");
+    launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid(g), C::kThreads, p.device, stream,
+                                                            "mlstm_states");
+    const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
+    launch<mlstm_combine_kernel<kNormalize>>(
+        g, dim3(p.cut.sequences * p.heads, (elements + per_block - 1) / per_block), kCombineThreads, p.device,
+        stream, "mlstm_combine");
+}
+
 template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, static_cast<Schedule>(TFLA_SCHEDULE)>;
-    using States = StatesConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
-    const int slices = (p.dim_v + C::kSliceV - 1) / C::kSliceV;
-    const int units = p.cut.segments * p.heads;
-    const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
-    const Globals g{TensorMap(p.q, p.batch, p.heads, p.seq, p.dim_qk, kChunk, p.half),
-                    TensorMap(p.k, p.batch, p.heads, p.seq, p.dim_qk, kChunk, p.half),
-                    TensorMap(p.v, p.batch, p.heads, p.seq, p.dim_v, kChunk, p.half),
-                    TensorMap(p.h, p.batch, p.heads, p.seq, p.dim_v, 16, p.half),
-                    TensorMap(p.h, p.batch, p.heads, p.seq, p.dim_v, 1, p.half),
-                    p.i,
-                    p.f,
-                    p.initial,
+    static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
+    const MlstmFwdWalk& walk = p.walk;
+    auto map = [&](const Operand& x, int dim, int box_rows) {
+        return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
+    };
+    const Globals g{walk_globals(walk),
+                    map(p.q, walk.dim_qk, kChunk),
+                    map(p.h, walk.dim_v, 16),
+                    map(p.h, walk.dim_v, 1),
                     p.last,
-                    Workspace(p.workspace, slots, p.dim_qk, p.dim_v),
                     p.row_n,
                     p.row_m,
                     p.chunk_m,
-                    p.cut,
-                    p.heads,
-                    p.seq,
-                    p.dim_qk,
-                    p.dim_v,
-                    slices,
-                    chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
                     p.scale,
                     p.eps,
-                    high_and_low(std::log2(static_cast<double>(p.scale))),
-                    p.sigmoid_gate};
-    const DeviceGuard guard(p.device, "mlstm_fwd");
-    if (p.cut.segments > p.cut.sequences) {
-        const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
-        launch<mlstm_states_kernel<States>, sizeof(StatesMemory<States>)>(g, units * slices, States::kThreads,
-                                                                          p.device, stream, "mlstm_states");
-        launch<mlstm_combine_kernel<kNormalize>>(
-            g, dim3(p.cut.sequences * p.heads, (elements + per_block - 1) / per_block), kCombineThreads,
-            p.device, stream, "mlstm_combine");
-    }
-    static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
-    launch<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, units * slices, C::kThreads, p.device, stream,
+                    high_and_low(std::log2(static_cast<double>(p.scale)))};
+    const DeviceGuard guard(walk.device, "mlstm_fwd");
+    launch<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, grid(g), C::kThreads, walk.device, stream,
                                                              "mlstm_fwd");
 }
 
@@ -119,14 +134,24 @@ std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v
     return mlstm::Workspace::bytes(slots, dim_qk, dim_v);
 }
 
-void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
+void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     if (params.half)
-        params.normalize ? mlstm::run_mlstm_fwd<kittens::half, true>(params, s)
-                         : mlstm::run_mlstm_fwd<kittens::half, false>(params, s);
+        params.normalize ? mlstm::run_states<kittens::half, true>(params, s)
+                         : mlstm::run_states<kittens::half, false>(params, s);
     else
-        params.normalize ? mlstm::run_mlstm_fwd<kittens::bf16, true>(params, s)
-                         : mlstm::run_mlstm_fwd<kittens::bf16, false>(params, s);
+        params.normalize ? mlstm::run_states<kittens::bf16, true>(params, s)
+                         : mlstm::run_states<kittens::bf16, false>(params, s);
+}
+
+void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (params.walk.half)
+        params.walk.normalize ? mlstm::run_mlstm_fwd<kittens::half, true>(params, s)
+                              : mlstm::run_mlstm_fwd<kittens::half, false>(params, s);
+    else
+        params.walk.normalize ? mlstm::run_mlstm_fwd<kittens::bf16, true>(params, s)
+                              : mlstm::run_mlstm_fwd<kittens::bf16, false>(params, s);
 }
 
 }  // namespace tfla_tk

@@ -190,6 +190,28 @@ def mlstm_fwd(
     operands = Operands()
     offsets = operands.offsets(cu_seqlens, batch)
     *_, sequences = offsets
+    sizes = (batch, heads, seq, dim_qk, dim_v)
+    multiprocessors, packed = _multiprocessors(device), cu_seqlens is not None
+    kept = False
+    if keep_states:
+        cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
+        kept = cut.segments > sequences
+    if not kept:
+        find = segments.cut_packed if packed else segments.cut
+        cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
+    keys_and_values = operands.read(k), operands.read(v)
+    gates = _gate(i), _gate(f)
+    initial = operands.state(c_initial), operands.state(n_initial), operands.state(m_initial)
+    cut_of_offsets = (*offsets, *cut)
+    options = (q.dtype == torch.float16, sigmoid_gate, normalize, device, _current_stream(device))
+    workspace = None
+    if cut.segments > sequences:
+        slots = (cut.segments - sequences) * heads
+        workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
+        # before the results are allocated, so that a GPU that waits for the host has work early
+        kernel.mlstm_fwd_states(
+            *keys_and_values, *gates, initial, cut_of_offsets, workspace.data_ptr(), sizes, *options
+        )
     h = torch.empty_like(v)
     c = n = m = row_n = row_m = chunk_m = None
     if return_last_states:
@@ -205,39 +227,20 @@ def mlstm_fwd(
             row_m = _fp32(q, (batch, heads, seq))
             slots = chunk_slots(seq, cu_seqlens)
             chunk_m = q.new_empty((batch, heads, slots), dtype=torch.float64)
-    sizes = (batch, heads, seq, dim_qk, dim_v)
-    multiprocessors, packed = _multiprocessors(device), cu_seqlens is not None
-    kept = False
-    if keep_states:
-        cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
-        kept = cut.segments > sequences
-    if not kept:
-        find = segments.cut_packed if packed else segments.cut
-        cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
-    workspace = None
-    if cut.segments > sequences:
-        slots = (cut.segments - sequences) * heads
-        workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
     kernel.mlstm_fwd(
         operands.read(q),
-        operands.read(k),
-        operands.read(v),
+        *keys_and_values,
         operands.write(h),
-        _gate(i),
-        _gate(f),
-        (operands.state(c_initial), operands.state(n_initial), operands.state(m_initial)),
+        *gates,
+        initial,
         (_pointer(c), _pointer(n) if normalize else 0, _pointer(m)),
         (_pointer(row_n), _pointer(row_m), _pointer(chunk_m)),
-        (*offsets, *cut),
+        cut_of_offsets,
         _pointer(workspace),
         sizes,
         dim_qk**-0.5,
         eps,
-        q.dtype == torch.float16,
-        sigmoid_gate,
-        normalize,
-        device,
-        _current_stream(device),
+        *options,
     )
     operands.copy_back()
     return h, c, n, m, row_n, row_m, chunk_m, workspace if kept else None

@@ -64,22 +64,28 @@ struct FlowSum {
     float value, squares;
 };
 
-struct MlstmFwdParams {
-    Operand q, k, v, h;  // bf16 or fp16, all alike
+// What all kernels of a forward read.
+struct MlstmFwdWalk {
+    Operand k, v;  // bf16 or fp16, as q and h
     Gate i, f;
-    State initial;  // n and m may be null by themselves where the operator has none
-    State last;
-    float *row_n, *row_m;  // [B, H, S]: s q_t.n_t and m_t of every token; null: not wanted
-    double* chunk_m;       // [B, H, chunk_slots]: m at every chunk's start, log2 units; null: not wanted
-    void* workspace;       // mlstm_fwd_workspace_bytes of it; null where no sequence is cut
+    State initial;    // n and m may be null by themselves where the operator has none
+    void* workspace;  // mlstm_fwd_workspace_bytes of it; null where no sequence is cut
     Cut cut;
     int batch, heads, seq, dim_qk, dim_v;
-    float scale;  // of q k^T
-    float eps;    // added to the normaliser after the max
-    bool half;    // operands are fp16, not bf16
+    bool half;  // operands are fp16, not bf16
     bool sigmoid_gate;
     bool normalize;
     int device;
+};
+
+struct MlstmFwdParams {
+    MlstmFwdWalk walk;
+    Operand q, h;
+    State last;
+    float *row_n, *row_m;  // [B, H, S]: s q_t.n_t and m_t of every token; null: not wanted
+    double* chunk_m;       // [B, H, chunk_slots]: m at every chunk's start, log2 units; null: not wanted
+    float scale;           // of q k^T
+    float eps;             // added to the normaliser after the max
 };
 
 // Bytes that a call whose sequences are cut needs between its kernels, for (segments - sequences) * heads
@@ -89,7 +95,10 @@ std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v
 // CTAs of the fused kernel that a multiprocessor holds at a time.
 int mlstm_fwd_ctas_per_multiprocessor();
 
-// Defined once per instance (head-dim tile and schedule). Throws std::runtime_error on a refused launch.
+// Defined once per instance (head-dim tile and schedule). Both throw std::runtime_error on a refused launch.
+// Where sequences are cut, mlstm_fwd_states comes first and leaves in the workspace what arrives at the
+// segments.
+void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream);
 void mlstm_fwd(const MlstmFwdParams& params, void* stream);
 
 }  // namespace tfla_tk

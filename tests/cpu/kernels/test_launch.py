@@ -23,17 +23,27 @@ from .stand_in import launch_instead
 B, NH, S, K, V = 2, 3, 40, 64, 128
 
 
-# of a module's mlstm_fwd, as bindings.cpp names them
-ARGUMENTS = (
-    *("q", "k", "v", "h", "i", "f", "initial", "last", "rows", "cut", "workspace", "sizes", "scale", "eps"),
-    *("half", "sigmoid_gate", "normalize", "device", "stream"),
-)
+# of a module's functions, as bindings.cpp names them
+ARGUMENTS = {
+    "mlstm_fwd": (
+        *("q", "k", "v", "h", "i", "f", "initial", "last", "rows", "cut", "workspace", "sizes", "scale"),
+        *("eps", "half", "sigmoid_gate", "normalize", "device", "stream"),
+    ),
+    "mlstm_fwd_states": (
+        *("k", "v", "i", "f", "initial", "cut", "workspace", "sizes", "half", "sigmoid_gate", "normalize"),
+        *("device", "stream"),
+    ),
+}
 
 
 class Launches(list[SimpleNamespace]):
-    """Stands for a kernel module and records its launches, with the instance they were loaded for."""
+    """Stands for a kernel module and records its launches, with the instance they were loaded for.
+
+    What a launch of mlstm_fwd follows is its `states`: the one of mlstm_fwd_states before it, or None.
+    """
 
     instance: Instance
+    states: SimpleNamespace | None = None
 
     def load(self, instance: Instance) -> Launches:
         self.instance = instance
@@ -47,8 +57,15 @@ class Launches(list[SimpleNamespace]):
     def mlstm_fwd_workspace_bytes(self, slots: int, dim_qk: int, dim_v: int) -> int:
         return 4 * slots * (dim_qk * dim_v + dim_qk + 5)
 
+    def mlstm_fwd_states(self, *arguments: Any) -> None:
+        assert self.states is None
+        names = ARGUMENTS["mlstm_fwd_states"]
+        self.states = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+
     def mlstm_fwd(self, *arguments: Any) -> None:
-        self.append(SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True))))
+        launch = SimpleNamespace(**dict(zip(ARGUMENTS["mlstm_fwd"], arguments, strict=True)))
+        launch.states, self.states = self.states, None
+        self.append(launch)
 
 
 @pytest.fixture
@@ -118,7 +135,7 @@ def test_h_is_what_the_kernel_writes(
     """In place or, where the kernel cannot write h as it lies, copied."""
 
     def write(*arguments: Any) -> None:
-        pointer, *strides = arguments[ARGUMENTS.index("h")]
+        pointer, *strides = arguments[ARGUMENTS["mlstm_fwd"].index("h")]
         tensor_at(pointer, torch.bfloat16, (B, NH, S, V), *strides, 1).fill_(value)
 
     monkeypatch.setattr(launches, "mlstm_fwd", write)
@@ -211,13 +228,16 @@ def test_a_long_sequence_is_cut_and_gets_a_workspace(launches: Launches) -> None
 
     short = launch(S)
     assert short.cut == (0, False, 1, 1, 1)
-    assert short.workspace == 0
+    assert short.workspace == 0 and short.states is None
     long = launch(10_000)
     pointer, _, sequences, count, chunks = long.cut
     assert (pointer, sequences) == (0, 1)
     assert count > 1
     assert count == -(-10_000 // (64 * chunks))
     assert long.workspace > 0
+    # before it, from the same
+    seen = vars(long.states)
+    assert seen == {name: vars(long)[name] for name in seen}
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -280,11 +300,12 @@ def test_initial_states_are_aligned_for_vector_loads(launches: Launches) -> None
     assert launches[-1].initial[0] % 8 == 0
 
 
-def test_arguments_are_those_of_the_bindings() -> None:
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_are_those_of_the_bindings(name: str) -> None:
     text = (sources.kernels_root() / "bindings.cpp").read_text()
-    definition = text[text.index('m.def("mlstm_fwd",') :]
+    definition = text[text.index(f'm.def("{name}",') :]
     definition = definition[: definition.index(");")]
-    assert tuple(re.findall(r'py::arg\("(\w+)"\)', definition)) == ARGUMENTS
+    assert tuple(re.findall(r'py::arg\("(\w+)"\)', definition)) == ARGUMENTS[name]
 
 
 def test_instance_and_options(launches: Launches) -> None:

@@ -61,6 +61,16 @@ def test_a_launch_without_a_driver_is_an_error(module: ModuleType) -> None:
         )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the launch would be real")
+def test_a_launch_of_states_without_a_driver_is_an_error(module: ModuleType) -> None:
+    operand, gate = (16, 4096, 4096, 64), (16, 64, 64, 1, 0)
+    cut, sizes = (0, False, 1, 2, 1), (1, 1, 128, 64, 64)
+    with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
+        module.mlstm_fwd_states(
+            operand, operand, gate, gate, (0, 0, 0), cut, 16, sizes, False, False, True, 0, 0
+        )
+
+
 def test_the_module_around_the_backward_passes(
     kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
