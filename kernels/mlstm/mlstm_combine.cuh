@@ -13,7 +13,7 @@ constexpr int kCombineThreads = 256;
 
 template <bool kNormalize>
 __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
-    const __grid_constant__ WalkGlobals g) {
+    const __grid_constant__ FwdWalkGlobals g) {
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
     const int64_t all = state_size + (kNormalize ? g.dim_qk : 0);  // elements of C, then of n
     const int sequence = blockIdx.x / g.heads, head = blockIdx.x % g.heads;

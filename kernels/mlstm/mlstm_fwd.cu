@@ -65,7 +65,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     }
 }
 
-WalkGlobals walk_globals(const MlstmFwdWalk& p) {
+FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
     const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
     auto map = [&](const Operand& x, int dim) {
         return TensorMap(x, p.batch, p.heads, p.seq, dim, kChunk, p.half);
@@ -87,11 +87,11 @@ WalkGlobals walk_globals(const MlstmFwdWalk& p) {
 }
 
 // CTAs of the kernels that walk segments.
-int grid(const WalkGlobals& g) { return g.cut.segments * g.heads * g.slices; }
+int grid(const FwdWalkGlobals& g) { return g.cut.segments * g.heads * g.slices; }
 
 template <class T, bool kNormalize> void run_states(const MlstmFwdWalk& p, cudaStream_t stream) {
     using C = StatesConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
-    const WalkGlobals g = walk_globals(p);
+    const FwdWalkGlobals g = fwd_walk_globals(p);
     const DeviceGuard guard(p.device, "mlstm_states");
     launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid(g), C::kThreads, p.device, stream,
                                                             "mlstm_states");
@@ -108,7 +108,7 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
     auto map = [&](const Operand& x, int dim, int box_rows) {
         return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
     };
-    const Globals g{walk_globals(walk),
+    const Globals g{fwd_walk_globals(walk),
                     map(p.q, walk.dim_qk, kChunk),
                     map(p.h, walk.dim_v, 16),
                     map(p.h, walk.dim_v, 1),

@@ -41,7 +41,7 @@ struct Workspace {
 };
 
 // What all kernels of a forward read; fields as in MlstmFwdWalk of params.h.
-struct WalkGlobals {
+struct FwdWalkGlobals {
     TensorMap k, v;
     Gate i, f;
     State initial;
@@ -54,7 +54,7 @@ struct WalkGlobals {
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
 
-struct Globals : WalkGlobals {
+struct Globals : FwdWalkGlobals {
     TensorMap q;
     TensorMap h, h_row;  // boxes of 16 rows and of one
     State last;
@@ -75,7 +75,7 @@ struct Task {
     int64_t chunk;     // the first one's entry in chunk_m
 
     // Called by whole warps.
-    template <class C> __device__ static inline Task of_block(const WalkGlobals& g, int block) {
+    template <class C> __device__ static inline Task of_block(const FwdWalkGlobals& g, int block) {
         const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;
         const Segment s = find_segment(g.cut, g.seq, segment);
         const int batch = g.packed() ? 0 : s.sequence;
@@ -95,21 +95,21 @@ struct Task {
     }
 
     // The task's first entry of a [B, H, S] vector.
-    __device__ inline float* rows_of_head(const WalkGlobals& g, float* rows) const {
+    __device__ inline float* rows_of_head(const FwdWalkGlobals& g, float* rows) const {
         return rows + (static_cast<int64_t>(batch) * g.heads + head) * g.seq + first_row;
     }
 
     // The state at the task's start: null where it is zero.
-    __device__ inline const float* initial_c(const WalkGlobals& g) const {
+    __device__ inline const float* initial_c(const FwdWalkGlobals& g) const {
         const int64_t size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
         if (!first) return g.workspace.arriving.c + slot * size;
         return g.initial.c ? g.initial.c + index * size : nullptr;
     }
-    __device__ inline const float* initial_n(const WalkGlobals& g) const {
+    __device__ inline const float* initial_n(const FwdWalkGlobals& g) const {
         if (!first) return g.workspace.arriving.n + slot * g.dim_qk;
         return g.initial.n ? g.initial.n + index * g.dim_qk : nullptr;
     }
-    __device__ inline float initial_m(const WalkGlobals& g) const {
+    __device__ inline float initial_m(const FwdWalkGlobals& g) const {
         if (!first) return g.workspace.arriving.m[slot];
         return g.initial.m ? g.initial.m[index] : 0.f;
     }

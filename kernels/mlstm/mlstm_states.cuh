@@ -56,7 +56,7 @@ template <class C> struct StatesMemory {
     }
 };
 
-template <class C> __device__ inline void load_backward(const WalkGlobals& g, StatesMemory<C>& smem) {
+template <class C> __device__ inline void load_backward(const FwdWalkGlobals& g, StatesMemory<C>& smem) {
     const Task& task = smem.task;
     for (int step = 0, chunk = task.chunks - 1; chunk >= 0; step++, chunk--) {
         const auto [slot, phase] = Use<C::kStages>(step);
@@ -72,7 +72,7 @@ template <class C> __device__ inline void load_backward(const WalkGlobals& g, St
 
 // The gates of the whole segment, by the state warps while the first tiles are on their way.
 template <class C, bool kSigmoid>
-__device__ inline void sum_gates(const WalkGlobals& g, StatesMemory<C>& smem) {
+__device__ inline void sum_gates(const FwdWalkGlobals& g, StatesMemory<C>& smem) {
     const Task& task = smem.task;
     const int warp = threadIdx.x / 32 - 4;
     SegmentGates gates;
@@ -87,7 +87,7 @@ __device__ inline void sum_gates(const WalkGlobals& g, StatesMemory<C>& smem) {
 // Every third chunk's gates, since one warp alone would be slower than the GEMMs. What a warp carries on it
 // reads from the stage of the chunk before: the warp itself is the next to write there.
 template <class C, bool kSigmoid>
-__device__ inline void scan_backward(const WalkGlobals& g, StatesMemory<C>& smem, int gate_warp) {
+__device__ inline void scan_backward(const FwdWalkGlobals& g, StatesMemory<C>& smem, int gate_warp) {
     const Task& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
     const GateRows forget(g.f, task.batch, task.head, task.first_row);
@@ -135,7 +135,7 @@ __device__ inline void scan_backward(const WalkGlobals& g, StatesMemory<C>& smem
 }
 
 template <class C>
-__device__ inline void sum_states(const WalkGlobals& g, StatesMemory<C>& smem, int warpgroup_id) {
+__device__ inline void sum_states(const FwdWalkGlobals& g, StatesMemory<C>& smem, int warpgroup_id) {
     using T = typename C::T;
     constexpr int kBlocks = C::kBlocks, kTiles = C::kTiles;
     constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
@@ -200,7 +200,8 @@ __device__ inline void sum_states(const WalkGlobals& g, StatesMemory<C>& smem, i
 }
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads, 1) void mlstm_states_kernel(const __grid_constant__ WalkGlobals g) {
+__global__ __launch_bounds__(C::kThreads,
+                             1) void mlstm_states_kernel(const __grid_constant__ FwdWalkGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
