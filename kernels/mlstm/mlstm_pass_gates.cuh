@@ -97,9 +97,6 @@ struct alignas(16) SegmentStage {
     FloatPair decay;                            // log2, of the chunks walked so far together
 };
 
-// A token whose scale, log2, is this small is scaled by 0.
-constexpr float kNothing = -150.f;
-
 // One chunk of a segment that is walked from a boundary away, by one warp: lane l owns tokens 2 l and 2 l
 // + 1. Scales are those of scale_pass_gates times the decay from the chunk to the boundary.
 template <bool kSigmoid, bool kBackward> struct SegmentChunk {

@@ -20,7 +20,6 @@ constexpr int kSegmentStages = 4;
 // As in a pass: warpgroup 0 feeds the others (warp 0 TMA, the other three scan the gates of a chunk each), 1
 // reads all gates once, then the state's.
 constexpr int kSegmentGateWarps = 3;
-static_assert(kSegmentStages == kSegmentGateWarps + 1, "see scan_segment");
 constexpr PassRegisters kSegmentRegisters{88, 56, 184};
 
 // Of all tokens of a segment, one warp's part.
@@ -96,8 +95,6 @@ __device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem
     arrive_warp(smem.bounds_ready);
 }
 
-// Every third chunk's gates, since one warp alone would be slower than the GEMMs. What a warp carries on it
-// reads from the stage of the chunk before: the warp itself is the next to write there.
 template <class C, bool kSigmoid>
 __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& smem, int gate_warp) {
     const PassTask& task = smem.task;
@@ -108,7 +105,7 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
         const SegmentBounds part = smem.bounds[laneid() % 4];
         return SegmentBounds{warp_sum(part.gates), warp_max(part.largest)};
     };
-    // of the lane's two tokens
+    // of the lane's two tokens of the warp's next chunk
     float2 i{}, f{}, log2_w{}, e{};
     double m_in = 0.;
     auto load = [&](int step) {
@@ -118,37 +115,31 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
         if constexpr (C::kBackward) log2_w = task.pair(g.log2_w, chunk), e = task.e_pair(g, chunk);
         if constexpr (!kSigmoid) m_in = g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
     };
+    using Chunk = SegmentChunk<kSigmoid, C::kBackward>;
+    FloatPair decay{};  // log2, of the chunks walked so far together
     load(gate_warp);
-    for (int step = gate_warp;; step += kSegmentGateWarps) {
-        const SegmentChunk<kSigmoid, C::kBackward> chunk(i, f, log2_w, e, finite_stabiliser(m_in));
-        load(step + kSegmentGateWarps);
-        const auto [slot, phase] = Use<kSegmentStages>(step);
-        wait_free(smem.free[slot], phase);
-        FloatPair decay{};
-        bool ended = false;  // before this chunk
-        if (step > 0) {
-            const auto before = Use<kSegmentStages>(step - 1);
-            wait(smem.gates_ready[before.slot], before.phase);
-            decay = smem.gates[before.slot].decay, ended = smem.gates[before.slot].last;
-        }
-        bool last = true;
-        if (!ended) {
-            chunk.write(smem.gates[slot], decay, g.scale);
+    scan_in_turns<kSegmentGateWarps>(
+        smem.gates, smem.gates_ready, smem.free, gate_warp,
+        [&](int step) {
+            const Chunk chunk(i, f, log2_w, e, finite_stabiliser(m_in));
+            load(step + kSegmentGateWarps);
+            return chunk;
+        },
+        [&](SegmentStage& out, const Chunk& chunk, const SegmentStage* before, int step) {
+            if (before) decay = before->decay;
+            chunk.write(out, decay, g.scale);
             decay = decay + chunk.decay;
+            if (laneid() == 0) out.decay = decay;
             // whether keys further away, whose scales are 2^largest at most where they stand, add nothing
             auto forgets = [&](float largest) { return rounded_sum(decay, largest) <= kNothing; };
-            last = step + 1 == task.chunks || (forgets(0.f) && forgets(bounds().largest));
-        }
-        if (laneid() == 0) smem.gates[slot].decay = decay, smem.gates[slot].last = last;
-        arrive_warp(smem.gates_ready[slot]);
-        if (!last) continue;
-        if (!ended && task.part<C>(g) == 0) {
+            return step + 1 == task.chunks || (forgets(0.f) && forgets(bounds().largest));
+        },
+        [&] {
+            if (task.part<C>(g) != 0) return;
             // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
             const double walked = static_cast<double>(decay) + bounds().gates;
             if (laneid() == 0) g.boundaries.log2_decay[task.left] = walked;
-        }
-        return;
-    }
+        });
 }
 
 template <class C>

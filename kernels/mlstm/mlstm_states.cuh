@@ -20,7 +20,6 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_> struct StatesCo
     // Warpgroup 0 feeds the others (warp 0 TMA, the other three scan the gates of a chunk each); each other
     // one owns 64-row blocks of C.
     static constexpr int kGateWarps = 3;
-    static_assert(kStages == kGateWarps + 1, "see scan_backward");
     static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
     static constexpr int kBlocks = kDimQK / 64 / kStateWarpgroups;
     static constexpr int kThreads = 128 * (1 + kStateWarpgroups);
@@ -84,14 +83,12 @@ __device__ inline void sum_gates(const FwdWalkGlobals& g, StatesMemory<C>& smem)
     arrive_warp(smem.sums_ready);
 }
 
-// Every third chunk's gates, since one warp alone would be slower than the GEMMs. What a warp carries on it
-// reads from the stage of the chunk before: the warp itself is the next to write there.
 template <class C, bool kSigmoid>
 __device__ inline void scan_backward(const FwdWalkGlobals& g, StatesMemory<C>& smem, int gate_warp) {
     const Task& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
     const GateRows forget(g.f, task.batch, task.head, task.first_row);
-    float2 i{}, f{};
+    float2 i{}, f{};  // of the lane's two tokens of the warp's next chunk
     auto load = [&](int step) {
         const int chunk = task.chunks - 1 - step;
         if (chunk >= 0)
@@ -102,36 +99,28 @@ __device__ inline void scan_backward(const FwdWalkGlobals& g, StatesMemory<C>& s
         const SegmentGates part = laneid() < C::kStateWarps ? smem.sums[laneid()] : SegmentGates{};
         return SegmentGates{warp_sum(part.decay), warp_max(part.largest)};
     };
+    using Chunk = SuffixChunk<kSigmoid>;
+    SuffixSum<kSigmoid> sum;
     load(gate_warp);
-    for (int step = gate_warp;; step += C::kGateWarps) {
-        const SuffixChunk<kSigmoid> chunk(i, f);
-        load(step + C::kGateWarps);
-        const auto [slot, phase] = Use<C::kStages>(step);
-        wait_free(smem.free[slot], phase);
-        SuffixSum<kSigmoid> sum;
-        bool ended = false;  // before this chunk
-        if (step > 0) {
-            const auto before = Use<C::kStages>(step - 1);
-            wait(smem.gates_ready[before.slot], before.phase);
-            const SuffixStage& gates = smem.gates[before.slot];
-            sum = {gates.decay, gates.m}, ended = gates.last;
-        }
-        bool last = true;
-        if (!ended) {
-            chunk.write(smem.gates[slot], sum);
-            last = step + 1 == task.chunks;
-            if (!last && sum.forgets(sum.m))  // where no earlier input gate is larger than the latest weights
-                last = sum.forgets(segment_gates().largest);
-        }
-        if (laneid() == 0) smem.gates[slot].last = last;
-        arrive_warp(smem.gates_ready[slot]);
-        if (!last) continue;
-        if (!ended && task.column == 0) {
+    scan_in_turns<C::kGateWarps>(
+        smem.gates, smem.gates_ready, smem.free, gate_warp,
+        [&](int step) {
+            const Chunk chunk(i, f);
+            load(step + C::kGateWarps);
+            return chunk;
+        },
+        [&](SuffixStage& out, const Chunk& chunk, const SuffixStage* before, int step) {
+            if (before) sum = {before->decay, before->m};
+            chunk.write(out, sum);
+            if (step + 1 == task.chunks) return true;
+            // the sums are waited for where no earlier input gate is larger than the latest weights
+            return sum.forgets(sum.m) && sum.forgets(segment_gates().largest);
+        },
+        [&] {
+            if (task.column != 0) return;
             const auto decay = static_cast<double>(segment_gates().decay);
             if (laneid() == 0) g.workspace.gates[task.slot + g.heads] = {decay, sum.m};
-        }
-        return;
-    }
+        });
 }
 
 template <class C>

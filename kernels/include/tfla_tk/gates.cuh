@@ -104,6 +104,9 @@ template <bool kSigmoid> __device__ inline FloatPair log2_input(float x) {
     return kSigmoid ? log2_sigmoid(x) : log2_exp(x);
 }
 
+// 2^x is 0 in fp32.
+constexpr float kNothing = -150.f;
+
 // 2^x, rounded to 0 below 2^-150.
 __device__ inline float exp2_of(double x) { return exp2f(static_cast<float>(x)); }
 
@@ -282,9 +285,6 @@ template <class T, bool kSigmoid> struct GateScan {
 
 // A segment walked backward in time, up to a chunk. All in log2 units.
 template <bool kSigmoid> struct SuffixSum {
-    // A token whose weight is this far below the maximum is scaled by 2^x = 0.
-    static constexpr float kNothing = -150.f;
-
     FloatPair decay{};                  // of the tokens walked so far, together
     float m = kSigmoid ? 0.f : -1e30f;  // no less than any weight so far; stays 0 with the sigmoid gate
 

@@ -68,6 +68,41 @@ __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count =
     if (kArrivalsPerWarp == 32 || fresh_laneid() == 0) kittens::arrive(barrier, count);
 }
 
+// Scans the steps of a walk into a ring of stages by kWarps warps in turns, of which this is the `warp`-th,
+// up to the step that finds itself to be the last one and says so in its stage. One warp alone may be slower
+// than the GEMMs that it feeds.
+//
+// alone(step): what needs nothing of the steps before. carry_on(stage, found, before, step): fills the stage
+// from that and from the stage of the step before, null for the first step; whether the step is the last one.
+// end(): after that, by the warp of the last step.
+//
+// NOTES: the stage of the step before may be free again while it is read here; but this warp is the next to
+// write it.
+template <int kWarps, class Stage, int kStages, class Alone, class CarryOn, class End>
+__device__ inline void scan_in_turns(Stage (&stages)[kStages], kittens::semaphore (&ready)[kStages],
+                                     kittens::semaphore (&free)[kStages], int warp, Alone alone,
+                                     CarryOn carry_on, End end) {
+    static_assert(kStages == kWarps + 1);
+    for (int step = warp;; step += kWarps) {
+        const auto found = alone(step);
+        const auto [slot, phase] = Use<kStages>(step);
+        wait_free(free[slot], phase);
+        const Stage* before = nullptr;
+        if (step > 0) {
+            const auto use = Use<kStages>(step - 1);
+            wait(ready[use.slot], use.phase);
+            before = &stages[use.slot];
+        }
+        const bool ended = before && before->last;  // the step before tells, this one passes it on
+        const bool last = ended || carry_on(stages[slot], found, before, step);
+        if (fresh_laneid() == 0) stages[slot].last = last;
+        arrive_warp(ready[slot]);
+        if (!last) continue;
+        if (!ended) end();
+        return;
+    }
+}
+
 // Gives a warpgroup its share of the register file, whatever the launch gave it.
 template <int kRegisters, int kThreads, int kCtas> __device__ inline void set_registers() {
     if constexpr (kRegisters > 65536 / (kThreads * kCtas))

@@ -77,6 +77,11 @@ def test_every_wgmma_of_the_states_pass_is_there(compiled: Any) -> None:
     for kernel in kernels:
         blocks = max(1, kernel.dim_qk // 128)
         assert kernel.wgmmas == blocks * passes(kernel.slice_v) * CHUNK // 16
+        # the keys of the second block are loaded under the GEMM of the first one
+        opcodes = [opcode.split(".")[0] for opcode, _ in kernel.instructions]
+        wgmmas = [n for n, opcode in enumerate(opcodes) if opcode == "HGMMA"]
+        loads = opcodes[wgmmas[0] : wgmmas[-1]].count("LDSM")
+        assert (opcodes.count("LDSM"), loads) == (blocks * CHUNK // 16, (blocks - 1) * CHUNK // 16)
 
 
 def test_the_schedule_is_in_the_sass(compiled: Any) -> None:

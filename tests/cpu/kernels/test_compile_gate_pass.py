@@ -149,7 +149,10 @@ def test_every_wgmma_is_there(compiled: Any) -> None:
 
 
 def test_segments_only_update(compiled: Any) -> None:
-    """values^T K over a chunk, waited for once; nothing else writes the registers of the state."""
+    """values^T K over a chunk, waited for once; nothing else writes the registers of the state.
+
+    The values of its later half are loaded under the GEMMs of its earlier one.
+    """
     defines = dict(compiled.instance.defines)
     dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
     kernels = kernels_named(compiled, "mlstm_pass_segments")
@@ -174,6 +177,7 @@ def test_segments_only_update(compiled: Any) -> None:
         # from the loop's first wait for tiles, the loads of the values, to that for the GEMM
         loads = [n for n, opcode in enumerate(opcodes) if opcode.startswith("LDSM")]
         assert len(loads) == STEPS
+        assert sum(first < load < wait for load in loads) == STEPS // 2
         written = [
             (opcode, operands)
             for opcode, operands in kernel.instructions[loads[0] : wait]
