@@ -165,7 +165,10 @@ __device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem
         last = gates.last;
         const uint32_t panel = shared_address(smem.values[slot].data[warpgroup_id]);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {  // of the tokens: the later ones are loaded under GEMMs
+        for (int half = 0; half < 2; half++) {
+            // Of the tokens: the later ones are loaded under GEMMs. NOTES: what has arrived is waited for
+            // again, or ptxas would load all of them first.
+            if (half > 0) wait(smem.arrived[slot], phase);
             constexpr int kHalf = kSteps / 2;
 #pragma unroll
             for (int k = half * kHalf; k < (half + 1) * kHalf; k++) {

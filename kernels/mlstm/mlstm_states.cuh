@@ -159,7 +159,10 @@ __device__ inline void sum_states(const FwdWalkGlobals& g, StatesMemory<C>& smem
             for (int block = 0; block < kBlocks; block++) norm[block].x *= rescale, norm[block].y *= rescale;
         }
 #pragma unroll
-        for (int block = 0; block < kBlocks; block++) {  // the second one's keys under the first one's GEMM
+        for (int block = 0; block < kBlocks; block++) {
+            // The second one's keys are loaded under the first one's GEMM. NOTES: what has arrived is waited
+            // for again, or ptxas would load all of them first.
+            if (block > 0) wait(smem.arrived[slot], phase);
             load_scaled_transposed(keys[block], norm[block],
                                    shared_address(&smem.k[slot]) + lane_offset + block * kPanelBytes,
                                    gates.key_scale, 0);
