@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,7 +22,19 @@ from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
 from tfla_tk.reference.common import segment_sum
 
-CHUNK = 64
+from .addresses import (
+    CHUNK,
+    boundary_slots,
+    bounds_at,
+    chunk_slots,
+    flows_at,
+    gate_at,
+    operand_at,
+    slices_of,
+    states_at,
+    sums_at,
+    tensor_at,
+)
 
 # of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
 ARGUMENTS = {
@@ -95,44 +104,6 @@ class BackwardModules:
     def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
         """The functions that say how much memory a kernel wants, by name."""
         raise NotImplementedError
-
-
-def tensor_at(pointer: int, dtype: torch.dtype, shape: Items[int], *strides: int) -> Tensor:
-    """What lies at an address, as a kernel sees it; contiguous without strides."""
-    strides = strides or contiguous_strides(shape)
-    count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(tuple(shape), strides)
-
-
-def slices_of(launch: SimpleNamespace) -> tuple[int, int]:
-    """Of the values' columns, in a pass: how wide one is, and how many there are."""
-    width = int(dict(launch.instance.defines)["TFLA_SLICE"])
-    return width, -(-launch.sizes[4] // width)
-
-
-def contiguous_strides(shape: Items[int]) -> tuple[int, ...]:
-    return tuple(torch.empty(tuple(shape), device="meta").stride())
-
-
-def states_at(
-    pointers: Items[int], count: tuple[int, ...], launch: SimpleNamespace, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None]:
-    """c and n of a pass at these addresses, as many as `count`: of c, the columns of its share."""
-    *_, dim_keys, dim_values = launch.sizes
-    rows, own = (dim_keys, dim_values) if launch.gradient == 2 else (dim_values, dim_keys)
-    whole = getattr(launch, "state_columns", own)
-    c, n = pointers
-    return (
-        tensor_at(c, dtype, (*count, rows, own), *contiguous_strides((*count, rows, whole))) if c else None,
-        tensor_at(n, dtype, (*count, dim_values)) if n else None,
-    )
-
-
-def boundary_slots(launch: SimpleNamespace) -> int:
-    """Boundaries between segments, of all sequences and heads."""
-    _, _, sequences, segments, _ = launch.cut
-    return int((segments - sequences) * launch.sizes[1])
 
 
 def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
@@ -529,43 +500,3 @@ def sequences_of(cut: tuple[int, ...], heads: int, seq: int) -> list[Sequence]:
         slot = start // CHUNK + (number if packed else 0)
         found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))
     return found
-
-
-def bounds_at(offsets: tuple[int, ...], seq: int) -> list[tuple[int, int]]:
-    """(start, end) of every packed sequence; of all sequences of a batch at once."""
-    pointer, wide, count, *_ = offsets
-    if pointer == 0:
-        return [(0, seq)]
-    cu_seqlens = tensor_at(pointer, torch.int64 if wide else torch.int32, (count + 1,))
-    return list(itertools.pairwise(cu_seqlens.tolist()))
-
-
-def chunk_slots(offsets: tuple[int, ...], seq: int) -> int:
-    """Per head, of what there is once per chunk."""
-    pointer, _, count, *_ = offsets
-    return -(-seq // CHUNK) + (count if pointer else 0)
-
-
-def operand_at(operand: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    pointer, *strides = operand
-    return tensor_at(pointer, torch.float64, shape, *strides, 1)
-
-
-def gate_at(gate: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-    pointer, *strides, _ = gate
-    return tensor_at(pointer, torch.float64, size, *strides)
-
-
-def sums_at(sums: tuple[int, ...], size: tuple[int, ...], slots: int) -> tuple[Tensor, Tensor]:
-    """Row sums: of every token [count, B, NH, S], and of every chunk [count, B, NH, slots, 2]."""
-    whole, inter, count = sums
-    return (
-        tensor_at(whole, torch.float64, (count, *size)),
-        tensor_at(inter, torch.float64, (count, *size[:2], slots, 2)),
-    )
-
-
-def flows_at(pointer: int, parts: int, own: int, size: tuple[int, ...], slots: int) -> Tensor:
-    """[B, NH, anchor slots, own]: the first parts from an address on, of so many."""
-    shape = (*size, slots // ANCHOR_CHUNKS + 1)
-    return tensor_at(pointer, torch.float64, (*shape, own), *contiguous_strides((*shape, parts)))

@@ -13,13 +13,13 @@ from torch import Tensor
 from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
 
-from .backward_emulation import BackwardModules, boundary_slots, slices_of, states_at, tensor_at
+from .addresses import boundary_slots, slices_of, states_at, tensor_at
+from .backward_emulation import BackwardModules
 
 B, NH, S, K, V = 2, 3, 150, 80, 256
 PANELS = 2  # of 64 columns of K
 PART = 256  # columns of V that a share of a pass takes for keys
 ANCHOR_BYTES = 1000
-CHUNK = 64
 EPS = 1e-6
 
 

@@ -17,10 +17,10 @@ from tfla_tk.build import sources
 from tfla_tk.build.instances import mlstm_pass
 from tfla_tk.ops import chunk_slots
 
-from .backward_emulation import ARGUMENTS, slices_of
+from .addresses import CHUNK, slices_of
+from .backward_emulation import ARGUMENTS
 from .backward_launches import (
     ANCHOR_BYTES,
-    CHUNK,
     EPS,
     GATES,
     NAMES,

@@ -17,7 +17,7 @@ from tfla_tk import ops
 from tfla_tk.backends import segments, tk, tk_passes
 from tfla_tk.build import Instance, sources
 
-from .backward_emulation import tensor_at
+from .addresses import tensor_at
 from .stand_in import launch_instead
 
 B, NH, S, K, V = 2, 3, 40, 64, 128
