@@ -102,6 +102,8 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
 template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
     using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
     const PassWalk& walk = p.walk;
+    if (!C::kNormalizer && shares(walk.dim_keys) > 1)  // they would not take turns
+        throw std::runtime_error("mlstm_pass: dv takes one share of the keys");
     auto map = [&](const Operand& x, int dim, int box_rows) {
         return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
     };

@@ -59,7 +59,7 @@ struct PassGlobals : WalkGlobals {
 };
 
 // The (segment, head, slice of the values, share of the keys) of a CTA; shares of one slice are neighbours,
-// and a cluster.
+// in a pass a cluster.
 struct PassTask {
     int share;
     int batch, head, column;  // column: first of the values
@@ -84,14 +84,14 @@ struct PassTask {
     __device__ inline int64_t anchor(const PassGlobals& g, int chunk) const {
         return batch_head * g.anchor_slots + (slot + chunk) / kAnchorChunks;
     }
-    // This share's and slice's number among those of its head.
-    template <class C> __device__ inline int part(const WalkGlobals& g) const {
+    // The number of its share and slice among those of its head.
+    template <class C> __device__ inline int share_and_slice(const WalkGlobals& g) const {
         return share * g.slices + column / C::kSlice;
     }
     // Where dq leaves its state.
     template <class C> __device__ inline unsigned char* anchor_memory(const PassGlobals& g, int chunk) const {
         return static_cast<unsigned char*>(g.states) +
-               (anchor(g, chunk) * g.shares * g.slices + part<C>(g)) * C::kAnchorBytes;
+               (anchor(g, chunk) * g.shares * g.slices + share_and_slice<C>(g)) * C::kAnchorBytes;
     }
 
     // First of the share's columns of the keys.

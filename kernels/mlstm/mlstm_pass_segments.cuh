@@ -135,7 +135,7 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
             return step + 1 == task.chunks || (forgets(0.f) && forgets(bounds().largest));
         },
         [&] {
-            if (task.part<C>(g) != 0) return;
+            if (task.share_and_slice<C>(g) != 0) return;
             // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
             const double walked = static_cast<double>(decay) + bounds().gates;
             if (laneid() == 0) g.boundaries.log2_decay[task.left] = walked;

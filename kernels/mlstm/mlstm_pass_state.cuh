@@ -266,7 +266,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             }
         }
         const float flow = warp_sum(sum);
-        const int part = task.part<C>(g) * C::kStateWarps + warpgroup_id * 4 + warp();
+        const int part = task.share_and_slice<C>(g) * C::kStateWarps + warpgroup_id * 4 + warp();
         if (fresh_laneid() == 0) g.flows[task.anchor(g, chunk) * g.flow_parts + part] = flow;
     };
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import memo
-from tfla_tk.backends import segments
+from tfla_tk.backends import segments, tk_passes
 from tfla_tk.build.instances import MLSTM_TILES
 
 Tensors = dict[str, Tensor]
@@ -136,7 +136,7 @@ def test_long_sequences_are_cut_by_the_rule(
     operator: Any, dims: tuple[int, int], make_inputs: Make, compare: Make
 ) -> None:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    found = segments.cut(1, 8192, 2 * -(-dims[0] // 128), multiprocessors, segments.BACKWARD)
+    found = tk_passes.cut_sequences((1, 2, 8192, *dims), 1, multiprocessors, packed=False)
     assert found.segments > 8
     compare(operator, make_inputs(1, 2, 8192, dims, states=operator.states))
 

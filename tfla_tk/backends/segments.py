@@ -1,6 +1,6 @@
 """Into how many segments a sequence is cut, so that a few long sequences fill the GPU too.
 
-A CTA walks one segment of one head and one V slice. Cut sequences cost two more launches: a states pass over
+A CTA walks one segment of one slice of a head. Cut sequences cost two more launches: a states pass over
 all segments but the last of each sequence, and a small kernel that carries the states on from segment to
 segment. So it is in the forward, and in the backward's passes for C and for its gradient, with their own
 costs; a forward that keeps its states for the backward takes the backward's cut.
@@ -54,7 +54,7 @@ def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Cos
     """The cut of `sequences` sequences of `tokens` tokens each.
 
     Args:
-        ctas: that work on one segment: heads times V slices.
+        ctas: that work on one segment: heads times slices of V, or of K times parts of V in the backward.
         multiprocessors: of the GPU, times the CTAs that one of them holds.
     """
     chunks = -(-tokens // CHUNK)

@@ -12,7 +12,7 @@ from tfla_tk.backends.tk_passes import PART_COLUMNS, Memory, Plan, Sizes
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
 
 # addresses, of states or their gradients 0 where there is none
-Pair = tuple[int, int]  # c and n, or row sums and their inter
+Pair = tuple[int, int]  # c and n, row sums and their inter, or anchors: states and flows
 Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e and its stride
 
 
@@ -170,8 +170,8 @@ def launch_dq_and_dk(x: Call, written: Grads, dn: int) -> None:
         dn: address of the gradients of n_initial, one for each part; or 0.
     """
     memory = x.memory
-    *size, dim_qk, dim_v = x.sizes
-    sizes = (*size, dim_v, dim_qk)
+    batch, heads, seq, dim_qk, dim_v = x.sizes
+    sizes = (batch, heads, seq, dim_v, dim_qk)
     anchors = (memory.anchors, memory.flows)
     _run_pass(
         x, "dq", x.plan.dq_and_dk, x.dh, x.v, x.k, written.dq, sizes,

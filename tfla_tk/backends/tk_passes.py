@@ -20,7 +20,8 @@ ALIGNMENT = 256  # bytes
 FLOAT, DOUBLE = 4, 8  # bytes
 SUM_COLUMNS = 64  # kSumColumns of params_pass.h
 ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
-PART_COLUMNS = instances.MAX_DIM_QK  # of a part of V: the widest tile of the keys of a pass
+# Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
+PART_COLUMNS = instances.MAX_DIM_QK
 
 Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
 

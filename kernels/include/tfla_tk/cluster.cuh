@@ -1,4 +1,4 @@
-// CTAs of a cluster: a number that one of them writes into another one's shared memory.
+// CTAs of a cluster: their barrier, and a number that one of them writes into another one's shared memory.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The gate side of mLSTM: three numbers per token, scanned by one warp ahead of the GEMMs.
+// The gate side of mLSTM: three numbers per token, scanned by a warp ahead of the GEMMs, in the states pass
+// by three in turns.
 //
 // Notation of the TFLA papers, in log2 units: b_t = cumsum(log f) in the chunk, a_j = log i_j - b_j,
 // M_t = max(m_in, max_{j <= t} a_j), m_t = b_t + M_t. Sums are pairs of floats, in which gates of +-1e4

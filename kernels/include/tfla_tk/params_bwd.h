@@ -30,7 +30,7 @@ struct MlstmBwdRowsParams {
 struct MlstmBwdFactorsParams {
     const float* dots;          // [slices, B, H, S]
     std::int64_t slice_stride;  // from one slice to the next
-    int slices;                 // 0: there is one part, whose e is 0
+    int slices;                 // 0: only log2_w is of use, and e of the first part becomes 0
     int part_slices;            // of a part of V
     RowFactorPointers rows;
     std::int64_t count;  // B H S

@@ -72,9 +72,10 @@ __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count =
 // up to the step that finds itself to be the last one and says so in its stage. One warp alone may be slower
 // than the GEMMs that it feeds.
 //
-// alone(step): what needs nothing of the steps before. carry_on(stage, found, before, step): fills the stage
-// from that and from the stage of the step before, null for the first step; whether the step is the last one.
-// end(): after that, by the warp of the last step.
+// alone(step): what needs nothing of the steps before; also called for steps behind the last one, whose
+// result is not used. carry_on(stage, found, before, step): fills the stage from that and from the stage of
+// the step before, null for the first step; whether the step is the last one. end(): after that, by the warp
+// of the last step.
 //
 // NOTES: the stage of the step before may be free again while it is read here; but this warp is the next to
 // write it.

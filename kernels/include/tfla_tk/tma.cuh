@@ -54,7 +54,6 @@ struct TensorMap {
         const BoxedOperand wanted{x, batch, heads, seq, dim, box_rows, half};
         Encoded& kept = lately[wanted.hash() >> (64 - kBits)];
         if (!(kept.of == wanted)) {
-            kept.of.operand.data = nullptr;  // while it is not known to be right
             kept.map = encode(wanted);
             kept.of = wanted;
         }

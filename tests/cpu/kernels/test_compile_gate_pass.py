@@ -221,6 +221,29 @@ def test_the_output_stands_under_the_update(compiled: Any) -> None:
             assert block.after_values["SHFL"] == (14 + 2 * 2) * of_sums
 
 
+def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
+    """The storing warp waits before it stores, and tells the next share when its stores are done.
+
+    A wait until they have only been read would not end with CCTL.IVALL.
+    """
+    told = (
+        *("DEPBAR.LE", "DEPBAR.LE", "CCTL.IVALL", "FENCE.VIEW.ASYNC.G"),
+        *("MEMBAR.ALL.GPU", "ST.E.STRONG.GPU"),
+    )
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        if kernel.gradient == "dv":
+            assert not {"NANOSLEEP", "ST.E.STRONG.GPU"} & set(opcodes)
+            continue
+        assert opcodes.count("UCGABAR_ARV") == opcodes.count("UCGABAR_WAIT") == 1
+        stores = [n for n, opcode in enumerate(opcodes) if opcode.startswith(("UTMASTG", "UTMAREDG"))]
+        assert "FENCE.VIEW.ASYNC.G" in opcodes[opcodes.index("NANOSLEEP") : stores[0]]
+        behind = iter(opcodes[stores[-1] :])
+        assert all(name in behind for name in told)
+        done = [n for n, opcode in enumerate(opcodes) if opcode == "DEPBAR.LE" and n > stores[-1]][1]
+        assert opcodes[done + 1] == "CCTL.IVALL"
+
+
 def test_one_warp_stores_the_output(compiled: Any) -> None:
     """By a box of 16 rows or of one, stored, or added by dq and dk; never by the state's warps."""
     for kernel in kernels_named(compiled, "mlstm_pass"):

@@ -85,6 +85,18 @@ def tile_of_pass(instance: Instance) -> tuple[int, int]:
     return int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
 
 
+def test_the_plan_and_the_kernels_count_the_same_parts_of_v() -> None:
+    """A share of the keys of dq and dk is a tile's columns; the plan makes room for as many."""
+    for dim_qk, dim_v in EVERY_DIMS:
+        *_, of_dv, of_dq_and_dk = tk_passes.instances_of(dim_qk, dim_v)
+        tile, slice_ = tile_of_pass(of_dq_and_dk)
+        shares = -(-dim_v // tile)
+        assert tk_passes.ctas_of_a_pass(dim_qk, dim_v) == shares * -(-dim_qk // slice_)
+        assert shares == 1 or tile == tk_passes.PART_COLUMNS
+        assert tile_of_pass(of_dv)[0] >= dim_qk  # dv has one share
+        assert {of_dv, of_dq_and_dk} == {mlstm_pass(*call) for call in passes_of(dim_qk, dim_v)}
+
+
 def test_passes_take_the_smallest_tile_that_holds_their_operands() -> None:
     """A slice may hold a part of the values; dq and dk leave slices of 256 to dv, and are one instance."""
     for dims in EVERY_DIMS:

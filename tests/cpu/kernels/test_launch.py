@@ -276,6 +276,23 @@ def test_a_forward_that_keeps_nothing_has_a_cut_of_its_own(launches: Launches) -
     assert launch.workspace > 0 and states is None
 
 
+def test_states_are_launched_before_h_is_allocated(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that waits for the host gets work first."""
+    launched = []
+    empty_like = torch.empty_like
+
+    def allocate(x: Tensor) -> Tensor:
+        launched.append(launches.states is not None)
+        return empty_like(x)
+
+    monkeypatch.setattr(torch, "empty_like", allocate)
+    q, v = (torch.empty(1, 2, 65_536, dim, dtype=torch.bfloat16) for dim in (K, V))
+    run(q, q, v)
+    assert launched == [True]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_packed_sequences(dtype: torch.dtype, launches: Launches) -> None:
     lengths = 2 * torch.tensor([0, 10, 10, S], dtype=dtype)

@@ -112,25 +112,15 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
     operand, none = (16, 4096, 4096, 64), (0, 0)
     of_both = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 64, 16))  # gates and rows
     sizes = ((0, False, 1, 1, 1), (1, 1, 64, 64, 64), 0.125)
+    of_passes = (*([operand] * 5), *of_both, none, none, (0, 0, 0), none, none)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
-            module.mlstm_pass(
-                gradient,
-                *([operand] * 5),
-                *of_both,
-                none,
-                none,
-                (0, 0, 0),
-                none,
-                none,
-                *sizes,
-                False,
-                False,
-                0,
-                0,
-            )
+            module.mlstm_pass(gradient, *of_passes, *sizes, False, False, 0, 0)
         fault = "no CUDA driver is installed" if gradient < 2 else "has none for this gradient"
         with pytest.raises(RuntimeError, match=fault):
             module.mlstm_pass_segments(
                 gradient, operand, operand, *of_both, (16, 16, 16), *sizes, False, False, 0, 0
             )
+    cut, _, scale = sizes
+    with pytest.raises(RuntimeError, match="dv takes one share of the keys"):
+        module.mlstm_pass(2, *of_passes, cut, (1, 1, 64, 80, 64), scale, False, False, 0, 0)
