@@ -1,4 +1,4 @@
-"""What the GPU tests of memory share: layouts of the operands, and NaN in what is not written."""
+"""What GPU tests share: draws, layouts of the operands, and NaN in what is not written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Drawn on the GPU, the same for equal arguments."""
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=dtype, device="cuda")
 
 
 def transposed(x: Tensor) -> Tensor:
