@@ -154,7 +154,8 @@ def make_plan(
     boundaries = (cut.segments - sequences) * heads
     own_states = 0 if states_given else boundaries
     row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
-    dots_slice = _slice(instances.mlstm_pass("dv", dim_qk, dim_v))
+    _, of_dv, _ = instances_of(dim_qk, dim_v)
+    dots_slice = _slice(of_dv)
     dot_slices = -(-dim_v // dots_slice)
     parts = _parts(dim_v)
     sums = parts * -(-dim_qk // SUM_COLUMNS)

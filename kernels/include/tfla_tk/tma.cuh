@@ -50,7 +50,7 @@ struct TensorMap {
             CUtensorMap map;
         };
         constexpr int kBits = 6;
-        static thread_local std::array<Encoded, 1 << kBits> lately{};  // of operands without an address: none
+        static thread_local std::array<Encoded, 1 << kBits> lately{};  // at first of no operand
         const BoxedOperand wanted{x, batch, heads, seq, dim, box_rows, half};
         Encoded& kept = lately[wanted.hash() >> (64 - kBits)];
         if (!(kept.of == wanted)) {

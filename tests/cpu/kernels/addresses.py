@@ -1,10 +1,11 @@
-"""What kernels see at the addresses that they are given, as tensors."""
+"""What kernels see at the addresses that they are given: tensors, and sequences in their segments."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +16,7 @@ from tfla_tk.backends.tk_passes import ANCHOR_CHUNKS
 CHUNK = 64
 
 
-def tensor_at(pointer: int, dtype: torch.dtype, shape: Sequence[int], *strides: int) -> Tensor:
+def tensor_at(pointer: int, dtype: torch.dtype, shape: Items[int], *strides: int) -> Tensor:
     """What lies at an address, as a kernel sees it; contiguous without strides."""
     strides = strides or contiguous_strides(shape)
     count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -29,12 +30,12 @@ def slices_of(launch: SimpleNamespace) -> tuple[int, int]:
     return width, -(-launch.sizes[4] // width)
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Items[int]) -> tuple[int, ...]:
     return tuple(torch.empty(tuple(shape), device="meta").stride())
 
 
 def states_at(
-    pointers: Sequence[int], count: tuple[int, ...], launch: SimpleNamespace, dtype: torch.dtype
+    pointers: Items[int], count: tuple[int, ...], launch: SimpleNamespace, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
     """c and n of a pass at these addresses, as many as `count`: of c, the columns of its share."""
     *_, dim_keys, dim_values = launch.sizes
@@ -91,3 +92,53 @@ def flows_at(pointer: int, parts: int, own: int, size: tuple[int, ...], slots: i
     """[B, NH, anchor slots, own]: the first parts from an address on, of so many."""
     shape = (*size, slots // ANCHOR_CHUNKS + 1)
     return tensor_at(pointer, torch.float64, (*shape, own), *contiguous_strides((*shape, parts)))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A packed sequence, or the sequences of a batch together.
+
+    Attributes:
+        which: of the states of all sequences.
+        start, end: its tokens.
+        slot: of its first chunk.
+        segments: the chunks of each.
+        boundaries: its own of all.
+        batch, heads: of what there is at a boundary.
+    """
+
+    which: slice
+    start: int
+    end: int
+    slot: int
+    segments: list[range]
+    boundaries: slice
+    batch: int
+    heads: int
+
+    def tokens(self, chunk: int) -> slice:
+        first = self.start + chunk * CHUNK
+        return slice(first, min(first + CHUNK, self.end))
+
+    def at(self, x: Tensor, boundary: int) -> Tensor:
+        """The entries [N, NH, *] at the boundary before a segment, of x [slots, *]."""
+        own = x.unflatten(0, (-1, self.heads))[self.boundaries]
+        return own.unflatten(0, (self.batch, -1))[:, boundary - 1]
+
+
+def sequences_of(cut: tuple[int, ...], heads: int, seq: int) -> list[Sequence]:
+    """The sequences as the kernels see them."""
+    pointer, _, count, _, chunks_of = cut
+    packed = pointer != 0
+    batch = 1 if packed else count
+    found = []
+    behind = 0  # the boundaries of the sequences before
+    for number, (start, end) in enumerate(bounds_at(cut, seq)):
+        chunks = -(-(end - start) // CHUNK)
+        pieces = [range(at, min(at + chunks_of, chunks)) for at in range(0, max(chunks, 1), chunks_of)]
+        own = slice(behind, behind + batch * (len(pieces) - 1))
+        behind = own.stop
+        which = slice(number, number + 1) if packed else slice(None)
+        slot = start // CHUNK + (number if packed else 0)
+        found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))
+    return found

@@ -24,12 +24,14 @@ from tfla_tk.reference.common import segment_sum
 
 from .addresses import (
     CHUNK,
+    Sequence,
     boundary_slots,
     bounds_at,
     chunk_slots,
     flows_at,
     gate_at,
     operand_at,
+    sequences_of,
     slices_of,
     states_at,
     sums_at,
@@ -450,53 +452,3 @@ class Walk:
             torch.exp(intra[..., -1, :] - end),
             torch.exp(inter[..., -1] - end[..., 0]),
         )
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """A packed sequence, or the sequences of a batch together.
-
-    Attributes:
-        which: of the states of all sequences.
-        start, end: its tokens.
-        slot: of its first chunk.
-        segments: the chunks of each.
-        boundaries: its own of all.
-        batch, heads: of what there is at a boundary.
-    """
-
-    which: slice
-    start: int
-    end: int
-    slot: int
-    segments: list[range]
-    boundaries: slice
-    batch: int
-    heads: int
-
-    def tokens(self, chunk: int) -> slice:
-        first = self.start + chunk * CHUNK
-        return slice(first, min(first + CHUNK, self.end))
-
-    def at(self, x: Tensor, boundary: int) -> Tensor:
-        """The entries [N, NH, *] at the boundary before a segment, of x [slots, *]."""
-        own = x.unflatten(0, (-1, self.heads))[self.boundaries]
-        return own.unflatten(0, (self.batch, -1))[:, boundary - 1]
-
-
-def sequences_of(cut: tuple[int, ...], heads: int, seq: int) -> list[Sequence]:
-    """The sequences as the kernels see them."""
-    pointer, _, count, _, chunks_of = cut
-    packed = pointer != 0
-    batch = 1 if packed else count
-    found = []
-    behind = 0  # the boundaries of the sequences before
-    for number, (start, end) in enumerate(bounds_at(cut, seq)):
-        chunks = -(-(end - start) // CHUNK)
-        pieces = [range(at, min(at + chunks_of, chunks)) for at in range(0, max(chunks, 1), chunks_of)]
-        own = slice(behind, behind + batch * (len(pieces) - 1))
-        behind = own.stop
-        which = slice(number, number + 1) if packed else slice(None)
-        slot = start // CHUNK + (number if packed else 0)
-        found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))
-    return found

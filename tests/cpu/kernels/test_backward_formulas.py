@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tfla_tk import ops, reference
 
+from .addresses import CHUNK
+
 Tensors = dict[str, Tensor]
 Formulas = Callable[..., Any]
 
 EPS = 1e-6
-CHUNK = 64
 ANCHOR_CHUNKS = 8
 GATES = ["exp", "sig", "sig_unnormalised"]
 TOKENS = ("q", "k", "v", "i", "f")
