@@ -1,16 +1,10 @@
-// Tiles, warpgroup roles, register split and shared-memory plan of the fused mLSTM forward.
+// Tiles, warpgroup roles, register split and shared-memory plan of the fused mLSTM forward up to K = 128.
 #pragma once
 
 #include "mlstm_fwd_globals.cuh"
 #include "tfla_tk/sync.cuh"
 
 namespace tfla_tk::mlstm {
-
-// How the GEMMs of a chunk are ordered against the rest of its work.
-//   sequential: every GEMM is waited for before the next step; output and state warpgroups take turns
-//   overlapped: scores of the next chunk and Q C are in flight while the current scores are gated
-//   pingpong:   overlapped, and the state GEMM is issued when the output warpgroup starts to gate
-enum class Schedule : int { sequential = 0, overlapped = 1, pingpong = 2 };
 
 // Registers per thread of each role; a column of the register file has 512, 65536 / (128 threads).
 struct Registers {
@@ -25,7 +19,6 @@ struct Tiling {
 
 // One row per (K, V slice). The comment names what limits the row.
 constexpr Tiling tiling(int dim_qk, int v_slice) {
-    if (dim_qk == 256) return {6, 2, 4, 1, {40, 160, 152}};  // smem: 8 slots of half a tile do not fit
     if (dim_qk == 128 && v_slice == 256)
         return {4, 2, 4, 1, {40, 160, 152}};                  // registers: the state takes 128
     if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};   // smem: one CTA per SM
@@ -40,22 +33,15 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr int kSliceV = kSliceV_;  // columns of V and of the state that one CTA owns
     static constexpr bool kNormalize = kNormalize_;
     static constexpr Schedule kSchedule = kSchedule_;
+    static_assert(kDimQK <= 128);
     static constexpr Tiling kTiling = tiling(kDimQK, kSliceV);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates, from 2 on n), then the state's, then the
-    // output's.
-    static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
-    static constexpr int kStateBlocks = kDimQK / 64 / kStateWarpgroups;  // 64-row blocks of C per warpgroup
-
-    // Columns of Q and K, rows of C, come in parts, each with a block of every state warpgroup: a part's slot
-    // is refilled while the other part is still read.
-    static constexpr int kParts = kStateBlocks;
-    static constexpr int kPartQK = kDimQK / kParts;
+    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates, warp 2 n), then the state's, each with 64
+    // rows of C, then the output's.
+    static constexpr int kStateWarpgroups = kDimQK / 64;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
-    static constexpr int kNormWarps = kNormalize ? kParts : 0;
-    static_assert(2 + kNormWarps <= 4, "warpgroup 0 has four warps");
 
     // Arrivals that free a K or Q slot. One ring holds both, and the state's warps read only K: for Q an
     // arrival of the output's counts for them.
@@ -65,22 +51,20 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr int kPassV = kSliceV == 256 ? 128 : kSliceV;
     static constexpr int kPasses = kSliceV / kPassV;
 
-    // Ring positions of a chunk's tiles; K and Q share one ring: for every part of a chunk K, then Q.
+    // Ring positions of a chunk's tiles; K and Q share one ring: for every chunk K, then Q.
     using QKUse = Use<kTiling.qk_slots>;
     static_assert(kTiling.qk_slots % 2 == 0, "a slot holds only K or only Q: its readers see every phase");
-    __device__ static inline QKUse key(int chunk, int part) { return QKUse(2 * (chunk * kParts + part)); }
-    __device__ static inline QKUse query(int chunk, int part) {
-        return QKUse(2 * (chunk * kParts + part) + 1);
-    }
+    __device__ static inline QKUse key(int chunk) { return QKUse(2 * chunk); }
+    __device__ static inline QKUse query(int chunk) { return QKUse(2 * chunk + 1); }
     __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
     __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
-    // NOTES: two stages and no barrier that frees them. A warp of n has read the sums of chunk c when it
+    // NOTES: two stages and no barrier that frees them. The warp of n has read the sums of chunk c when it
     // publishes n for c + 1; Q [C, n] of c + 1 waits for that, the state's publishing for c + 2 for this, and
     // the sums of c + 2 are left after it.
     static constexpr int kSumStages = 2;
     __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
 
-    using QKTile = kittens::st<T, kChunk, kPartQK>;
+    using QKTile = kittens::st<T, kChunk, kDimQK>;
     using VTile = kittens::st<T, kChunk, kSliceV>;
     // C^T of a pass; below it n as a high and a low part, two of the rows that a wgmma reads beyond kPassV.
     static constexpr int kNormRows = kNormalize ? 16 : 0;
@@ -101,8 +85,8 @@ template <class C> struct SharedMemoryPlan {
     kittens::semaphore qk_arrived[C::kTiling.qk_slots], qk_free[C::kTiling.qk_slots];
     kittens::semaphore v_arrived[C::kTiling.v_stages], v_free[C::kTiling.v_stages];
     kittens::semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
-    kittens::semaphore state_ready[C::kPasses][C::kParts], state_free[C::kPasses][C::kParts];
-    kittens::semaphore key_sums_ready[C::kSumStages][C::kParts];
+    kittens::semaphore state_ready[C::kPasses], state_free[C::kPasses];
+    kittens::semaphore key_sums_ready[C::kSumStages];
     kittens::semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier; key_sums have none, see kSumStages.
@@ -118,16 +102,14 @@ template <class C> struct SharedMemoryPlan {
         }
         for (int i = 0; i < C::kTiling.gate_stages; i++) {
             init_warp_barrier(gates_ready[i], 1);
-            init_warp_barrier(gates_free[i], kReaders + C::kNormWarps);
+            init_warp_barrier(gates_free[i], kReaders + C::kNormalize);
         }
-        for (int part = 0; part < C::kParts; part++) {
-            for (int pass = 0; pass < C::kPasses; pass++) {
-                const bool with_norm = C::kNormalize && pass == 0;
-                init_warp_barrier(state_ready[pass][part], C::kStateWarps + with_norm);
-                init_warp_barrier(state_free[pass][part], 4);
-            }
-            for (auto& ready : key_sums_ready) init_warp_barrier(ready[part], C::kStateWarps);
+        for (int pass = 0; pass < C::kPasses; pass++) {
+            const bool with_norm = C::kNormalize && pass == 0;
+            init_warp_barrier(state_ready[pass], C::kStateWarps + with_norm);
+            init_warp_barrier(state_free[pass], 4);
         }
+        for (auto& ready : key_sums_ready) init_warp_barrier(ready, C::kStateWarps);
         kittens::init_semaphore(tail_landed, 1);
         publish_barriers();
     }

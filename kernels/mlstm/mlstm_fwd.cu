@@ -1,10 +1,10 @@
 // Fused chunk-recurrent mLSTM forward (exponential and sigmoid input gate).
 //
 // One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens; the state C
-// stays in the registers of the state warpgroups in fp32 and never touches global memory between chunks. Per
-// chunk:
-//   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh); others
-//              publish n below C and carry it on by the sums that the state's warps leave
+// stays in the registers of the state warpgroups in fp32 and never touches global memory between chunks. At K
+// = 256 the kernel is that of mlstm_wide.cuh; here, up to K = 128, per chunk:
+//   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh); a third
+//              publishes n below C and carries it on by the sums that the state's warps leave
 //   state      publishes C, rounded, for Q C; then C = decay C + (key_scale . K)^T V
 //   output     S = Q K^T; O, q n = Q [C, n]; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA
 //              store
@@ -21,6 +21,7 @@
 #include "mlstm_fwd_producer.cuh"
 #include "mlstm_fwd_state.cuh"
 #include "mlstm_states.cuh"
+#include "mlstm_wide.cuh"
 #include "tfla_tk/launch.cuh"
 
 #ifndef TFLA_DIM_QK
@@ -36,16 +37,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (threadIdx.x < 32) {
-        const Task task = Task::of_block<C>(g, blockIdx.x);
-        if (threadIdx.x == 0) {
-            smem.task = task;
-            smem.init_barriers();
-            g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch();
-        }
-    }
-    __syncthreads();
-    if (smem.task.tokens < 0) return;
+    if (!begin_task<C>(g, smem)) return;
 
     if (warpgroup_id == 0) {
         warpgroup::decrease_registers<C::kTiling.registers.producer>();
@@ -54,8 +46,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
             load_tiles(g, smem);
         else if (warp == 1)
             g.sigmoid_gate ? scan_gates<C, true>(g, smem) : scan_gates<C, false>(g, smem);
-        else if (warp < 2 + C::kNormWarps)
-            carry_norm(g, smem, warp - 2);
+        else if (C::kNormalize && warp == 2)
+            carry_norm(g, smem);
     } else if (warpgroup_id <= C::kStateWarpgroups) {
         warpgroup::increase_registers<C::kTiling.registers.state>();
         update_state(g, smem, warpgroup_id - 1);
@@ -64,6 +56,9 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
         if (smem.task.tokens > 0) compute_output(g, smem);
     }
 }
+
+// Whether the kernel is that of mlstm_wide.cuh.
+constexpr bool kWide = TFLA_DIM_QK == 256;
 
 FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
     const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
@@ -102,8 +97,6 @@ template <class T, bool kNormalize> void run_states(const MlstmFwdWalk& p, cudaS
 }
 
 template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
-    using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, static_cast<Schedule>(TFLA_SCHEDULE)>;
-    static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
     const MlstmFwdWalk& walk = p.walk;
     auto map = [&](const Operand& x, int dim, int box_rows) {
         return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
@@ -120,15 +113,27 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
                     p.eps,
                     high_and_low(std::log2(static_cast<double>(p.scale)))};
     const DeviceGuard guard(walk.device, "mlstm_fwd");
-    launch<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, grid(g), C::kThreads, walk.device, stream,
-                                                             "mlstm_fwd");
+    auto start = [&]<auto kKernel, int kSharedBytes>(int threads) {
+        launch<kKernel, kSharedBytes>(g, grid(g), threads, walk.device, stream, "mlstm_fwd");
+    };
+    constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
+    if constexpr (kWide) {
+        using C = WideConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSchedule>;
+        start.template operator()<mlstm_wide_kernel<C>, sizeof(WideMemory<C>)>(C::kThreads);
+    } else {
+        using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSchedule>;
+        static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
+        start.template operator()<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(C::kThreads);
+    }
 }
 
 }  // namespace tfla_tk::mlstm
 
 namespace tfla_tk {
 
-int mlstm_fwd_ctas_per_multiprocessor() { return mlstm::tiling(TFLA_DIM_QK, TFLA_SLICE_V).ctas_per_sm; }
+int mlstm_fwd_ctas_per_multiprocessor() {
+    return mlstm::kWide ? 1 : mlstm::tiling(TFLA_DIM_QK, TFLA_SLICE_V).ctas_per_sm;
+}
 
 std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v) {
     return mlstm::Workspace::bytes(slots, dim_qk, dim_v);

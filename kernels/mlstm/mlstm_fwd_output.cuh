@@ -1,7 +1,8 @@
-// Output warpgroup of the mLSTM forward: scores, gate, both products, normaliser, store.
+// Output warpgroup of the mLSTM forward up to K = 128: scores, gate, both products, normaliser, store.
 #pragma once
 
 #include "config.cuh"
+#include "mlstm_fwd_rows.cuh"
 #include "tfla_tk/tiles.cuh"
 #include "tfla_tk/wgmma.cuh"
 
@@ -34,14 +35,6 @@ __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const Ga
     sums = {quad_sum(partial.x), quad_sum(partial.y)};
 }
 
-// q n of rows t and t + 8, by the first lane of the four that hold them, once per head.
-__device__ inline void store_row_pair(const Globals& g, const Task& task, float* rows, int t, float2 x) {
-    if (task.column != 0 || laneid() % 4 != 0) return;
-    rows = task.rows_of_head(g, rows);
-    if (t < task.tokens) rows[t] = x.x;
-    if (t + 8 < task.tokens) rows[t + 8] = x.y;
-}
-
 template <class C> __device__ inline void compute_output(const Globals& g, SharedMemoryPlan<C>& smem) {
     using T = typename C::T;
     constexpr bool kOverlapped = C::kSchedule != Schedule::sequential;
@@ -58,64 +51,45 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
     const auto& qn_parts = qn.tiles[0][0].data;  // of the first lane of four: row, then row + 8
 
     auto issue_scores = [&](int chunk) {
-#pragma unroll
-        for (int part = 0; part < C::kParts; part++) {
-            const auto key = C::key(chunk, part), query = C::query(chunk, part);
-            wait(smem.qk_arrived[key.slot], key.phase);
-            wait(smem.qk_arrived[query.slot], query.phase);
-            if (part == 0) {
-                forget(scores);
-                warpgroup::mm_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
-            } else
-                warpgroup::mma_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
-        }
+        const auto key = C::key(chunk), query = C::query(chunk);
+        wait(smem.qk_arrived[key.slot], key.phase);
+        wait(smem.qk_arrived[query.slot], query.phase);
+        forget(scores);
+        warpgroup::mm_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
     };
     // NOTES: waits after the last chunk too, where there are none: else ptxas serialises (C7511).
     auto finish_scores = [&](int chunk, auto none_constant) {
         warpgroup::mma_async_wait<0>();
         pin(scores);
-        if constexpr (!decltype(none_constant)::value)
-            for (int part = 0; part < C::kParts; part++) arrive_warp(smem.qk_free[C::key(chunk, part).slot]);
+        if constexpr (!decltype(none_constant)::value) arrive_warp(smem.qk_free[C::key(chunk).slot]);
     };
-    // Q C, one committed group per part; in the first pass q n too.
+    // Q C; in the first pass q n too.
     auto issue_inter = [&](int pass, int chunk) {
-        constexpr int kSteps = C::kPartQK / 16;
         constexpr uint32_t kStatePanelBytes = C::StateTile::rows * kPanelColumns * sizeof(T);
         const auto state = Operand128B::rows(&smem.state[pass]);
+        wait(smem.state_ready[pass], chunk & 1);
+        forget(out);
+        if (C::kNormalize && pass == 0) forget(qn);
+        wgmma_fence();
+        const auto q = Operand128B::rows(&smem.qk[C::query(chunk).slot]);
 #pragma unroll
-        for (int part = 0; part < C::kParts; part++) {
-            wait(smem.state_ready[pass][part], chunk & 1);
-            if (part == 0) {
-                forget(out);
-                if (C::kNormalize && pass == 0) forget(qn);
-            }
-            wgmma_fence();
-            const auto q = Operand128B::rows(&smem.qk[C::query(chunk, part).slot]);
-#pragma unroll
-            for (int k = 0; k < kSteps; k++) {
-                const uint64_t a = q.row_step(kChunk * kPanelColumns * sizeof(T), k);
-                const uint64_t b = state.row_step(kStatePanelBytes, part * kSteps + k);
-                if (C::kNormalize && pass == 0)
-                    wgmma_step<T, false>(out_and_qn, a, b, part > 0 || k > 0);
-                else
-                    wgmma_step<T, false>(out, a, b, part > 0 || k > 0);
-            }
-            warpgroup::mma_commit_group();
+        for (int k = 0; k < C::kDimQK / 16; k++) {
+            const uint64_t a = q.row_step(kChunk * kPanelColumns * sizeof(T), k);
+            const uint64_t b = state.row_step(kStatePanelBytes, k);
+            if (C::kNormalize && pass == 0)
+                wgmma_step<T, false>(out_and_qn, a, b, k > 0);
+            else
+                wgmma_step<T, false>(out, a, b, k > 0);
         }
+        warpgroup::mma_commit_group();
     };
-    // Waits for Q C; the last pass frees each part of Q as soon as it is read.
+    // Waits for Q C; the last pass frees Q.
     auto finish_inter = [&](int pass, int chunk) {
-        if constexpr (C::kParts == 2) {
-            warpgroup::mma_async_wait<1>();
-            if (pass == C::kPasses - 1) arrive_warp(smem.qk_free[C::query(chunk, 0).slot], C::kQueryArrivals);
-            arrive_warp(smem.state_free[pass][0]);
-        }
         warpgroup::mma_async_wait<0>();
         pin(out);
         if (C::kNormalize && pass == 0) pin(qn);
-        if (pass == C::kPasses - 1)
-            arrive_warp(smem.qk_free[C::query(chunk, C::kParts - 1).slot], C::kQueryArrivals);
-        arrive_warp(smem.state_free[pass][C::kParts - 1]);
+        if (pass == C::kPasses - 1) arrive_warp(smem.qk_free[C::query(chunk).slot], C::kQueryArrivals);
+        arrive_warp(smem.state_free[pass]);
     };
     auto store_out = [&](int pass, int chunk) {
         const uint32_t panels = shared_address(&smem.out);
@@ -138,20 +112,6 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         else
             store(g.h, 0);
         commit_stores();
-    };
-    // 1 / w_t of the two rows, with the sigmoid gate times the row's unit.
-    auto row_scale = [&](int chunk, const GateStage& gates, float2 intra, float2 inter) {
-        const float2 unit{gates.unit[row], gates.unit[row + 8]}, one{1.f, 1.f};
-        float2 post = g.sigmoid_gate ? unit : one;
-        if constexpr (C::kNormalize) {
-            const float2 d{post.x * (intra.x + inter.x * of_first_lane(qn_parts[0].x + qn_parts[0].y)),
-                           post.y * (intra.y + inter.y * of_first_lane(qn_parts[1].x + qn_parts[1].y))};
-            if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d);
-            const float2 floor = g.sigmoid_gate ? one : unit;
-            post.x /= fmaxf(fabsf(d.x), floor.x) + g.eps;
-            post.y /= fmaxf(fabsf(d.y), floor.y) + g.eps;
-        }
-        return post;
     };
     auto scale_rows = [&](float2 factor) {
         for_each_pair(out, 0, 0, [&](float2& x, int r, int) {
@@ -190,9 +150,15 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
             scale_rows(inter);
             if (pass == 0) wait(smem.v_arrived[value.slot], value.phase);
             warpgroup::mma_AB(out, p, smem.v[value.slot].template subtile<C::kPassV>(pass));
-            constexpr int kScoresInFlight = kOverlapped && !kLast ? C::kParts : 0;
+            constexpr int kScoresInFlight = kOverlapped && !kLast;
             if (kScoresInFlight > 0 && last_pass) issue_scores(chunk + 1);  // under this chunk's epilogue
-            if (pass == 0) final_scale = row_scale(chunk, gates, intra, inter);
+            if (pass == 0) {
+                float2 qn_rows{0.f, 0.f};
+                if constexpr (C::kNormalize)
+                    qn_rows = {of_first_lane(qn_parts[0].x + qn_parts[0].y),
+                               of_first_lane(qn_parts[1].x + qn_parts[1].y)};
+                final_scale = row_factor<C>(g, task, chunk, gates, row, intra, inter, qn_rows);
+            }
             if (last_pass)
                 warpgroup::mma_async_wait<kScoresInFlight>();
             else

@@ -1,7 +1,8 @@
-// Producer warpgroup of the mLSTM forward: TMA loads, gate scan.
+// Producer warpgroup of the mLSTM forward up to K = 128: TMA loads, gate scan.
 #pragma once
 
 #include "config.cuh"
+#include "mlstm_fwd_rows.cuh"
 #include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
@@ -26,15 +27,13 @@ template <class C> __device__ inline void load_tiles(const Globals& g, SharedMem
         __syncwarp();
         if (fresh_laneid() == 0) arrive(arrived);
     };
-    auto load_qk = [&](const TensorMap& map, typename C::QKUse use, int part, int chunk, bool fill) {
+    auto load_qk = [&](const TensorMap& map, typename C::QKUse use, int chunk, bool fill) {
         wait_free(smem.qk_free[use.slot], use.phase);
-        load(smem.qk[use.slot], map, smem.qk_arrived[use.slot], part * C::kPartQK, chunk, fill);
+        load(smem.qk[use.slot], map, smem.qk_arrived[use.slot], 0, chunk, fill);
     };
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        for (int part = 0; part < C::kParts; part++) {
-            load_qk(g.k, C::key(chunk, part), part, chunk, true);
-            load_qk(g.q, C::query(chunk, part), part, chunk, false);
-        }
+        load_qk(g.k, C::key(chunk), chunk, true);
+        load_qk(g.q, C::query(chunk), chunk, false);
         const auto [slot, phase] = C::value(chunk);
         wait_free(smem.v_free[slot], phase);
         load(smem.v[slot], g.v, smem.v_arrived[slot], task.column, chunk, true);
@@ -60,16 +59,9 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
             smem.gates[slot], i, f, g.scale, g.log2_scale, chunk + 1 == task.chunks,
             [&] { return load(g.i, chunk + 1, kNoInput); }, [&] { return load(g.f, chunk + 1, kNoForget); });
         arrive_warp(smem.gates_ready[slot]);
-        if (!kSigmoid && g.row_m && task.column == 0) {
-            float* rows = task.rows_of_head(g, g.row_m) + chunk * kChunk;
-            const int t = 2 * fresh_laneid(), tokens = task.tokens - chunk * kChunk;
-            if (t < tokens) rows[t] = m.x;
-            if (t + 1 < tokens) rows[t + 1] = m.y;
-        }
+        if constexpr (!kSigmoid) store_row_stabilisers(g, task, chunk, m);
     }
-    if (!kSigmoid && g.last.m && task.last && task.column == 0 && fresh_laneid() == 0)
-        g.last.m[task.index] =
-            task.chunks == 0 ? task.initial_m(g) : static_cast<float>(static_cast<double>(scan.m) * kLn2);
+    if constexpr (!kSigmoid) store_last_stabiliser(g, task, scan.m);
 }
 
 }  // namespace tfla_tk::mlstm

@@ -2,41 +2,14 @@
 #pragma once
 
 #include "mlstm_pass_config.cuh"
-#include "tfla_tk/tiles.cuh"
+#include "tfla_tk/tile_loader.cuh"
 
 namespace tfla_tk::mlstm {
-
-// Loads tiles of a CTA's chunks, by one warp. Rows behind the last token may be another sequence's: zeros
-// take their place.
-struct TileLoader {
-    const WalkGlobals& g;
-    const PassTask& task;
-    semaphore& tail_landed;
-    int tails = 0;  // tiles that were loaded with zeros to fill in
-
-    template <class Tile>
-    __device__ inline void operator()(Tile& tile, const TensorMap& map, semaphore& arrived, int column,
-                                      int chunk) {
-        const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
-        const bool tail = g.packed() && rows < kChunk;
-        semaphore& landed = tail ? tail_landed : arrived;
-        if (fresh_laneid() == 0) {
-            tma::expect_bytes(landed, sizeof(tile.data));
-            load_panels(tile, map, landed, column, row, task.head, task.batch);
-        }
-        if (!tail) return;
-        wait(landed, tails++ & 1);
-        zero_rows(tile, rows);
-        fence_async_proxy();
-        __syncwarp();
-        if (fresh_laneid() == 0) arrive(arrived);
-    }
-};
 
 // One warp feeds the rings.
 template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
-    TileLoader load{g, task, smem.tail_landed};
+    TileLoader load{task, g.packed(), smem.tail_landed};
     for (int step = 0; step < task.chunks; step++) {
         const int chunk = C::chunk(task, step);
         const auto [slot, phase] = C::tile(step);

@@ -56,7 +56,7 @@ template <class C> __device__ inline int chunk_from_boundary(const PassTask& tas
 
 template <class C> __device__ inline void load_segment(const WalkGlobals& g, SegmentsMemory<C>& smem) {
     const PassTask& task = smem.task;
-    TileLoader load{g, task, smem.tail_landed};
+    TileLoader load{task, g.packed(), smem.tail_landed};
     bool last = false;
     for (int step = 0; !last; step++) {
         const int chunk = chunk_from_boundary<C>(task, step);

@@ -133,6 +133,19 @@ def test_an_input_gate_of_minus_infinity_skips(
     assert_accurate(operator.run(x), operator.truth(x))
 
 
+@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
+def test_keys_behind_closed_gates_are_not_seen(
+    operator: Any, dtype: torch.dtype, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check
+) -> None:
+    """A token without weight leaves nothing, however large its key."""
+    x = make_inputs(2, 3, 450, dims, dtype)
+    positive(x)
+    closed = x["i"] < -0.5
+    x["i"][closed] = -1e4
+    x["k"][closed] *= 1000.0
+    assert_accurate(operator.run(x), operator.truth(x))
+
+
 @pytest.mark.parametrize("gate", ["i", "f"])
 def test_a_nan_gate_shows(operator: Any, gate: str, make_inputs: Make) -> None:
     x = make_inputs(seq=200)
@@ -162,6 +175,7 @@ def triton_variants() -> list[tuple[str, str]]:
 
 
 @pytest.mark.skipif(triton.MLSTM_KERNELS_MISSING is not None, reason="mlstm_kernels cannot be used here")
+@pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("operator", "variant"), triton_variants(), indirect=["operator"], ids=lambda x: x.removeprefix("triton:")
@@ -171,10 +185,11 @@ def test_no_less_accurate_than_triton(
     dtype: torch.dtype,
     variant: str,
     case: str,
+    dims: tuple[int, int],
     make_inputs: Make,
     rel_err: Callable[[Tensor, Tensor], float],
 ) -> None:
-    x = make_inputs(2, 4, 512, (128, 256), dtype)
+    x = make_inputs(2, 4, 512, dims, dtype)
     if case != "plain":
         positive(x)
     CASES[case](x)

@@ -36,9 +36,12 @@ def test_tiles(operator: Any, dims: tuple[int, int], make_inputs: Make, assert_a
     assert_accurate(to_cpu(operator.run(to_gpu(x))), operator.truth(x))
 
 
+@pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("schedule", ["sequential", "pingpong"])
-def test_schedules(schedule: str, exponential: Any, make_inputs: Make, assert_accurate: Check) -> None:
-    x = make_inputs(1, 2, 130, device="cpu")
+def test_schedules(
+    schedule: str, dims: tuple[int, int], exponential: Any, make_inputs: Make, assert_accurate: Check
+) -> None:
+    x = make_inputs(1, 2, 130, dims, device="cpu")
     assert_accurate(to_cpu(exponential.run(to_gpu(x), f"tk:{schedule}")), exponential.truth(x))
 
 

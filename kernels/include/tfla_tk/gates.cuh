@@ -1,5 +1,5 @@
-// The gate side of mLSTM: three numbers per token, scanned by a warp ahead of the GEMMs, in the states pass
-// by three in turns.
+// The gate side of mLSTM: three numbers per token, scanned ahead of the GEMMs by a warp, at K = 256 by two
+// one after the other, in the states pass by three in turns.
 //
 // Notation of the TFLA papers, in log2 units: b_t = cumsum(log f) in the chunk, a_j = log i_j - b_j,
 // M_t = max(m_in, max_{j <= t} a_j), m_t = b_t + M_t. Sums are pairs of floats, in which gates of +-1e4
@@ -21,7 +21,7 @@ constexpr int kChunk = 64;  // tokens per chunk (L)
 constexpr double kLog2eDouble = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
-// What the GEMM warpgroups and the warps of n read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) +
+// What the GEMM warpgroups and the warp of n read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) +
 // column_j.y}, S unscaled.
 struct alignas(16) GateStage {
     float2 column[kChunk];  // a_j + log2(scale) as high and low part
@@ -259,7 +259,13 @@ template <class T, bool kSigmoid> struct GateScan {
             return taken;
         };
         sum_chunk_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
+        return finish(out, b, a, scale, log2_scale, last);
+    }
 
+    // The part of it that needs the chunks before. b, a: of the lane's two tokens.
+    __device__ inline float2 finish(GateStage& out, const TwoPairs& b, const TwoPairs& a, float scale,
+                                    FloatPair log2_scale, bool last) {
+        const int lane = fresh_laneid();
         auto write_pair = [&](float (&values)[kChunk], float x, float y) {
             *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
         };

@@ -123,14 +123,16 @@ __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.sha
 enum class NamedBarrier : int {
     gemm_turn = 1,
     state_norm = 2,  // and 3: one per warpgroup
+    norm_published = 4,
+    read_turn = 5,  // and 6: one per warpgroup
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {
     asm volatile("bar.sync %0, %1;\n" ::"r"(static_cast<int>(barrier) + index), "n"(kThreads) : "memory");
 }
 
-template <int kThreads> __device__ inline void named_arrive(NamedBarrier barrier) {
-    asm volatile("bar.arrive %0, %1;\n" ::"r"(static_cast<int>(barrier)), "n"(kThreads) : "memory");
+template <int kThreads> __device__ inline void named_arrive(NamedBarrier barrier, int index = 0) {
+    asm volatile("bar.arrive %0, %1;\n" ::"r"(static_cast<int>(barrier) + index), "n"(kThreads) : "memory");
 }
 
 }  // namespace tfla_tk

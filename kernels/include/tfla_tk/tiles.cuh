@@ -29,6 +29,12 @@ template <kittens::ducks::rt::all Tile> __device__ inline void pin(Tile& tile) {
             }
 }
 
+// The same for an accumulator of pairs.
+template <int kPairs> __device__ inline void pin(float2 (&pairs)[kPairs]) {
+#pragma unroll
+    for (auto& pair : pairs) asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory");
+}
+
 // Ends the life of a tile's values (no instruction), before a GEMM that overwrites them.
 // NOTES: a wgmma's accumulators are read-write operands, so the old values would stay live up to it.
 template <kittens::ducks::rt::all Tile> __device__ inline void forget(Tile& tile) {
@@ -246,8 +252,8 @@ template <class T, class Tile> __device__ inline void store_transposed(uint32_t 
 }
 
 // Zeros the rows [first_row, kRows) of a tile, by one warp.
-template <class T, int kRows, int kColumns>
-__device__ inline void zero_rows(PanelTile<T, kRows, kColumns>& tile, int first_row) {
+template <class T, int kRows, int kColumns, int kMoreRows>
+__device__ inline void zero_rows(PanelTile<T, kRows, kColumns, kMoreRows>& tile, int first_row) {
     constexpr int kUnits = kPanelColumns * sizeof(T) / 16;  // of 16 bytes per row of a panel
     const int count = (kRows - first_row) * kUnits;
     for (auto& panel : tile.data) {

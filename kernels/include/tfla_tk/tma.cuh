@@ -16,11 +16,13 @@ namespace tfla_tk {
 
 constexpr int kPanelColumns = 64;  // 128 bytes of bf16: the swizzle width
 
-// A tile in shared memory as panels of 64 columns under the 128-byte swizzle, each with all of its rows.
-template <class T, int kRows, int kColumns> struct alignas(1024) PanelTile {
+// A tile in shared memory as panels of 64 columns under the 128-byte swizzle, each with all of its rows and,
+// behind them, kMoreRows that no load touches.
+template <class T, int kRows, int kColumns, int kMoreRows = 0> struct alignas(1024) PanelTile {
     static constexpr int rows = kRows, panels = kColumns / kPanelColumns;
-    static constexpr uint32_t panel_bytes = kRows * kPanelColumns * sizeof(T);
-    T data[panels][kRows][kPanelColumns];
+    static constexpr uint32_t panel_bytes = (kRows + kMoreRows) * kPanelColumns * sizeof(T);
+    static constexpr uint32_t loaded_bytes = kRows * kColumns * sizeof(T);
+    T data[panels][kRows + kMoreRows][kPanelColumns];
 };
 
 // What a TensorMap says of its operand.

@@ -46,4 +46,72 @@ __device__ inline void wgmma_step(D& d, uint64_t a, uint64_t b, bool accumulate 
     kittens::detail::wgmma::base<float, T, D::cols, kColumnsOfA, 0>::st_st(d, a, b, accumulate);
 }
 
+// d (+)= A B^T for 72 rows of B, both in shared memory and their columns k: one step of k = 16. Of columns 64
+// and further `more` has the lane's two, of rows lane / 4 and + 8: in the first lane of four 64 and 65.
+template <class T, class D>
+__device__ inline void wgmma_step_72(D& d, float2 (&more)[2], uint64_t a, uint64_t b,
+                                     bool accumulate = true) {
+    static_assert(D::width == 4 && D::height == 1);
+    auto& t = d.tiles[0];
+#define TFLA_ACCUMULATORS(j)                                                                \
+    "+f"(t[j].data[0].x), "+f"(t[j].data[0].y), "+f"(t[j].data[1].x), "+f"(t[j].data[1].y), \
+        "+f"(t[j].data[2].x), "+f"(t[j].data[2].y), "+f"(t[j].data[3].x), "+f"(t[j].data[3].y)
+#define TFLA_WGMMA_72(type)                                                                       \
+    asm volatile(                                                                                 \
+        "{\n"                                                                                     \
+        ".reg .pred accumulate;\n"                                                                \
+        "setp.ne.b32 accumulate, %38, 0;\n"                                                       \
+        "wgmma.mma_async.sync.aligned.m64n72k16.f32." type "." type                               \
+        " "                                                                                       \
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "       \
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "        \
+        "%34, %35}, %36, %37, accumulate, 1, 1, 0, 0;\n"                                          \
+        "}\n"                                                                                     \
+        : TFLA_ACCUMULATORS(0), TFLA_ACCUMULATORS(1), TFLA_ACCUMULATORS(2), TFLA_ACCUMULATORS(3), \
+          "+f"(more[0].x), "+f"(more[0].y), "+f"(more[1].x), "+f"(more[1].y)                      \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))                                       \
+        : "memory")
+    if constexpr (std::is_same_v<T, kittens::bf16>)
+        TFLA_WGMMA_72("bf16");
+    else
+        TFLA_WGMMA_72("f16");
+#undef TFLA_WGMMA_72
+#undef TFLA_ACCUMULATORS
+}
+
+// Eight rows of a wgmma operand without swizzle, from any of kRows on: per 8 of k rows of 16 bytes.
+struct OperandRows16B {
+    static constexpr int kRows = 16;
+    uint32_t address;
+
+    __device__ inline uint64_t at(int row, int step) const {
+        constexpr uint32_t kBytes = kRows * 16;  // of 8 of k
+        const uint32_t start = (address + step * 2 * kBytes + row * 16) & 0x3FFFF;
+        return static_cast<uint64_t>(128 >> 4) << 32 | (start >> 4 | (kBytes >> 4) << 16);
+    }
+};
+
+// d (+)= A B^T for eight rows of B, one step of k = 16; A's columns are M. d: rows lane / 4 and + 8, columns
+// 2 (lane % 4) and the next one.
+template <class T>
+__device__ inline void wgmma_step_8(float2 (&d)[2], uint64_t a, uint64_t b, bool accumulate = true) {
+#define TFLA_WGMMA_8(type)                                         \
+    asm volatile(                                                  \
+        "{\n"                                                      \
+        ".reg .pred accumulate;\n"                                 \
+        "setp.ne.b32 accumulate, %6, 0;\n"                         \
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type \
+        " "                                                        \
+        "{%0, %1, %2, %3}, %4, %5, accumulate, 1, 1, 1, 0;\n"      \
+        "}\n"                                                      \
+        : "+f"(d[0].x), "+f"(d[0].y), "+f"(d[1].x), "+f"(d[1].y)   \
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))        \
+        : "memory")
+    if constexpr (std::is_same_v<T, kittens::bf16>)
+        TFLA_WGMMA_8("bf16");
+    else
+        TFLA_WGMMA_8("f16");
+#undef TFLA_WGMMA_8
+}
+
 }  // namespace tfla_tk

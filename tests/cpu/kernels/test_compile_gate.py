@@ -13,11 +13,15 @@ import pytest
 from tfla_tk import build
 from tfla_tk.build.instances import MLSTM_TILES, SCHEDULES, mlstm_fwd
 
+from .state_walk import walk_blocks, wgmmas
+
 CHUNK = 64
 EXPONENTIALS = CHUNK * CHUNK // 128  # gates per thread and chunk
 INSTRUCTIONS = 7_500  # of a kernel, all roles together
 MAIN = [mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES]
 INSTANCES = list(dict.fromkeys([*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *MAIN]))
+WIDE = [instance for instance in INSTANCES if ("TFLA_DIM_QK", "256") in instance.defines]
+NARROW = [instance for instance in INSTANCES if instance not in WIDE]
 
 Compile = Callable[[build.Instance], Any]
 
@@ -27,22 +31,45 @@ def compiled(request: pytest.FixtureRequest, compile_once: Compile) -> Any:
     return compile_once(request.param)
 
 
+@pytest.fixture(params=NARROW, ids=lambda instance: instance.name, scope="session")
+def narrow(request: pytest.FixtureRequest, compile_once: Compile) -> Any:
+    """Up to K = 128."""
+    return compile_once(request.param)
+
+
+@pytest.fixture(params=WIDE, ids=lambda instance: instance.name, scope="session")
+def wide(request: pytest.FixtureRequest, compile_once: Compile) -> Any:
+    """At K = 256, where the state is read out of registers."""
+    return compile_once(request.param)
+
+
+def kernels_by_variant(compiled: Any) -> dict[tuple[bool, bool], Any]:
+    """The fused kernels of an instance by (half, normalize): all four, and for the instance's tile."""
+    defines = dict(compiled.instance.defines)
+    dims = int(defines["TFLA_DIM_QK"]), int(defines["TFLA_SLICE_V"])
+    schedule = SCHEDULES[int(defines["TFLA_SCHEDULE"])]
+    made = {(kernel.half, kernel.normalize): kernel for kernel in compiled.kernels}
+    assert set(made) == set(itertools.product((False, True), repeat=2))
+    for kernel in made.values():
+        assert (kernel.dim_qk, kernel.slice_v, kernel.schedule) == (*dims, schedule)
+    return made
+
+
 def passes(slice_v: int) -> int:
     """In how many passes the output warpgroup walks its slice of V: 128 columns at most each."""
     return 2 if slice_v == 256 else 1
 
 
 def expected_wgmmas(dim_qk: int, slice_v: int) -> int:
-    """The wgmmas of one kernel, each 16 deep.
+    """The wgmmas of one narrow kernel, each 16 deep.
 
     Output warpgroup: Q K^T for the first chunk and for the next one; in each of the two copies of a chunk's
-    step (the last chunk has its own), per pass Q C and P V. State warpgroups: per 64-row block and pass one
-    GEMM over the chunk's tokens; one warpgroup at K = 64, else two.
+    step (the last chunk has its own), per pass Q C and P V. State warpgroups: per pass one GEMM over the
+    chunk's tokens.
     """
     scores = inter = dim_qk // 16
     tokens = CHUNK // 16
-    blocks = max(1, dim_qk // 128)
-    return 2 * scores + passes(slice_v) * (2 * (inter + tokens) + blocks * tokens)
+    return 2 * scores + passes(slice_v) * (2 * (inter + tokens) + tokens)
 
 
 def test_ptxas_reports_no_fault(compiled: Any) -> None:
@@ -52,7 +79,8 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
         for entry in build.parse_ptxas_log(compiled.ptxas_log)
     )
     # dtypes and normaliser; the combine kernel has no dtype
-    assert found == {"mlstm_fwd_kernel": 4, "mlstm_states_kernel": 4, "mlstm_combine_kernel": 2}
+    fused = "mlstm_wide_kernel" if compiled.instance in WIDE else "mlstm_fwd_kernel"
+    assert found == {fused: 4, "mlstm_states_kernel": 4, "mlstm_combine_kernel": 2}
 
 
 def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
@@ -60,15 +88,9 @@ def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
     assert max(len(kernel.instructions) for kernel in compiled.kernels) <= INSTRUCTIONS
 
 
-def test_every_wgmma_is_there(compiled: Any) -> None:
-    defines = dict(compiled.instance.defines)
-    dims = int(defines["TFLA_DIM_QK"]), int(defines["TFLA_SLICE_V"])
-    schedule = SCHEDULES[int(defines["TFLA_SCHEDULE"])]
-    made = {(kernel.half, kernel.normalize): kernel for kernel in compiled.kernels}
-    assert set(made) == set(itertools.product((False, True), repeat=2))
-    for kernel in made.values():
-        assert (kernel.dim_qk, kernel.slice_v, kernel.schedule) == (*dims, schedule)
-        assert kernel.wgmmas == expected_wgmmas(*dims)
+def test_every_wgmma_is_there(narrow: Any) -> None:
+    for kernel in kernels_by_variant(narrow).values():
+        assert kernel.wgmmas == expected_wgmmas(kernel.dim_qk, kernel.slice_v)
 
 
 def test_every_wgmma_of_the_states_pass_is_there(compiled: Any) -> None:
@@ -84,9 +106,9 @@ def test_every_wgmma_of_the_states_pass_is_there(compiled: Any) -> None:
         assert (opcodes.count("LDSM"), loads) == (blocks * CHUNK // 16, (blocks - 1) * CHUNK // 16)
 
 
-def test_the_schedule_is_in_the_sass(compiled: Any) -> None:
+def test_the_schedule_is_in_the_sass(narrow: Any) -> None:
     """Gates under Q C, and the next chunk's scores under the epilogue, exactly where the schedule says so."""
-    for kernel in compiled.kernels:
+    for kernel in narrow.kernels:
         stages = kernel.stages()
         inter = [stage for stage in stages if stage["inter"]]
         assert len(inter) == 2 * passes(kernel.slice_v)
@@ -106,20 +128,68 @@ def test_the_schedule_is_in_the_sass(compiled: Any) -> None:
             assert turns == [kernel.schedule == "pingpong"] * 2
 
 
-def test_all_of_the_state_is_published_before_its_gemms_wait_for_their_turn(compiled: Any) -> None:
+def test_the_state_is_published_before_its_gemms_wait_for_their_turn(narrow: Any) -> None:
     """Else the output, which reads it before it gives the turn, and the state would wait for each other."""
-    for kernel in compiled.kernels:
+    for kernel in narrow.kernels:
         opcodes = [opcode for opcode, _ in kernel.instructions]
         published = [n for n, opcode in enumerate(opcodes) if opcode.startswith("STSM") and "MT88" in opcode]
-        # four registers a store, two numbers a register: C in a thread, rounded
-        c = max(1, kernel.dim_qk // 128) * kernel.slice_v // 2
-        turns = [
-            n
-            for n, (opcode, operands) in enumerate(kernel.instructions)
-            if opcode.startswith("BAR.SYNC") and operands.startswith("0x1,")
-        ]
+        turns = waits_at_barrier(kernel, 1)
         if kernel.schedule == "overlapped":
             assert not turns
         else:
             (turn,) = turns
-            assert len(published) == c // 8 and max(published) < turn
+            # four registers a store, two numbers a register: C in a thread, rounded
+            assert len(published) == kernel.slice_v // 2 // 8 and max(published) < turn
+
+
+def waits_at_barrier(kernel: Any, number: int) -> list[int]:
+    """Where a kernel waits at a named barrier."""
+    return [
+        n
+        for n, (opcode, operands) in enumerate(kernel.instructions)
+        if opcode.startswith("BAR.SYNC") and operands.startswith(f"{number:#x},")
+    ]
+
+
+def test_every_wgmma_of_the_wide_kernel_is_there(wide: Any) -> None:
+    """Scores warpgroup: Q [K, n]^T, and K^T times the weights for n. State's: the other three."""
+    steps = CHUNK // 16
+    for (_, normalize), kernel in kernels_by_variant(wide).items():
+        of_norm = {("64x8x16", "sums"): kernel.dim_qk // 64 * steps} if normalize else {}
+        assert wgmmas(kernel) == of_norm | {
+            ("64x72x16" if normalize else "64x64x16", "scores"): kernel.dim_qk // 16,
+            ("64x64x16", "read"): kernel.dim_qk // 16,
+            ("64x64x16", "values"): steps,
+            ("64x128x16", "update"): steps * kernel.dim_qk // 128,
+        }
+
+
+def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
+    """The output's scaling and staging stand under the update, unless every GEMM is waited for.
+
+    Scaling: its 32 registers, and eight values scaled for each of two groups of the update. Staging: 64
+    columns of V by 64 tokens, 16 of these a store.
+    """
+    for kernel in wide.kernels:
+        (block,) = walk_blocks(kernel)
+        sequential = kernel.schedule == "sequential"
+        assert block.groups == ["update", "update", "values", "update", "update"]
+        assert (block.before_values["FMUL"] >= CHUNK // 2) == (not sequential)
+        # in fp16 the wait of a rare branch stands before it
+        assert block.after_values["STSM"] == (0 if sequential or kernel.half else 4)
+        assert len(waits_at_barrier(kernel, 1)) == sequential
+        # by a register: the barrier of the warpgroup's own
+        turns = sum(
+            opcode == "BAR.ARV" and operands.startswith("R") for opcode, operands in kernel.instructions
+        )
+        assert turns == (2 if kernel.schedule == "pingpong" and kernel.slice_v == 128 else 0)
+
+
+def test_the_state_of_the_wide_kernel_stays_in_registers(wide: Any) -> None:
+    """Every register of it decays in place, and what a warp of it stages in shared memory is h alone."""
+    for kernel in wide.kernels:
+        (block,) = walk_blocks(kernel)
+        assert len(block.state) == kernel.dim_qk // 2
+        assert block.state <= block.scaled
+        staged = [opcode for opcode, _ in kernel.instructions if opcode.startswith("STSM")]
+        assert Counter("MT88" in opcode for opcode in staged) == {True: 4, False: 4}  # h^T, and P

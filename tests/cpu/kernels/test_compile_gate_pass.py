@@ -6,13 +6,14 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from tfla_tk import build
 from tfla_tk.build.instances import PASS_TILES, mlstm_pass
+
+from .state_walk import walk_blocks, wgmmas
 
 CHUNK = 64
 STEPS = CHUNK // 16
@@ -46,79 +47,6 @@ def part_of_keys(dim_keys: int) -> int:
 def blocks_of(slice_: int) -> int:
     """64 columns of the values each, of one state warpgroup: there are two but at a slice of 64."""
     return max(1, slice_ // 128)
-
-
-@dataclass
-class Block:
-    """A block's GEMMs after the state has been read, and what stands under those that update the state.
-
-    Attributes:
-        groups: kinds of its committed groups in their order.
-        state: registers of the state, to which the update's wgmmas add.
-        scaled: registers that an FMUL writes between the reading and the first of the update.
-        before_values, after_values: opcodes while some of the update is in flight, before and after
-            values^T scores^T is issued.
-    """
-
-    groups: list[str] = field(default_factory=list)
-    state: set[int] = field(default_factory=set)
-    scaled: set[int] = field(default_factory=set)
-    before_values: Counter[str] = field(default_factory=Counter)
-    after_values: Counter[str] = field(default_factory=Counter)
-
-
-def kind_of(operands: str) -> str:
-    """Of a wgmma: "scores" Q K^T, "read" state Q^T, "values" values^T scores^T, "update" values^T K."""
-    _, a, b, *_ = operands.split(", ")
-    if a.startswith("gdesc"):
-        return "values" if ".tnspA" in a else "scores"
-    return "update" if ".tnspB" in b else "read"
-
-
-def wgmmas(kernel: Any) -> Counter[tuple[str, str]]:
-    """How many of which shape and kind."""
-    return Counter(
-        (opcode.split(".")[1], kind_of(operands))
-        for opcode, operands in kernel.instructions
-        if opcode.startswith("HGMMA")
-    )
-
-
-def walk_blocks(kernel: Any) -> list[Block]:
-    """The blocks of a state warpgroup in the order of the program."""
-    found: list[Block] = []
-    in_flight: list[str] = []  # groups from their first wgmma on, the oldest first
-    last, committed = "", True
-    scaled: set[int] = set()
-    for opcode, operands in kernel.instructions:
-        if opcode.startswith("HGMMA"):
-            kind = kind_of(operands)
-            if kind == "update" and last == "read":
-                found.append(Block(scaled=scaled))
-            if kind == "read":
-                scaled = set()
-            elif kind != "scores" and committed:
-                found[-1].groups.append(kind)
-            if kind == "update":
-                first = int(operands.split(", ")[0].removeprefix("R"))
-                # fp32, M = 64: N / 2 registers per thread
-                found[-1].state |= set(range(first, first + int(opcode.split(".")[1].split("x")[1]) // 2))
-            if committed:
-                in_flight.append(kind)
-            assert in_flight[-1] == kind
-            last, committed = kind, "gsb0" in operands
-        elif opcode == "WARPGROUP.DEPBAR.LE":
-            assert committed
-            left = int(operands.split(", ")[1], 16)
-            in_flight = in_flight[max(0, len(in_flight) - left) :]
-        elif last == "read" and not in_flight and opcode.startswith("FMUL"):
-            scaled.add(int(operands.split(", ")[0].removeprefix("R")))
-        if "update" in in_flight:
-            block = found[-1]
-            under = block.after_values if "values" in block.groups else block.before_values
-            under[opcode.split(".")[0]] += 1
-    assert not in_flight
-    return found
 
 
 def test_ptxas_reports_no_fault(compiled: Any) -> None:

@@ -1,0 +1,51 @@
+// What the mLSTM forward knows and leaves of single rows: the normaliser, q n and the stabilisers.
+#pragma once
+
+#include "mlstm_fwd_globals.cuh"
+#include "tfla_tk/tiles.cuh"
+
+namespace tfla_tk::mlstm {
+
+// q n of rows t and t + 8, by the first lane of the four that hold them, once per head.
+__device__ inline void store_row_pair(const Globals& g, const Task& task, float* rows, int t, float2 x) {
+    if (task.column != 0 || laneid() % 4 != 0) return;
+    rows = task.rows_of_head(g, rows);
+    if (t < task.tokens) rows[t] = x.x;
+    if (t + 8 < task.tokens) rows[t + 8] = x.y;
+}
+
+// 1 / w_t of rows `row` and `row + 8` of a chunk, with the sigmoid gate times the row's unit.
+//
+// intra: their sums of P. inter: what they get of the state. qn: q n_in.
+template <class C>
+__device__ inline float2 row_factor(const Globals& g, const Task& task, int chunk, const GateStage& gates,
+                                    int row, float2 intra, float2 inter, float2 qn) {
+    const float2 unit{gates.unit[row], gates.unit[row + 8]}, one{1.f, 1.f};
+    float2 factor = g.sigmoid_gate ? unit : one;
+    if constexpr (C::kNormalize) {
+        const float2 d{factor.x * (intra.x + inter.x * qn.x), factor.y * (intra.y + inter.y * qn.y)};
+        if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d);
+        const float2 floor = g.sigmoid_gate ? one : unit;
+        factor.x /= fmaxf(fabsf(d.x), floor.x) + g.eps;
+        factor.y /= fmaxf(fabsf(d.y), floor.y) + g.eps;
+    }
+    return factor;
+}
+
+// m_t of the lane's two tokens of a chunk, by one warp, once per head.
+__device__ inline void store_row_stabilisers(const Globals& g, const Task& task, int chunk, float2 m) {
+    if (!g.row_m || task.column != 0) return;
+    float* rows = task.rows_of_head(g, g.row_m) + chunk * kChunk;
+    const int t = 2 * fresh_laneid(), tokens = task.tokens - chunk * kChunk;
+    if (t < tokens) rows[t] = m.x;
+    if (t + 1 < tokens) rows[t + 1] = m.y;
+}
+
+// m of the last state, log2 units, by one warp, once per head.
+__device__ inline void store_last_stabiliser(const Globals& g, const Task& task, FloatPair m) {
+    if (!g.last.m || !task.last || task.column != 0 || fresh_laneid() != 0) return;
+    g.last.m[task.index] =
+        task.chunks == 0 ? task.initial_m(g) : static_cast<float>(static_cast<double>(m) * kLn2);
+}
+
+}  // namespace tfla_tk::mlstm

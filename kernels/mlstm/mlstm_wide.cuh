@@ -1,0 +1,48 @@
+// Fused chunk-recurrent mLSTM forward at K = 256, where C^T rounded, as another warpgroup's operand, would
+// cost more than the GEMMs: every GEMM of the state is transposed, so that its warpgroups read it out of
+// their own registers.
+//
+// One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens. Per chunk:
+//   producer   TMA of Q, K, V tiles into rings; two warps scan the gates ahead (gates.cuh); one stores h
+//   scores     S, q n = Q [K, n]^T; sums of the scaled keys, and n of the next chunk; P = gate(S) / w, into
+//              shared memory, where 1 / w is what mlstm_fwd_rows.cuh makes of q n
+//   state      h^T = C^T Q^T . inter / w + V^T P^T; C^T = decay C^T + (V . key_scale)^T K
+// Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
+#pragma once
+
+#include "mlstm_wide_config.cuh"
+#include "mlstm_wide_producer.cuh"
+#include "mlstm_wide_scores.cuh"
+#include "mlstm_wide_state.cuh"
+
+namespace tfla_tk::mlstm {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void mlstm_wide_kernel(const __grid_constant__ Globals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<WideMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+    if (!begin_task<C>(g, smem)) return;
+
+    constexpr auto kRegisters = C::kRegisters;
+    if (warpgroup_id == 0) {
+        set_registers<kRegisters.producer, C::kThreads, 1>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_wide_tiles(g, smem);
+        else if (warp == 1)
+            g.sigmoid_gate ? sum_wide_gates<C, true>(g, smem) : sum_wide_gates<C, false>(g, smem);
+        else if (warp == 2)
+            g.sigmoid_gate ? scale_wide_gates<C, true>(g, smem) : scale_wide_gates<C, false>(g, smem);
+        else
+            store_wide_outputs(g, smem);
+    } else if (warpgroup_id == 1) {
+        set_registers<kRegisters.scores, C::kThreads, 1>();
+        make_wide_scores(g, smem);
+    } else {
+        set_registers<kRegisters.state, C::kThreads, 1>();
+        walk_wide_state(g, smem, warpgroup_id - 2);
+    }
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,131 @@
+// Tiles, warpgroup roles, register split and shared-memory plan of the fused mLSTM forward at K = 256.
+#pragma once
+
+#include "mlstm_fwd_globals.cuh"
+#include "tfla_tk/sync.cuh"
+#include "tfla_tk/wgmma.cuh"
+
+namespace tfla_tk::mlstm {
+
+// Registers per thread of each role; a column of the register file has 512, 65536 / (128 threads).
+struct WideRegisters {
+    int producer, scores, state;
+};
+
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct WideConfig {
+    using T = T_;
+    static constexpr int kDimQK = kDimQK_;  // K, padded to the tile
+    static constexpr int kSliceV =
+        kSliceV_;  // columns of V and rows of the transposed state that one CTA owns
+    static constexpr bool kNormalize = kNormalize_;
+    static constexpr Schedule kSchedule = kSchedule_;
+    static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
+
+    // Warpgroups: 0 feeds the others (warp 0 TMA, warps 1 and 2 gates, warp 3 stores), 1 makes the scores and
+    // carries n, then the state's, each with 64 columns of V.
+    static constexpr int kStateWarpgroups = kSliceV / 64, kStateWarps = 4 * kStateWarpgroups;
+    static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
+    static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
+    static constexpr WideRegisters kRegisters =
+        kStateWarpgroups == 2 ? WideRegisters{32, 80, 200}    // registers: the state takes 128
+                              : WideRegisters{48, 208, 240};  // smem: one CTA per SM
+
+    // The state's columns, K, come in parts, since a wgmma with N = 256 does not compile in a launch of 512
+    // threads.
+    static constexpr int kPart = 128, kParts = kDimQK / kPart;
+    static constexpr int kPartPanels = kPart / kPanelColumns;
+    // Fragments of a state warpgroup's A operand, 16 columns of the state or 16 tokens of V: one on its way,
+    // the others in GEMMs.
+    static constexpr int kFragments = 3;
+
+    // P is divided by the normaliser before it is rounded. fp16 has no range for that where w is large: rows
+    // whose factor is less than this are divided after the GEMM.
+    static constexpr float kLeastFactor = std::is_same_v<T, bf16> ? 0.f : 1.f / 512;
+    static constexpr bool kDividesLate = kLeastFactor > 0.f;
+
+    static constexpr int kStages = 2, kGateStages = 3, kSumStages = 2, kOutStages = 1;
+    __device__ static inline auto tile(int chunk) { return Use<kStages>(chunk); }
+    __device__ static inline auto gate_stage(int chunk) { return Use<kGateStages>(chunk); }
+    __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
+    __device__ static inline auto out_stage(int chunk) { return Use<kOutStages>(chunk); }
+
+    // Behind a tile's keys n as a high and a low part: two of eight rows more that the GEMM of the scores
+    // reads.
+    static constexpr int kNormRows = kNormalize ? 8 : 0;
+    using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
+    using QueryTile = PanelTile<T, kChunk, kDimQK>;
+    using ValueTile = PanelTile<T, kChunk, kSliceV>;
+    using ScoreTile = PanelTile<T, kChunk, kChunk>;
+    using OutTile = PanelTile<T, kChunk, 64>;
+};
+
+// b and a of a chunk's tokens (gates.cuh), between the two warps of the gates.
+struct GateSums {
+    TwoPairs b[kChunk / 2], a[kChunk / 2];
+};
+
+// What the GEMM warpgroups read of one chunk.
+struct WideStage : GateStage {
+    float take[kChunk];  // 1 or 0: of what rounding took from the values of the token eight later
+};
+
+// key_scale of a chunk's tokens as a high and a low part, times kUnit, as two rows of an operand with zeros
+// before and behind them: eight rows from kHigh - 2 p on have them in places 2 p and 2 p + 1.
+template <class T> struct alignas(128) NormWeights {
+    static constexpr float kUnit = std::is_same_v<T, bf16> ? 1.f : 16384.f;  // fp16: weights down to 2^-28
+    static constexpr int kHigh = 6, kLow = kHigh + 1, kRows = OperandRows16B::kRows;
+    T data[kChunk / 8][kRows][8];
+};
+
+// All shared memory of a CTA.
+template <class C> struct WideMemory {
+    typename C::KeyTile keys[C::kStages];
+    typename C::QueryTile queries[C::kStages];
+    typename C::ValueTile values[C::kStages];
+    typename C::ScoreTile scores[C::kStages];                     // P, over the normaliser
+    typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];  // h on its way to global memory
+    float read_scale[C::kStages][kChunk];                         // of what a query gets of C^T, alike
+    // What is left to divide a row by, 1 in most, and whether the scores' warps have rows with something
+    // left.
+    float late_factor[C::kDividesLate ? C::kStages : 0][kChunk];
+    int4 late[C::kDividesLate ? C::kStages : 0];
+    WideStage gates[C::kGateStages];
+    NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
+    GateSums gate_sums[C::kSumStages];
+    Task task;
+
+    semaphore keys_and_queries_arrived[C::kStages];  // both tiles
+    semaphore keys_free[C::kStages], queries_free[C::kStages];
+    semaphore values_arrived[C::kStages], values_free[C::kStages];
+    // Scores have no barrier that frees them: the state's warps free the keys after all that they read of a
+    // chunk, so that keys which have arrived say that the scores of their stage are free.
+    semaphore scores_ready[C::kStages];
+    semaphore gates_ready[C::kGateStages], gates_free[C::kGateStages];
+    semaphore sums_ready[C::kSumStages], sums_free[C::kSumStages];
+    semaphore out_ready[C::kOutStages][C::kStateWarpgroups], out_free[C::kOutStages][C::kStateWarpgroups];
+    semaphore tail_landed;  // a tile whose last rows are still to be zeroed
+
+    // Every warp that reads a buffer arrives on its *_free barrier.
+    __device__ inline void init_barriers() {
+        constexpr int kByTma = 0;
+        auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
+            for (auto& barrier : ready)
+                ready_warps == kByTma ? init_semaphore(barrier, 1) : init_warp_barrier(barrier, ready_warps);
+            for (auto& barrier : free) init_warp_barrier(barrier, reader_warps);
+        };
+        for (int stage = 0; stage < C::kStages; stage++) {
+            init_semaphore(keys_and_queries_arrived[stage], 2);
+            init_warp_barrier(keys_free[stage], 4 + C::kStateWarps);
+            init_warp_barrier(queries_free[stage], 4 + C::kStateWarps);
+            init_warp_barrier(scores_ready[stage], 4);
+        }
+        for (int stage = 0; stage < C::kOutStages; stage++) init(out_ready[stage], out_free[stage], 4, 1);
+        init(values_arrived, values_free, kByTma, C::kStateWarps);
+        init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
+        init(sums_ready, sums_free, 1, 1);
+        init_semaphore(tail_landed, 1);
+        publish_barriers();
+    }
+};
+
+}  // namespace tfla_tk::mlstm

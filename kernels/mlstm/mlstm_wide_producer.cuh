@@ -1,0 +1,139 @@
+// Producer warpgroup of the mLSTM forward at K = 256: TMA loads, gates in two steps, stores of h.
+#pragma once
+
+#include "mlstm_fwd_rows.cuh"
+#include "mlstm_wide_config.cuh"
+#include "tfla_tk/tile_loader.cuh"
+
+namespace tfla_tk::mlstm {
+
+// One warp feeds the rings.
+template <class C> __device__ inline void load_wide_tiles(const Globals& g, WideMemory<C>& smem) {
+    const Task& task = smem.task;
+    TileLoader load{task, g.packed(), smem.tail_landed};
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [slot, phase] = C::tile(chunk);
+        wait_free(smem.queries_free[slot], phase);
+        load(smem.queries[slot], g.q, smem.keys_and_queries_arrived[slot], 0, chunk);
+        wait_free(smem.keys_free[slot], phase);
+        load(smem.keys[slot], g.k, smem.keys_and_queries_arrived[slot], 0, chunk);
+        wait_free(smem.values_free[slot], phase);
+        load(smem.values[slot], g.v, smem.values_arrived[slot], task.column, chunk);
+    }
+}
+
+template <class C, bool kSigmoid>
+__device__ inline void sum_wide_gates(const Globals& g, WideMemory<C>& smem) {
+    const Task& task = smem.task;
+    auto load = [&](const Gate& gate, int chunk, float none) {
+        return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
+    };
+    float2 f = load(g.f, 0, kNoForget);
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [slot, phase] = C::sum_stage(chunk);
+        const int lane = fresh_laneid();
+        GateSums& sums = smem.gate_sums[slot];
+        wait_free(smem.sums_free[slot], phase);
+        TwoPairs a, b;
+        auto take_i = [&] {
+            sums.b[lane] = b;
+            return load(g.i, chunk, kNoInput);
+        };
+        sum_chunk_gates<kSigmoid>(b, a, f, lane, take_i, [&] { return load(g.f, chunk + 1, kNoForget); });
+        sums.a[lane] = a;
+        arrive_warp(smem.sums_ready[slot]);
+    }
+}
+
+// key_scale of the lane's two tokens.
+__device__ inline float2 key_scale_pair(const GateStage& gates) {
+    return *reinterpret_cast<const float2*>(&gates.key_scale[2 * fresh_laneid()]);
+}
+
+// WideStage::take. before: the chunk before; of the first chunk's last tokens nothing is asked.
+__device__ inline void write_take(WideStage& gates, const WideStage& before) {
+    constexpr float kLeast = 1.f / 8;  // of the giving token's weight
+    const int lane = fresh_laneid();
+    const float2 own = key_scale_pair(gates);
+    // the last eight tokens are given to by the first ones of the chunk before
+    float2 giving = own;
+    if (lane < 4) {
+        giving = key_scale_pair(before);
+        giving = {giving.x * gates.decay, giving.y * gates.decay};
+    }
+    auto take = [&](float own, float giving) {
+        return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? 1.f : 0.f;
+    };
+    *reinterpret_cast<float2*>(&gates.take[2 * lane]) = {take(own.x, giving.x), take(own.y, giving.y)};
+}
+
+template <class T> __device__ inline void write_weights(NormWeights<T>& weights, const GateStage& gates) {
+    using T2 = typename base_types::packing<T>::packed_type;
+    const int t = 2 * fresh_laneid();
+    auto write = [&](int row, T2 pair) { *reinterpret_cast<T2*>(&weights.data[t / 8][row][t % 8]) = pair; };
+    const float2 key_scale = key_scale_pair(gates);
+    const float2 x{key_scale.x * NormWeights<T>::kUnit, key_scale.y * NormWeights<T>::kUnit};
+    const T2 high = from_float2<T2>(x);
+    const float2 rounded = to_float2(high);
+    write(NormWeights<T>::kHigh, high);
+    write(NormWeights<T>::kLow, from_float2<T2>({x.x - rounded.x, x.y - rounded.y}));
+    fence_async_proxy();
+}
+
+template <class C, bool kSigmoid>
+__device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
+    const Task& task = smem.task;
+    GateScan<typename C::T, kSigmoid> scan{kSigmoid ? FloatPair{}
+                                                    : finite_stabiliser(task.initial_m(g) * kLog2eDouble)};
+    if constexpr (C::kNormalize)
+        zero_units(reinterpret_cast<uint4*>(&smem.norm_weights), sizeof(smem.norm_weights) / sizeof(uint4));
+    __syncwarp();
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
+            g.chunk_m[task.chunk + chunk] = static_cast<double>(scan.m);
+        const auto sums = C::sum_stage(chunk);
+        const auto stage = C::gate_stage(chunk);
+        wait_free(smem.gates_free[stage.slot], stage.phase);
+        wait(smem.sums_ready[sums.slot], sums.phase);
+        const GateSums& of_chunk = smem.gate_sums[sums.slot];
+        const int lane = fresh_laneid();
+        WideStage& gates = smem.gates[stage.slot];
+        const float2 m = scan.finish(gates, of_chunk.b[lane], of_chunk.a[lane], g.scale, g.log2_scale,
+                                     chunk + 1 == task.chunks);
+        __syncwarp();
+        // of the chunk before the stage still has the gates: this warp is the next to write it
+        write_take(gates, smem.gates[C::gate_stage(chunk + C::kGateStages - 1).slot]);
+        if constexpr (C::kNormalize) write_weights(smem.norm_weights[stage.slot], gates);
+        arrive_warp(smem.sums_free[sums.slot]);
+        arrive_warp(smem.gates_ready[stage.slot]);
+        if constexpr (!kSigmoid) store_row_stabilisers(g, task, chunk, m);
+    }
+    if constexpr (!kSigmoid) store_last_stabiliser(g, task, scan.m);
+}
+
+// h as the state's warpgroups leave it in shared memory. Each lane waits for its own stores later.
+template <class C> __device__ inline void store_wide_outputs(const Globals& g, WideMemory<C>& smem) {
+    constexpr int kBoxRows = 16;
+    const Task& task = smem.task;
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const int rows = min(task.tokens - chunk * kChunk, kChunk), lane = fresh_laneid();
+        // the last box may reach beyond the operand, but not into the next packed sequence
+        const int boxes = (g.packed() ? rows : rows + kBoxRows - 1) / kBoxRows;
+        const auto [slot, phase] = C::out_stage(chunk);
+#pragma unroll 1
+        for (int id = 0; id < C::kStateWarpgroups; id++) {
+            auto store = [&](const TensorMap& map, int row) {
+                map.store_panel(shared_address(smem.out[slot][id].data[0][row]), task.column + id * 64,
+                                task.first_row + chunk * kChunk + row, task.head, task.batch);
+            };
+            wait(smem.out_ready[slot][id], phase);
+            if (lane < boxes) store(g.h, lane * kBoxRows);
+            if (g.packed() && lane < rows % kBoxRows) store(g.h_row, boxes * kBoxRows + lane);
+            commit_stores();
+            wait_stores_read();
+            arrive_warp(smem.out_free[slot][id]);
+        }
+    }
+}
+
+}  // namespace tfla_tk::mlstm

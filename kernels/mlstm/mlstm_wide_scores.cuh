@@ -1,0 +1,192 @@
+// Scores warpgroup of the mLSTM forward at K = 256: scores and q n, the normaliser, P; n in registers.
+#pragma once
+
+#include "mlstm_fwd_rows.cuh"
+#include "mlstm_wide_config.cuh"
+#include "tfla_tk/tiles.cuh"
+#include "tfla_tk/wgmma.cuh"
+
+namespace tfla_tk::mlstm {
+
+// n: a lane has two rows of one panel of K^T, as the accumulator of the key sums has them.
+template <class C> struct CarriedNorm {
+    using T = typename C::T;
+    float2 n;
+
+    __device__ static inline int panel() { return fresh_laneid() % 4; }
+    __device__ static inline int row() {  // and + 8
+        return fresh_thread() % 128 / 32 * 16 + fresh_laneid() / 4;
+    }
+    __device__ static inline int column() { return panel() * kPanelColumns + row(); }  // of K, and + 8
+
+    __device__ inline void load(const float* initial, int dim_qk) {
+        auto entry = [&](int at) { return initial && at < dim_qk ? initial[at] : 0.f; };
+        n = {entry(column()), entry(column() + 8)};
+    }
+    __device__ inline void add(const float2 (&key_sums)[2], float decay) {
+        constexpr float kUnit = 1.f / NormWeights<T>::kUnit;
+        n = {decay * n.x + kUnit * (key_sums[0].x + key_sums[0].y),
+             decay * n.y + kUnit * (key_sums[1].x + key_sums[1].y)};
+    }
+    __device__ inline void store(float* last, int dim_qk) const {
+        if (column() < dim_qk) last[column()] = n.x;
+        if (column() + 8 < dim_qk) last[column() + 8] = n.y;
+    }
+
+    // As a high and a low part behind the keys of a stage, for the GEMM of the scores.
+    __device__ inline void publish(WideMemory<C>& smem, int slot) const {
+        auto* panel_of_keys = reinterpret_cast<unsigned char*>(smem.keys[slot].data[panel()]);
+        auto write = [&](int operand_row, int at, T part) {
+            const uint32_t offset = panel_offset(operand_row, at / 8) + at % 8 * sizeof(T);
+            *reinterpret_cast<T*>(panel_of_keys + offset) = part;
+        };
+        auto write_parts = [&](int at, float x) {
+            const T high = base_types::convertor<T, float>::convert(x);
+            const float rest = x - base_types::convertor<float, T>::convert(high);
+            write(kChunk, at, high), write(kChunk + 1, at, base_types::convertor<T, float>::convert(rest));
+        };
+        write_parts(row(), n.x), write_parts(row() + 8, n.y);
+        fence_async_proxy();
+        named_sync<128>(NamedBarrier::norm_published);
+    }
+};
+
+template <class C> __device__ inline void make_wide_scores(const Globals& g, WideMemory<C>& smem) {
+    using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
+    constexpr int kSteps = C::kDimQK / 16;
+    const Task& task = smem.task;
+    auto warp_row = [] { return fresh_thread() % 128 / 32 * 16; };
+
+    rt_fl<16, kChunk> scores;
+    CarriedNorm<C> norm;
+    float2 qn[2];        // of the first lane of four: q times the high and the low part of n, of its two rows
+    float2 key_sums[2];  // of the lane's two entries of n, by the high and the low part of the weights
+
+    auto issue_scores = [&](int slot) {
+        const auto keys = Operand128B::rows(&smem.keys[slot]);
+        const auto queries = Operand128B::rows(&smem.queries[slot]);
+        forget(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSteps; k++) {
+            const uint64_t a = queries.row_step(C::QueryTile::panel_bytes, k);
+            const uint64_t b = keys.row_step(C::KeyTile::panel_bytes, k);
+            if constexpr (C::kNormalize)
+                wgmma_step_72<T>(scores, qn, a, b, k > 0);
+            else
+                wgmma_step<T, false>(scores, a, b, k > 0);
+        }
+        warpgroup::mma_commit_group();
+    };
+    // Sums of the scaled keys, K^T times the weights. The accumulator of 64 x 8 serves all four panels of
+    // K^T: each has two columns of it, where its own operand has the weights' high and low part, and zeros
+    // elsewhere. (So a NaN in K shows in four entries of n.)
+    auto issue_key_sums = [&](int slot, int gate_slot) {
+        const auto weights = OperandRows16B{shared_address(&smem.norm_weights[gate_slot])};
+#pragma unroll
+        for (int panel = 0; panel < C::KeyTile::panels; panel++) {
+            const auto keys = Operand128B::columns(smem.keys[slot].data[panel], C::KeyTile::panel_bytes);
+            const int first_row = NormWeights<T>::kHigh - 2 * panel;
+#pragma unroll
+            for (int k = 0; k < kChunk / 16; k++)
+                wgmma_step_8<T>(key_sums, keys.column_step(k), weights.at(first_row, k), panel > 0 || k > 0);
+        }
+        warpgroup::mma_commit_group();
+    };
+    // S into P, in place, and its row sums.
+    auto gate_scores = [&](const GateStage& gates) {
+        const int lane = fresh_laneid(), row = warp_row() + lane / 4, lane_column = 2 * (lane % 4);
+        const float2 reference{gates.row[row], gates.row[row + 8]};
+        const int diagonal = row - lane_column;  // columns are compared without the lane's part: immediates
+        float2 partial{0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < scores.width; j++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int column = 16 * j + 8 * half;
+                const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
+                float2 &upper = scores.tiles[0][j].data[2 * half],
+                       &lower = scores.tiles[0][j].data[2 * half + 1];
+                upper.x = gated(upper.x, a.x, a.y, reference.x, column <= diagonal);
+                upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);
+                lower.x = gated(lower.x, a.x, a.y, reference.y, column <= diagonal + 8);
+                lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= diagonal + 8);
+                partial.x += upper.x + upper.y;
+                partial.y += lower.x + lower.y;
+            }
+            asm volatile("" ::: "memory");  // NOTES: gates are loaded when needed: registers
+        }
+        return float2{quad_sum(partial.x), quad_sum(partial.y)};
+    };
+    // P times a factor per row, rounded, into shared memory.
+    auto store_scores = [&](int slot, float2 factor) {
+        const int lane = fresh_laneid();
+        const uint32_t address =
+            shared_address(&smem.scores[slot]) + panel_offset(warp_row() + lane % 16, lane / 16);
+#pragma unroll
+        for (int j = 0; j < scores.width; j++) {
+            T2 x[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 p = scores.tiles[0][j].data[k];
+                const float s = k % 2 ? factor.y : factor.x;
+                x[k] = from_float2<T2>({p.x * s, p.y * s});
+            }
+            move<T2>::stsm4(address ^ (j * 32), x[0], x[1], x[2], x[3]);
+        }
+    };
+
+    if constexpr (C::kNormalize) {
+        norm.load(task.initial_n(g), g.dim_qk);
+        norm.publish(smem, C::tile(0).slot);
+    }
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [slot, phase] = C::tile(chunk);
+        const auto stage = C::gate_stage(chunk);
+        const WideStage& gates = smem.gates[stage.slot];
+        wait(smem.gates_ready[stage.slot], stage.phase);
+        wait(smem.keys_and_queries_arrived[slot], phase);
+        if (C::kSchedule == Schedule::sequential && chunk > 0)
+            named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
+        issue_scores(slot);
+        if constexpr (C::kNormalize) issue_key_sums(slot, stage.slot);
+        warpgroup::mma_async_wait<0>();
+        pin(scores);
+        if constexpr (C::kNormalize) pin(qn), pin(key_sums);
+        arrive_warp(smem.queries_free[slot]);
+        arrive_warp(smem.keys_free[slot]);
+        float2 qn_rows{0.f, 0.f};
+        if constexpr (C::kNormalize) {
+            qn_rows = {of_first_lane(qn[0].x + qn[0].y), of_first_lane(qn[1].x + qn[1].y)};
+            norm.add(key_sums, gates.decay);
+            norm.publish(smem, C::tile(chunk + 1).slot);
+        }
+
+        const float2 intra = gate_scores(gates);
+        const int lane = fresh_laneid(), row = warp_row() + lane / 4;
+        const float2 inter{gates.inter[row], gates.inter[row + 8]};
+        float2 factor = row_factor<C>(g, task, chunk, gates, row, intra, inter, qn_rows);
+        auto write_rows = [&](float (&rows)[kChunk], float2 x) {
+            if (lane % 4 == 0) rows[row] = x.x, rows[row + 8] = x.y;
+        };
+        if constexpr (C::kDividesLate) {
+            float2 left{1.f, 1.f};
+            if (factor.x < C::kLeastFactor) left.x = factor.x, factor.x = 1.f;
+            if (factor.y < C::kLeastFactor) left.y = factor.y, factor.y = 1.f;
+            write_rows(smem.late_factor[slot], left);
+            const bool any = __any_sync(0xffffffff, left.x != 1.f || left.y != 1.f);
+            if (lane == 0) reinterpret_cast<int*>(&smem.late[slot])[warp_row() / 16] = any;
+        }
+        write_rows(smem.read_scale[slot], {inter.x * factor.x, inter.y * factor.y});
+        store_scores(slot, factor);
+        fence_async_proxy();
+        arrive_warp(smem.scores_ready[slot]);
+        arrive_warp(smem.gates_free[stage.slot]);
+    }
+
+    if constexpr (C::kNormalize)
+        if (g.last.n && task.last && task.column == 0) norm.store(g.last.n + task.index * g.dim_qk, g.dim_qk);
+}
+
+}  // namespace tfla_tk::mlstm
