@@ -66,7 +66,9 @@ struct GateSums {
 
 // What the GEMM warpgroups read of one chunk.
 struct WideStage : GateStage {
-    float take[kChunk];  // 1 or 0: of what rounding took from the values of the token eight later
+    // Of two tokens each: key_scale, then 1 or 0, what to take of what the values eight tokens later have
+    // lost.
+    float4 scale_and_take[kChunk / 2];
 };
 
 // key_scale of a chunk's tokens as a high and a low part, times kUnit, as two rows of an operand with zeros

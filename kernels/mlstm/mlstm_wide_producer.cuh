@@ -50,9 +50,10 @@ __device__ inline float2 key_scale_pair(const GateStage& gates) {
     return *reinterpret_cast<const float2*>(&gates.key_scale[2 * fresh_laneid()]);
 }
 
-// WideStage::take. before: the chunk before; of the first chunk's last tokens nothing is asked.
-__device__ inline void write_take(WideStage& gates, const WideStage& before) {
-    constexpr float kLeast = 1.f / 8;  // of the giving token's weight
+// before: the stage of the chunk before. The last tokens of the first chunk are given nothing, whatever it
+// holds.
+__device__ inline void write_scale_and_take(WideStage& gates, const WideStage& before) {
+    constexpr float kLeast = 1.f / 16;  // of the giving token's weight
     const int lane = fresh_laneid();
     const float2 own = key_scale_pair(gates);
     // the last eight tokens are given to by the first ones of the chunk before
@@ -64,9 +65,10 @@ __device__ inline void write_take(WideStage& gates, const WideStage& before) {
     auto take = [&](float own, float giving) {
         return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? 1.f : 0.f;
     };
-    *reinterpret_cast<float2*>(&gates.take[2 * lane]) = {take(own.x, giving.x), take(own.y, giving.y)};
+    gates.scale_and_take[lane] = {own.x, own.y, take(own.x, giving.x), take(own.y, giving.y)};
 }
 
+// Of the lane's two tokens.
 template <class T> __device__ inline void write_weights(NormWeights<T>& weights, const GateStage& gates) {
     using T2 = typename base_types::packing<T>::packed_type;
     const int t = 2 * fresh_laneid();
@@ -102,7 +104,7 @@ __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
                                      chunk + 1 == task.chunks);
         __syncwarp();
         // of the chunk before the stage still has the gates: this warp is the next to write it
-        write_take(gates, smem.gates[C::gate_stage(chunk + C::kGateStages - 1).slot]);
+        write_scale_and_take(gates, smem.gates[C::gate_stage(chunk + C::kGateStages - 1).slot]);
         if constexpr (C::kNormalize) write_weights(smem.norm_weights[stage.slot], gates);
         arrive_warp(smem.sums_free[sums.slot]);
         arrive_warp(smem.gates_ready[stage.slot]);

@@ -13,7 +13,8 @@ namespace tfla_tk::mlstm {
 // (V . key_scale)^T as an A operand. What rounding takes from a token's values is given to those of the token
 // eight before, and rounded with them: where keys are alike, as far as queries see, the errors cancel.
 // Without it h would be up to a third further off than with scaled keys, whose errors a query averages.
-// Backward in time, and not to a token of far less weight (WideStage::take), whose key may be so much larger.
+// Backward in time, and not to a token of far less weight, whose key may be so much larger
+// (write_scale_and_take).
 struct ScaledValues {
     float2 lost[2]{};  // of rows lane / 4 and + 8, at the lane's even and odd tokens
 
@@ -21,12 +22,11 @@ struct ScaledValues {
     template <class A> __device__ inline void load(A& a, uint32_t address, const WideStage& gates, int k) {
         using T2 = typename A::dtype;
         load_transposed(a, address + 16 * k * kPanelColumns * sizeof(typename A::T));
-        const int first = 16 * k + 2 * (fresh_laneid() % 4);
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
             asm volatile("" ::: "memory");  // NOTES: factors are loaded when needed: registers
-            const float2 s = *reinterpret_cast<const float2*>(&gates.key_scale[first + 8 * half]);
-            const float2 take = *reinterpret_cast<const float2*>(&gates.take[first + 8 * half]);
+            const float4 both = gates.scale_and_take[8 * k + 4 * half + fresh_laneid() % 4];
+            const float2 s{both.x, both.y}, take{both.z, both.w};
 #pragma unroll
             for (int row = 0; row < 2; row++) {
                 T2& x = a.tiles[0][0].data[2 * half + row];

@@ -34,10 +34,10 @@ def scaled_values(k: Tensor, v: Tensor, weights: Tensor, decay: Tensor) -> Tenso
 
 class GivenOn:
     """With values rounded together with what those of the tokens eight later have lost, where their weight is
-    not far less: `mlstm_wide_state.cuh`, with WideStage::take.
+    not far less: ScaledValues of `mlstm_wide_state.cuh`.
     """
 
-    LEAST = 1 / 8
+    LEAST = 1 / 16
 
     def __init__(self) -> None:
         self.lost: Tensor | float = 0.0
@@ -135,7 +135,7 @@ def made_up_for() -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", [random, alike, nothing_forgotten, closed, masked, made_up_for])
 def test_scaled_values_are_as_good_as_scaled_keys(case: Callable[[], dict[str, Tensor]]) -> None:
     x = case()
-    assert error(x, GivenOn()) <= 1.03 * error(x, scaled_keys)
+    assert error(x, GivenOn()) <= 1.05 * error(x, scaled_keys)
 
 
 @pytest.mark.parametrize("case", [nothing_forgotten, closed])
