@@ -11,28 +11,18 @@ namespace tfla_tk::mlstm {
 // P = S 2^{column - row}, causal; `sums` gets the row sums over the whole chunk.
 template <class P, class Scores>
 __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const GateStage& gates, int row) {
-    const float2 reference{gates.row[row], gates.row[row + 8]};
-    const int lane_column = 2 * (laneid() % 4);
-    const int diagonal = row - lane_column;  // columns are compared without the lane's part: immediates
-    float2 partial{0.f, 0.f};
+    ScoreGate gate(gates, row, laneid());
 #pragma unroll
     for (int j = 0; j < Scores::width; j++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int column = 16 * j + 8 * half;
-            const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
             float2 upper = s.tiles[0][j].data[2 * half], lower = s.tiles[0][j].data[2 * half + 1];
-            upper.x = gated(upper.x, a.x, a.y, reference.x, column <= diagonal);
-            upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);
-            lower.x = gated(lower.x, a.x, a.y, reference.y, column <= diagonal + 8);
-            lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= diagonal + 8);
-            partial.x += upper.x + upper.y;
-            partial.y += lower.x + lower.y;
+            gate.apply(upper, lower, gates, 16 * j + 8 * half);
             p.tiles[0][j].data[2 * half] = from_float2<typename P::dtype>(upper);
             p.tiles[0][j].data[2 * half + 1] = from_float2<typename P::dtype>(lower);
         }
     }
-    sums = {quad_sum(partial.x), quad_sum(partial.y)};
+    sums = gate.row_sums();
 }
 
 template <class C> __device__ inline void compute_output(const Globals& g, SharedMemoryPlan<C>& smem) {

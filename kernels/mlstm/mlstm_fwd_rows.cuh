@@ -6,6 +6,31 @@
 
 namespace tfla_tk::mlstm {
 
+// P of a lane's two rows, `row` and `row + 8` of a chunk, 2^{column - row} S, causal, and its row sums.
+struct ScoreGate {
+    float2 reference;  // of both rows
+    int lane_column;
+    int diagonal;  // columns are compared without the lane's part: immediates
+    float2 sums{0.f, 0.f};
+
+    __device__ inline ScoreGate(const GateStage& gates, int row, int lane)
+        : reference{gates.row[row], gates.row[row + 8]},
+          lane_column(2 * (lane % 4)),
+          diagonal(row - lane_column) {}
+
+    // upper, lower: S of the rows in the lane's two columns of the eight from `column` on, in place.
+    __device__ inline void apply(float2& upper, float2& lower, const GateStage& gates, int column) {
+        const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
+        upper.x = gated(upper.x, a.x, a.y, reference.x, column <= diagonal);
+        upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);
+        lower.x = gated(lower.x, a.x, a.y, reference.y, column <= diagonal + 8);
+        lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= diagonal + 8);
+        sums.x += upper.x + upper.y;
+        sums.y += lower.x + lower.y;
+    }
+    __device__ inline float2 row_sums() const { return {quad_sum(sums.x), quad_sum(sums.y)}; }
+};
+
 // q n of rows t and t + 8, by the first lane of the four that hold them, once per head.
 __device__ inline void store_row_pair(const Globals& g, const Task& task, float* rows, int t, float2 x) {
     if (task.column != 0 || laneid() % 4 != 0) return;

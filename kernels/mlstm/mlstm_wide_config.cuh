@@ -14,9 +14,8 @@ struct WideRegisters {
 
 template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct WideConfig {
     using T = T_;
-    static constexpr int kDimQK = kDimQK_;  // K, padded to the tile
-    static constexpr int kSliceV =
-        kSliceV_;  // columns of V and rows of the transposed state that one CTA owns
+    static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
+    static constexpr int kSliceV = kSliceV_;  // columns of V, rows of C^T, that one CTA owns
     static constexpr bool kNormalize = kNormalize_;
     static constexpr Schedule kSchedule = kSchedule_;
     static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
@@ -66,8 +65,7 @@ struct GateSums {
 
 // What the GEMM warpgroups read of one chunk.
 struct WideStage : GateStage {
-    // Of two tokens each: key_scale, then 1 or 0, what to take of what the values eight tokens later have
-    // lost.
+    // Of two tokens each: key_scale, then 1 or 0, of what the values eight tokens later have lost.
     float4 scale_and_take[kChunk / 2];
 };
 
@@ -86,9 +84,8 @@ template <class C> struct WideMemory {
     typename C::ValueTile values[C::kStages];
     typename C::ScoreTile scores[C::kStages];                     // P, over the normaliser
     typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];  // h on its way to global memory
-    float read_scale[C::kStages][kChunk];                         // of what a query gets of C^T, alike
-    // What is left to divide a row by, 1 in most, and whether the scores' warps have rows with something
-    // left.
+    float read_scale[C::kStages][kChunk];  // of what a query gets of C^T: inter over the normaliser
+    // What is left to divide a row by, 1 in most, and which of the scores' warps have rows with some left.
     float late_factor[C::kDividesLate ? C::kStages : 0][kChunk];
     int4 late[C::kDividesLate ? C::kStages : 0];
     WideStage gates[C::kGateStages];

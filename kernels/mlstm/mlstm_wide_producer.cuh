@@ -50,8 +50,9 @@ __device__ inline float2 key_scale_pair(const GateStage& gates) {
     return *reinterpret_cast<const float2*>(&gates.key_scale[2 * fresh_laneid()]);
 }
 
-// before: the stage of the chunk before. The last tokens of the first chunk are given nothing, whatever it
-// holds.
+// A token's values take what those of the token eight later have lost (mlstm_wide_state.cuh), unless their
+// weight is far less. before: the stage of the chunk before; the first chunk's last tokens are given nothing,
+// whatever it holds.
 __device__ inline void write_scale_and_take(WideStage& gates, const WideStage& before) {
     constexpr float kLeast = 1.f / 16;  // of the giving token's weight
     const int lane = fresh_laneid();

@@ -96,28 +96,17 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
     };
     // S into P, in place, and its row sums.
     auto gate_scores = [&](const GateStage& gates) {
-        const int lane = fresh_laneid(), row = warp_row() + lane / 4, lane_column = 2 * (lane % 4);
-        const float2 reference{gates.row[row], gates.row[row + 8]};
-        const int diagonal = row - lane_column;  // columns are compared without the lane's part: immediates
-        float2 partial{0.f, 0.f};
+        const int lane = fresh_laneid();
+        ScoreGate gate(gates, warp_row() + lane / 4, lane);
 #pragma unroll
         for (int j = 0; j < scores.width; j++) {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int column = 16 * j + 8 * half;
-                const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
-                float2 &upper = scores.tiles[0][j].data[2 * half],
-                       &lower = scores.tiles[0][j].data[2 * half + 1];
-                upper.x = gated(upper.x, a.x, a.y, reference.x, column <= diagonal);
-                upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);
-                lower.x = gated(lower.x, a.x, a.y, reference.y, column <= diagonal + 8);
-                lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= diagonal + 8);
-                partial.x += upper.x + upper.y;
-                partial.y += lower.x + lower.y;
-            }
+            for (int half = 0; half < 2; half++)
+                gate.apply(scores.tiles[0][j].data[2 * half], scores.tiles[0][j].data[2 * half + 1], gates,
+                           16 * j + 8 * half);
             asm volatile("" ::: "memory");  // NOTES: gates are loaded when needed: registers
         }
-        return float2{quad_sum(partial.x), quad_sum(partial.y)};
+        return gate.row_sums();
     };
     // P times a factor per row, rounded, into shared memory.
     auto store_scores = [&](int slot, float2 factor) {

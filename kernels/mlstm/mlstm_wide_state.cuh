@@ -186,8 +186,8 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         arrive_warp(smem.values_free[slot]);
         if constexpr (C::kDividesLate)
             if (const int4 late = smem.late[slot]; late.x | late.y | late.z | late.w) {
-                warpgroup::mma_async_wait<0>();  // NOTES: under the update ptxas has no registers for it
-                                                 // (C7512)
+                // NOTES: under the update ptxas has no registers for it (C7512)
+                warpgroup::mma_async_wait<0>();
                 scale_columns(out, smem.late_factor[slot]);
             }
         wait_free(smem.out_free[stored.slot][warpgroup_id], stored.phase);
