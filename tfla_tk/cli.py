@@ -99,12 +99,16 @@ def _build(arguments: argparse.Namespace) -> int:
             progress.console.print(line, highlight=False, markup=False)
             progress.advance(task)
 
+        faults: list[str] = []
         if arguments.sass is not None:
             with ThreadPoolExecutor(jobs) as pool:
-                for line in pool.map(lambda instance: _write_sass(instance, arguments.sass), chosen):
+                for line, fault in pool.map(lambda chosen: _write_sass(chosen, arguments.sass), chosen):
                     done(line)
+                    faults += fault
         else:
             build.ensure(chosen, jobs, lambda built: done(_built_line(built)))
+    if faults:
+        raise build.BuildError("\n".join(faults))
     console.print(f"{len(chosen)} kernels ready", highlight=False)
     return 0
 
@@ -120,9 +124,15 @@ def _built_line(built: build.Built) -> str:
     return f"{built.instance.name}: {took}, registers {', '.join(registers)}"
 
 
-def _write_sass(instance: build.Instance, folder: Path) -> str:
+def _write_sass(instance: build.Instance, folder: Path) -> tuple[str, list[str]]:
+    """What to tell of it, and the fault that the build would refuse it for."""
     compiled = build.compile_cubin(instance, folder)
     listing = compiled.cubin.with_suffix(".sass")
     listing.write_text(build.disassemble(compiled.cubin))
     compiled.cubin.with_suffix(".ptxas.log").write_text(compiled.ptxas_log)
-    return f"{listing}: {compiled.seconds:.1f} s"
+    line = f"{listing}: {compiled.seconds:.1f} s"
+    try:
+        build.check_ptxas_log(compiled.ptxas_log, instance.name)
+    except build.BuildError as error:
+        return line, [str(error)]
+    return line, []

@@ -113,6 +113,27 @@ def test_build_writes_sass(
     assert "2 kernels ready" in capsys.readouterr().out
 
 
+def test_build_writes_the_sass_of_a_kernel_that_it_would_refuse(
+    shipped: list[Instance],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = (
+        f"{LOG}\nptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+    )
+    monkeypatch.setattr(
+        build,
+        "compile_cubin",
+        lambda instance, folder: CompileResult(folder / f"{instance.name}.cubin", log, 0.5),
+    )
+    monkeypatch.setattr(build, "disassemble", lambda cubin: f"SASS of {cubin.name}")
+    assert main(["build", "--sass", str(tmp_path)]) == 1
+    assert (tmp_path / "toy_b.sass").exists()
+    error = capsys.readouterr().err
+    assert "toy_a: ptxas reports" in error and "toy_b: ptxas reports" in error
+
+
 def test_build_without_nvcc_exits_with_1(
     isolated_environment: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -98,7 +98,8 @@ def test_xl_chunk_256_backward_is_wrong(numbers: Numbers) -> None:
     """Defect: even behind a scale-invariant norm, with two chunks of 256; dq is right."""
     errors = numbers["norm/xl_chunk_256"]
     assert errors["dq"] < EXACT
-    assert min(errors[g] for g in ("dk", "dv", "di", "df")) > 0.05, errors
+    # not a number where it reads memory that nothing has written
+    assert not any(errors[g] <= 0.05 for g in ("dk", "dv", "di", "df")), errors
 
 
 def test_forget_gate_gradient_leaves_out_the_last_state(numbers: Numbers) -> None:
