@@ -43,7 +43,7 @@ run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
 
 .PHONY: test
 test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: kernels
 kernels: $(STAMP) ## compile every kernel into the cache (needs nvcc, no GPU)
