@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -102,7 +103,7 @@ def _build(arguments: argparse.Namespace) -> int:
         faults: list[str] = []
         if arguments.sass is not None:
             with ThreadPoolExecutor(jobs) as pool:
-                for line, fault in pool.map(lambda chosen: _write_sass(chosen, arguments.sass), chosen):
+                for line, fault in pool.map(partial(_write_sass, arguments.sass), chosen):
                     done(line)
                     faults += fault
         else:
@@ -124,7 +125,7 @@ def _built_line(built: build.Built) -> str:
     return f"{built.instance.name}: {took}, registers {', '.join(registers)}"
 
 
-def _write_sass(instance: build.Instance, folder: Path) -> tuple[str, list[str]]:
+def _write_sass(folder: Path, instance: build.Instance) -> tuple[str, list[str]]:
     """What to tell of it, and the fault that the build would refuse it for."""
     compiled = build.compile_cubin(instance, folder)
     listing = compiled.cubin.with_suffix(".sass")

@@ -63,13 +63,12 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         warpgroup::mma_async_wait<0>();
 #pragma unroll
         for (auto& a : fragments) pin(a);
-        pin(out);
 #pragma unroll
         for (auto& tile : state) pin(tile);
     };
     auto commit = [&] {
         warpgroup::mma_commit_group();
-        if constexpr (C::kSchedule == Schedule::sequential) wait_for_gemms();
+        if constexpr (C::kSchedule == Schedule::sequential) wait_for_gemms(), pin(out);
     };
 
     // out = C^T Q^T, the state rounded into an operand 16 columns at a time
@@ -194,11 +193,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         store_transposed<T>(shared_address(&smem.out[stored.slot][warpgroup_id]) + lane_offset(), out);
         fence_async_proxy();
         arrive_warp(smem.out_ready[stored.slot][warpgroup_id]);
-        warpgroup::mma_async_wait<0>();
-#pragma unroll
-        for (auto& a : fragments) pin(a);
-#pragma unroll
-        for (auto& tile : state) pin(tile);
+        wait_for_gemms();
         arrive_warp(smem.gates_free[stage.slot]);
         arrive_warp(smem.keys_free[slot]);
         if (C::kSchedule == Schedule::sequential && !last_chunk)

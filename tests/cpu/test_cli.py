@@ -95,18 +95,23 @@ def test_a_name_that_matches_nothing(shipped: list[Instance], capsys: pytest.Cap
     assert "no kernel is named 'gla_*'; there are toy_a, toy_b" in capsys.readouterr().err
 
 
+def compile_at_once(monkeypatch: pytest.MonkeyPatch, ptxas_log: str) -> None:
+    """Every kernel compiles, to a listing that tells its name."""
+
+    def compile_cubin(instance: Instance, folder: Path) -> CompileResult:
+        return CompileResult(folder / f"{instance.name}.cubin", ptxas_log, 0.5)
+
+    monkeypatch.setattr(build, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(build, "disassemble", lambda cubin: f"SASS of {cubin.name}")
+
+
 def test_build_writes_sass(
     shipped: list[Instance],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(
-        build,
-        "compile_cubin",
-        lambda instance, folder: CompileResult(folder / f"{instance.name}.cubin", LOG, 0.5),
-    )
-    monkeypatch.setattr(build, "disassemble", lambda cubin: f"SASS of {cubin.name}")
+    compile_at_once(monkeypatch, LOG)
     assert main(["build", "--sass", str(tmp_path)]) == 0
     assert (tmp_path / "toy_a.sass").read_text() == "SASS of toy_a.cubin"
     assert (tmp_path / "toy_b.ptxas.log").read_text() == LOG
@@ -122,12 +127,7 @@ def test_build_writes_the_sass_of_a_kernel_that_it_would_refuse(
     log = (
         f"{LOG}\nptxas info : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
     )
-    monkeypatch.setattr(
-        build,
-        "compile_cubin",
-        lambda instance, folder: CompileResult(folder / f"{instance.name}.cubin", log, 0.5),
-    )
-    monkeypatch.setattr(build, "disassemble", lambda cubin: f"SASS of {cubin.name}")
+    compile_at_once(monkeypatch, log)
     assert main(["build", "--sass", str(tmp_path)]) == 1
     assert (tmp_path / "toy_b.sass").exists()
     error = capsys.readouterr().err
