@@ -11,7 +11,7 @@ namespace tfla_tk::mlstm {
 // P = S 2^{column - row}, causal; `sums` gets the row sums over the whole chunk.
 template <class P, class Scores>
 __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const GateStage& gates, int row) {
-    ScoreGate gate(gates, row, laneid());
+    ScoreGate gate(gates, row, laneid(), {0.f, 0.f});
 #pragma unroll
     for (int j = 0; j < Scores::width; j++) {
 #pragma unroll
@@ -147,7 +147,8 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
                 if constexpr (C::kNormalize)
                     qn_rows = {of_first_lane(qn_parts[0].x + qn_parts[0].y),
                                of_first_lane(qn_parts[1].x + qn_parts[1].y)};
-                final_scale = row_factor<C>(g, task, chunk, gates, row, intra, inter, qn_rows);
+                const float2 sums{intra.x + inter.x * qn_rows.x, intra.y + inter.y * qn_rows.y};
+                final_scale = row_factor<C>(g, task, chunk, gates, row, sums);
             }
             if (last_pass)
                 warpgroup::mma_async_wait<kScoresInFlight>();

@@ -11,12 +11,14 @@ struct ScoreGate {
     float2 reference;  // of both rows
     int lane_column;
     int diagonal;  // columns are compared without the lane's part: immediates
-    float2 sums{0.f, 0.f};
+    float2 sums;
 
-    __device__ inline ScoreGate(const GateStage& gates, int row, int lane)
+    // sums: what they begin with, this lane's part.
+    __device__ inline ScoreGate(const GateStage& gates, int row, int lane, float2 sums)
         : reference{gates.row[row], gates.row[row + 8]},
           lane_column(2 * (lane % 4)),
-          diagonal(row - lane_column) {}
+          diagonal(row - lane_column),
+          sums(sums) {}
 
     // upper, lower: S of the rows in the lane's two columns of the eight from `column` on, in place.
     __device__ inline void apply(float2& upper, float2& lower, const GateStage& gates, int column) {
@@ -41,14 +43,14 @@ __device__ inline void store_row_pair(const Globals& g, const Task& task, float*
 
 // 1 / w_t of rows `row` and `row + 8` of a chunk, with the sigmoid gate times the row's unit.
 //
-// intra: their sums of P. inter: what they get of the state. qn: q n_in.
+// sums: of P, and what they get of n.
 template <class C>
 __device__ inline float2 row_factor(const Globals& g, const Task& task, int chunk, const GateStage& gates,
-                                    int row, float2 intra, float2 inter, float2 qn) {
+                                    int row, float2 sums) {
     const float2 unit{gates.unit[row], gates.unit[row + 8]}, one{1.f, 1.f};
     float2 factor = g.sigmoid_gate ? unit : one;
     if constexpr (C::kNormalize) {
-        const float2 d{factor.x * (intra.x + inter.x * qn.x), factor.y * (intra.y + inter.y * qn.y)};
+        const float2 d{factor.x * sums.x, factor.y * sums.y};
         if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d);
         const float2 floor = g.sigmoid_gate ? one : unit;
         factor.x /= fmaxf(fabsf(d.x), floor.x) + g.eps;

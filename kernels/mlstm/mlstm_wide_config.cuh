@@ -93,9 +93,8 @@ template <class C> struct WideMemory {
     GateSums gate_sums[C::kSumStages];
     Task task;
 
-    semaphore keys_and_queries_arrived[C::kStages];  // both tiles
-    semaphore keys_free[C::kStages], queries_free[C::kStages];
-    semaphore values_arrived[C::kStages], values_free[C::kStages];
+    semaphore tiles_arrived[C::kStages];  // all three, and the chunk's gates
+    semaphore keys_free[C::kStages], queries_free[C::kStages], values_free[C::kStages];
     // Scores have no barrier that frees them: the state's warps free the keys after all that they read of a
     // chunk, so that keys which have arrived say that the scores of their stage are free.
     semaphore scores_ready[C::kStages];
@@ -106,20 +105,18 @@ template <class C> struct WideMemory {
 
     // Every warp that reads a buffer arrives on its *_free barrier.
     __device__ inline void init_barriers() {
-        constexpr int kByTma = 0;
         auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
-            for (auto& barrier : ready)
-                ready_warps == kByTma ? init_semaphore(barrier, 1) : init_warp_barrier(barrier, ready_warps);
+            for (auto& barrier : ready) init_warp_barrier(barrier, ready_warps);
             for (auto& barrier : free) init_warp_barrier(barrier, reader_warps);
         };
         for (int stage = 0; stage < C::kStages; stage++) {
-            init_semaphore(keys_and_queries_arrived[stage], 2);
+            init_semaphore(tiles_arrived[stage], 4);
             init_warp_barrier(keys_free[stage], 4 + C::kStateWarps);
             init_warp_barrier(queries_free[stage], 4 + C::kStateWarps);
+            init_warp_barrier(values_free[stage], C::kStateWarps);
             init_warp_barrier(scores_ready[stage], 4);
         }
         for (int stage = 0; stage < C::kOutStages; stage++) init(out_ready[stage], out_free[stage], 4, 1);
-        init(values_arrived, values_free, kByTma, C::kStateWarps);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);

@@ -14,11 +14,15 @@ template <class C> __device__ inline void load_wide_tiles(const Globals& g, Wide
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = C::tile(chunk);
         wait_free(smem.queries_free[slot], phase);
-        load(smem.queries[slot], g.q, smem.keys_and_queries_arrived[slot], 0, chunk);
+        load(smem.queries[slot], g.q, smem.tiles_arrived[slot], 0, chunk);
         wait_free(smem.keys_free[slot], phase);
-        load(smem.keys[slot], g.k, smem.keys_and_queries_arrived[slot], 0, chunk);
+        load(smem.keys[slot], g.k, smem.tiles_arrived[slot], 0, chunk);
         wait_free(smem.values_free[slot], phase);
-        load(smem.values[slot], g.v, smem.values_arrived[slot], task.column, chunk);
+        load(smem.values[slot], g.v, smem.tiles_arrived[slot], task.column, chunk);
+        // so that one wait serves tiles and gates
+        const auto gates = C::gate_stage(chunk);
+        wait(smem.gates_ready[gates.slot], gates.phase);
+        if (fresh_laneid() == 0) kittens::arrive(smem.tiles_arrived[slot]);
     }
 }
 

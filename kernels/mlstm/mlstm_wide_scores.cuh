@@ -35,17 +35,18 @@ template <class C> struct CarriedNorm {
 
     // As a high and a low part behind the keys of a stage, for the GEMM of the scores.
     __device__ inline void publish(WideMemory<C>& smem, int slot) const {
-        auto* panel_of_keys = reinterpret_cast<unsigned char*>(smem.keys[slot].data[panel()]);
-        auto write = [&](int operand_row, int at, T part) {
-            const uint32_t offset = panel_offset(operand_row, at / 8) + at % 8 * sizeof(T);
-            *reinterpret_cast<T*>(panel_of_keys + offset) = part;
+        // One address: a warp has two units of 16 bytes, of which the swizzle swaps those of the second row.
+        auto* units = reinterpret_cast<unsigned char*>(smem.keys[slot].data[panel()]) +
+                      panel_offset(kChunk, row() / 16 * 2) + row() % 8 * sizeof(T);
+        auto write = [&](int part, int unit, T x) {
+            *reinterpret_cast<T*>(units + part * kPanelColumns * sizeof(T) + (unit ^ part) * 16) = x;
         };
-        auto write_parts = [&](int at, float x) {
+        auto write_parts = [&](int unit, float x) {
             const T high = base_types::convertor<T, float>::convert(x);
             const float rest = x - base_types::convertor<float, T>::convert(high);
-            write(kChunk, at, high), write(kChunk + 1, at, base_types::convertor<T, float>::convert(rest));
+            write(0, unit, high), write(1, unit, base_types::convertor<T, float>::convert(rest));
         };
-        write_parts(row(), n.x), write_parts(row() + 8, n.y);
+        write_parts(0, n.x), write_parts(1, n.y);
         fence_async_proxy();
         named_sync<128>(NamedBarrier::norm_published);
     }
@@ -83,21 +84,23 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
     // K^T: each has two columns of it, where its own operand has the weights' high and low part, and zeros
     // elsewhere. (So a NaN in K shows in four entries of n.)
     auto issue_key_sums = [&](int slot, int gate_slot) {
-        const auto weights = OperandRows16B{shared_address(&smem.norm_weights[gate_slot])};
+        const OperandRows16B weights(&smem.norm_weights[gate_slot]);
+        const auto keys = Operand128B::columns(&smem.keys[slot], C::KeyTile::panel_bytes);
+        wgmma_fence();
 #pragma unroll
         for (int panel = 0; panel < C::KeyTile::panels; panel++) {
-            const auto keys = Operand128B::columns(smem.keys[slot].data[panel], C::KeyTile::panel_bytes);
             const int first_row = NormWeights<T>::kHigh - 2 * panel;
 #pragma unroll
             for (int k = 0; k < kChunk / 16; k++)
-                wgmma_step_8<T>(key_sums, keys.column_step(k), weights.at(first_row, k), panel > 0 || k > 0);
+                wgmma_step_8<T>(key_sums, keys.column_step(C::KeyTile::panel_bytes, panel, k),
+                                weights.at(first_row, k), panel > 0 || k > 0);
         }
         warpgroup::mma_commit_group();
     };
-    // S into P, in place, and its row sums.
-    auto gate_scores = [&](const GateStage& gates) {
+    // S into P, in place, and its row sums; sums: what they begin with, this lane's part.
+    auto gate_scores = [&](const GateStage& gates, float2 sums) {
         const int lane = fresh_laneid();
-        ScoreGate gate(gates, warp_row() + lane / 4, lane);
+        ScoreGate gate(gates, warp_row() + lane / 4, lane, sums);
 #pragma unroll
         for (int j = 0; j < scores.width; j++) {
 #pragma unroll
@@ -134,28 +137,22 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         const auto [slot, phase] = C::tile(chunk);
         const auto stage = C::gate_stage(chunk);
         const WideStage& gates = smem.gates[stage.slot];
-        wait(smem.gates_ready[stage.slot], stage.phase);
-        wait(smem.keys_and_queries_arrived[slot], phase);
+        wait(smem.tiles_arrived[slot], phase);
         if (C::kSchedule == Schedule::sequential && chunk > 0)
             named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
         issue_scores(slot);
-        if constexpr (C::kNormalize) issue_key_sums(slot, stage.slot);
         warpgroup::mma_async_wait<0>();
         pin(scores);
-        if constexpr (C::kNormalize) pin(qn), pin(key_sums);
+        if constexpr (C::kNormalize) pin(qn);
         arrive_warp(smem.queries_free[slot]);
-        arrive_warp(smem.keys_free[slot]);
-        float2 qn_rows{0.f, 0.f};
-        if constexpr (C::kNormalize) {
-            qn_rows = {of_first_lane(qn[0].x + qn[0].y), of_first_lane(qn[1].x + qn[1].y)};
-            norm.add(key_sums, gates.decay);
-            norm.publish(smem, C::tile(chunk + 1).slot);
-        }
-
-        const float2 intra = gate_scores(gates);
         const int lane = fresh_laneid(), row = warp_row() + lane / 4;
         const float2 inter{gates.inter[row], gates.inter[row + 8]};
-        float2 factor = row_factor<C>(g, task, chunk, gates, row, intra, inter, qn_rows);
+        float2 of_norm{0.f, 0.f};  // by the lanes that have q n
+        if constexpr (C::kNormalize)
+            if (lane % 4 == 0) of_norm = {inter.x * (qn[0].x + qn[0].y), inter.y * (qn[1].x + qn[1].y)};
+
+        const float2 sums = gate_scores(gates, of_norm);
+        float2 factor = row_factor<C>(g, task, chunk, gates, row, sums);
         auto write_rows = [&](float (&rows)[kChunk], float2 x) {
             if (lane % 4 == 0) rows[row] = x.x, rows[row + 8] = x.y;
         };
@@ -171,6 +168,15 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         store_scores(slot, factor);
         fence_async_proxy();
         arrive_warp(smem.scores_ready[slot]);
+        if constexpr (C::kNormalize) {
+            // after what the state waits for; the next chunk's scores need it
+            issue_key_sums(slot, stage.slot);
+            warpgroup::mma_async_wait<0>();
+            pin(key_sums);
+            norm.add(key_sums, gates.decay);
+            norm.publish(smem, C::tile(chunk + 1).slot);
+        }
+        arrive_warp(smem.keys_free[slot]);
         arrive_warp(smem.gates_free[stage.slot]);
     }
 

@@ -114,13 +114,12 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if (step == 0)
 #pragma unroll
             for (auto& tile : state) pin(tile);
+        const auto keys = Operand128B::columns(&smem.keys[slot], C::KeyTile::panel_bytes);
         wgmma_fence();
 #pragma unroll
-        for (int part = 0; part < C::kParts; part++) {
-            const auto keys =
-                Operand128B::columns(smem.keys[slot].data[part * C::kPartPanels], C::KeyTile::panel_bytes);
-            wgmma_step<true>(state[part], a, 0, keys.column_step(k));
-        }
+        for (int part = 0; part < C::kParts; part++)
+            wgmma_step<true>(state[part], a, 0,
+                             keys.column_step(C::KeyTile::panel_bytes, part * C::kPartPanels, k));
         commit();
     };
     auto for_each_part = [&](auto body) {
@@ -154,12 +153,10 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         const auto stage = C::gate_stage(chunk);
         const auto stored = C::out_stage(chunk);
         const WideStage& gates = smem.gates[stage.slot];
-        wait(smem.keys_and_queries_arrived[slot], phase);
+        wait(smem.tiles_arrived[slot], phase);
         wait_for_turn();
         read_state(slot);
         if (warpgroup_id == 0 || !last_chunk) hand_on_turn();
-        wait(smem.gates_ready[stage.slot], stage.phase);
-        wait(smem.values_arrived[slot], phase);
         if (gates.decay != 1.f) {
 #pragma unroll
             for (auto& tile : state) warp::mul(tile, tile, gates.decay);
@@ -194,8 +191,8 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         fence_async_proxy();
         arrive_warp(smem.out_ready[stored.slot][warpgroup_id]);
         wait_for_gemms();
+        arrive_warp(smem.keys_free[slot]);  // what the next chunk but one waits for
         arrive_warp(smem.gates_free[stage.slot]);
-        arrive_warp(smem.keys_free[slot]);
         if (C::kSchedule == Schedule::sequential && !last_chunk)
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
     }

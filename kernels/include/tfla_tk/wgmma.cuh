@@ -29,6 +29,10 @@ struct Operand128B {
         return at(step / 4 * panel_bytes + step % 4 * 32);
     }
     __device__ inline uint64_t column_step(int step) const { return at(step * 16 * kPanelColumns * 2); }
+    // The same of the operand that begins at a later panel.
+    __device__ inline uint64_t column_step(uint32_t panel_bytes, int panel, int step) const {
+        return at(panel * panel_bytes + step * 16 * kPanelColumns * 2);
+    }
 };
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
@@ -79,15 +83,18 @@ __device__ inline void wgmma_step_72(D& d, float2 (&more)[2], uint64_t a, uint64
 #undef TFLA_ACCUMULATORS
 }
 
-// Eight rows of a wgmma operand without swizzle, from any of kRows on: per 8 of k rows of 16 bytes.
+// Descriptor of eight rows of a wgmma operand without swizzle, from any of kRows on: per 8 of k rows of 16
+// bytes. Made once, as Operand128B.
 struct OperandRows16B {
     static constexpr int kRows = 16;
-    uint32_t address;
+    static constexpr uint32_t kBytes = kRows * 16;  // of 8 of k
+    uint32_t low;
+
+    __device__ inline explicit OperandRows16B(const void* operand)
+        : low((shared_address(operand) & 0x3FFFF) >> 4 | (kBytes >> 4) << 16) {}
 
     __device__ inline uint64_t at(int row, int step) const {
-        constexpr uint32_t kBytes = kRows * 16;  // of 8 of k
-        const uint32_t start = (address + step * 2 * kBytes + row * 16) & 0x3FFFF;
-        return static_cast<uint64_t>(128 >> 4) << 32 | (start >> 4 | (kBytes >> 4) << 16);
+        return static_cast<uint64_t>(128 >> 4) << 32 | (low + (step * 2 * kBytes + row * 16) / 16);
     }
 };
 
