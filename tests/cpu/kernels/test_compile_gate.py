@@ -13,7 +13,7 @@ import pytest
 from tfla_tk import build
 from tfla_tk.build.instances import MLSTM_TILES, SCHEDULES, mlstm_fwd
 
-from .state_walk import walk_blocks, wgmmas
+from .state_walk import kind_of, walk_blocks, wgmmas
 
 CHUNK = 64
 EXPONENTIALS = CHUNK * CHUNK // 128  # gates per thread and chunk
@@ -183,6 +183,30 @@ def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
             opcode == "BAR.ARV" and operands.startswith("R") for opcode, operands in kernel.instructions
         )
         assert turns == (2 if kernel.schedule == "pingpong" and kernel.slice_v == 128 else 0)
+
+
+def test_a_chunk_of_the_wide_kernel_is_waited_for_once(wide: Any) -> None:
+    """A state's warp waits for a chunk's tiles and gates together, then for its scores and h's place."""
+    for kernel in wide.kernels:
+        kinds = [
+            kind_of(opcode.split(".")[1], operands) if opcode.startswith("HGMMA") else opcode
+            for opcode, operands in kernel.instructions
+        ]
+        first, last = kinds.index("read"), len(kinds) - kinds[::-1].index("update")
+        assert sum("PHASECHK" in kind for kind in kinds[first:last]) == 1  # the scores
+        store = kinds.index("STSM.16.MT88.4", last)
+        assert sum("PHASECHK" in kind for kind in kinds[last:store]) == 1  # h's place
+
+
+def test_the_sums_of_the_wide_kernel_follow_the_scores(wide: Any) -> None:
+    """The state waits for the scores alone; a wgmma of the sums comes with six instructions at most."""
+    for (_, normalize), kernel in kernels_by_variant(wide).items():
+        if not normalize:
+            continue
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        sums = [n for n, opcode in enumerate(opcodes) if opcode.startswith("HGMMA.64x8x16")]
+        assert opcodes.index("STSM.16.M88.4") < sums[0]
+        assert sums[-1] - sums[0] <= 7 * (len(sums) - 1)
 
 
 def test_the_state_of_the_wide_kernel_stays_in_registers(wide: Any) -> None:
