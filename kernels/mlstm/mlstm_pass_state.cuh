@@ -117,42 +117,19 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             for (int part = 0; part < C::kParts; part++)
                 body(state[block][part], task.column + panel_of(block) * 64 + warp() * 16, part * C::kPart);
     };
-    // out = state Q^T, the state rounded into an operand 16 columns at a time
-    auto read_state = [&](int block, int step) {
+    // The queries' k-th 16 columns as an operand; the first block waits for them.
+    auto query_step = [&](int block, int step, int k) {
         const auto [slot, phase] = C::tile(step);
-        forget(out);
-#pragma unroll
-        for (int k = 0; k < C::kParts * kStepsPerPart; k++) {
-            const int part = k / kStepsPerPart, column = k % kStepsPerPart;
-            auto& a = fragments[k % C::kFragments];
-            if (block == 0 && column == 0) wait(smem.queries_arrived[slot][part], phase);
-            convert_fragment(a, state[block][part], column);
-            if (k + 1 >= C::kFragments) {
-                warpgroup::mma_async_wait<C::kFragments - 2>();
-                pin(fragments[(k + 1) % C::kFragments]);
-            }
-            pin(a);
-            wgmma_fence();
-            const auto queries = Operand128B::rows(&smem.queries[slot][part]);
-            wgmma_step<false>(out, a, 0, queries.row_step(C::KeyTile::panel_bytes, column), k > 0);
-            warpgroup::mma_commit_group();
-        }
-        warpgroup::mma_async_wait<0>();
-#pragma unroll
-        for (auto& a : fragments) pin(a);
-        pin(out);
+        const int part = k / kStepsPerPart, column = k % kStepsPerPart;
+        if (block == 0 && column == 0) wait(smem.queries_arrived[slot][part], phase);
+        return Operand128B::rows(&smem.queries[slot][part]).row_step(C::KeyTile::panel_bytes, column);
     };
     // out += values^T scores^T
     auto issue_intra = [&](int block, int step) {
         const int slot = C::tile(step).slot;
-        const auto values =
-            Operand128B::columns(smem.values[slot].data[panel_of(block)], C::ValueTile::panel_bytes);
-        const auto scores = Operand128B::rows(&smem.scores[slot]);
-        pin(out);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kSteps; k++)
-            wgmma_step<T, true>(out, values.column_step(k), scores.row_step(C::ScoreTile::panel_bytes, k));
+        issue_columns_by_rows<T, kSteps>(
+            out, Operand128B::columns(smem.values[slot].data[panel_of(block)], C::ValueTile::panel_bytes),
+            Operand128B::rows(&smem.scores[slot]));
         warpgroup::mma_commit_group();
     };
     // 16 tokens of (values . key_scale)^T; adds what they are to n
@@ -301,7 +278,9 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
             const bool last_block = block == C::kBlocks - 1;
-            read_state(block, step);
+            read_state(
+                out, state[block], fragments, [&](int k) { return query_step(block, step, k); },
+                [] { warpgroup::mma_commit_group(); });
             if (last_block)
                 for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[slot][part]);
             if (block == 0) {

@@ -48,7 +48,7 @@ struct ScaledValues {
 template <class C>
 __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, int warpgroup_id) {
     using T = typename C::T;
-    constexpr int kStepsPerPart = C::kPart / 16, kTokenSteps = kChunk / 16;
+    constexpr int kTokenSteps = kChunk / 16;
     const Task& task = smem.task;
     // NOTES: computed anew where needed: the state takes the registers
     auto warp = [] { return fresh_thread() % 128 / 32; };
@@ -71,38 +71,11 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if constexpr (C::kSchedule == Schedule::sequential) wait_for_gemms(), pin(out);
     };
 
-    // out = C^T Q^T, the state rounded into an operand 16 columns at a time
-    auto read_state = [&](int slot) {
-        const auto queries = Operand128B::rows(&smem.queries[slot]);
-        forget(out);
-#pragma unroll
-        for (int k = 0; k < C::kParts * kStepsPerPart; k++) {
-            auto& a = fragments[k % C::kFragments];
-            convert_fragment(a, state[k / kStepsPerPart], k % kStepsPerPart);
-            if (k + 1 >= C::kFragments) {
-                warpgroup::mma_async_wait<C::kFragments - 2>();
-                pin(fragments[(k + 1) % C::kFragments]);
-            }
-            pin(a);
-            wgmma_fence();
-            wgmma_step<false>(out, a, 0, queries.row_step(C::QueryTile::panel_bytes, k), k > 0);
-            commit();
-        }
-        warpgroup::mma_async_wait<0>();
-#pragma unroll
-        for (auto& a : fragments) pin(a);
-        pin(out);
-        arrive_warp(smem.queries_free[slot]);
-    };
     // out += V^T P^T
     auto issue_intra = [&](int slot) {
-        const auto v = Operand128B::columns(smem.values[slot].data[warpgroup_id], C::ValueTile::panel_bytes);
-        const auto p = Operand128B::rows(&smem.scores[slot]);
-        pin(out);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kTokenSteps; k++)
-            wgmma_step<T, true>(out, v.column_step(k), p.row_step(C::ScoreTile::panel_bytes, k));
+        issue_columns_by_rows<T, kTokenSteps>(
+            out, Operand128B::columns(smem.values[slot].data[warpgroup_id], C::ValueTile::panel_bytes),
+            Operand128B::rows(&smem.scores[slot]));
         commit();
     };
     // C^T += (V . key_scale)^T K over 16 tokens, the last ones first
@@ -155,7 +128,11 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         const WideStage& gates = smem.gates[stage.slot];
         wait(smem.tiles_arrived[slot], phase);
         wait_for_turn();
-        read_state(slot);
+        const auto queries = Operand128B::rows(&smem.queries[slot]);
+        read_state(
+            out, state, fragments, [&](int k) { return queries.row_step(C::QueryTile::panel_bytes, k); },
+            commit);
+        arrive_warp(smem.queries_free[slot]);
         if (warpgroup_id == 0 || !last_chunk) hand_on_turn();
         if (gates.decay != 1.f) {
 #pragma unroll

@@ -50,6 +50,43 @@ __device__ inline void wgmma_step(D& d, uint64_t a, uint64_t b, bool accumulate 
     kittens::detail::wgmma::base<float, T, D::cols, kColumnsOfA, 0>::st_st(d, a, b, accumulate);
 }
 
+// out = state B^T: a warpgroup's state, in registers as kTiles tiles side by side, rounded into an operand 16
+// columns at a time. fragments: one on its way, the others in a GEMM. operand(k): B's k-th 16 columns, called
+// when they are needed. commit(): the GEMM of these.
+template <class Out, class State, int kTiles, class A, int kFragments, class Operand, class Commit>
+__device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fragments)[kFragments],
+                                  Operand operand, Commit commit) {
+    forget(out);
+#pragma unroll
+    for (int k = 0; k < kTiles * State::width; k++) {
+        auto& a = fragments[k % kFragments];
+        const uint64_t b = operand(k);
+        convert_fragment(a, state[k / State::width], k % State::width);
+        if (k + 1 >= kFragments) {
+            kittens::warpgroup::mma_async_wait<kFragments - 2>();
+            pin(fragments[(k + 1) % kFragments]);
+        }
+        pin(a);
+        wgmma_fence();
+        wgmma_step<false>(out, a, 0, b, k > 0);
+        commit();
+    }
+    kittens::warpgroup::mma_async_wait<0>();
+#pragma unroll
+    for (auto& a : fragments) pin(a);
+    pin(out);
+}
+
+// out += A B^T over kSteps steps of k, not yet committed. A's columns are M and its rows k, B's rows are N
+// and its columns k; one panel each.
+template <class T, int kSteps, class Out>
+__device__ inline void issue_columns_by_rows(Out& out, Operand128B a, Operand128B b) {
+    pin(out);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kSteps; k++) wgmma_step<T, true>(out, a.column_step(k), b.row_step(0, k));
+}
+
 // d (+)= A B^T for 72 rows of B, both in shared memory and their columns k: one step of k = 16. Of columns 64
 // and further `more` has the lane's two, of rows lane / 4 and + 8: in the first lane of four 64 and 65.
 template <class T, class D>
