@@ -37,7 +37,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (!begin_task<C>(g, smem)) return;
+    if (!begin_task<C>(g, smem, [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch(); }))
+        return;
 
     if (warpgroup_id == 0) {
         warpgroup::decrease_registers<C::kTiling.registers.producer>();

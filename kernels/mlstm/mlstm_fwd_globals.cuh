@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kittens.cuh"
+#include "tfla_tk/begin_task.cuh"
 #include "tfla_tk/gates.cuh"
 #include "tfla_tk/params.h"
 #include "tfla_tk/segments.cuh"
@@ -12,12 +13,11 @@ namespace tfla_tk::mlstm {
 using namespace kittens;
 
 // How the GEMMs of a chunk are ordered against the rest of its work.
-//   sequential: every GEMM is waited for before the next step of its role, and roles take turns: state and
+//   sequential  every GEMM is waited for before the next step of its role, and roles take turns: state and
 //               output; at K = 256 the scores of the next chunk wait for the state
-//   overlapped: Q C and the next chunk's scores are in flight while the current ones are gated; at K = 256
-//   the
-//               state's update while the output is scaled and staged
-//   pingpong:   overlapped, and the state's GEMM is issued when the output warpgroup starts to gate; at K =
+//   overlapped  Q C and the next chunk's scores are in flight while the current ones are gated; at K = 256
+//               the state's update is while the output is scaled and staged
+//   pingpong    overlapped, and the state's GEMM is issued when the output warpgroup starts to gate; at K =
 //               256 two state warpgroups take turns at reading the state
 enum class Schedule : int { sequential = 0, overlapped = 1, pingpong = 2 };
 
@@ -124,20 +124,5 @@ struct Task {
         return g.initial.m ? g.initial.m[index] : 0.f;
     }
 };
-
-// What a CTA of the fused kernels begins with: its task, barriers, tensor maps. Whether it has anything to
-// do.
-template <class C, class Memory> __device__ inline bool begin_task(const Globals& g, Memory& smem) {
-    if (threadIdx.x < 32) {
-        const Task task = Task::of_block<C>(g, blockIdx.x);
-        if (threadIdx.x == 0) {
-            smem.task = task;
-            smem.init_barriers();
-            g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch();
-        }
-    }
-    __syncthreads();
-    return smem.task.tokens >= 0;
-}
 
 }  // namespace tfla_tk::mlstm

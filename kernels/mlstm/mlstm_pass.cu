@@ -33,15 +33,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
     auto& smem = *reinterpret_cast<PassMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (threadIdx.x < 32) {
-        const PassTask task = PassTask::of_block<C>(g, blockIdx.x);
-        if (threadIdx.x == 0) {
-            smem.task = task;
-            smem.init_barriers();
-            g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch();
-        }
-    }
-    __syncthreads();
+    begin_task<C>(g, smem,
+                  [&] { g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch(); });
     if (g.shares > 1) cluster_sync();  // before another CTA writes steps_stored
     if (smem.task.tokens < 0) return;
 

@@ -3,6 +3,7 @@
 
 #include "kittens.cuh"
 #include "mlstm_pass_gates.cuh"
+#include "tfla_tk/begin_task.cuh"
 #include "tfla_tk/params_pass.h"
 #include "tfla_tk/segments.cuh"
 #include "tfla_tk/sync.cuh"

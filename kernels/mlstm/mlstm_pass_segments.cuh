@@ -212,16 +212,7 @@ __global__ __launch_bounds__(C::kThreads,
     auto& smem = *reinterpret_cast<SegmentsMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (threadIdx.x < 32) {
-        const PassTask task = PassTask::of_block<C>(g, blockIdx.x);
-        if (threadIdx.x == 0) {
-            smem.task = task;
-            smem.init_barriers();
-            g.keys.prefetch(), g.values.prefetch();
-        }
-    }
-    __syncthreads();
-    if (smem.task.tokens < 0 || smem.task.last) return;
+    if (!begin_task<C>(g, smem, [&] { g.keys.prefetch(), g.values.prefetch(); }) || smem.task.last) return;
 
     if (warpgroup_id == 0) {
         set_registers<kSegmentRegisters.producer, C::kThreads, 1>();

@@ -92,7 +92,7 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             const int first_row = NormWeights<T>::kHigh - 2 * panel;
 #pragma unroll
             for (int k = 0; k < kChunk / 16; k++)
-                wgmma_step_8<T>(key_sums, keys.column_step(C::KeyTile::panel_bytes, panel, k),
+                wgmma_step_8<T>(key_sums, keys.column_step(k, panel * C::KeyTile::panel_bytes),
                                 weights.at(first_row, k), panel > 0 || k > 0);
         }
         warpgroup::mma_commit_group();

@@ -92,7 +92,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
 #pragma unroll
         for (int part = 0; part < C::kParts; part++)
             wgmma_step<true>(state[part], a, 0,
-                             keys.column_step(C::KeyTile::panel_bytes, part * C::kPartPanels, k));
+                             keys.column_step(k, part * C::kPartPanels * C::KeyTile::panel_bytes));
         commit();
     };
     auto for_each_part = [&](auto body) {

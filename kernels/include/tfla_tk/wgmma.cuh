@@ -28,10 +28,9 @@ struct Operand128B {
     __device__ inline uint64_t row_step(uint32_t panel_bytes, int step) const {
         return at(step / 4 * panel_bytes + step % 4 * 32);
     }
-    __device__ inline uint64_t column_step(int step) const { return at(step * 16 * kPanelColumns * 2); }
-    // The same of the operand that begins at a later panel.
-    __device__ inline uint64_t column_step(uint32_t panel_bytes, int panel, int step) const {
-        return at(panel * panel_bytes + step * 16 * kPanelColumns * 2);
+    // first: bytes before the operand's first panel.
+    __device__ inline uint64_t column_step(int step, uint32_t first = 0) const {
+        return at(first + step * 16 * kPanelColumns * 2);
     }
 };
 

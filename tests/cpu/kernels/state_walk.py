@@ -26,21 +26,21 @@ class Block:
     after_values: Counter[str] = field(default_factory=Counter)
 
 
-def kind_of(shape: str, operands: str) -> str:
+def kind_of(opcode: str, operands: str) -> str:
     """Of a wgmma: "scores" Q K^T, "read" state Q^T, "values" values^T scores^T, "update" values^T K.
 
     And "sums" of keys, K^T weights, for eight columns of weights.
     """
     _, a, b, *_ = operands.split(", ")
     if a.startswith("gdesc"):
-        return ("sums" if shape == "64x8x16" else "values") if ".tnspA" in a else "scores"
+        return ("sums" if ".64x8x16." in opcode else "values") if ".tnspA" in a else "scores"
     return "update" if ".tnspB" in b else "read"
 
 
 def wgmmas(kernel: Any) -> Counter[tuple[str, str]]:
     """How many of which shape and kind."""
     return Counter(
-        (opcode.split(".")[1], kind_of(opcode.split(".")[1], operands))
+        (opcode.split(".")[1], kind_of(opcode, operands))
         for opcode, operands in kernel.instructions
         if opcode.startswith("HGMMA")
     )
@@ -54,7 +54,7 @@ def walk_blocks(kernel: Any) -> list[Block]:
     scaled: set[int] = set()
     for opcode, operands in kernel.instructions:
         if opcode.startswith("HGMMA"):
-            kind = kind_of(opcode.split(".")[1], operands)
+            kind = kind_of(opcode, operands)
             if kind == "update" and last == "read":
                 found.append(Block(scaled=scaled))
             if kind == "read":

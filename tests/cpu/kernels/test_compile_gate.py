@@ -189,7 +189,7 @@ def test_a_chunk_of_the_wide_kernel_is_waited_for_once(wide: Any) -> None:
     """A state's warp waits for a chunk's tiles and gates together, then for its scores and h's place."""
     for kernel in wide.kernels:
         kinds = [
-            kind_of(opcode.split(".")[1], operands) if opcode.startswith("HGMMA") else opcode
+            kind_of(opcode, operands) if opcode.startswith("HGMMA") else opcode
             for opcode, operands in kernel.instructions
         ]
         first, last = kinds.index("read"), len(kinds) - kinds[::-1].index("update")
