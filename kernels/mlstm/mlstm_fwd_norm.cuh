@@ -29,9 +29,8 @@ template <class C> __device__ inline void carry_norm(const Globals& g, SharedMem
         T2 high[kPairs], low[kPairs];
 #pragma unroll
         for (int p = 0; p < kPairs; p++) {
-            high[p] = from_float2<T2>(n[p]);
-            const float2 rounded = to_float2(high[p]);
-            low[p] = from_float2<T2>({n[p].x - rounded.x, n[p].y - rounded.y});
+            const HighAndLow<T2> parts(n[p]);
+            high[p] = parts.high, low[p] = parts.low;
         }
         auto store = [&](int operand_row, const T2(&parts)[kPairs]) {
             store_shared(panel + panel_offset(operand_row, column / 8) + column % 8 * sizeof(T), parts);

@@ -12,6 +12,22 @@ struct WideRegisters {
     int producer, scores, state;
 };
 
+// b and a of a chunk's tokens (gates.cuh), between the two warps of the gates.
+struct GateSums {
+    TwoPairs b[kChunk / 2], a[kChunk / 2];
+};
+
+// What the values of two tokens are scaled with: key_scale as a high and a low part, and 1 or 0, of what the
+// values eight tokens later have lost.
+template <class T2> struct alignas(16) ValueScale {
+    T2 high, low, minus_high, minus_take;
+};
+
+// What the GEMM warpgroups read of one chunk.
+template <class T2> struct WideStage : GateStage {
+    ValueScale<T2> value_scale[kChunk / 2];
+};
+
 template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct WideConfig {
     using T = T_;
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
@@ -26,81 +42,71 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
     static constexpr WideRegisters kRegisters =
-        kStateWarpgroups == 2 ? WideRegisters{32, 80, 200}    // registers: the state takes 128
+        kStateWarpgroups == 2 ? WideRegisters{32, 64, 208}    // registers: the state takes 128
                               : WideRegisters{48, 208, 240};  // smem: one CTA per SM
 
     // The state's columns, K, come in parts, since a wgmma with N = 256 does not compile in a launch of 512
     // threads.
     static constexpr int kPart = 128, kParts = kDimQK / kPart;
     static constexpr int kPartPanels = kPart / kPanelColumns;
-    // Fragments of a state warpgroup's A operand, 16 columns of the state or 16 tokens of V: one on its way,
-    // the others in GEMMs.
-    static constexpr int kFragments = 3;
+    // Fragments of a state warpgroup's A operand: 16 columns of the state or 16 tokens of scaled V, one on
+    // its way and the others in GEMMs; and of V as it is.
+    static constexpr int kFragments = 3, kValueFragments = 2;
 
     // P is divided by the normaliser before it is rounded. fp16 has no range for that where w is large: rows
     // whose factor is less than this are divided after the GEMM.
     static constexpr float kLeastFactor = std::is_same_v<T, bf16> ? 0.f : 1.f / 512;
     static constexpr bool kDividesLate = kLeastFactor > 0.f;
 
-    static constexpr int kStages = 2, kGateStages = 3, kSumStages = 2, kOutStages = 1;
-    __device__ static inline auto tile(int chunk) { return Use<kStages>(chunk); }
+    // The scores are made a chunk ahead of the state, and a chunk's keys are free at its end, its queries
+    // early in it: so there are three stages of keys.
+    static constexpr int kKeyStages = 3, kStages = 2, kGateStages = 3, kSumStages = 2;
+    __device__ static inline auto key_tile(int chunk) { return Use<kKeyStages>(chunk); }
+    __device__ static inline auto tile(int chunk) { return Use<kStages>(chunk); }  // of queries, of values
     __device__ static inline auto gate_stage(int chunk) { return Use<kGateStages>(chunk); }
     __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
-    __device__ static inline auto out_stage(int chunk) { return Use<kOutStages>(chunk); }
 
     // Behind a tile's keys n as a high and a low part: two of eight rows more that the GEMM of the scores
     // reads.
     static constexpr int kNormRows = kNormalize ? 8 : 0;
+    using Stage = WideStage<typename base_types::packing<T>::packed_type>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;
     using ValueTile = PanelTile<T, kChunk, kSliceV>;
     using ScoreTile = PanelTile<T, kChunk, kChunk>;
-    using OutTile = PanelTile<T, kChunk, 64>;
-};
-
-// b and a of a chunk's tokens (gates.cuh), between the two warps of the gates.
-struct GateSums {
-    TwoPairs b[kChunk / 2], a[kChunk / 2];
-};
-
-// What the GEMM warpgroups read of one chunk.
-struct WideStage : GateStage {
-    // Of two tokens each: key_scale, then 1 or 0, of what the values eight tokens later have lost.
-    float4 scale_and_take[kChunk / 2];
 };
 
 // key_scale of a chunk's tokens as a high and a low part, times kUnit, as two rows of an operand with zeros
-// before and behind them: eight rows from kHigh - 2 p on have them in places 2 p and 2 p + 1.
+// before and behind them: eight rows from kHigh - 2 p on have them in places 2 p and 2 p + 1. Those before
+// one eight tokens' rows are also those behind the rows of the eight before.
 template <class T> struct alignas(128) NormWeights {
     static constexpr float kUnit = std::is_same_v<T, bf16> ? 1.f : 16384.f;  // fp16: weights down to 2^-28
     static constexpr int kHigh = 6, kLow = kHigh + 1, kRows = OperandRows16B::kRows;
-    T data[kChunk / 8][kRows][8];
+    T data[kChunk / 8 + 1][kRows][8];
 };
 
 // All shared memory of a CTA.
 template <class C> struct WideMemory {
-    typename C::KeyTile keys[C::kStages];
+    typename C::KeyTile keys[C::kKeyStages];
     typename C::QueryTile queries[C::kStages];
-    typename C::ValueTile values[C::kStages];
-    typename C::ScoreTile scores[C::kStages];                     // P, over the normaliser
-    typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];  // h on its way to global memory
-    float read_scale[C::kStages][kChunk];  // of what a query gets of C^T: inter over the normaliser
-    // What is left to divide a row by, 1 in most, and which of the scores' warps have rows with some left.
-    float late_factor[C::kDividesLate ? C::kStages : 0][kChunk];
-    int4 late[C::kDividesLate ? C::kStages : 0];
-    WideStage gates[C::kGateStages];
+    typename C::ValueTile values[C::kStages];  // then h, on its way to global memory
+    typename C::ScoreTile scores;              // P, over the normaliser
+    float read_scale[kChunk];                  // of what a query gets of C^T: inter over the normaliser
+    // What is left to divide a row by, and which of the four scores' warps have rows with some left.
+    float late_factor[C::kDividesLate ? kChunk : 0];
+    int4 late[C::kDividesLate ? 1 : 0];
+    typename C::Stage gates[C::kGateStages];
     NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
     GateSums gate_sums[C::kSumStages];
     Task task;
 
-    semaphore tiles_arrived[C::kStages];  // all three, and the chunk's gates
-    semaphore keys_free[C::kStages], queries_free[C::kStages], values_free[C::kStages];
-    // Scores have no barrier that frees them: the state's warps free the keys after all that they read of a
-    // chunk, so that keys which have arrived say that the scores of their stage are free.
-    semaphore scores_ready[C::kStages];
+    semaphore tiles_arrived[C::kKeyStages];  // keys and queries, and the chunk's gates
+    semaphore keys_free[C::kKeyStages], queries_free[C::kStages];
+    semaphore values_arrived[C::kStages], values_free[C::kStages];
+    semaphore scores_ready, scores_free;  // with their factors
     semaphore gates_ready[C::kGateStages], gates_free[C::kGateStages];
     semaphore sums_ready[C::kSumStages], sums_free[C::kSumStages];
-    semaphore out_ready[C::kOutStages][C::kStateWarpgroups], out_free[C::kOutStages][C::kStateWarpgroups];
+    semaphore out_ready[C::kStages][C::kStateWarpgroups];
     semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier.
@@ -109,14 +115,18 @@ template <class C> struct WideMemory {
             for (auto& barrier : ready) init_warp_barrier(barrier, ready_warps);
             for (auto& barrier : free) init_warp_barrier(barrier, reader_warps);
         };
-        for (int stage = 0; stage < C::kStages; stage++) {
-            init_semaphore(tiles_arrived[stage], 4);
+        for (int stage = 0; stage < C::kKeyStages; stage++) {
+            init_semaphore(tiles_arrived[stage], 3);
             init_warp_barrier(keys_free[stage], 4 + C::kStateWarps);
-            init_warp_barrier(queries_free[stage], 4 + C::kStateWarps);
-            init_warp_barrier(values_free[stage], C::kStateWarps);
-            init_warp_barrier(scores_ready[stage], 4);
         }
-        for (int stage = 0; stage < C::kOutStages; stage++) init(out_ready[stage], out_free[stage], 4, 1);
+        for (int stage = 0; stage < C::kStages; stage++) {
+            init_warp_barrier(queries_free[stage], 4 + C::kStateWarps);
+            init_semaphore(values_arrived[stage], 1);
+            for (auto& barrier : out_ready[stage]) init_warp_barrier(barrier, 4);
+            init_warp_barrier(values_free[stage], C::kStateWarpgroups);  // by the warp that stores h
+        }
+        init_warp_barrier(scores_ready, 4);
+        init_warp_barrier(scores_free, C::kStateWarps);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);

@@ -12,17 +12,19 @@ template <class C> __device__ inline void load_wide_tiles(const Globals& g, Wide
     const Task& task = smem.task;
     TileLoader load{task, g.packed(), smem.tail_landed};
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        const auto [slot, phase] = C::tile(chunk);
-        wait_free(smem.queries_free[slot], phase);
-        load(smem.queries[slot], g.q, smem.tiles_arrived[slot], 0, chunk);
-        wait_free(smem.keys_free[slot], phase);
-        load(smem.keys[slot], g.k, smem.tiles_arrived[slot], 0, chunk);
-        wait_free(smem.values_free[slot], phase);
-        load(smem.values[slot], g.v, smem.tiles_arrived[slot], task.column, chunk);
-        // so that one wait serves tiles and gates
+        const auto keys = C::key_tile(chunk);
+        const auto tile = C::tile(chunk);
         const auto gates = C::gate_stage(chunk);
+        auto& arrived = smem.tiles_arrived[keys.slot];
+        wait_free(smem.keys_free[keys.slot], keys.phase);
+        load(smem.keys[keys.slot], g.k, arrived, 0, chunk);
+        wait_free(smem.queries_free[tile.slot], tile.phase);
+        load(smem.queries[tile.slot], g.q, arrived, 0, chunk);
+        // so that one wait serves tiles and gates
         wait(smem.gates_ready[gates.slot], gates.phase);
-        if (fresh_laneid() == 0) kittens::arrive(smem.tiles_arrived[slot]);
+        if (fresh_laneid() == 0) kittens::arrive(arrived);
+        wait_free(smem.values_free[tile.slot], tile.phase);
+        load(smem.values[tile.slot], g.v, smem.values_arrived[tile.slot], task.column, chunk);
     }
 }
 
@@ -57,7 +59,8 @@ __device__ inline float2 key_scale_pair(const GateStage& gates) {
 // A token's values take what those of the token eight later have lost (mlstm_wide_state.cuh), unless their
 // weight is far less. before: the stage of the chunk before; the first chunk's last tokens are given nothing,
 // whatever it holds.
-__device__ inline void write_scale_and_take(WideStage& gates, const WideStage& before) {
+template <class T2>
+__device__ inline void write_value_scale(WideStage<T2>& gates, const WideStage<T2>& before) {
     constexpr float kLeast = 1.f / 16;  // of the giving token's weight
     const int lane = fresh_laneid();
     const float2 own = key_scale_pair(gates);
@@ -67,10 +70,12 @@ __device__ inline void write_scale_and_take(WideStage& gates, const WideStage& b
         giving = key_scale_pair(before);
         giving = {giving.x * gates.decay, giving.y * gates.decay};
     }
-    auto take = [&](float own, float giving) {
-        return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? 1.f : 0.f;
+    auto minus_take = [&](float own, float giving) {
+        return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? -1.f : -0.f;
     };
-    gates.scale_and_take[lane] = {own.x, own.y, take(own.x, giving.x), take(own.y, giving.y)};
+    const T2 taken = from_float2<T2>({minus_take(own.x, giving.x), minus_take(own.y, giving.y)});
+    const HighAndLow<T2> scale(own);
+    gates.value_scale[lane] = {scale.high, scale.low, __hneg2(scale.high), taken};
 }
 
 // Of the lane's two tokens.
@@ -79,11 +84,9 @@ template <class T> __device__ inline void write_weights(NormWeights<T>& weights,
     const int t = 2 * fresh_laneid();
     auto write = [&](int row, T2 pair) { *reinterpret_cast<T2*>(&weights.data[t / 8][row][t % 8]) = pair; };
     const float2 key_scale = key_scale_pair(gates);
-    const float2 x{key_scale.x * NormWeights<T>::kUnit, key_scale.y * NormWeights<T>::kUnit};
-    const T2 high = from_float2<T2>(x);
-    const float2 rounded = to_float2(high);
-    write(NormWeights<T>::kHigh, high);
-    write(NormWeights<T>::kLow, from_float2<T2>({x.x - rounded.x, x.y - rounded.y}));
+    constexpr float kUnit = NormWeights<T>::kUnit;
+    const HighAndLow<T2> parts({key_scale.x * kUnit, key_scale.y * kUnit});
+    write(NormWeights<T>::kHigh, parts.high), write(NormWeights<T>::kLow, parts.low);
     fence_async_proxy();
 }
 
@@ -104,12 +107,12 @@ __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
         wait(smem.sums_ready[sums.slot], sums.phase);
         const GateSums& of_chunk = smem.gate_sums[sums.slot];
         const int lane = fresh_laneid();
-        WideStage& gates = smem.gates[stage.slot];
+        typename C::Stage& gates = smem.gates[stage.slot];
         const float2 m = scan.finish(gates, of_chunk.b[lane], of_chunk.a[lane], g.scale, g.log2_scale,
                                      chunk + 1 == task.chunks);
         __syncwarp();
         // of the chunk before the stage still has the gates: this warp is the next to write it
-        write_scale_and_take(gates, smem.gates[C::gate_stage(chunk + C::kGateStages - 1).slot]);
+        write_value_scale(gates, smem.gates[C::gate_stage(chunk + C::kGateStages - 1).slot]);
         if constexpr (C::kNormalize) write_weights(smem.norm_weights[stage.slot], gates);
         arrive_warp(smem.sums_free[sums.slot]);
         arrive_warp(smem.gates_ready[stage.slot]);
@@ -118,7 +121,7 @@ __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
     if constexpr (!kSigmoid) store_last_stabiliser(g, task, scan.m);
 }
 
-// h as the state's warpgroups leave it in shared memory. Each lane waits for its own stores later.
+// h as the state's warpgroups leave it in the values' place. Each lane waits for its own stores later.
 template <class C> __device__ inline void store_wide_outputs(const Globals& g, WideMemory<C>& smem) {
     constexpr int kBoxRows = 16;
     const Task& task = smem.task;
@@ -126,11 +129,11 @@ template <class C> __device__ inline void store_wide_outputs(const Globals& g, W
         const int rows = min(task.tokens - chunk * kChunk, kChunk), lane = fresh_laneid();
         // the last box may reach beyond the operand, but not into the next packed sequence
         const int boxes = (g.packed() ? rows : rows + kBoxRows - 1) / kBoxRows;
-        const auto [slot, phase] = C::out_stage(chunk);
+        const auto [slot, phase] = C::tile(chunk);
 #pragma unroll 1
         for (int id = 0; id < C::kStateWarpgroups; id++) {
             auto store = [&](const TensorMap& map, int row) {
-                map.store_panel(shared_address(smem.out[slot][id].data[0][row]), task.column + id * 64,
+                map.store_panel(shared_address(smem.values[slot].data[id][row]), task.column + id * 64,
                                 task.first_row + chunk * kChunk + row, task.head, task.batch);
             };
             wait(smem.out_ready[slot][id], phase);
@@ -138,7 +141,7 @@ template <class C> __device__ inline void store_wide_outputs(const Globals& g, W
             if (g.packed() && lane < rows % kBoxRows) store(g.h_row, boxes * kBoxRows + lane);
             commit_stores();
             wait_stores_read();
-            arrive_warp(smem.out_free[slot][id]);
+            arrive_warp(smem.values_free[slot]);
         }
     }
 }

@@ -64,9 +64,9 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
     float2 qn[2];        // of the first lane of four: q times the high and the low part of n, of its two rows
     float2 key_sums[2];  // of the lane's two entries of n, by the high and the low part of the weights
 
-    auto issue_scores = [&](int slot) {
-        const auto keys = Operand128B::rows(&smem.keys[slot]);
-        const auto queries = Operand128B::rows(&smem.queries[slot]);
+    auto issue_scores = [&](int key_slot, int query_slot) {
+        const auto keys = Operand128B::rows(&smem.keys[key_slot]);
+        const auto queries = Operand128B::rows(&smem.queries[query_slot]);
         forget(scores);
         wgmma_fence();
 #pragma unroll
@@ -112,10 +112,10 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         return gate.row_sums();
     };
     // P times a factor per row, rounded, into shared memory.
-    auto store_scores = [&](int slot, float2 factor) {
+    auto store_scores = [&](float2 factor) {
         const int lane = fresh_laneid();
         const uint32_t address =
-            shared_address(&smem.scores[slot]) + panel_offset(warp_row() + lane % 16, lane / 16);
+            shared_address(&smem.scores) + panel_offset(warp_row() + lane % 16, lane / 16);
 #pragma unroll
         for (int j = 0; j < scores.width; j++) {
             T2 x[4];
@@ -131,20 +131,20 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
 
     if constexpr (C::kNormalize) {
         norm.load(task.initial_n(g), g.dim_qk);
-        norm.publish(smem, C::tile(0).slot);
+        norm.publish(smem, C::key_tile(0).slot);
     }
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        const auto [slot, phase] = C::tile(chunk);
-        const auto stage = C::gate_stage(chunk);
-        const WideStage& gates = smem.gates[stage.slot];
-        wait(smem.tiles_arrived[slot], phase);
+        const auto keys = C::key_tile(chunk);
+        const int query_slot = C::tile(chunk).slot;
+        const typename C::Stage& gates = smem.gates[C::gate_stage(chunk).slot];
+        wait(smem.tiles_arrived[keys.slot], keys.phase);
         if (C::kSchedule == Schedule::sequential && chunk > 0)
             named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
-        issue_scores(slot);
+        issue_scores(keys.slot, query_slot);
         warpgroup::mma_async_wait<0>();
         pin(scores);
         if constexpr (C::kNormalize) pin(qn);
-        arrive_warp(smem.queries_free[slot]);
+        arrive_warp(smem.queries_free[query_slot]);
         const int lane = fresh_laneid(), row = warp_row() + lane / 4;
         const float2 inter{gates.inter[row], gates.inter[row + 8]};
         float2 of_norm{0.f, 0.f};  // by the lanes that have q n
@@ -153,6 +153,7 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
 
         const float2 sums = gate_scores(gates, of_norm);
         float2 factor = row_factor<C>(g, task, chunk, gates, row, sums);
+        wait_free(smem.scores_free, chunk & 1);
         auto write_rows = [&](float (&rows)[kChunk], float2 x) {
             if (lane % 4 == 0) rows[row] = x.x, rows[row + 8] = x.y;
         };
@@ -160,24 +161,28 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             float2 left{1.f, 1.f};
             if (factor.x < C::kLeastFactor) left.x = factor.x, factor.x = 1.f;
             if (factor.y < C::kLeastFactor) left.y = factor.y, factor.y = 1.f;
-            write_rows(smem.late_factor[slot], left);
+            write_rows(smem.late_factor, left);
             const bool any = __any_sync(0xffffffff, left.x != 1.f || left.y != 1.f);
-            if (lane == 0) reinterpret_cast<int*>(&smem.late[slot])[warp_row() / 16] = any;
+            if (lane == 0) reinterpret_cast<int*>(smem.late)[warp_row() / 16] = any;
         }
-        write_rows(smem.read_scale[slot], {inter.x * factor.x, inter.y * factor.y});
-        store_scores(slot, factor);
+        write_rows(smem.read_scale, {inter.x * factor.x, inter.y * factor.y});
+        store_scores(factor);
         fence_async_proxy();
-        arrive_warp(smem.scores_ready[slot]);
+        arrive_warp(smem.scores_ready);
+
+        // NOTES: found anew: what is kept over the gate costs registers
+        const int same_chunk = anew(chunk);
+        const int key_slot = C::key_tile(same_chunk).slot, gate_slot = C::gate_stage(same_chunk).slot;
         if constexpr (C::kNormalize) {
             // after what the state waits for; the next chunk's scores need it
-            issue_key_sums(slot, stage.slot);
+            issue_key_sums(key_slot, gate_slot);
             warpgroup::mma_async_wait<0>();
             pin(key_sums);
-            norm.add(key_sums, gates.decay);
-            norm.publish(smem, C::tile(chunk + 1).slot);
+            norm.add(key_sums, smem.gates[gate_slot].decay);
+            norm.publish(smem, C::key_tile(chunk + 1).slot);
         }
-        arrive_warp(smem.keys_free[slot]);
-        arrive_warp(smem.gates_free[stage.slot]);
+        arrive_warp(smem.keys_free[key_slot]);
+        arrive_warp(smem.gates_free[gate_slot]);
     }
 
     if constexpr (C::kNormalize)

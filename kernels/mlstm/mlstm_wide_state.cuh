@@ -14,34 +14,31 @@ namespace tfla_tk::mlstm {
 // eight before, and rounded with them: where keys are alike, as far as queries see, the errors cancel.
 // Without it h would be up to a third further off than with scaled keys, whose errors a query averages.
 // Backward in time, and not to a token of far less weight, whose key may be so much larger
-// (write_scale_and_take).
-struct ScaledValues {
-    float2 lost[2]{};  // of rows lane / 4 and + 8, at the lane's even and odd tokens
+// (write_value_scale).
+template <class T2> struct ScaledValues {
+    T2 lost[2]{};  // negated; of rows lane / 4 and + 8, at the lane's even and odd tokens
 
-    // 16 tokens from 16 k on. `address`: the values' panel plus transposed_lane_offset.
-    template <class A> __device__ inline void load(A& a, uint32_t address, const WideStage& gates, int k) {
-        using T2 = typename A::dtype;
-        load_transposed(a, address + 16 * k * kPanelColumns * sizeof(typename A::T));
+    // a: of V^T as it is, the 16 tokens from 16 k on.
+    template <class A>
+    __device__ inline void scale(A& scaled, const A& a, const WideStage<T2>& gates, int k) {
 #pragma unroll
         for (int half = 1; half >= 0; half--) {
             asm volatile("" ::: "memory");  // NOTES: factors are loaded when needed: registers
-            const float4 both = gates.scale_and_take[8 * k + 4 * half + fresh_laneid() % 4];
-            const float2 s{both.x, both.y}, take{both.z, both.w};
+            const ValueScale<T2> scale = gates.value_scale[8 * k + 4 * half + fresh_laneid() % 4];
 #pragma unroll
             for (int row = 0; row < 2; row++) {
-                T2& x = a.tiles[0][0].data[2 * half + row];
-                const float2 v = to_float2(x);
-                const float2 exact{v.x * s.x + take.x * lost[row].x, v.y * s.y + take.y * lost[row].y};
-                x = from_float2<T2>(exact);
-                const float2 rounded = to_float2(x);
-                lost[row] = {exact.x - rounded.x, exact.y - rounded.y};
+                const T2 x = a.tiles[0][0].data[2 * half + row];
+                const T2 rest = __hfma2(lost[row], scale.minus_take, __hmul2(x, scale.low));
+                const T2 rounded = __hfma2(x, scale.high, rest);
+                lost[row] = __hsub2(__hfma2(x, scale.minus_high, rounded), rest);
+                scaled.tiles[0][0].data[2 * half + row] = rounded;
             }
         }
     }
     // With the state.
     __device__ inline void decay(float by) {
 #pragma unroll
-        for (auto& x : lost) x = {x.x * by, x.y * by};
+        for (auto& x : lost) x = __hmul2(x, from_float2<T2>({by, by}));
     }
 };
 
@@ -56,13 +53,16 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
 
     rt_fl<16, C::kPart> state[C::kParts];
     rt_fl<16, kChunk> out;
-    rt<T, 16, 16> fragments[C::kFragments];  // of state or values: one on its way, the others in a GEMM
-    ScaledValues values;
+    rt<T, 16, 16> value_fragments[C::kValueFragments];  // of V^T
+    rt<T, 16, 16> fragments[C::kFragments];             // of C^T or of scaled V^T
+    ScaledValues<typename base_types::packing<T>::packed_type> values;
 
     auto wait_for_gemms = [&] {
         warpgroup::mma_async_wait<0>();
 #pragma unroll
         for (auto& a : fragments) pin(a);
+#pragma unroll
+        for (auto& a : value_fragments) pin(a);
 #pragma unroll
         for (auto& tile : state) pin(tile);
     };
@@ -71,23 +71,32 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if constexpr (C::kSchedule == Schedule::sequential) wait_for_gemms(), pin(out);
     };
 
-    // out += V^T P^T
-    auto issue_intra = [&](int slot) {
-        issue_columns_by_rows<T, kTokenSteps>(
-            out, Operand128B::columns(smem.values[slot].data[warpgroup_id], C::ValueTile::panel_bytes),
-            Operand128B::rows(&smem.scores[slot]));
+    // The steps of values and scores, 16 tokens each, begin with the last ones.
+    auto first_token = [](int step) { return 16 * (kTokenSteps - 1 - step); };
+    auto load_values = [&](int slot, int step) {
+        load_transposed(
+            value_fragments[step % C::kValueFragments],
+            shared_address(smem.values[slot].data[warpgroup_id][first_token(step)]) + lane_offset());
+    };
+    // out += V^T P^T over 16 tokens
+    auto issue_intra = [&](int step) {
+        auto& a = value_fragments[step % C::kValueFragments];
+        pin(a);
+        if (step == 0) pin(out);
+        wgmma_fence();
+        wgmma_step<false>(out, a, 0, Operand128B::rows(&smem.scores).row_step(0, first_token(step) / 16));
         commit();
     };
-    // C^T += (V . key_scale)^T K over 16 tokens, the last ones first
-    auto issue_update = [&](int slot, int step, const WideStage& gates) {
-        const int k = kTokenSteps - 1 - step;
+    // C^T += (V . key_scale)^T K over 16 tokens
+    auto issue_update = [&](int key_slot, int step, const typename C::Stage& gates) {
+        const int k = first_token(step) / 16;
         auto& a = fragments[step % C::kFragments];
-        values.load(a, shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), gates, k);
+        values.scale(a, value_fragments[step % C::kValueFragments], gates, k);
         pin(a);
         if (step == 0)
 #pragma unroll
             for (auto& tile : state) pin(tile);
-        const auto keys = Operand128B::columns(&smem.keys[slot], C::KeyTile::panel_bytes);
+        const auto keys = Operand128B::columns(&smem.keys[key_slot], C::KeyTile::panel_bytes);
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < C::kParts; part++)
@@ -123,10 +132,9 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const bool last_chunk = chunk + 1 == task.chunks;
         const auto [slot, phase] = C::tile(chunk);
-        const auto stage = C::gate_stage(chunk);
-        const auto stored = C::out_stage(chunk);
-        const WideStage& gates = smem.gates[stage.slot];
-        wait(smem.tiles_arrived[slot], phase);
+        const int key_slot = C::key_tile(chunk).slot, gate_slot = C::gate_stage(chunk).slot;
+        const typename C::Stage& gates = smem.gates[gate_slot];
+        wait(smem.scores_ready, chunk & 1);  // and with them keys, queries and gates, which were waited for
         wait_for_turn();
         const auto queries = Operand128B::rows(&smem.queries[slot]);
         read_state(
@@ -139,37 +147,44 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             for (auto& tile : state) warp::mul(tile, tile, gates.decay);
             values.decay(gates.decay);
         }
-        // The update's GEMMs are spread, so that the output's arithmetic is under some of them.
-        issue_update(slot, 0, gates);
-        wait(smem.scores_ready[slot], phase);
-        scale_columns(out, smem.read_scale[slot]);
-        issue_update(slot, 1, gates);
-        issue_intra(slot);
+        wait(smem.values_arrived[slot], phase);
+        load_values(slot, 0);
+        issue_update(key_slot, 0, gates);
+        // The output's arithmetic is under the update's GEMMs.
+        scale_columns(out, smem.read_scale);
+        issue_intra(0);
 #pragma unroll
-        for (int step = 2; step < kTokenSteps; step++) {
-            if (step >= C::kFragments) {
-                // for that of step - kFragments; the scores' GEMM is later
-                warpgroup::mma_async_wait<C::kFragments>();
-                pin(fragments[step % C::kFragments]);
+        for (int step = 1; step < kTokenSteps; step++) {
+            if (step >= C::kValueFragments) {
+                constexpr int kLater = 2 * (C::kValueFragments - 1);  // GEMMs than those of these fragments
+                warpgroup::mma_async_wait<kLater>();
+                pin(value_fragments[step % C::kValueFragments]);
+                pin(fragments[(step - C::kValueFragments) % C::kFragments]);
             }
-            issue_update(slot, step, gates);
+            load_values(slot, step);
+            if (step + 1 < kTokenSteps)
+                issue_update(key_slot, step, gates), issue_intra(step);
+            else  // h waits for the one of these
+                issue_intra(step), issue_update(key_slot, step, gates);
         }
-        warpgroup::mma_async_wait<kTokenSteps - 2>();  // the scores' GEMM
+        warpgroup::mma_async_wait<1>();  // all but the last one of the update
         pin(out);
-        arrive_warp(smem.values_free[slot]);
+#pragma unroll
+        for (auto& a : value_fragments) pin(a);
         if constexpr (C::kDividesLate)
-            if (const int4 late = smem.late[slot]; late.x | late.y | late.z | late.w) {
+            if (const int4 late = *smem.late; late.x | late.y | late.z | late.w) {
                 // NOTES: under the update ptxas has no registers for it (C7512)
                 warpgroup::mma_async_wait<0>();
-                scale_columns(out, smem.late_factor[slot]);
+                scale_columns(out, smem.late_factor);
             }
-        wait_free(smem.out_free[stored.slot][warpgroup_id], stored.phase);
-        store_transposed<T>(shared_address(&smem.out[stored.slot][warpgroup_id]) + lane_offset(), out);
+        arrive_warp(smem.scores_free);
+        // Each warp takes the place of its own columns of V, which none but it has read.
+        store_transposed<T>(shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), out);
         fence_async_proxy();
-        arrive_warp(smem.out_ready[stored.slot][warpgroup_id]);
+        arrive_warp(smem.out_ready[slot][warpgroup_id]);
         wait_for_gemms();
-        arrive_warp(smem.keys_free[slot]);  // what the next chunk but one waits for
-        arrive_warp(smem.gates_free[stage.slot]);
+        arrive_warp(smem.keys_free[key_slot]);
+        arrive_warp(smem.gates_free[gate_slot]);
         if (C::kSchedule == Schedule::sequential && !last_chunk)
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
     }

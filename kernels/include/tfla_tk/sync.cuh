@@ -30,6 +30,12 @@ __device__ inline int fresh_thread() {
     return thread;
 }
 
+// x, of which the compiler does not know that it is x: what is computed from it is not kept from before.
+__device__ inline int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Waits for the completion of phase `phase`. NOTES: kittens::wait carries no "memory" clobber.
 __device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));

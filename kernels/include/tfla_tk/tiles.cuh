@@ -70,6 +70,16 @@ template <class T2> __device__ inline T2 from_float2(float2 x) {
     return kittens::base_types::convertor<T2, float2>::convert(x);
 }
 
+// Two numbers as a high and a low part of what T2 has two of.
+template <class T2> struct HighAndLow {
+    T2 high, low;
+
+    __device__ inline explicit HighAndLow(float2 x) : high(from_float2<T2>(x)) {
+        const float2 rounded = to_float2(high);
+        low = from_float2<T2>({x.x - rounded.x, x.y - rounded.y});
+    }
+};
+
 __device__ inline float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffff, x, 1);
     return x + __shfl_xor_sync(0xffffffff, x, 2);

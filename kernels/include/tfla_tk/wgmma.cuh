@@ -122,7 +122,7 @@ __device__ inline void wgmma_step_72(D& d, float2 (&more)[2], uint64_t a, uint64
 // Descriptor of eight rows of a wgmma operand without swizzle, from any of kRows on: per 8 of k rows of 16
 // bytes. Made once, as Operand128B.
 struct OperandRows16B {
-    static constexpr int kRows = 16;
+    static constexpr int kRows = 8;
     static constexpr uint32_t kBytes = kRows * 16;  // of 8 of k
     uint32_t low;
 

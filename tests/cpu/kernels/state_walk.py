@@ -26,23 +26,37 @@ class Block:
     after_values: Counter[str] = field(default_factory=Counter)
 
 
-def kind_of(opcode: str, operands: str) -> str:
-    """Of a wgmma: "scores" Q K^T, "read" state Q^T, "values" values^T scores^T, "update" values^T K.
-
-    And "sums" of keys, K^T weights, for eight columns of weights.
+def kinds(kernel: Any) -> list[str]:
+    """Of every instruction: "" if it is no wgmma, else "scores" Q K^T, "read" state Q^T, "values" values^T
+    scores^T, "update" values^T K, or "sums" of keys, K^T weights, for eight columns of weights.
     """
-    _, a, b, *_ = operands.split(", ")
+    found: list[str] = []
+    last = ""
+    for opcode, operands in kernel.instructions:
+        found.append("")
+        if opcode.startswith("HGMMA"):
+            last = found[-1] = _kind_of(opcode, operands, last)
+    return found
+
+
+def _kind_of(opcode: str, operands: str, last: str) -> str:
+    """last: of the wgmma before."""
+    _, a, *rest = operands.split(", ")
     if a.startswith("gdesc"):
         return ("sums" if ".64x8x16." in opcode else "values") if ".tnspA" in a else "scores"
-    return "update" if ".tnspB" in b else "read"
+    b, added_to, *_ = rest
+    if ".tnspB" in b:
+        return "update"
+    # an output begins with what is read of the state; what an operand of values makes is added to that
+    return "read" if last == "read" or added_to == "RZ" else "values"
 
 
 def wgmmas(kernel: Any) -> Counter[tuple[str, str]]:
     """How many of which shape and kind."""
     return Counter(
-        (opcode.split(".")[1], kind_of(opcode, operands))
-        for opcode, operands in kernel.instructions
-        if opcode.startswith("HGMMA")
+        (opcode.split(".")[1], kind)
+        for (opcode, _), kind in zip(kernel.instructions, kinds(kernel), strict=True)
+        if kind
     )
 
 
@@ -52,9 +66,8 @@ def walk_blocks(kernel: Any) -> list[Block]:
     in_flight: list[str] = []  # groups from their first wgmma on, the oldest first
     last, committed = "", True
     scaled: set[int] = set()
-    for opcode, operands in kernel.instructions:
-        if opcode.startswith("HGMMA"):
-            kind = kind_of(opcode, operands)
+    for (opcode, operands), kind in zip(kernel.instructions, kinds(kernel), strict=True):
+        if kind:
             if kind == "update" and last == "read":
                 found.append(Block(scaled=scaled))
             if kind == "read":

@@ -34,24 +34,27 @@ def scaled_values(k: Tensor, v: Tensor, weights: Tensor, decay: Tensor) -> Tenso
 
 class GivenOn:
     """With values rounded together with what those of the tokens eight later have lost, where their weight is
-    not far less: ScaledValues of `mlstm_wide_state.cuh`.
+    not far less: ScaledValues of `mlstm_wide_state.cuh`, every rounding of it.
     """
 
     LEAST = 1 / 16
 
     def __init__(self) -> None:
-        self.lost: Tensor | float = 0.0
+        self.lost: Tensor | float = 0.0  # negated
         self.giving = torch.full([LANES], torch.inf, dtype=torch.float64)  # weights of the tokens that gave
 
     def __call__(self, k: Tensor, v: Tensor, weights: Tensor, decay: Tensor) -> Tensor:
-        self.lost, self.giving = self.lost * decay, self.giving * decay
+        self.lost, self.giving = bf16(self.lost * bf16(decay)), self.giving * decay
+        high = bf16(weights)
+        low = bf16(weights - high)
         rounded = torch.empty_like(v)
         for first in range(CHUNK - LANES, -1, -LANES):
             tokens = slice(first, first + LANES)
             take = weights[tokens] >= self.LEAST * self.giving
-            exact = v[tokens] * weights[tokens, None] + take[:, None] * self.lost
-            rounded[tokens] = bf16(exact)
-            self.lost, self.giving = exact - rounded[tokens], weights[tokens]
+            rest = bf16(-self.lost * take[:, None] + bf16(v[tokens] * low[tokens, None]))
+            rounded[tokens] = bf16(v[tokens] * high[tokens, None] + rest)
+            self.lost = bf16(bf16(rounded[tokens] - v[tokens] * high[tokens, None]) - rest)
+            self.giving = weights[tokens]
         return k.T @ rounded
 
 
