@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "kittens.cuh"
+#include "tfla_tk/cluster.cuh"
 #include "tfla_tk/launch.cuh"
 #include "tfla_tk/params_decode.h"
 
@@ -90,11 +91,6 @@ template <class T, int kWidth> struct Columns {
     __device__ inline void set(int n, float x) { reinterpret_cast<T*>(&word)[n] = narrowed<T>(x); }
 };
 
-// By all threads of the cluster. NOTES: relaxed, since there is nothing to publish: what the CTA has read and
-// used cannot change any more. A release would wait for the loads of C in flight.
-__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
 // NOTES: opaque to the compiler, which otherwise keeps an address per load in flight, and spills.
 template <class T> __device__ inline void advance(T*& pointer, int64_t elements) {
     pointer += elements;
@@ -104,25 +100,10 @@ template <class T> __device__ inline void advance(T*& pointer, int64_t elements)
 // Launches one CTA per slice of every head; in place the slices of a head are one cluster.
 template <auto kKernel, class Params>
 void launch_slices(const Params& p, int slices, int threads, cudaStream_t stream, const char* name) {
-    constexpr int kPortable = 8;  // CTAs of a cluster that every device takes
     if (p.in_place && slices > kDecodeMaxSlices)
         throw std::invalid_argument(std::string(name) + ": too many slices");
-    static std::array<std::atomic<bool>, 64> allowed{};  // by device
-    if (p.in_place && slices > kPortable && !allowed.at(p.device)) {
-        check_launch(cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
-        allowed[p.device] = true;
-    }
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = p.in_place ? slices : 1;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(slices, p.heads, p.batch);
-    config.blockDim = dim3(threads);
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = p.in_place ? 1 : 0;
-    check_launch(cudaLaunchKernelEx(&config, kKernel, p), name);
+    launch<kKernel>(p, dim3(slices, p.heads, p.batch), threads, p.device, stream, name,
+                    p.in_place ? slices : 1);
 }
 
 // Calls run<Before, After>() with the types of C: it keeps its dtype, or changes between fp32 and 16 bits.

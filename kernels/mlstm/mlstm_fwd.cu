@@ -104,7 +104,7 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
     };
     const Globals g{fwd_walk_globals(walk),
                     map(p.q, walk.dim_qk, kChunk),
-                    map(p.h, walk.dim_v, 16),
+                    map(p.h, walk.dim_v, kBoxRows),
                     map(p.h, walk.dim_v, 1),
                     p.last,
                     p.row_n,

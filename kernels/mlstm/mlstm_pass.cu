@@ -104,7 +104,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     const PassGlobals g{common,
                         map(p.queries, walk.dim_keys, kChunk),
                         map(p.factor, walk.dim_values, kChunk),
-                        map(p.out, walk.dim_values, 16),
+                        map(p.out, walk.dim_values, kBoxRows),
                         map(p.out, walk.dim_values, 1),
                         p.entering_c,
                         p.entering_n,

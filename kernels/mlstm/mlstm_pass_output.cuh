@@ -4,29 +4,22 @@
 
 #include "mlstm_pass_config.cuh"
 #include "tfla_tk/cluster.cuh"
+#include "tfla_tk/store_rows.cuh"
 #include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
 
-// 64 columns of a chunk's gradient, by boxes of rows. Each lane waits for its own stores later.
+// 64 columns of a chunk's gradient.
 template <class C>
 __device__ inline void store_out(const PassGlobals& g, const PassTask& task, const typename C::OutTile& out,
                                  int column, int chunk) {
-    constexpr int kBoxRows = 16;
-    const int rows = min(task.tokens - chunk * kChunk, kChunk), lane = fresh_laneid();
-    auto store = [&](const TensorMap& map, int row) {
-        const uint32_t panel = shared_address(&out) + row * kPanelColumns * sizeof(typename C::T);
-        const int first_row = task.first_row + chunk * kChunk + row;
-        if (C::kNormalizer && task.share > 0)
-            map.add_panel(panel, column, first_row, task.head, task.batch);
-        else
-            map.store_panel(panel, column, first_row, task.head, task.batch);
-    };
-    // the last box may reach beyond the operand, but not into the next packed sequence
-    const int boxes = (g.packed() ? rows : rows + kBoxRows - 1) / kBoxRows;
-    if (lane < boxes) store(g.out, lane * kBoxRows);
-    if (g.packed() && lane < rows % kBoxRows) store(g.out_row, boxes * kBoxRows + lane);
-    commit_stores();
+    store_rows(task, g.packed(), g.out, g.out_row, &out, chunk,
+               [&](const TensorMap& map, uint32_t from, int row) {
+                   if (C::kNormalizer && task.share > 0)
+                       map.add_panel(from, column, row, task.head, task.batch);
+                   else
+                       map.store_panel(from, column, row, task.head, task.batch);
+               });
 }
 
 // The sums of a chunk's out . factor over 64 columns.

@@ -3,6 +3,7 @@
 
 #include "mlstm_fwd_rows.cuh"
 #include "mlstm_wide_config.cuh"
+#include "tfla_tk/store_rows.cuh"
 #include "tfla_tk/tile_loader.cuh"
 
 namespace tfla_tk::mlstm {
@@ -121,25 +122,18 @@ __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
     if constexpr (!kSigmoid) store_last_stabiliser(g, task, scan.m);
 }
 
-// h as the state's warpgroups leave it in the values' place. Each lane waits for its own stores later.
+// h as the state's warpgroups leave it in the values' place.
 template <class C> __device__ inline void store_wide_outputs(const Globals& g, WideMemory<C>& smem) {
-    constexpr int kBoxRows = 16;
     const Task& task = smem.task;
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        const int rows = min(task.tokens - chunk * kChunk, kChunk), lane = fresh_laneid();
-        // the last box may reach beyond the operand, but not into the next packed sequence
-        const int boxes = (g.packed() ? rows : rows + kBoxRows - 1) / kBoxRows;
         const auto [slot, phase] = C::tile(chunk);
 #pragma unroll 1
         for (int id = 0; id < C::kStateWarpgroups; id++) {
-            auto store = [&](const TensorMap& map, int row) {
-                map.store_panel(shared_address(smem.values[slot].data[id][row]), task.column + id * 64,
-                                task.first_row + chunk * kChunk + row, task.head, task.batch);
-            };
             wait(smem.out_ready[slot][id], phase);
-            if (lane < boxes) store(g.h, lane * kBoxRows);
-            if (g.packed() && lane < rows % kBoxRows) store(g.h_row, boxes * kBoxRows + lane);
-            commit_stores();
+            store_rows(task, g.packed(), g.h, g.h_row, smem.values[slot].data[id], chunk,
+                       [&](const TensorMap& map, uint32_t from, int row) {
+                           map.store_panel(from, task.column + id * 64, row, task.head, task.batch);
+                       });
             wait_stores_read();
             arrive_warp(smem.values_free[slot]);
         }

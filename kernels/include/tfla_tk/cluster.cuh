@@ -13,6 +13,11 @@ __device__ inline void cluster_sync() {
             : "memory");
 }
 
+// The same in two halves, where nothing is published. NOTES: relaxed: what a CTA has read and used cannot
+// change any more, and a release would wait for its loads in flight.
+__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // Writes `number` to where `place` is in the shared memory of the cluster's `cta`, after all that this thread
 // has written or seen written.
 __device__ inline void release_to_cta(int* place, int cta, int number) {

@@ -28,18 +28,24 @@ struct DeviceGuard {
     ~DeviceGuard() { cudaSetDevice(previous); }
 };
 
+// Allows a kernel on `device` what it may not do by itself, once.
+template <auto kKernel, cudaFuncAttribute kAttribute> void allow(int value, int device, const char* name) {
+    static std::array<std::atomic<bool>, 64> allowed{};  // by device
+    if (allowed.at(device)) return;
+    check_launch(cudaFuncSetAttribute(kKernel, kAttribute, value), name);
+    allowed[device] = true;
+}
+
 // Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory. `cluster`
 // consecutive CTAs run at the same time and see each other's shared memory.
 template <auto kKernel, int kSharedBytes = 0, class Arguments>
 void launch(const Arguments& arguments, dim3 grid, int threads, int device, cudaStream_t stream,
             const char* name, int cluster = 1) {
     static_assert(kSharedBytes <= kittens::MAX_SHARED_MEMORY);
-    static std::array<std::atomic<bool>, 64> allowed{};  // by device
-    if (kSharedBytes > 0 && !allowed.at(device)) {
-        check_launch(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-                     name);
-        allowed[device] = true;
-    }
+    constexpr int kPortable = 8;  // CTAs of a cluster that every device takes
+    if (kSharedBytes > 0)
+        allow<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(kSharedBytes, device, name);
+    if (cluster > kPortable) allow<kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed>(1, device, name);
     cudaLaunchAttribute of_cluster{};
     of_cluster.id = cudaLaunchAttributeClusterDimension;
     of_cluster.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
