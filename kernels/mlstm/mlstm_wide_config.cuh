@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mlstm_fwd_globals.cuh"
+#include "mlstm_wide_values.cuh"
 #include "tfla_tk/sync.cuh"
 #include "tfla_tk/wgmma.cuh"
 
@@ -15,17 +16,6 @@ struct WideRegisters {
 // b and a of a chunk's tokens (gates.cuh), between the two warps of the gates.
 struct GateSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
-};
-
-// What the values of two tokens are scaled with: key_scale as a high and a low part, and 1 or 0, of what the
-// values eight tokens later have lost.
-template <class T2> struct alignas(16) ValueScale {
-    T2 high, low, minus_high, minus_take;
-};
-
-// What the GEMM warpgroups read of one chunk.
-template <class T2> struct WideStage : GateStage {
-    ValueScale<T2> value_scale[kChunk / 2];
 };
 
 template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct WideConfig {

@@ -57,7 +57,7 @@ __device__ inline float2 key_scale_pair(const GateStage& gates) {
     return *reinterpret_cast<const float2*>(&gates.key_scale[2 * fresh_laneid()]);
 }
 
-// A token's values take what those of the token eight later have lost (mlstm_wide_state.cuh), unless their
+// A token's values take what those of the token eight later have lost (mlstm_wide_values.cuh), unless their
 // weight is far less. before: the stage of the chunk before; the first chunk's last tokens are given nothing,
 // whatever it holds.
 template <class T2>
@@ -71,12 +71,11 @@ __device__ inline void write_value_scale(WideStage<T2>& gates, const WideStage<T
         giving = key_scale_pair(before);
         giving = {giving.x * gates.decay, giving.y * gates.decay};
     }
-    auto minus_take = [&](float own, float giving) {
-        return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? -1.f : -0.f;
+    using Scale = ValueScale<T2>;
+    auto take = [&](float own, float giving) {
+        return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? Scale::kTakes : Scale::kNot;
     };
-    const T2 taken = from_float2<T2>({minus_take(own.x, giving.x), minus_take(own.y, giving.y)});
-    const HighAndLow<T2> scale(own);
-    gates.value_scale[lane] = {scale.high, scale.low, __hneg2(scale.high), taken};
+    gates.value_scale[lane] = Scale::of(own, {take(own.x, giving.x), take(own.y, giving.y)});
 }
 
 // Of the lane's two tokens.

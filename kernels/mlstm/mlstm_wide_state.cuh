@@ -10,38 +10,6 @@
 
 namespace tfla_tk::mlstm {
 
-// (V . key_scale)^T as an A operand. What rounding takes from a token's values is given to those of the token
-// eight before, and rounded with them: where keys are alike, as far as queries see, the errors cancel.
-// Without it h would be up to a third further off than with scaled keys, whose errors a query averages.
-// Backward in time, and not to a token of far less weight, whose key may be so much larger
-// (write_value_scale).
-template <class T2> struct ScaledValues {
-    T2 lost[2]{};  // negated; of rows lane / 4 and + 8, at the lane's even and odd tokens
-
-    // a: of V^T as it is, the 16 tokens from 16 k on.
-    template <class A>
-    __device__ inline void scale(A& scaled, const A& a, const WideStage<T2>& gates, int k) {
-#pragma unroll
-        for (int half = 1; half >= 0; half--) {
-            asm volatile("" ::: "memory");  // NOTES: factors are loaded when needed: registers
-            const ValueScale<T2> scale = gates.value_scale[8 * k + 4 * half + fresh_laneid() % 4];
-#pragma unroll
-            for (int row = 0; row < 2; row++) {
-                const T2 x = a.tiles[0][0].data[2 * half + row];
-                const T2 rest = __hfma2(lost[row], scale.minus_take, __hmul2(x, scale.low));
-                const T2 rounded = __hfma2(x, scale.high, rest);
-                lost[row] = __hsub2(__hfma2(x, scale.minus_high, rounded), rest);
-                scaled.tiles[0][0].data[2 * half + row] = rounded;
-            }
-        }
-    }
-    // With the state.
-    __device__ inline void decay(float by) {
-#pragma unroll
-        for (auto& x : lost) x = __hmul2(x, from_float2<T2>({by, by}));
-    }
-};
-
 template <class C>
 __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, int warpgroup_id) {
     using T = typename C::T;
