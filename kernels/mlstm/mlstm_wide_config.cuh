@@ -42,6 +42,7 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     // Fragments of a state warpgroup's A operand: 16 columns of the state or 16 tokens of scaled V, one on
     // its way and the others in GEMMs; and of V as it is.
     static constexpr int kFragments = 3, kValueFragments = 2;
+    static_assert(kValueFragments <= kFragments, "a fragment is waited for with its values");
 
     // P is divided by the normaliser before it is rounded. fp16 has no range for that where w is large: rows
     // whose factor is less than this are divided after the GEMM.
@@ -67,8 +68,9 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
 };
 
 // key_scale of a chunk's tokens as a high and a low part, times kUnit, as two rows of an operand with zeros
-// before and behind them: eight rows from kHigh - 2 p on have them in places 2 p and 2 p + 1. Those before
-// one eight tokens' rows are also those behind the rows of the eight before.
+// before and behind them: for panel p of K^T eight rows from kHigh - 2 p on have them in places 2 p and 2 p
+// + 1. The zeros before eight tokens' rows are also those behind the rows of the eight before, so there is a
+// block more than tokens fill.
 template <class T> struct alignas(128) NormWeights {
     static constexpr float kUnit = std::is_same_v<T, bf16> ? 1.f : 16384.f;  // fp16: weights down to 2^-28
     static constexpr int kHigh = 6, kLow = kHigh + 1, kRows = OperandRows16B::kRows;
@@ -84,7 +86,7 @@ template <class C> struct WideMemory {
     float read_scale[kChunk];                  // of what a query gets of C^T: inter over the normaliser
     // What is left to divide a row by, and which of the four scores' warps have rows with some left.
     float late_factor[C::kDividesLate ? kChunk : 0];
-    int4 late[C::kDividesLate ? 1 : 0];
+    int4 any_late[C::kDividesLate ? 1 : 0];
     typename C::Stage gates[C::kGateStages];
     NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
     GateSums gate_sums[C::kSumStages];
@@ -99,7 +101,8 @@ template <class C> struct WideMemory {
     semaphore out_ready[C::kStages][C::kStateWarpgroups];
     semaphore tail_landed;  // a tile whose last rows are still to be zeroed
 
-    // Every warp that reads a buffer arrives on its *_free barrier.
+    // Every warp that reads a buffer arrives on its *_free barrier; but values are free when the warp that
+    // stores h, which takes their place, says so.
     __device__ inline void init_barriers() {
         auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
             for (auto& barrier : ready) init_warp_barrier(barrier, ready_warps);
@@ -113,7 +116,7 @@ template <class C> struct WideMemory {
             init_warp_barrier(queries_free[stage], 4 + C::kStateWarps);
             init_semaphore(values_arrived[stage], 1);
             for (auto& barrier : out_ready[stage]) init_warp_barrier(barrier, 4);
-            init_warp_barrier(values_free[stage], C::kStateWarpgroups);  // by the warp that stores h
+            init_warp_barrier(values_free[stage], C::kStateWarpgroups);
         }
         init_warp_barrier(scores_ready, 4);
         init_warp_barrier(scores_free, C::kStateWarps);

@@ -83,9 +83,9 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
     // Sums of the scaled keys, K^T times the weights. The accumulator of 64 x 8 serves all four panels of
     // K^T: each has two columns of it, where its own operand has the weights' high and low part, and zeros
     // elsewhere. (So a NaN in K shows in four entries of n.)
-    auto issue_key_sums = [&](int slot, int gate_slot) {
+    auto issue_key_sums = [&](int key_slot, int gate_slot) {
         const OperandRows16B weights(&smem.norm_weights[gate_slot]);
-        const auto keys = Operand128B::columns(&smem.keys[slot], C::KeyTile::panel_bytes);
+        const auto keys = Operand128B::columns(&smem.keys[key_slot], C::KeyTile::panel_bytes);
         wgmma_fence();
 #pragma unroll
         for (int panel = 0; panel < C::KeyTile::panels; panel++) {
@@ -163,7 +163,7 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             if (factor.y < C::kLeastFactor) left.y = factor.y, factor.y = 1.f;
             write_rows(smem.late_factor, left);
             const bool any = __any_sync(0xffffffff, left.x != 1.f || left.y != 1.f);
-            if (lane == 0) reinterpret_cast<int*>(smem.late)[warp_row() / 16] = any;
+            if (lane == 0) reinterpret_cast<int*>(smem.any_late)[warp_row() / 16] = any;
         }
         write_rows(smem.read_scale, {inter.x * factor.x, inter.y * factor.y});
         store_scores(factor);

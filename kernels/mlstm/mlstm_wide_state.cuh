@@ -102,7 +102,8 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         const auto [slot, phase] = C::tile(chunk);
         const int key_slot = C::key_tile(chunk).slot, gate_slot = C::gate_stage(chunk).slot;
         const typename C::Stage& gates = smem.gates[gate_slot];
-        wait(smem.scores_ready, chunk & 1);  // and with them keys, queries and gates, which were waited for
+        // the scores' warps have waited for the chunk's keys, queries and gates
+        wait(smem.scores_ready, chunk & 1);
         wait_for_turn();
         const auto queries = Operand128B::rows(&smem.queries[slot]);
         read_state(
@@ -124,7 +125,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
 #pragma unroll
         for (int step = 1; step < kTokenSteps; step++) {
             if (step >= C::kValueFragments) {
-                constexpr int kLater = 2 * (C::kValueFragments - 1);  // GEMMs than those of these fragments
+                constexpr int kLater = 2 * (C::kValueFragments - 1);  // two GEMMs a step
                 warpgroup::mma_async_wait<kLater>();
                 pin(value_fragments[step % C::kValueFragments]);
                 pin(fragments[(step - C::kValueFragments) % C::kFragments]);
@@ -140,13 +141,14 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
 #pragma unroll
         for (auto& a : value_fragments) pin(a);
         if constexpr (C::kDividesLate)
-            if (const int4 late = *smem.late; late.x | late.y | late.z | late.w) {
+            if (const int4 late = *smem.any_late; late.x | late.y | late.z | late.w) {
                 // NOTES: under the update ptxas has no registers for it (C7512)
                 warpgroup::mma_async_wait<0>();
                 scale_columns(out, smem.late_factor);
             }
         arrive_warp(smem.scores_free);
-        // Each warp takes the place of its own columns of V, which none but it has read.
+        // Each warp takes the place of its own columns of V, which none but it has read; the warp that stores
+        // h from there frees it.
         store_transposed<T>(shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), out);
         fence_async_proxy();
         arrive_warp(smem.out_ready[slot][warpgroup_id]);

@@ -21,8 +21,8 @@ template <class T2> struct ValueScale;
 
 // By pairs: key_scale is a high and a low part.
 template <> struct alignas(16) ValueScale<bf16_2> {
-    using Lost = bf16_2;                                // negated
-    static constexpr float kTakes = -1.f, kNot = -0.f;  // so `take` is too
+    using Lost = bf16_2;  // negated, and so is `take`: their product is what is taken
+    static constexpr float kTakes = -1.f, kNot = -0.f;
     bf16_2 high, low, minus_high, take;
 
     __device__ inline static ValueScale of(float2 key_scale, float2 take) {

@@ -508,5 +508,7 @@ def test_the_explicit_formulas_agree(exponential: Any, make_inputs: Make, rel_er
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dims", MAIN, ids=ids)
 def test_small(operator: Any, dims: tuple[int, int], make_inputs: Make, compare: Make) -> None:
-    """Three chunks, the last one short, from an initial state: for compute-sanitizer."""
-    compare(operator, make_inputs(1, 2, 130, dims, states=operator.states))
+    """Five chunks, the last one short, from an initial state: for compute-sanitizer. Every place of every
+    ring is used twice.
+    """
+    compare(operator, make_inputs(1, 2, 290, dims, states=operator.states))

@@ -15,8 +15,10 @@ from torch import Tensor
 Make = Callable[..., dict[str, Tensor]]
 Check = Callable[..., None]
 
-# one instance with one state warpgroup, one with two, and one whose heads take several slices of V
-TILES = [(64, 64), (128, 256), (256, 512)]
+# one instance with one state warpgroup, one with two, one whose heads take several slices of V, and the one
+# state warpgroup of that kernel
+TILES = [(64, 64), (128, 256), (256, 512), (256, 64)]
+SEQ = 450  # eight chunks, the last one short: every place of every ring is used twice at least
 
 pytestmark = pytest.mark.sanitize
 
@@ -31,8 +33,8 @@ def to_cpu(x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dims", TILES, ids="{0[0]}_{0[1]}".format)
 def test_tiles(operator: Any, dims: tuple[int, int], make_inputs: Make, assert_accurate: Check) -> None:
-    """Three chunks, the last one short, from an initial state."""
-    x = make_inputs(1, 2, 130, dims, states=operator.states, device="cpu")
+    """From an initial state."""
+    x = make_inputs(1, 2, SEQ, dims, states=operator.states, device="cpu")
     assert_accurate(to_cpu(operator.run(to_gpu(x))), operator.truth(x))
 
 
@@ -41,8 +43,14 @@ def test_tiles(operator: Any, dims: tuple[int, int], make_inputs: Make, assert_a
 def test_schedules(
     schedule: str, dims: tuple[int, int], exponential: Any, make_inputs: Make, assert_accurate: Check
 ) -> None:
-    x = make_inputs(1, 2, 130, dims, device="cpu")
+    x = make_inputs(1, 2, SEQ, dims, device="cpu")
     assert_accurate(to_cpu(exponential.run(to_gpu(x), f"tk:{schedule}")), exponential.truth(x))
+
+
+def test_half(exponential: Any, make_inputs: Make, assert_accurate: Check) -> None:
+    """fp16 at K = 256, whose values are scaled otherwise and whose rows may be divided late."""
+    x = make_inputs(1, 2, SEQ, (256, 512), torch.float16, exponential.states, device="cpu")
+    assert_accurate(to_cpu(exponential.run(to_gpu(x))), exponential.truth(x))
 
 
 @pytest.mark.parametrize("seq", [1, 65])

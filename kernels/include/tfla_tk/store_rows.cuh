@@ -10,11 +10,11 @@ namespace tfla_tk {
 constexpr int kBoxRows = 16;  // of one store
 
 // Stores the rows of a task's chunk from a panel in shared memory, by one warp: put(map, from, row) one box,
-// whose first row is the operand's `row`. `boxes` has kBoxRows rows a box, `rows` one. Each lane waits for
-// its own stores later.
+// whose first row is the operand's `row`. `boxes` has kBoxRows rows a box, `single_rows` one. Each lane waits
+// for its own stores later.
 template <class Task, class Put>
 __device__ inline void store_rows(const Task& task, bool packed, const TensorMap& boxes,
-                                  const TensorMap& rows, const void* panel, int chunk, Put put) {
+                                  const TensorMap& single_rows, const void* panel, int chunk, Put put) {
     const int tokens = min(task.tokens - chunk * kChunk, kChunk), lane = fresh_laneid();
     auto store = [&](const TensorMap& map, int row) {
         put(map, shared_address(panel) + row * kPanelColumns * 2, task.first_row + chunk * kChunk + row);
@@ -22,7 +22,7 @@ __device__ inline void store_rows(const Task& task, bool packed, const TensorMap
     // the last box may reach beyond the operand, but not into the next packed sequence
     const int whole = (packed ? tokens : tokens + kBoxRows - 1) / kBoxRows;
     if (lane < whole) store(boxes, lane * kBoxRows);
-    if (packed && lane < tokens % kBoxRows) store(rows, whole * kBoxRows + lane);
+    if (packed && lane < tokens % kBoxRows) store(single_rows, whole * kBoxRows + lane);
     commit_stores();
 }
 

@@ -119,8 +119,8 @@ __device__ inline void wgmma_step_72(D& d, float2 (&more)[2], uint64_t a, uint64
 #undef TFLA_ACCUMULATORS
 }
 
-// Descriptor of eight rows of a wgmma operand without swizzle, from any of kRows on: per 8 of k rows of 16
-// bytes. Made once, as Operand128B.
+// Descriptor of eight rows of a wgmma operand without swizzle, from any of kRows on: per 8 of k kRows rows of
+// 16 bytes, and those behind the last one are the first of the next 8 of k. Made once, as Operand128B.
 struct OperandRows16B {
     static constexpr int kRows = 8;
     static constexpr uint32_t kBytes = kRows * 16;  // of 8 of k
