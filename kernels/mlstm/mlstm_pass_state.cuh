@@ -127,9 +127,14 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     // out += values^T scores^T
     auto issue_intra = [&](int block, int step) {
         const int slot = C::tile(step).slot;
-        issue_columns_by_rows<T, kSteps>(
-            out, Operand128B::columns(smem.values[slot].data[panel_of(block)], C::ValueTile::panel_bytes),
-            Operand128B::rows(&smem.scores[slot]));
+        const auto values =
+            Operand128B::columns(smem.values[slot].data[panel_of(block)], C::ValueTile::panel_bytes);
+        const auto scores = Operand128B::rows(&smem.scores[slot]);
+        pin(out);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSteps; k++)
+            wgmma_step<T, true>(out, values.column_step(k), scores.row_step(C::ScoreTile::panel_bytes, k));
         warpgroup::mma_commit_group();
     };
     // 16 tokens of (values . key_scale)^T; adds what they are to n

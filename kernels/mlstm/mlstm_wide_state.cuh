@@ -39,12 +39,12 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if constexpr (C::kSchedule == Schedule::sequential) wait_for_gemms(), pin(out);
     };
 
-    // The steps of values and scores, 16 tokens each, begin with the last ones.
-    auto first_token = [](int step) { return 16 * (kTokenSteps - 1 - step); };
+    // Which 16 tokens of values and scores a step takes: the last ones first.
+    auto sixteen = [](int step) { return kTokenSteps - 1 - step; };
     auto load_values = [&](int slot, int step) {
         load_transposed(
             value_fragments[step % C::kValueFragments],
-            shared_address(smem.values[slot].data[warpgroup_id][first_token(step)]) + lane_offset());
+            shared_address(smem.values[slot].data[warpgroup_id][16 * sixteen(step)]) + lane_offset());
     };
     // out += V^T P^T over 16 tokens
     auto issue_intra = [&](int step) {
@@ -52,12 +52,12 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         pin(a);
         if (step == 0) pin(out);
         wgmma_fence();
-        wgmma_step<false>(out, a, 0, Operand128B::rows(&smem.scores).row_step(0, first_token(step) / 16));
+        wgmma_step<false>(out, a, 0, Operand128B::rows(&smem.scores).row_step(0, sixteen(step)));
         commit();
     };
     // C^T += (V . key_scale)^T K over 16 tokens
     auto issue_update = [&](int key_slot, int step, const typename C::Stage& gates) {
-        const int k = first_token(step) / 16;
+        const int k = sixteen(step);
         auto& a = fragments[step % C::kFragments];
         values.scale(a, value_fragments[step % C::kValueFragments], gates, k);
         pin(a);

@@ -76,16 +76,6 @@ __device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fr
     pin(out);
 }
 
-// out += A B^T over kSteps steps of k, not yet committed. A's columns are M and its rows k, B's rows are N
-// and its columns k; one panel each.
-template <class T, int kSteps, class Out>
-__device__ inline void issue_columns_by_rows(Out& out, Operand128B a, Operand128B b) {
-    pin(out);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kSteps; k++) wgmma_step<T, true>(out, a.column_step(k), b.row_step(0, k));
-}
-
 // d (+)= A B^T for 72 rows of B, both in shared memory and their columns k: one step of k = 16. Of columns 64
 // and further `more` has the lane's two, of rows lane / 4 and + 8: in the first lane of four 64 and 65.
 template <class T, class D>

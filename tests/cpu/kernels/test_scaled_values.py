@@ -6,6 +6,7 @@ An emulation in fp64 of `mlstm_wide_*.cuh`: the state rounds what it is fed with
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +22,7 @@ LEAST_FACTOR = {torch.bfloat16: 0.0, torch.float16: 1 / 512}  # WideConfig::kLea
 Inputs = dict[str, Tensor]
 
 
-class Added:
+class Added(ABC):
     """What a chunk adds to C.
 
     Attributes:
@@ -34,8 +35,8 @@ class Added:
     def rounded(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).double()
 
-    def __call__(self, k: Tensor, v: Tensor, weights: Tensor, decay: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, k: Tensor, v: Tensor, weights: Tensor, decay: Tensor) -> Tensor: ...
 
 
 class ScaledKeys(Added):
