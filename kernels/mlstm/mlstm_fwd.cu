@@ -114,13 +114,22 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
                     p.eps,
                     high_and_low(std::log2(static_cast<double>(p.scale)))};
     const DeviceGuard guard(walk.device, "mlstm_fwd");
-    auto start = [&]<auto kKernel, int kSharedBytes>(int threads) {
-        launch<kKernel, kSharedBytes>(g, grid(g), threads, walk.device, stream, "mlstm_fwd");
+    auto start = [&]<auto kKernel, int kSharedBytes>(int threads, int cluster = 1) {
+        launch<kKernel, kSharedBytes>(g, grid(g), threads, walk.device, stream, "mlstm_fwd", cluster);
     };
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
     if constexpr (kWide) {
-        using C = WideConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSchedule>;
-        start.template operator()<mlstm_wide_kernel<C>, sizeof(WideMemory<C>)>(C::kThreads);
+        auto start_wide = [&]<bool kSigmoid>() {
+            using C = WideConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSigmoid, kSchedule>;
+            start.template operator()<mlstm_wide_kernel<C>, sizeof(WideMemory<C>)>(C::kThreads,
+                                                                                   C::cluster(g.slices));
+        };
+        if (g.sigmoid_gate)
+            start_wide.template operator()<true>();
+        else if constexpr (kNormalize)
+            start_wide.template operator()<false>();
+        else
+            throw std::runtime_error("mlstm_fwd: the exponential gate comes with a normaliser");
     } else {
         using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSchedule>;
         static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);

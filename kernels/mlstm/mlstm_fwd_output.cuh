@@ -148,7 +148,8 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
                     qn_rows = {of_first_lane(qn_parts[0].x + qn_parts[0].y),
                                of_first_lane(qn_parts[1].x + qn_parts[1].y)};
                 const float2 sums{intra.x + inter.x * qn_rows.x, intra.y + inter.y * qn_rows.y};
-                final_scale = row_factor<C>(g, task, chunk, gates, row, sums);
+                final_scale =
+                    row_factor<C>(g, task, chunk, gates, row, sums, [&] { return task.column == 0; });
             }
             if (last_pass)
                 warpgroup::mma_async_wait<kScoresInFlight>();

@@ -33,9 +33,11 @@ struct ScoreGate {
     __device__ inline float2 row_sums() const { return {quad_sum(sums.x), quad_sum(sums.y)}; }
 };
 
-// q n of rows t and t + 8, by the first lane of the four that hold them, once per head.
-__device__ inline void store_row_pair(const Globals& g, const Task& task, float* rows, int t, float2 x) {
-    if (task.column != 0 || laneid() % 4 != 0) return;
+// q n of rows t and t + 8, by the first lane of the four that hold them, where stores().
+template <class Stores>
+__device__ inline void store_row_pair(const Globals& g, const Task& task, float* rows, int t, float2 x,
+                                      Stores stores) {
+    if (!stores() || laneid() % 4 != 0) return;
     rows = task.rows_of_head(g, rows);
     if (t < task.tokens) rows[t] = x.x;
     if (t + 8 < task.tokens) rows[t + 8] = x.y;
@@ -43,15 +45,15 @@ __device__ inline void store_row_pair(const Globals& g, const Task& task, float*
 
 // 1 / w_t of rows `row` and `row + 8` of a chunk, with the sigmoid gate times the row's unit.
 //
-// sums: of P, and what they get of n.
-template <class C>
+// sums: of P, and what they get of n. stores(): whether this CTA leaves q n of these rows, one does per head.
+template <class C, class Stores>
 __device__ inline float2 row_factor(const Globals& g, const Task& task, int chunk, const GateStage& gates,
-                                    int row, float2 sums) {
+                                    int row, float2 sums, Stores stores) {
     const float2 unit{gates.unit[row], gates.unit[row + 8]}, one{1.f, 1.f};
     float2 factor = g.sigmoid_gate ? unit : one;
     if constexpr (C::kNormalize) {
         const float2 d{factor.x * sums.x, factor.y * sums.y};
-        if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d);
+        if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d, stores);
         const float2 floor = g.sigmoid_gate ? one : unit;
         factor.x /= fmaxf(fabsf(d.x), floor.x) + g.eps;
         factor.y /= fmaxf(fabsf(d.y), floor.y) + g.eps;

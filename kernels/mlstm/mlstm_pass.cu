@@ -58,6 +58,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         set_registers<kRegisters.state, kThreads, kCtas>();
         walk_state(g, smem, warpgroup_id - 2);
     }
+    if (g.shares > 1) cluster_sync();  // another CTA may still write to this one's shared memory
 }
 
 // Tiles of the keys' columns and of the values'.

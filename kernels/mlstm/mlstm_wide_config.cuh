@@ -3,6 +3,7 @@
 
 #include "mlstm_fwd_globals.cuh"
 #include "mlstm_wide_values.cuh"
+#include "tfla_tk/cluster.cuh"
 #include "tfla_tk/sync.cuh"
 #include "tfla_tk/wgmma.cuh"
 
@@ -18,16 +19,18 @@ struct GateSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
-template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct WideConfig {
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, bool kSigmoid_, Schedule kSchedule_>
+struct WideConfig {
     using T = T_;
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
     static constexpr int kSliceV = kSliceV_;  // columns of V, rows of C^T, that one CTA owns
-    static constexpr bool kNormalize = kNormalize_;
+    static constexpr bool kNormalize = kNormalize_, kSigmoid = kSigmoid_;  // the gate, else exponential
     static constexpr Schedule kSchedule = kSchedule_;
     static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
+    static_assert(kNormalize || kSigmoid, "the exponential gate comes with a normaliser");
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warps 1 and 2 gates, warp 3 stores), 1 makes the scores and
-    // carries n, then the state's, each with 64 columns of V.
+    // Warpgroups: 0 feeds the others (warp 0 Q and K, warps 1 and 2 gates, warp 3 V, and h on its way out), 1
+    // makes the scores and carries n, then the state's, each with 64 columns of V.
     static constexpr int kStateWarpgroups = kSliceV / 64, kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
@@ -57,10 +60,17 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     __device__ static inline auto gate_stage(int chunk) { return Use<kGateStages>(chunk); }
     __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
 
+    // CTAs of a cluster, which take turns at making scores. Where scores and state take turns each CTA makes
+    // its own, and so it does where its slice has no neighbour.
+    static int cluster(int slices) { return kSchedule != Schedule::sequential && slices % 2 == 0 ? 2 : 1; }
+
     // Behind a tile's keys n as a high and a low part: two of eight rows more that the GEMM of the scores
     // reads.
     static constexpr int kNormRows = kNormalize ? 8 : 0;
-    using Stage = WideStage<typename base_types::packing<T>::packed_type>;
+    using T2 = typename base_types::packing<T>::packed_type;
+    static constexpr bool kSmallInHalf = kSigmoid && std::is_same_v<T, kittens::half>;
+    using Scale = std::conditional_t<kSmallInHalf, FloatScale<T2>, PairScale<T2>>;
+    using Stage = WideStage<Scale>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;
     using ValueTile = PanelTile<T, kChunk, kSliceV>;
@@ -77,6 +87,14 @@ template <class T> struct alignas(128) NormWeights {
     T data[kChunk / 8 + 1][kRows][8];
 };
 
+// Which CTA of a cluster of one or two makes a chunk's scores.
+struct ScoreTurns {
+    __device__ static inline int maker(int chunk) { return chunk & (cluster_ctas() - 1); }
+    __device__ static inline bool makes(int chunk) { return maker(chunk) == cta_in_cluster(); }
+    // By how many completions of the maker's scores_free the place of a chunk's scores is free, less one.
+    __device__ static inline int freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
+};
+
 // All shared memory of a CTA.
 template <class C> struct WideMemory {
     typename C::KeyTile keys[C::kKeyStages];
@@ -84,9 +102,7 @@ template <class C> struct WideMemory {
     typename C::ValueTile values[C::kStages];  // then h, on its way to global memory
     typename C::ScoreTile scores;              // P, over the normaliser
     float read_scale[kChunk];                  // of what a query gets of C^T: inter over the normaliser
-    // What is left to divide a row by, and which of the four scores' warps have rows with some left.
-    float late_factor[C::kDividesLate ? kChunk : 0];
-    int4 any_late[C::kDividesLate ? 1 : 0];
+    float late_factor[C::kDividesLate ? kChunk : 0];  // what is left to multiply a row with
     typename C::Stage gates[C::kGateStages];
     NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
     GateSums gate_sums[C::kSumStages];
@@ -94,15 +110,15 @@ template <class C> struct WideMemory {
 
     semaphore tiles_arrived[C::kKeyStages];  // keys and queries, and the chunk's gates
     semaphore keys_free[C::kKeyStages], queries_free[C::kStages];
-    semaphore values_arrived[C::kStages], values_free[C::kStages];
-    semaphore scores_ready, scores_free;  // with their factors
+    semaphore values_arrived[C::kStages];
+    semaphore scores_ready, scores_free;  // with their factors; free: in all CTAs, kept by the next maker
     semaphore gates_ready[C::kGateStages], gates_free[C::kGateStages];
     semaphore sums_ready[C::kSumStages], sums_free[C::kSumStages];
     semaphore out_ready[C::kStages][C::kStateWarpgroups];
-    semaphore tail_landed;  // a tile whose last rows are still to be zeroed
+    semaphore tail_landed, value_tail_landed;  // a tile whose last rows are still to be zeroed
 
-    // Every warp that reads a buffer arrives on its *_free barrier; but values are free when the warp that
-    // stores h, which takes their place, says so.
+    // Every warp that reads a buffer arrives on its *_free barrier; but the values' place is that of h, and
+    // the warp that stores h loads them.
     __device__ inline void init_barriers() {
         auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
             for (auto& barrier : ready) init_warp_barrier(barrier, ready_warps);
@@ -116,13 +132,13 @@ template <class C> struct WideMemory {
             init_warp_barrier(queries_free[stage], 4 + C::kStateWarps);
             init_semaphore(values_arrived[stage], 1);
             for (auto& barrier : out_ready[stage]) init_warp_barrier(barrier, 4);
-            init_warp_barrier(values_free[stage], C::kStateWarpgroups);
         }
         init_warp_barrier(scores_ready, 4);
-        init_warp_barrier(scores_free, C::kStateWarps);
+        init_warp_barrier(scores_free, C::kStateWarps * cluster_ctas());
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);
+        init_semaphore(value_tail_landed, 1);
         publish_barriers();
     }
 };

@@ -8,8 +8,7 @@
 
 namespace tfla_tk::mlstm {
 
-// One warp feeds the rings.
-template <class C> __device__ inline void load_wide_tiles(const Globals& g, WideMemory<C>& smem) {
+template <class C> __device__ inline void load_keys_and_queries(const Globals& g, WideMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader load{task, g.packed(), smem.tail_landed};
     for (int chunk = 0; chunk < task.chunks; chunk++) {
@@ -24,13 +23,10 @@ template <class C> __device__ inline void load_wide_tiles(const Globals& g, Wide
         // so that one wait serves tiles and gates
         wait(smem.gates_ready[gates.slot], gates.phase);
         if (fresh_laneid() == 0) kittens::arrive(arrived);
-        wait_free(smem.values_free[tile.slot], tile.phase);
-        load(smem.values[tile.slot], g.v, smem.values_arrived[tile.slot], task.column, chunk);
     }
 }
 
-template <class C, bool kSigmoid>
-__device__ inline void sum_wide_gates(const Globals& g, WideMemory<C>& smem) {
+template <class C> __device__ inline void sum_wide_gates(const Globals& g, WideMemory<C>& smem) {
     const Task& task = smem.task;
     auto load = [&](const Gate& gate, int chunk, float none) {
         return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
@@ -46,7 +42,7 @@ __device__ inline void sum_wide_gates(const Globals& g, WideMemory<C>& smem) {
             sums.b[lane] = b;
             return load(g.i, chunk, kNoInput);
         };
-        sum_chunk_gates<kSigmoid>(b, a, f, lane, take_i, [&] { return load(g.f, chunk + 1, kNoForget); });
+        sum_chunk_gates<C::kSigmoid>(b, a, f, lane, take_i, [&] { return load(g.f, chunk + 1, kNoForget); });
         sums.a[lane] = a;
         arrive_warp(smem.sums_ready[slot]);
     }
@@ -60,8 +56,8 @@ __device__ inline float2 key_scale_pair(const GateStage& gates) {
 // A token's values take what those of the token eight later have lost (mlstm_wide_values.cuh), unless their
 // weight is far less. before: the stage of the chunk before; the first chunk's last tokens are given nothing,
 // whatever it holds.
-template <class T2>
-__device__ inline void write_value_scale(WideStage<T2>& gates, const WideStage<T2>& before) {
+template <class Scale>
+__device__ inline void write_value_scale(WideStage<Scale>& gates, const WideStage<Scale>& before) {
     constexpr float kLeast = 1.f / 16;  // of the giving token's weight
     const int lane = fresh_laneid();
     const float2 own = key_scale_pair(gates);
@@ -71,7 +67,6 @@ __device__ inline void write_value_scale(WideStage<T2>& gates, const WideStage<T
         giving = key_scale_pair(before);
         giving = {giving.x * gates.decay, giving.y * gates.decay};
     }
-    using Scale = ValueScale<T2>;
     auto take = [&](float own, float giving) {
         return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? Scale::kTakes : Scale::kNot;
     };
@@ -90,8 +85,8 @@ template <class T> __device__ inline void write_weights(NormWeights<T>& weights,
     fence_async_proxy();
 }
 
-template <class C, bool kSigmoid>
-__device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
+template <class C> __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
+    constexpr bool kSigmoid = C::kSigmoid;
     const Task& task = smem.task;
     GateScan<typename C::T, kSigmoid> scan{kSigmoid ? FloatPair{}
                                                     : finite_stabiliser(task.initial_m(g) * kLog2eDouble)};
@@ -121,10 +116,18 @@ __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
     if constexpr (!kSigmoid) store_last_stabiliser(g, task, scan.m);
 }
 
-// h as the state's warpgroups leave it in the values' place.
-template <class C> __device__ inline void store_wide_outputs(const Globals& g, WideMemory<C>& smem) {
+// V, and in its place h as the state's warpgroups leave it.
+// NOTES: by one warp: behind the stores of h, in the order of a loader of all tiles, K would come too late.
+template <class C>
+__device__ inline void load_values_and_store_outputs(const Globals& g, WideMemory<C>& smem) {
     const Task& task = smem.task;
-    for (int chunk = 0; chunk < task.chunks; chunk++) {
+    TileLoader load{task, g.packed(), smem.value_tail_landed};
+    auto load_values = [&](int chunk) {
+        if (chunk >= task.chunks) return;
+        const int slot = C::tile(chunk).slot;
+        load(smem.values[slot], g.v, smem.values_arrived[slot], task.column, chunk);
+    };
+    auto store_outputs = [&](int chunk) {
         const auto [slot, phase] = C::tile(chunk);
 #pragma unroll 1
         for (int id = 0; id < C::kStateWarpgroups; id++) {
@@ -133,9 +136,14 @@ template <class C> __device__ inline void store_wide_outputs(const Globals& g, W
                        [&](const TensorMap& map, uint32_t from, int row) {
                            map.store_panel(from, task.column + id * 64, row, task.head, task.batch);
                        });
-            wait_stores_read();
-            arrive_warp(smem.values_free[slot]);
         }
+        wait_stores_read();
+        __syncwarp();  // each lane has waited for its own
+    };
+    for (int chunk = 0; chunk < C::kStages; chunk++) load_values(chunk);
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        store_outputs(chunk);
+        load_values(chunk + C::kStages);
     }
 }
 

@@ -54,7 +54,7 @@ template <class C> struct CarriedNorm {
 
 template <class C> __device__ inline void make_wide_scores(const Globals& g, WideMemory<C>& smem) {
     using T = typename C::T;
-    using T2 = typename base_types::packing<T>::packed_type;
+    using T2 = typename C::T2;
     constexpr int kSteps = C::kDimQK / 16;
     const Task& task = smem.task;
     auto warp_row = [] { return fresh_thread() % 128 / 32 * 16; };
@@ -128,19 +128,24 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             move<T2>::stsm4(address ^ (j * 32), x[0], x[1], x[2], x[3]);
         }
     };
-
-    if constexpr (C::kNormalize) {
-        norm.load(task.initial_n(g), g.dim_qk);
-        norm.publish(smem, C::key_tile(0).slot);
-    }
-    for (int chunk = 0; chunk < task.chunks; chunk++) {
-        const auto keys = C::key_tile(chunk);
+    // What this warp has stored of a chunk, to the other CTA.
+    constexpr uint32_t kSentRows = 16 * kPanelColumns * sizeof(T), kSentFactors = 16 * sizeof(float);
+    constexpr uint32_t kSentBytes = kSentRows + kSentFactors * (C::kDividesLate ? 2 : 1);
+    auto send_scores = [&] {
+        __syncwarp();
+        if (cluster_ctas() == 1 || fresh_laneid() != 0) return;
+        const int other = 1 - cta_in_cluster(), row = warp_row();
+        send_to_cta(smem.scores.data[0][row], kSentRows, smem.scores_ready, other);
+        send_to_cta(&smem.read_scale[row], kSentFactors, smem.scores_ready, other);
+        if constexpr (C::kDividesLate)
+            send_to_cta(&smem.late_factor[row], kSentFactors, smem.scores_ready, other);
+    };
+    auto make_chunk = [&](int chunk) {
         const int query_slot = C::tile(chunk).slot;
         const typename C::Stage& gates = smem.gates[C::gate_stage(chunk).slot];
-        wait(smem.tiles_arrived[keys.slot], keys.phase);
         if (C::kSchedule == Schedule::sequential && chunk > 0)
             named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
-        issue_scores(keys.slot, query_slot);
+        issue_scores(C::key_tile(chunk).slot, query_slot);
         warpgroup::mma_async_wait<0>();
         pin(scores);
         if constexpr (C::kNormalize) pin(qn);
@@ -152,8 +157,9 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             if (lane % 4 == 0) of_norm = {inter.x * (qn[0].x + qn[0].y), inter.y * (qn[1].x + qn[1].y)};
 
         const float2 sums = gate_scores(gates, of_norm);
-        float2 factor = row_factor<C>(g, task, chunk, gates, row, sums);
-        wait_free(smem.scores_free, chunk & 1);
+        const bool in_first_cluster = task.column < cluster_ctas() * C::kSliceV;
+        float2 factor = row_factor<C>(g, task, chunk, gates, row, sums, [&] { return in_first_cluster; });
+        wait(smem.scores_free, ScoreTurns::freed(chunk) & 1);
         auto write_rows = [&](float (&rows)[kChunk], float2 x) {
             if (lane % 4 == 0) rows[row] = x.x, rows[row + 8] = x.y;
         };
@@ -162,13 +168,29 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             if (factor.x < C::kLeastFactor) left.x = factor.x, factor.x = 1.f;
             if (factor.y < C::kLeastFactor) left.y = factor.y, factor.y = 1.f;
             write_rows(smem.late_factor, left);
-            const bool any = __any_sync(0xffffffff, left.x != 1.f || left.y != 1.f);
-            if (lane == 0) reinterpret_cast<int*>(smem.any_late)[warp_row() / 16] = any;
         }
         write_rows(smem.read_scale, {inter.x * factor.x, inter.y * factor.y});
         store_scores(factor);
         fence_async_proxy();
+        send_scores();
         arrive_warp(smem.scores_ready);
+    };
+
+    if constexpr (C::kNormalize) {
+        norm.load(task.initial_n(g), g.dim_qk);
+        if (ScoreTurns::makes(0)) norm.publish(smem, C::key_tile(0).slot);
+    }
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto keys = C::key_tile(chunk);
+        wait(smem.tiles_arrived[keys.slot], keys.phase);
+        if (ScoreTurns::makes(chunk)) {
+            make_chunk(chunk);
+        } else {
+            arrive_warp(smem.queries_free[C::tile(chunk).slot]);
+            // so that this arrival is not taken for one of the chunk before
+            if (chunk > 0) wait(smem.scores_ready, (chunk - 1) & 1);
+            arrive_warp_expecting(smem.scores_ready, kSentBytes);
+        }
 
         // NOTES: found anew: what is kept over the gate costs registers
         const int same_chunk = anew(chunk);
@@ -179,7 +201,7 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             warpgroup::mma_async_wait<0>();
             pin(key_sums);
             norm.add(key_sums, smem.gates[gate_slot].decay);
-            norm.publish(smem, C::key_tile(chunk + 1).slot);
+            if (ScoreTurns::makes(chunk + 1)) norm.publish(smem, C::key_tile(chunk + 1).slot);
         }
         arrive_warp(smem.keys_free[key_slot]);
         arrive_warp(smem.gates_free[gate_slot]);

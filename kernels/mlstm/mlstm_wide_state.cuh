@@ -23,7 +23,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
     rt_fl<16, kChunk> out;
     rt<T, 16, 16> value_fragments[C::kValueFragments];  // of V^T
     rt<T, 16, 16> fragments[C::kFragments];             // of C^T or of scaled V^T
-    ScaledValues<typename base_types::packing<T>::packed_type> values;
+    ScaledValues<typename C::Scale> values;
 
     auto wait_for_gemms = [&] {
         warpgroup::mma_async_wait<0>();
@@ -72,6 +72,11 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
                              keys.column_step(k, part * C::kPartPanels * C::KeyTile::panel_bytes));
         commit();
     };
+    // Whether a row of the chunk is still to be divided.
+    auto any_late = [&] {
+        const float2 factors = *reinterpret_cast<const float2*>(&smem.late_factor[2 * fresh_laneid()]);
+        return __any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f);
+    };
     auto for_each_part = [&](auto body) {
 #pragma unroll
         for (int part = 0; part < C::kParts; part++)
@@ -100,10 +105,10 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const bool last_chunk = chunk + 1 == task.chunks;
         const auto [slot, phase] = C::tile(chunk);
-        const int key_slot = C::key_tile(chunk).slot, gate_slot = C::gate_stage(chunk).slot;
+        const auto keys = C::key_tile(chunk);
+        const int gate_slot = C::gate_stage(chunk).slot;
         const typename C::Stage& gates = smem.gates[gate_slot];
-        // the scores' warps have waited for the chunk's keys, queries and gates
-        wait(smem.scores_ready, chunk & 1);
+        wait(smem.tiles_arrived[keys.slot], keys.phase);
         wait_for_turn();
         const auto queries = Operand128B::rows(&smem.queries[slot]);
         read_state(
@@ -116,9 +121,10 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             for (auto& tile : state) warp::mul(tile, tile, gates.decay);
             values.decay(gates.decay);
         }
+        wait(smem.scores_ready, chunk & 1);
         wait(smem.values_arrived[slot], phase);
         load_values(slot, 0);
-        issue_update(key_slot, 0, gates);
+        issue_update(keys.slot, 0, gates);
         // The output's arithmetic is under the update's GEMMs.
         scale_columns(out, smem.read_scale);
         issue_intra(0);
@@ -132,28 +138,27 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             }
             load_values(slot, step);
             if (step + 1 < kTokenSteps)
-                issue_update(key_slot, step, gates), issue_intra(step);
+                issue_update(keys.slot, step, gates), issue_intra(step);
             else  // h waits for the one of these
-                issue_intra(step), issue_update(key_slot, step, gates);
+                issue_intra(step), issue_update(keys.slot, step, gates);
         }
         warpgroup::mma_async_wait<1>();  // all but the last one of the update
         pin(out);
 #pragma unroll
         for (auto& a : value_fragments) pin(a);
         if constexpr (C::kDividesLate)
-            if (const int4 late = *smem.any_late; late.x | late.y | late.z | late.w) {
+            if (any_late()) {
                 // NOTES: under the update ptxas has no registers for it (C7512)
                 warpgroup::mma_async_wait<0>();
                 scale_columns(out, smem.late_factor);
             }
-        arrive_warp(smem.scores_free);
-        // Each warp takes the place of its own columns of V, which none but it has read; the warp that stores
-        // h from there frees it.
+        arrive_warp_in_cta(smem.scores_free, ScoreTurns::maker(chunk + 1));
+        // Each warp takes the place of its own columns of V, which none but it has read.
         store_transposed<T>(shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), out);
         fence_async_proxy();
         arrive_warp(smem.out_ready[slot][warpgroup_id]);
         wait_for_gemms();
-        arrive_warp(smem.keys_free[key_slot]);
+        arrive_warp(smem.keys_free[keys.slot]);
         arrive_warp(smem.gates_free[gate_slot]);
         if (C::kSchedule == Schedule::sequential && !last_chunk)
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);

@@ -74,6 +74,15 @@ __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count =
     if (kArrivalsPerWarp == 32 || fresh_laneid() == 0) kittens::arrive(barrier, count);
 }
 
+// arrive_warp, announcing `bytes` that will arrive without a thread.
+__device__ inline void arrive_warp_expecting(kittens::semaphore& barrier, uint32_t bytes) {
+    __syncwarp();
+    if (fresh_laneid() == 0)
+        kittens::tma::expect_bytes(barrier, bytes);
+    else if (kArrivalsPerWarp == 32)
+        kittens::arrive(barrier);
+}
+
 // Scans the steps of a walk into a ring of stages by kWarps warps in turns, of which this is the `warp`-th,
 // up to the step that finds itself to be the last one and says so in its stage. One warp alone may be slower
 // than the GEMMs that it feeds.

@@ -27,7 +27,7 @@ from .stand_in import launch_instead
 _GRADIENTS = tuple(tk_backward_launches.GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
 _CONFIG = re.compile(
-    r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(?:Lb([01])E)?(?:LNS\w*_\d+(Schedule|Gradient)E(\d)E)?"
+    r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(?:Lb([01])E)?(?:Lb([01])E)?(?:LNS\w*_\d+(Schedule|Gradient)E(\d)E)?"
 )
 _KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?[IE]")
 
@@ -39,7 +39,8 @@ def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none.
+    """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none, sigmoid
+    None where the gate is an argument.
 
     Of a pass of the backward, dim_qk and slice_v are the tile of the keys and the slice of the values.
     """
@@ -49,6 +50,7 @@ class Kernel:
     dim_qk: int
     slice_v: int
     normalize: bool
+    sigmoid: bool | None
     schedule: str
     gradient: str
     instructions: list[Instruction]
@@ -108,7 +110,7 @@ def parse_sass(sass: str) -> list[Kernel]:
         assert name, f"{function} is no kernel of this package"
         if not config:
             continue
-        length, text, dim_qk, slice_v, normalize, enum, value = config.groups()
+        length, text, dim_qk, slice_v, normalize, sigmoid, enum, value = config.groups()
         found.append(
             Kernel(
                 name=name[1],
@@ -116,6 +118,7 @@ def parse_sass(sass: str) -> list[Kernel]:
                 dim_qk=int(dim_qk),
                 slice_v=int(slice_v),
                 normalize=normalize == "1",
+                sigmoid=sigmoid and sigmoid == "1",
                 schedule=INTRA_SCHEDULES[int(value)] if enum == "Schedule" else "",  # begins with SCHEDULES
                 gradient=_GRADIENTS[int(value)] if enum == "Gradient" else "",
                 instructions=instructions,

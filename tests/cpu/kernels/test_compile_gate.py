@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -43,15 +43,29 @@ def wide(request: pytest.FixtureRequest, compile_once: Compile) -> Any:
     return compile_once(request.param)
 
 
-def kernels_by_variant(compiled: Any) -> dict[tuple[bool, bool], Any]:
-    """The fused kernels of an instance by (half, normalize): all four, and for the instance's tile."""
+def check_tile(compiled: Any, kernels: Iterable[Any]) -> None:
+    """That the fused kernels of an instance are for its tile."""
     defines = dict(compiled.instance.defines)
     dims = int(defines["TFLA_DIM_QK"]), int(defines["TFLA_SLICE_V"])
     schedule = SCHEDULES[int(defines["TFLA_SCHEDULE"])]
+    for kernel in kernels:
+        assert (kernel.dim_qk, kernel.slice_v, kernel.schedule) == (*dims, schedule)
+
+
+def narrow_kernels(compiled: Any) -> dict[tuple[bool, bool], Any]:
+    """Of an instance up to K = 128, by (half, normalize): all four."""
     made = {(kernel.half, kernel.normalize): kernel for kernel in compiled.kernels}
     assert set(made) == set(itertools.product((False, True), repeat=2))
-    for kernel in made.values():
-        assert (kernel.dim_qk, kernel.slice_v, kernel.schedule) == (*dims, schedule)
+    check_tile(compiled, made.values())
+    return made
+
+
+def wide_kernels(compiled: Any) -> dict[tuple[bool, bool, bool], Any]:
+    """Of an instance at K = 256, by (half, normalize, sigmoid): the exponential gate is normalised."""
+    made = {(kernel.half, kernel.normalize, kernel.sigmoid): kernel for kernel in compiled.kernels}
+    variants = itertools.product((False, True), repeat=3)
+    assert set(made) == {variant for variant in variants if variant[1] or variant[2]}
+    check_tile(compiled, made.values())
     return made
 
 
@@ -78,9 +92,9 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
         re.search(r"mlstm_\w+?_kernel", entry.function)[0]
         for entry in build.parse_ptxas_log(compiled.ptxas_log)
     )
-    # dtypes and normaliser; the combine kernel has no dtype
-    fused = "mlstm_wide_kernel" if compiled.instance in WIDE else "mlstm_fwd_kernel"
-    assert found == {fused: 4, "mlstm_states_kernel": 4, "mlstm_combine_kernel": 2}
+    # dtypes and normaliser, and at K = 256 the gate; the combine kernel has no dtype
+    fused = {"mlstm_wide_kernel": 6} if compiled.instance in WIDE else {"mlstm_fwd_kernel": 4}
+    assert found == fused | {"mlstm_states_kernel": 4, "mlstm_combine_kernel": 2}
 
 
 def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
@@ -89,7 +103,7 @@ def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
 
 
 def test_every_wgmma_is_there(narrow: Any) -> None:
-    for kernel in kernels_by_variant(narrow).values():
+    for kernel in narrow_kernels(narrow).values():
         assert kernel.wgmmas == expected_wgmmas(kernel.dim_qk, kernel.slice_v)
 
 
@@ -154,7 +168,7 @@ def waits_at_barrier(kernel: Any, number: int) -> list[int]:
 def test_every_wgmma_of_the_wide_kernel_is_there(wide: Any) -> None:
     """Scores warpgroup: Q [K, n]^T, and K^T times the weights for n. State's: the other three."""
     steps = CHUNK // 16
-    for (_, normalize), kernel in kernels_by_variant(wide).items():
+    for (_, normalize, _), kernel in wide_kernels(wide).items():
         of_norm = {("64x8x16", "sums"): kernel.dim_qk // 64 * steps} if normalize else {}
         assert wgmmas(kernel) == of_norm | {
             ("64x72x16" if normalize else "64x64x16", "scores"): kernel.dim_qk // 16,
@@ -184,21 +198,42 @@ def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
         assert turns == (2 if kernel.schedule == "pingpong" and kernel.slice_v == 128 else 0)
 
 
-def test_a_chunk_of_the_wide_kernel_is_waited_for_twice(wide: Any) -> None:
-    """By a state's warp: for its scores, which say that keys, queries and gates are there, and its values."""
+def test_a_chunk_of_the_wide_kernel_is_waited_for_thrice(wide: Any) -> None:
+    """By a state's warp: for keys, queries and gates at once; when it has read the state, for scores and for
+    values.
+    """
     for kernel in wide.kernels:
         of_gemms = kinds(kernel)
-        first, last = of_gemms.index("read"), len(of_gemms) - of_gemms[::-1].index("update")
         opcodes = [opcode for opcode, _ in kernel.instructions]
-        between = range(first, last)
-        (values,) = [n for n in between if "PHASECHK" in opcodes[n]]
-        assert of_gemms.index("update") > values > max(n for n in between if of_gemms[n] == "read")
-        stored = opcodes.index("STSM.16.MT88.4", last)
-        assert not any("PHASECHK" in opcode for opcode in opcodes[last:stored])  # h takes the values' place
+        waits = [n for n, opcode in enumerate(opcodes) if "PHASECHK" in opcode]
+        read = of_gemms.index("read")
+        updated = len(of_gemms) - of_gemms[::-1].index("update")
+        after_reading = [n for n in waits if read < n < updated]
+        assert len(after_reading) == 2
+        assert len(of_gemms) - of_gemms[::-1].index("read") <= after_reading[0]
+        assert after_reading[1] < of_gemms.index("update")
+        stored = opcodes.index("STSM.16.MT88.4", updated)
+        assert not any(updated < n < stored for n in waits)  # h takes the values' place
 
 
-def test_values_of_bf16_are_scaled_by_pairs(wide: Any) -> None:
-    """Of a chunk's V a lane has 32 numbers: five instructions for two, with what rounding takes of them."""
+def test_scores_of_the_wide_kernel_are_sent_to_the_other_cta(wide: Any) -> None:
+    """P and its factors, of which fp16 has two, from shared memory to shared memory. No fence of the GPU's
+    scope stands in the walk, where a release to a cluster would have one.
+    """
+    for kernel in wide.kernels:
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        assert sum(opcode.startswith("UBLKCP") for opcode in opcodes) == (3 if kernel.half else 2)
+        fences = [n for n, opcode in enumerate(opcodes) if opcode.startswith("MEMBAR") and "GPU" in opcode]
+        of_gemms = kinds(kernel)
+        gemms = [n for n, kind in enumerate(of_gemms) if kind]
+        assert len(fences) == 2  # with the cluster's barrier, before and after
+        assert fences[0] < gemms[0] and gemms[-1] < fences[1]
+
+
+def test_values_are_scaled_by_pairs(wide: Any) -> None:
+    """Of a chunk's V a lane has 32 numbers: five instructions for two, with what rounding takes of them. Not
+    so in fp16 with the sigmoid gate.
+    """
     for kernel in wide.kernels:
         of_gemms = kinds(kernel)
         opcodes = [opcode.split(".")[0] for opcode, _ in kernel.instructions]
@@ -207,12 +242,12 @@ def test_values_of_bf16_are_scaled_by_pairs(wide: Any) -> None:
         paired = sum(opcode in ("HFMA2", "HMUL2") for opcode in in_chunk)
         pairs = CHUNK // 4
         # and what is given on to the next chunk decays
-        assert paired == (0 if kernel.half else 4 * pairs + 2)
+        assert paired == (0 if kernel.half and kernel.sigmoid else 4 * pairs + 2)
 
 
 def test_the_sums_of_the_wide_kernel_follow_the_scores(wide: Any) -> None:
     """The state waits for the scores alone; a wgmma of the sums comes with six instructions at most."""
-    for (_, normalize), kernel in kernels_by_variant(wide).items():
+    for (_, normalize, _), kernel in wide_kernels(wide).items():
         if not normalize:
             continue
         opcodes = [opcode for opcode, _ in kernel.instructions]

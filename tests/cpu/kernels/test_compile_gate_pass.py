@@ -150,9 +150,10 @@ def test_the_output_stands_under_the_update(compiled: Any) -> None:
 
 
 def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
-    """The storing warp waits before it stores, and tells the next share when its stores are done.
+    """The storing warp waits before it stores, and tells the next share when its stores are done. CTAs wait
+    for one another before they write into the other's shared memory, and before theirs is gone.
 
-    A wait until they have only been read would not end with CCTL.IVALL.
+    A wait until stores have only been read would not end with CCTL.IVALL.
     """
     told = (
         *("DEPBAR.LE", "DEPBAR.LE", "CCTL.IVALL", "FENCE.VIEW.ASYNC.G"),
@@ -163,13 +164,15 @@ def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
         if kernel.gradient == "dv":
             assert not {"NANOSLEEP", "ST.E.STRONG.GPU"} & set(opcodes)
             continue
-        assert opcodes.count("UCGABAR_ARV") == opcodes.count("UCGABAR_WAIT") == 1
+        assert opcodes.count("UCGABAR_ARV") == opcodes.count("UCGABAR_WAIT") == 2
         stores = [n for n, opcode in enumerate(opcodes) if opcode.startswith(("UTMASTG", "UTMAREDG"))]
         assert "FENCE.VIEW.ASYNC.G" in opcodes[opcodes.index("NANOSLEEP") : stores[0]]
         behind = iter(opcodes[stores[-1] :])
         assert all(name in behind for name in told)
         done = [n for n, opcode in enumerate(opcodes) if opcode == "DEPBAR.LE" and n > stores[-1]][1]
         assert opcodes[done + 1] == "CCTL.IVALL"
+        told_at = opcodes.index("ST.E.STRONG.GPU")
+        assert opcodes.index("UCGABAR_WAIT") < told_at < len(opcodes) - opcodes[::-1].index("UCGABAR_WAIT")
 
 
 def test_one_warp_stores_the_output(compiled: Any) -> None:
