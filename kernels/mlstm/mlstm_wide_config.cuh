@@ -91,7 +91,7 @@ template <class T> struct alignas(128) NormWeights {
 struct ScoreTurns {
     __device__ static inline int maker(int chunk) { return chunk & (cluster_ctas() - 1); }
     __device__ static inline bool makes(int chunk) { return maker(chunk) == cta_in_cluster(); }
-    // By how many completions of the maker's scores_free the place of a chunk's scores is free, less one.
+    // The completion of the maker's scores_free, from 0 on, by which a chunk's scores find their place free.
     __device__ static inline int freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
 };
 
