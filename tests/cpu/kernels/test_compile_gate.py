@@ -198,10 +198,8 @@ def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
         assert turns == (2 if kernel.schedule == "pingpong" and kernel.slice_v == 128 else 0)
 
 
-def test_a_chunk_of_the_wide_kernel_is_waited_for_thrice(wide: Any) -> None:
-    """By a state's warp: for keys, queries and gates at once; when it has read the state, for scores and for
-    values.
-    """
+def test_scores_and_values_are_waited_for_when_the_state_has_been_read(wide: Any) -> None:
+    """Until then a hand-over of scores between two CTAs has time; nothing else is waited for in between."""
     for kernel in wide.kernels:
         of_gemms = kinds(kernel)
         opcodes = [opcode for opcode, _ in kernel.instructions]
