@@ -68,8 +68,9 @@ struct WideConfig {
     // reads.
     static constexpr int kNormRows = kNormalize ? 8 : 0;
     using T2 = typename base_types::packing<T>::packed_type;
-    static constexpr bool kSmallInHalf = kSigmoid && std::is_same_v<T, kittens::half>;
-    using Scale = std::conditional_t<kSmallInHalf, FloatScale<T2>, PairScale<T2>>;
+    // All weights of a sigmoid gate may be small; the exponential gate's largest one is 1.
+    static constexpr bool kScalesInFloat = kSigmoid && std::is_same_v<T, kittens::half>;
+    using Scale = std::conditional_t<kScalesInFloat, FloatScale<T2>, PairScale<T2>>;
     using Stage = WideStage<Scale>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;

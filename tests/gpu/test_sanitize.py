@@ -47,10 +47,10 @@ def test_schedules(
     assert_accurate(to_cpu(exponential.run(to_gpu(x), f"tk:{schedule}")), exponential.truth(x))
 
 
-def test_half(exponential: Any, make_inputs: Make, assert_accurate: Check) -> None:
-    """fp16 at K = 256, whose values are scaled otherwise and whose rows may be divided late."""
-    x = make_inputs(1, 2, SEQ, (256, 512), torch.float16, exponential.states, device="cpu")
-    assert_accurate(to_cpu(exponential.run(to_gpu(x))), exponential.truth(x))
+def test_half(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:
+    """fp16 at K = 256, whose rows may be divided late, and whose values the sigmoid gate scales otherwise."""
+    x = make_inputs(1, 2, SEQ, (256, 512), torch.float16, operator.states, device="cpu")
+    assert_accurate(to_cpu(operator.run(to_gpu(x))), operator.truth(x))
 
 
 @pytest.mark.parametrize("seq", [1, 65])

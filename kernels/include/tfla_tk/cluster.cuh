@@ -45,8 +45,7 @@ __device__ inline uint32_t address_in_cta(const void* own, int cta) {
 // arrive_warp on the barrier of the cluster's `cta`, this one or another. NOTES: of the CTA's scope, since a
 // release to the cluster is a MEMBAR.GPU: enough for readers, whose wgmmas are done, not for writers.
 __device__ inline void arrive_warp_in_cta(const kittens::semaphore& own, int cta) {
-    __syncwarp();
-    if (kArrivalsPerWarp == 32 || fresh_laneid() == 0)
+    if (arrives_for_warp())
         asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address_in_cta(&own, cta))
                      : "memory");
 }

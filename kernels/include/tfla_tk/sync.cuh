@@ -68,10 +68,15 @@ __device__ inline void init_warp_barrier(kittens::semaphore& barrier, int warps)
     kittens::init_semaphore(barrier, warps * kArrivalsPerWarp);
 }
 
+// Whether this lane arrives for its warp, when all lanes are done.
+__device__ inline bool arrives_for_warp() {
+    __syncwarp();
+    return kArrivalsPerWarp == 32 || fresh_laneid() == 0;
+}
+
 // Arrives after all lanes are done; `count` weighs the arrival.
 __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count = 1) {
-    __syncwarp();
-    if (kArrivalsPerWarp == 32 || fresh_laneid() == 0) kittens::arrive(barrier, count);
+    if (arrives_for_warp()) kittens::arrive(barrier, count);
 }
 
 // arrive_warp, announcing `bytes` that will arrive without a thread.
