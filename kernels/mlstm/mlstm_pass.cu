@@ -3,8 +3,8 @@
 // One CTA owns a (segment of a sequence, head, slice of the values, share of the keys) and walks it in chunks
 // of 64 tokens, for dq forward and for dk and dv backward in time; the transposed state stays in registers in
 // fp32. Per chunk:
-//   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh), one stores
-//              O^T and its row sums (mlstm_pass_output.cuh)
+//   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh), one loads
+//              the factor and stores O^T (mlstm_pass_output.cuh)
 //   scores     S = Q K^T; (S + e) . gate into shared memory; for dv, on request, row sums of values . factor
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
 //              row sums of O^T . factor; O^T into the factor's place
@@ -50,7 +50,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         else if (warp == 2)
             g.sigmoid_gate ? scale_gates<C, true>(g, smem) : scale_gates<C, false>(g, smem);
         else
-            store_outputs(g, smem);
+            load_factor_and_store_outputs(g, smem);
     } else if (warpgroup_id == 1) {
         set_registers<kRegisters.scores, kThreads, kCtas>();
         make_pass_scores(g, smem);

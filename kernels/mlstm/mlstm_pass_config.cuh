@@ -191,8 +191,8 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warps 1 and 2 gates, warp 3 stores), 1 makes the scores,
-    // then the state's.
+    // Warpgroups: 0 feeds the others (warp 0 TMA, warps 1 and 2 gates, warp 3 factor and stores), 1 makes the
+    // scores, then the state's.
     static constexpr int kStateWarpgroups = kSlice == 64 ? 1 : 2;
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
@@ -205,6 +205,9 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr int kFragments = kTiling.fragments;
     static_assert(kFragments >= 2);
     static constexpr int kOutStages = 2 * kBlocks;
+
+    static constexpr int kValueFragments = 2;  // of 16 tokens of the values, as they are
+    static_assert(kValueFragments <= kFragments, "a fragment of scaled values is waited for with its values");
 
     // Warps that read the values: for dv the scores' too, whose row sums are of values . factor.
     static constexpr int kValueReaders = kStateWarps + (kGradient == Gradient::dv ? 4 : 0);
@@ -233,9 +236,10 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
 };
 
 // Sums of out . factor by a state warpgroup, to be added up: per token by its warps, each over its own 16
-// columns, and of a whole chunk by its threads.
-struct PartialSums {
+// columns, and of a whole chunk by its threads, but of a slow one.
+struct alignas(16) PartialSums {
     float whole[4][kChunk], inter[128];
+    bool slow;
 };
 
 // All shared memory of a CTA.
@@ -246,7 +250,7 @@ template <class C> struct PassMemory {
     typename C::ScoreTile scores[C::kTiling.stages];  // gated
     // 64 columns of the factor, then in their place the gradient on its way to global memory
     typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
-    PartialSums sums[C::kNormalizer ? C::kOutStages : 0][C::kStateWarpgroups];
+    PartialSums sums[C::kNormalizer ? C::kTiling.stages : 0][C::kStateWarpgroups];
     float norm[C::kSlice];  // n of the values' columns
     PassStage gates[C::kTiling.gate_stages];
     PassSums gate_sums[2];
@@ -256,12 +260,14 @@ template <class C> struct PassMemory {
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
     semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
     semaphore scores_ready[C::kTiling.stages], scores_free[C::kTiling.stages];
+    semaphore row_sums_free[C::kTiling.stages];  // ready they are when the scores are free
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     semaphore sums_ready[2], sums_free[2];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
     semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
-    semaphore out_ready[C::kOutStages][C::kStateWarpgroups], out_free[C::kOutStages][C::kStateWarpgroups];
-    semaphore tail_landed;  // a tile whose last rows are still to be zeroed
+    semaphore out_ready[C::kOutStages][C::kStateWarpgroups];
+    semaphore out_free[C::kOutStages][C::kStateWarpgroups];  // where there is no factor
+    semaphore tail_landed, factor_tail_landed;  // a tile whose last rows are still to be zeroed
     int steps_stored;       // by the share before, which tells
 
     // Every warp that reads a buffer arrives on its *_free barrier.
@@ -283,9 +289,11 @@ template <class C> struct PassMemory {
         }
         init(values_arrived, values_free, kByTma, C::kValueReaders);
         init(scores_ready, scores_free, 4, C::kStateWarps);
+        for (auto& barrier : row_sums_free) init_warp_barrier(barrier, 4);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);
+        init_semaphore(factor_tail_landed, 1);
         publish_barriers();
     }
 };

@@ -18,6 +18,10 @@ struct PassSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
+// Log2. Where a chunk decays by less, the part of its row sums through the entering state is not summed by
+// itself (mlstm_bwd_gates.cuh).
+constexpr float kSlowDecay = -12.f;
+
 // What the GEMM warpgroups read of one chunk.
 struct alignas(16) PassStage {
     float2 sends[kChunk], receives[kChunk];  // as high and low part
@@ -27,6 +31,7 @@ struct alignas(16) PassStage {
     float norm_query[kChunk];                // of what a query gets from n
     float norm_key[kChunk];                  // of what a key adds to n
     float decay;                             // of the state and of n, 1 where it is owed
+    bool slow;                               // the chunk decays by less than kSlowDecay
 };
 
 // s W_tj / w_t of a score.
@@ -61,8 +66,9 @@ __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, Ow
     const TwoPairs a = sums.a[lane];
     const FloatPair end =
         kSigmoid ? sums.b[kChunk / 2 - 1].y : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
-    const float debt_before = owed.log2, decay = owed.add(rounded_sum(m_in, end), settle);
-    if (lane == 0) out.decay = decay;
+    const float chunk_decay = rounded_sum(m_in, end);
+    const float debt_before = owed.log2, decay = owed.add(chunk_decay, settle);
+    if (lane == 0) out.decay = decay, out.slow = chunk_decay > kSlowDecay;
     // what reads the state comes before the decay, what is added to it after
     const float of_sent = kBackward ? debt_before : -owed.log2;
     const float of_received = kBackward ? -owed.log2 : debt_before;

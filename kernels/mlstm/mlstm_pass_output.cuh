@@ -1,10 +1,11 @@
-// Stores of the mLSTM backward's passes: one warp sends to global memory what the state warpgroups leave in
-// shared memory.
+// Factor and gradient of the mLSTM backward's passes: one warp loads 64 columns of the factor, and sends to
+// global memory the gradient that the state warpgroups leave in their place.
 #pragma once
 
 #include "mlstm_pass_config.cuh"
 #include "tfla_tk/cluster.cuh"
 #include "tfla_tk/store_rows.cuh"
+#include "tfla_tk/tile_loader.cuh"
 #include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk::mlstm {
@@ -22,25 +23,6 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
                });
 }
 
-// The sums of a chunk's out . factor over 64 columns.
-template <class C>
-__device__ inline void store_sums(const PassGlobals& g, const PassTask& task, const PartialSums& sums,
-                                  int column, int chunk) {
-    const int panels = (g.dim_values + kSumColumns - 1) / kSumColumns;
-    const int panel = task.share * panels + column / kSumColumns, lane = fresh_laneid();
-    float* whole = g.whole + panel * g.whole_stride + task.row;
-#pragma unroll
-    for (int row = 0; row < kChunk; row += 32)
-        if (const int t = row + lane; chunk * kChunk + t < task.tokens)
-            whole[chunk * kChunk + t] =
-                (sums.whole[0][t] + sums.whole[1][t]) + (sums.whole[2][t] + sums.whole[3][t]);
-    const float4 x = reinterpret_cast<const float4*>(sums.inter)[lane];
-    const float value = warp_sum((x.x + x.y) + (x.z + x.w));
-    const float squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
-    if (lane == 0)
-        g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = {value, squares};
-}
-
 // Shares take turns at a chunk of the gradient: the first one stores, each later one adds to that.
 template <class C> __device__ inline void wait_for_turn(const PassMemory<C>& smem, int step) {
     if (smem.task.share == 0) return;
@@ -56,23 +38,40 @@ template <class C> __device__ inline void hand_on_turn(const PassGlobals& g, Pas
     if (fresh_laneid() == 0) release_to_cta(&smem.steps_stored, next, step + 1);
 }
 
-template <class C> __device__ inline void store_outputs(const PassGlobals& g, PassMemory<C>& smem) {
+// NOTES: by one warp: in the order of a loader of all tiles, which waits for the stores and their turn, keys
+// and queries would come too late.
+template <class C>
+__device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
+    const bool has_factor = g.has_factor<C>();
+    TileLoader load{task, g.packed(), smem.factor_tail_landed};
+    auto load_factor = [&](int step, int panel) {
+        if (!has_factor || step >= task.chunks) return;
+        const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
+        const int slot = C::out(step, block).slot;
+        load(smem.out[slot][warpgroup_id], g.factor, smem.factor_arrived[slot][warpgroup_id],
+             task.panel_column<C>(block, warpgroup_id), C::chunk(task, step));
+    };
+    constexpr int kPanels = C::kBlocks * C::kStateWarpgroups;
+    constexpr int kAhead = C::kOutStages / C::kBlocks;  // steps
+    for (int step = 0; step < kAhead; step++)
+        for (int panel = 0; panel < kPanels; panel++) load_factor(step, panel);
     for (int step = 0; step < task.chunks; step++) {
         if constexpr (C::kNormalizer) wait_for_turn(smem, step);
 #pragma unroll 1
-        for (int panel = 0; panel < C::kBlocks * C::kStateWarpgroups; panel++) {
+        for (int panel = 0; panel < kPanels; panel++) {
             const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
             const int column = task.panel_column<C>(block, warpgroup_id);
             const int chunk = C::chunk(task, step);
             const auto [slot, phase] = C::out(step, block);
             wait(smem.out_ready[slot][warpgroup_id], phase);
             store_out<C>(g, task, smem.out[slot][warpgroup_id], column, chunk);
-            if constexpr (C::kNormalizer)
-                if (column < g.dim_values)
-                    store_sums<C>(g, task, smem.sums[slot][warpgroup_id], column, chunk);
             wait_stores_read();
-            arrive_warp(smem.out_free[slot][warpgroup_id]);
+            __syncwarp();  // each lane has waited for its own
+            if (has_factor)
+                load_factor(step + kAhead, panel);
+            else
+                arrive_warp(smem.out_free[slot][warpgroup_id]);
         }
         if constexpr (C::kNormalizer) hand_on_turn(g, smem, step);
     }

@@ -1,4 +1,4 @@
-// Producer warpgroup of the mLSTM backward's passes, but for its stores: TMA loads, gate scan.
+// Producer warpgroup of the mLSTM backward's passes, but for the gradient and its factor: TMA loads, gate scan.
 #pragma once
 
 #include "mlstm_pass_config.cuh"
@@ -25,15 +25,6 @@ template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, 
         }
         wait_free(smem.values_free[slot], phase);
         load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk);
-        if (g.has_factor<C>())
-            for (int block = 0; block < C::kBlocks; block++) {
-                const auto out = C::out(step, block);
-                for (int id = 0; id < C::kStateWarpgroups; id++) {
-                    wait_free(smem.out_free[out.slot][id], out.phase);
-                    load(smem.out[out.slot][id], g.factor, smem.factor_arrived[out.slot][id],
-                         task.panel_column<C>(block, id), chunk);
-                }
-            }
     }
 }
 

@@ -172,7 +172,8 @@ __device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem
             constexpr int kHalf = kSteps / 2;
 #pragma unroll
             for (int k = half * kHalf; k < (half + 1) * kHalf; k++) {
-                load_scaled_values<C>(values[k], norm, panel + lane_offset, gates, k);
+                load_values<C>(values[k], norm, panel + lane_offset, gates, k);
+                scale_columns(values[k], gates.key_scale + 16 * k);
                 pin(values[k]);
             }
             if (half == 0)

@@ -76,13 +76,12 @@ template <class T, class Tile> __device__ inline float all_dots(const Tile& out,
     return sum;
 }
 
-// 16 tokens of (values . key_scale)^T from 16 k on; adds what they are to n. `address`: the values' panel
-// plus transposed_lane_offset.
+// 16 tokens of values^T from 16 k on; adds what they are to n. `address`: the values' panel plus
+// transposed_lane_offset.
 template <class C, class A, class Gates>
-__device__ inline void load_scaled_values(A& a, float2& norm, uint32_t address, const Gates& gates, int k) {
+__device__ inline void load_values(A& a, float2& norm, uint32_t address, const Gates& gates, int k) {
     load_transposed(a, address + 16 * k * kPanelColumns * sizeof(typename C::T));
     if constexpr (C::kNormalizer) add_row_dots(norm, a, gates.norm_key + 16 * k);
-    scale_columns(a, gates.key_scale + 16 * k);
 }
 
 // state += a keys over 16 tokens from 16 k on.
@@ -107,8 +106,9 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     auto panel_of = [&](int block) { return C::panel(block, warpgroup_id); };
 
     rt_fl<16, C::kPart> state[C::kBlocks][C::kParts];
-    rt_fl<16, kChunk> out;                   // of one block
-    rt<T, 16, 16> fragments[C::kFragments];  // of state or values: one on its way, the others in a GEMM
+    rt_fl<16, kChunk> out;  // of one block
+    rt<T, 16, 16> value_fragments[C::kValueFragments];  // of the values
+    rt<T, 16, 16> fragments[C::kFragments];             // of the state or of scaled values
 
     auto for_each_state = [&](auto body) {
 #pragma unroll
@@ -124,28 +124,26 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         if (block == 0 && column == 0) wait(smem.queries_arrived[slot][part], phase);
         return Operand128B::rows(&smem.queries[slot][part]).row_step(C::KeyTile::panel_bytes, column);
     };
-    // out += values^T scores^T
-    auto issue_intra = [&](int block, int step) {
-        const int slot = C::tile(step).slot;
-        const auto values =
-            Operand128B::columns(smem.values[slot].data[panel_of(block)], C::ValueTile::panel_bytes);
-        const auto scores = Operand128B::rows(&smem.scores[slot]);
-        pin(out);
+    // 16 tokens of values^T; adds what they are to n
+    auto load_tokens = [&](int block, int step, int k, const PassStage& gates, float2& norm) {
+        const uint32_t panel = shared_address(smem.values[C::tile(step).slot].data[panel_of(block)]);
+        load_values<C>(value_fragments[k % C::kValueFragments], norm, panel + lane_offset(), gates, k);
+    };
+    // out += values^T scores^T over 16 tokens
+    auto issue_intra = [&](int step, int k) {
+        auto& a = value_fragments[k % C::kValueFragments];
+        const auto scores = Operand128B::rows(&smem.scores[C::tile(step).slot]);
+        pin(a);
+        if (k == 0) pin(out);
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kSteps; k++)
-            wgmma_step<T, true>(out, values.column_step(k), scores.row_step(C::ScoreTile::panel_bytes, k));
+        wgmma_step<false>(out, a, 0, scores.row_step(C::ScoreTile::panel_bytes, k));
         warpgroup::mma_commit_group();
     };
-    // 16 tokens of (values . key_scale)^T; adds what they are to n
-    auto load_values = [&](int block, int step, int k, const PassStage& gates, float2& norm) {
-        auto& a = fragments[k % C::kFragments];
-        const uint32_t panel = shared_address(smem.values[C::tile(step).slot].data[panel_of(block)]);
-        load_scaled_values<C>(a, norm, panel + lane_offset(), gates, k);
-    };
-    // state += (values . key_scale)^T keys, 16 tokens
-    auto issue_update = [&](int block, int step, int k) {
-        auto& a = fragments[k % C::kFragments];
+    // state += (values . key_scale)^T keys over 16 tokens
+    auto issue_update = [&](int block, int step, int k, const PassStage& gates) {
+        auto& a = fragments[k % C::kValueFragments];
+        warp::copy(a, value_fragments[k % C::kValueFragments]);
+        scale_columns(a, gates.key_scale + 16 * k);
         pin(a);
         if (k == 0)
 #pragma unroll
@@ -181,13 +179,20 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         else
             wait_free(smem.out_free[slot][warpgroup_id], phase);
     };
-    auto sum_inter = [&](int block, int step) {
-        smem.sums[C::out(step, block).slot][warpgroup_id].inter[fresh_thread() % 128] =
-            all_dots<T>(out, out_columns(block, step));
+    auto row_sums = [&](int block, int step) -> PartialSums& {
+        const auto [slot, phase] = C::tile(step);
+        wait_out(block, step);
+        wait_free(smem.row_sums_free[slot], phase);
+        return smem.sums[slot][warpgroup_id];
     };
-    auto sum_rows = [&](int block, int step) {
-        column_dots<T>(smem.sums[C::out(step, block).slot][warpgroup_id].whole[warp()], out,
-                       out_columns(block, step));
+    auto sum_inter = [&](int block, int step) {
+        float(&sums)[128] = row_sums(block, step).inter;
+        sums[fresh_thread() % 128] = all_dots<T>(out, out_columns(block, step));
+    };
+    auto sum_rows = [&](int block, int step, bool slow) {
+        PartialSums& sums = row_sums(block, step);
+        column_dots<T>(sums.whole[warp()], out, out_columns(block, step));
+        if (fresh_thread() % 128 == 0) sums.slow = slow;
     };
 
     // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
@@ -297,8 +302,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);
             float2 norm{0.f, 0.f};
             auto update = [&](int k) {
-                load_values(block, step, k, gates, norm);
-                issue_update(block, step, k);
+                load_tokens(block, step, k, gates, norm);
+                issue_update(block, step, k, gates);
             };
             // The update's GEMMs are spread, so that the output's arithmetic is under some of them.
             update(0);
@@ -308,27 +313,37 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 add_outer(out, float2{n[0], n[8]}, gates.norm_query);
             }
             update(1);
-            if constexpr (C::kNormalizer) {
-                wait_out(block, step);
-                sum_inter(block, step);
-            }
+            if constexpr (C::kNormalizer)
+                if (!gates.slow) sum_inter(block, step);
             if (block == 0) wait(smem.scores_ready[slot], phase);
-            issue_intra(block, step);
+            issue_intra(step, 0);
+            issue_intra(step, 1);
 #pragma unroll
             for (int k = 2; k < kSteps; k++) {
-                if (k >= C::kFragments) {
-                    // for that of k - kFragments; the scores' GEMM is later
-                    warpgroup::mma_async_wait<C::kFragments>();
-                    pin(fragments[k % C::kFragments]);
+                // for the scores' GEMM of k - 2; behind it come that of k - 1 and, from k = 3 on, an update
+                if (k == 2)
+                    warpgroup::mma_async_wait<1>();
+                else
+                    warpgroup::mma_async_wait<2>();
+                pin(value_fragments[k % C::kValueFragments]);
+                pin(fragments[k % C::kValueFragments]);
+                if (k + 1 < kSteps) {
+                    update(k);
+                    issue_intra(step, k);
+                } else {  // the output waits for the one of these
+                    load_tokens(block, step, k, gates, norm);
+                    issue_intra(step, k);
+                    issue_update(block, step, k, gates);
                 }
-                update(k);
             }
             update_norm(block, norm, gates.decay);
-            warpgroup::mma_async_wait<kSteps - 2>();  // the scores' GEMM
+            warpgroup::mma_async_wait<1>();  // all but the last one of the update
             pin(out);
+#pragma unroll
+            for (auto& a : value_fragments) pin(a);
             if (last_block) arrive_warp(smem.values_free[slot]);
             if constexpr (C::kNormalizer)
-                sum_rows(block, step);  // under the update
+                sum_rows(block, step, gates.slow);  // under the update
             else
                 wait_out(block, step);
             store_transposed<T>(out_columns(block, step), out);

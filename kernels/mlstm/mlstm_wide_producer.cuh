@@ -31,7 +31,7 @@ template <class C> __device__ inline void sum_wide_gates(const Globals& g, WideM
     auto load = [&](const Gate& gate, int chunk, float none) {
         return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
     };
-    float2 f = load(g.f, 0, kNoForget);
+    float2 f = load(g.f, 0, kNoForget), next_i = load(g.i, 0, kNoInput);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = C::sum_stage(chunk);
         const int lane = fresh_laneid();
@@ -40,7 +40,9 @@ template <class C> __device__ inline void sum_wide_gates(const Globals& g, WideM
         TwoPairs a, b;
         auto take_i = [&] {
             sums.b[lane] = b;
-            return load(g.i, chunk, kNoInput);
+            const float2 i = next_i;
+            next_i = load(g.i, chunk + 1, kNoInput);
+            return i;
         };
         sum_chunk_gates<C::kSigmoid>(b, a, f, lane, take_i, [&] { return load(g.f, chunk + 1, kNoForget); });
         sums.a[lane] = a;

@@ -190,6 +190,18 @@ def test_chunks_that_forget_and_that_do_not(
     assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_chunks_whose_entering_part_is_not_summed(
+    gate: str, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
+) -> None:
+    """By one pass or by both; the sums of all rows take its place."""
+    x = draw_gates(gate, (2, 3, 3000), slices=2, states=True)
+    not_summed = torch.tensor([0.0, -1.0], device="cuda")
+    x.q_dq.inter[:, :, :, 1::4] = x.q_dq.inter[:, :, :, 2::4] = not_summed
+    x.k_dk.inter[:, :, :, 2::4] = x.k_dk.inter[:, :, :, 3::4] = not_summed
+    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+
+
 def test_a_long_sequence(kernel: ModuleType, gate_gradients: Formulas, rel_err: Error) -> None:
     x = draw_gates("exp", (1, 2, 140_000), states=True)
     assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)

@@ -62,7 +62,10 @@ inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
 // A sum over one chunk, and the squares of its parts.
 struct FlowSum {
     float value, squares;
+
+    constexpr bool is_summed() const { return !(squares < 0.f); }
 };
+constexpr FlowSum kNotSummed{0.f, -1.f};
 
 // What all kernels of a forward read.
 struct MlstmFwdWalk {

@@ -38,6 +38,9 @@ from .addresses import (
     tensor_at,
 )
 
+SLOW_DECAY = 2.0**-12  # kSlowDecay
+NOT_SUMMED = torch.tensor([0.0, -1.0], dtype=torch.float64)  # kNotSummed
+
 # of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
 ARGUMENTS = {
     "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream"),
@@ -156,6 +159,7 @@ class BackwardFormulas(BackwardModules):
     Attributes:
         rounded: what a kernel does to an operand that it computes: scores and states.
         anchored: whether the flows at the anchors are used.
+        slow_decay: of chunks that decay by less the part through the entering state is not summed by itself.
         segment_chunks: of which sequences are cut into segments.
         row_sums: of the last call's passes by name, whole and inter.
         summed: the gradients for which segments have been summed.
@@ -167,6 +171,7 @@ class BackwardFormulas(BackwardModules):
         self.segment_chunks = 10_000
         self.rounded: Callable[[Tensor], Tensor] = exact
         self.anchored = True
+        self.slow_decay = SLOW_DECAY
         self.states: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
         self.row_sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.summed: set[str] = set()
@@ -345,9 +350,10 @@ class BackwardFormulas(BackwardModules):
                     )
                     for panel, found in enumerate(of_tokens):
                         sums[0][panel, :, :, own] = found
+                    slow = (decay > self.slow_decay)[..., None]
                     for panel, found in enumerate(of_chunks):
                         both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
-                        sums[1][panel, :, :, sequence.slot + chunk] = both
+                        sums[1][panel, :, :, sequence.slot + chunk] = torch.where(slow, NOT_SUMMED, both)
                 if dots is not None:
                     products = value * self.rounded(factor[:, :, own])
                     for dot, of_slice in zip(dots, products.split(slice_width, dim=-1), strict=True):

@@ -343,7 +343,7 @@ def draw_rounded(gate: str, seq: int, forget_bias: float) -> tuple[Any, ...]:
     return arguments(gate, x, last=False, dh=to_bf16(torch.randn_like(x["v"])))
 
 
-@pytest.mark.parametrize("forget_bias", [0.0, 3.0, 12.0])
+@pytest.mark.parametrize("forget_bias", [0.0, 2.0, 3.0, 12.0])
 def test_rounding_noise(forget_bias: float, backward_formulas: Any) -> None:
     """Operands rounded to bf16 where the kernels round them: df within 1e-2 of the truth at S = 4096."""
     given = draw_rounded("exp", 4096, forget_bias)
@@ -356,6 +356,22 @@ def test_rounding_noise(forget_bias: float, backward_formulas: Any) -> None:
     (q_dq, _), (k_dk, _) = (backward_formulas.row_sums[name] for name in ("dq", "dk"))
     summed = (q_dq - k_dk).flip(-1).cumsum(-1).flip(-1) * torch.sigmoid(-given[4])
     assert error(found[4], want[4]) <= error(summed, want[4]) * (0.3 if forget_bias == 0 else 1.1)
+
+
+@pytest.mark.parametrize("forget_bias", [2.0, 3.0, 12.0])
+@pytest.mark.parametrize("gate", GATES)
+def test_sums_of_all_rows_serve_slow_chunks(gate: str, forget_bias: float, backward_formulas: Any) -> None:
+    """Their noise is no larger than that of the parts through the states."""
+    given = draw_rounded(gate, 2048, forget_bias)
+    want = torch.ops.tfla_tk.mlstm_bwd(*given)[4]
+    backward_formulas.rounded = to_bf16
+    found = error(backward_formulas(*given)[4], want)
+    squares = [backward_formulas.row_sums[name][1][..., 1] for name in ("dq", "dk")]
+    assert all((x < 0).any() for x in squares)
+    backward_formulas.slow_decay = math.inf
+    assert found <= 1.1 * error(backward_formulas(*given)[4], want)
+    squares = [backward_formulas.row_sums[name][1][..., 1] for name in ("dq", "dk")]
+    assert not any((x < 0).any() for x in squares)
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -127,10 +127,10 @@ def test_the_state_decays_before_its_update(compiled: Any) -> None:
 
 
 def test_the_update_is_spread(compiled: Any) -> None:
-    """Half of it is issued before values^T scores^T, over 16 tokens a group."""
+    """Half of it is issued before values^T scores^T, its last part behind that; 16 tokens a group."""
     for kernel in kernels_named(compiled, "mlstm_pass"):
         for block in walk_blocks(kernel):
-            assert block.groups == ["update", "update", "values", "update", "update"]
+            assert block.groups == ["update"] * 2 + ["values"] * 2 + ["update"] + ["values"] * 2 + ["update"]
 
 
 def test_the_output_stands_under_the_update(compiled: Any) -> None:
@@ -143,8 +143,7 @@ def test_the_output_stands_under_the_update(compiled: Any) -> None:
         for block in walk_blocks(kernel):
             # and those of two units of eight values each
             assert block.before_values["FMUL"] >= OUTPUT_REGISTERS + 8
-            # and those of the update's own
-            assert block.before_values["LDSM"] >= 1 + FRAGMENTS * of_sums
+            assert block.before_values["LDSM"] >= FRAGMENTS * of_sums
             assert block.after_values["STSM"] == FRAGMENTS
             assert block.after_values["SHFL"] == (14 + 2 * 2) * of_sums
 
