@@ -274,7 +274,8 @@ __global__ __launch_bounds__(kGatesThreads,
     if (chunk < tile.chunks) {
         ChunkFlow flow{sum_slices(g, tile, g.q_dq, chunk), sum_slices(g, tile, g.k_dk, chunk),
                        forgets_all_before<kSigmoid>(g, tile, chunk, i, f)};
-        if (!flow.received.is_summed() || !flow.sent.is_summed()) flow = {sum_tokens(q), sum_tokens(k), false};
+        if (!flow.received.is_summed() || !flow.sent.is_summed())
+            flow = {sum_tokens(q), sum_tokens(k), false};
         if (fresh_laneid() == 0) flows[chunk] = flow;
     }
     if (chunk < 2) {

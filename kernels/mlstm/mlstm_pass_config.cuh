@@ -267,8 +267,8 @@ template <class C> struct PassMemory {
     semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
     semaphore out_ready[C::kOutStages][C::kStateWarpgroups];
     semaphore out_free[C::kOutStages][C::kStateWarpgroups];  // where there is no factor
-    semaphore tail_landed, factor_tail_landed;  // a tile whose last rows are still to be zeroed
-    int steps_stored;       // by the share before, which tells
+    semaphore tail_landed, factor_tail_landed;               // a tile whose last rows are still to be zeroed
+    int steps_stored;                                        // by the share before, which tells
 
     // Every warp that reads a buffer arrives on its *_free barrier.
     __device__ inline void init_barriers() {

@@ -1,4 +1,5 @@
-// Producer warpgroup of the mLSTM backward's passes, but for the gradient and its factor: TMA loads, gate scan.
+// Producer warpgroup of the mLSTM backward's passes, but for the gradient and its factor: TMA loads, gate
+// scan.
 #pragma once
 
 #include "mlstm_pass_config.cuh"

@@ -103,8 +103,7 @@ __device__ inline void store_row_sums(const PassGlobals& g, const PassMemory<C>&
         inter.value = warp_sum((x.x + x.y) + (x.z + x.w));
         inter.squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
     }
-    if (t == 0)
-        g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = inter;
+    if (t == 0) g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = inter;
 }
 
 template <class C> __device__ inline void make_pass_scores(const PassGlobals& g, PassMemory<C>& smem) {

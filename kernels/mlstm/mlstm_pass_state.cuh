@@ -106,7 +106,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     auto panel_of = [&](int block) { return C::panel(block, warpgroup_id); };
 
     rt_fl<16, C::kPart> state[C::kBlocks][C::kParts];
-    rt_fl<16, kChunk> out;  // of one block
+    rt_fl<16, kChunk> out;                              // of one block
     rt<T, 16, 16> value_fragments[C::kValueFragments];  // of the values
     rt<T, 16, 16> fragments[C::kFragments];             // of the state or of scaled values
 
@@ -186,7 +186,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         return smem.sums[slot][warpgroup_id];
     };
     auto sum_inter = [&](int block, int step) {
-        float(&sums)[128] = row_sums(block, step).inter;
+        float (&sums)[128] = row_sums(block, step).inter;
         sums[fresh_thread() % 128] = all_dots<T>(out, out_columns(block, step));
     };
     auto sum_rows = [&](int block, int step, bool slow) {
