@@ -68,7 +68,7 @@ class RowSums(NamedTuple):
     Attributes:
         whole: of every token, [B, NH, S].
         inter: of every chunk the part through the state that entered it: the sum of its summands and of their
-            squares, [B, NH, slots, 2]; squares below 0 where it was not summed by itself (kNotSummed).
+            squares, [B, NH, slots, 2]; where that is inf (kNotSummed) the squares of some of them.
     """
 
     whole: Tensor
@@ -142,11 +142,11 @@ def _dlog_f(
     forgets = []
     for number, x in enumerate(pieces):
         weight = (log_i[:, :, x] - log_f[:, :, x].cumsum(-1)).amax(-1) / math.log(2)
-        summed = (received[number][..., 1] >= 0) & (sent[number][..., 1] >= 0)
+        summed = (received[number][..., 0] != math.inf) & (sent[number][..., 0] != math.inf)
         for sums, own in ((q_dq, received), (k_dk, sent)):  # else the sums of all rows serve as well
-            rows = sums.whole[:, :, x]
-            of_rows = torch.stack([rows.sum(-1), rows.square().sum(-1)], dim=-1)
-            own[number] = torch.where(summed[..., None], own[number], of_rows)
+            value, squares = own[number].unbind(-1)
+            value = torch.where(summed, value, sums.whole[:, :, x].sum(-1))
+            own[number] = torch.stack([value, squares], dim=-1)
         forgets.append(summed & (weight - (0.0 if chunk_m is None else chunk_m[:, :, number]) > FORGOTTEN))
 
     known = [flow_start, *(anchors.get(c) for c in range(1, len(pieces))), flow_end]

@@ -20,9 +20,10 @@
 // noise, whose variance is taken to be proportional to the squares of what was added up since.
 //
 // Where a chunk decays slowly (kSlowDecay of mlstm_pass_gates.cuh) the passes do not sum received_c and
-// sent_c by themselves: the sums of all its rows take their places. Both then contain what the chunk's tokens
-// send to one another, the same number, and through_c is less by it, which the equations do not notice. Such
-// a chunk forgets nothing, and noise is no less without that number, since the passes round it alike.
+// sent_c: the sums of all its rows take their places. Both then contain what the chunk's tokens send to one
+// another, the same number, and through_c is less by it, which the equations do not notice. It brings no
+// noise, since the passes round it alike; so the noise is still that of the parts through the states, of
+// which the passes give the squares of 16 tokens.
 //
 //   mlstm_bwd_flows    where there are states: F_0 and F_T
 //   mlstm_bwd_gates    one CTA for the chunks from one anchor to the next, one warp for each of them
@@ -150,11 +151,6 @@ __device__ inline FlowSum sum_slices(const GatesGlobals& g, const Tile& tile, co
     return {warp_sum(sum.value), warp_sum(sum.squares)};
 }
 
-// Of all rows of a chunk, which a warp has, by itself where they are not summed through a state.
-__device__ inline FlowSum sum_tokens(float2 rows) {
-    return {warp_sum(rows.x + rows.y), warp_sum(rows.x * rows.x + rows.y * rows.y)};
-}
-
 // Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
 // Without stabiliser no token has had a weight above 1.
 template <bool kSigmoid>
@@ -274,8 +270,10 @@ __global__ __launch_bounds__(kGatesThreads,
     if (chunk < tile.chunks) {
         ChunkFlow flow{sum_slices(g, tile, g.q_dq, chunk), sum_slices(g, tile, g.k_dk, chunk),
                        forgets_all_before<kSigmoid>(g, tile, chunk, i, f)};
-        if (!flow.received.is_summed() || !flow.sent.is_summed())
-            flow = {sum_tokens(q), sum_tokens(k), false};
+        if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
+            flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
+            flow.forgets = false;
+        }
         if (fresh_laneid() == 0) flows[chunk] = flow;
     }
     if (chunk < 2) {

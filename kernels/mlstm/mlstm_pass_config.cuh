@@ -236,7 +236,7 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
 };
 
 // Sums of out . factor by a state warpgroup, to be added up: per token by its warps, each over its own 16
-// columns, and of a whole chunk by its threads, but of a slow one.
+// columns, and of a whole chunk, or of 16 tokens of a slow one, by its threads.
 struct alignas(16) PartialSums {
     float whole[4][kChunk], inter[128];
     bool slow;

@@ -18,8 +18,8 @@ struct PassSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
-// Log2. Where a chunk decays by less, the part of its row sums through the entering state is not summed by
-// itself (mlstm_bwd_gates.cuh).
+// Log2. Where a chunk decays by less, the part of its row sums through the entering state is not summed
+// (mlstm_bwd_gates.cuh).
 constexpr float kSlowDecay = -12.f;
 
 // What the GEMM warpgroups read of one chunk.

@@ -97,13 +97,12 @@ __device__ inline void store_row_sums(const PassGlobals& g, const PassMemory<C>&
         g.whole[panel * g.whole_stride + task.row + chunk * kChunk + t] =
             (sums.whole[0][t] + sums.whole[1][t]) + (sums.whole[2][t] + sums.whole[3][t]);
     if (t >= 32) return;  // one warp of the two
-    FlowSum inter = kNotSummed;
-    if (!sums.slow) {
-        const float4 x = reinterpret_cast<const float4*>(sums.inter)[t];
-        inter.value = warp_sum((x.x + x.y) + (x.z + x.w));
-        inter.squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
-    }
-    if (t == 0) g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = inter;
+    const float4 x = reinterpret_cast<const float4*>(sums.inter)[t];
+    const float value = warp_sum((x.x + x.y) + (x.z + x.w));
+    const float squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
+    if (t == 0)
+        g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = {
+            sums.slow ? kNotSummed : value, squares};
 }
 
 template <class C> __device__ inline void make_pass_scores(const PassGlobals& g, PassMemory<C>& smem) {

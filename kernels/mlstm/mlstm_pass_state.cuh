@@ -65,11 +65,12 @@ __device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, uint3
     *reinterpret_cast<float2*>(&sums[2 * fresh_laneid()]) = sum;
 }
 
-// This lane's part of the sum of all of out . factor^T.
-template <class T, class Tile> __device__ inline float all_dots(const Tile& out, uint32_t address) {
+// This lane's part of the sum of out . factor^T over kTiles times 16 columns, from 16 kFirst on.
+template <class T, int kFirst, int kTiles, class Tile>
+__device__ inline float sum_dots(const Tile& out, uint32_t address) {
     float sum = 0.f;
 #pragma unroll
-    for (int j = 0; j < Tile::width; j++) {
+    for (int j = kFirst; j < kFirst + kTiles; j++) {
         const Products products(out, load_factor<T>(address, j), j);
         sum += (products.x[0].x + products.x[0].y) + (products.x[1].x + products.x[1].y);
     }
@@ -179,20 +180,19 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         else
             wait_free(smem.out_free[slot][warpgroup_id], phase);
     };
-    auto row_sums = [&](int block, int step) -> PartialSums& {
-        const auto [slot, phase] = C::tile(step);
-        wait_out(block, step);
-        wait_free(smem.row_sums_free[slot], phase);
-        return smem.sums[slot][warpgroup_id];
+    // Of a slow chunk the 16 tokens next to the state that enters, for their squares.
+    auto sum_inter = [&](int block, int step, bool slow) {
+        constexpr int kNext = C::kBackward ? decltype(out)::width - 1 : 0;
+        PartialSums& sums = smem.sums[C::tile(step).slot][warpgroup_id];
+        const uint32_t columns = out_columns(block, step);
+        const int thread = fresh_thread() % 128;
+        sums.inter[thread] =
+            slow ? sum_dots<T, kNext, 1>(out, columns) : sum_dots<T, 0, decltype(out)::width>(out, columns);
+        if (thread == 0) sums.slow = slow;
     };
-    auto sum_inter = [&](int block, int step) {
-        float (&sums)[128] = row_sums(block, step).inter;
-        sums[fresh_thread() % 128] = all_dots<T>(out, out_columns(block, step));
-    };
-    auto sum_rows = [&](int block, int step, bool slow) {
-        PartialSums& sums = row_sums(block, step);
-        column_dots<T>(sums.whole[warp()], out, out_columns(block, step));
-        if (fresh_thread() % 128 == 0) sums.slow = slow;
+    auto sum_rows = [&](int block, int step) {
+        column_dots<T>(smem.sums[C::tile(step).slot][warpgroup_id].whole[warp()], out,
+                       out_columns(block, step));
     };
 
     // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
@@ -313,8 +313,11 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 add_outer(out, float2{n[0], n[8]}, gates.norm_query);
             }
             update(1);
-            if constexpr (C::kNormalizer)
-                if (!gates.slow) sum_inter(block, step);
+            if constexpr (C::kNormalizer) {
+                wait_out(block, step);
+                wait_free(smem.row_sums_free[slot], phase);
+                sum_inter(block, step, gates.slow);
+            }
             if (block == 0) wait(smem.scores_ready[slot], phase);
             issue_intra(step, 0);
             issue_intra(step, 1);
@@ -343,7 +346,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             for (auto& a : value_fragments) pin(a);
             if (last_block) arrive_warp(smem.values_free[slot]);
             if constexpr (C::kNormalizer)
-                sum_rows(block, step, gates.slow);  // under the update
+                sum_rows(block, step);  // under the update
             else
                 wait_out(block, step);
             store_transposed<T>(out_columns(block, step), out);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace tfla_tk {
 
@@ -59,13 +60,11 @@ constexpr int kAnchorChunks = 8;
 // slots apart, also across packed sequences, each of which begins without an anchor.
 inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
 
-// A sum over one chunk, and the squares of its parts.
+// A sum over one chunk, and the squares of its parts; where it is kNotSummed, those of some of its parts.
 struct FlowSum {
     float value, squares;
-
-    constexpr bool is_summed() const { return !(squares < 0.f); }
 };
-constexpr FlowSum kNotSummed{0.f, -1.f};
+constexpr float kNotSummed = std::numeric_limits<float>::infinity();
 
 // What all kernels of a forward read.
 struct MlstmFwdWalk {

@@ -39,7 +39,7 @@ from .addresses import (
 )
 
 SLOW_DECAY = 2.0**-12  # kSlowDecay
-NOT_SUMMED = torch.tensor([0.0, -1.0], dtype=torch.float64)  # kNotSummed
+SLOW_TOKENS = 16  # of a slow chunk, whose squares are summed
 
 # of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
 ARGUMENTS = {
@@ -353,7 +353,10 @@ class BackwardFormulas(BackwardModules):
                     slow = (decay > self.slow_decay)[..., None]
                     for panel, found in enumerate(of_chunks):
                         both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
-                        sums[1][panel, :, :, sequence.slot + chunk] = torch.where(slow, NOT_SUMMED, both)
+                        next_to_state = found[..., :SLOW_TOKENS] if forward else found[..., -SLOW_TOKENS:]
+                        squares = next_to_state.square().sum(-1)
+                        not_summed = torch.stack([torch.full_like(squares, math.inf), squares], -1)
+                        sums[1][panel, :, :, sequence.slot + chunk] = torch.where(slow, not_summed, both)
                 if dots is not None:
                     products = value * self.rounded(factor[:, :, own])
                     for dot, of_slice in zip(dots, products.split(slice_width, dim=-1), strict=True):
