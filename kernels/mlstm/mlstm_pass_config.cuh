@@ -260,7 +260,7 @@ template <class C> struct PassMemory {
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
     semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
     semaphore scores_ready[C::kTiling.stages], scores_free[C::kTiling.stages];
-    semaphore row_sums_free[C::kTiling.stages];  // ready they are when the scores are free
+    semaphore row_sums_free[C::kTiling.stages];  // the sums are there when the scores are free
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     semaphore sums_ready[2], sums_free[2];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];

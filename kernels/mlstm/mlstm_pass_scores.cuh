@@ -108,7 +108,8 @@ __device__ inline void store_row_sums(const PassGlobals& g, const PassMemory<C>&
 template <class C> __device__ inline void make_pass_scores(const PassGlobals& g, PassMemory<C>& smem) {
     using T = typename C::T;
     constexpr int kSteps = C::kPart / 16;
-    // Steps that the state is behind at most, once the scores' place is free again: its row sums are there.
+    // When the place for a step's scores is free, the state has done the step so many before it, and its
+    // sums.
     constexpr int kBehind = C::kTiling.stages;
     const int chunks = smem.task.chunks;
     rt_fl<16, kChunk> scores;
