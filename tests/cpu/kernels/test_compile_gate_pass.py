@@ -134,18 +134,27 @@ def test_the_update_is_spread(compiled: Any) -> None:
 
 
 def test_the_output_stands_under_the_update(compiled: Any) -> None:
-    """Before values^T scores^T its scaling, and with dq and dk the loads of the factor for its entering sum.
-    After it its staging, and with dq and dk its row sums: 14 exchanges, and two for each of a lane's two rows
-    of n.
+    """Before values^T scores^T its scaling, and with dq and dk the loads of the factor for its entering sum,
+    of a whole chunk or of 16 tokens of a slow one. After it the last tokens of the values, its staging, and
+    with dq and dk its row sums: the factor again, 14 exchanges, and two for each of a lane's two rows of n.
     """
     for kernel in kernels_named(compiled, "mlstm_pass"):
         of_sums = kernel.gradient != "dv"
         for block in walk_blocks(kernel):
             # and those of two units of eight values each
             assert block.before_values["FMUL"] >= OUTPUT_REGISTERS + 8
-            assert block.before_values["LDSM"] >= FRAGMENTS * of_sums
+            assert block.before_values["LDSM"] >= (FRAGMENTS + 1) * of_sums
+            assert block.after_values["LDSM"] >= 1 + FRAGMENTS * of_sums
             assert block.after_values["STSM"] == FRAGMENTS
             assert block.after_values["SHFL"] == (14 + 2 * 2) * of_sums
+
+
+def test_values_are_loaded_once(compiled: Any) -> None:
+    """Into registers, for both GEMMs that they are an operand of; the rest are loads of the factor."""
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        loads = sum(opcode.startswith("LDSM") for opcode, _ in kernel.instructions)
+        of_factor = 0 if kernel.gradient == "dv" else FRAGMENTS + 1 + FRAGMENTS
+        assert loads == blocks_of(kernel.slice_v) * STEPS + of_factor
 
 
 def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
