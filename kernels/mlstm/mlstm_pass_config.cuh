@@ -239,7 +239,7 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
 // columns, and of a whole chunk, or of 16 tokens of a slow one, by its threads.
 struct alignas(16) PartialSums {
     float whole[4][kChunk], inter[128];
-    bool slow;
+    float slow;  // as in PassStage
 };
 
 // All shared memory of a CTA.

@@ -18,9 +18,14 @@ struct PassSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
-// Log2. Where a chunk decays by less, the part of its row sums through the entering state is not summed
-// (mlstm_bwd_gates.cuh).
+// Log2. Where a chunk of 64 tokens decays by less, the part of its row sums through the entering state is not
+// summed (mlstm_bwd_gates.cuh): 16 tokens, each with an equal share of the decay, tell what the squares of
+// all would be.
 constexpr float kSlowDecay = -12.f;
+__device__ inline float squares_of_all(float decay) {
+    const float fading = exp2f(.5f * decay);  // of squares, over 16 tokens
+    return (1.f + fading) * (1.f + fading * fading);
+}
 
 // What the GEMM warpgroups read of one chunk.
 struct alignas(16) PassStage {
@@ -31,7 +36,7 @@ struct alignas(16) PassStage {
     float norm_query[kChunk];                // of what a query gets from n
     float norm_key[kChunk];                  // of what a key adds to n
     float decay;                             // of the state and of n, 1 where it is owed
-    bool slow;                               // the chunk decays by less than kSlowDecay
+    float slow;                              // squares_of_all of a slow chunk, else 0
 };
 
 // s W_tj / w_t of a score.
@@ -54,11 +59,11 @@ __device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f,
     write_pairs(&out.sends[2 * lane], a.x + log2_scale, a.y + log2_scale);
 }
 
-// The second warp's part. owed: of the state, with `settle` nothing after this chunk. m_in: of the chunk.
-// log2_w, e: of the lane's two tokens.
+// The second warp's part. owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens.
+// m_in: of the chunk. log2_w, e: of the lane's two tokens.
 template <bool kSigmoid, bool kBackward, class T>
 __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, OwedDecay<T>& owed, bool settle,
-                                        FloatPair m_in, float2 log2_w, float2 e, float scale) {
+                                        bool whole, FloatPair m_in, float2 log2_w, float2 e, float scale) {
     const int lane = fresh_laneid();
     auto write_pair = [&](float (&values)[kChunk], float x, float y) {
         *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
@@ -68,7 +73,10 @@ __device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, Ow
         kSigmoid ? sums.b[kChunk / 2 - 1].y : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
     const float chunk_decay = rounded_sum(m_in, end);
     const float debt_before = owed.log2, decay = owed.add(chunk_decay, settle);
-    if (lane == 0) out.decay = decay, out.slow = chunk_decay > kSlowDecay;
+    if (lane == 0) {
+        out.decay = decay;
+        out.slow = whole && chunk_decay > kSlowDecay ? squares_of_all(chunk_decay) : 0.f;
+    }
     // what reads the state comes before the decay, what is added to it after
     const float of_sent = kBackward ? debt_before : -owed.log2;
     const float of_received = kBackward ? -owed.log2 : debt_before;

@@ -73,7 +73,8 @@ __device__ inline void scale_gates(const PassGlobals& g, PassMemory<C>& smem) {
         const auto stage = C::gate_stage(step);
         wait(smem.sums_ready[sums.slot], sums.phase);  // after gates_free, on which the sums wait
         scale_pass_gates<kSigmoid, C::kBackward>(smem.gates[stage.slot], smem.gate_sums[sums.slot], owed,
-                                                 settles(step), m_in, log2_w, e, g.scale);
+                                                 settles(step), (chunk + 1) * kChunk <= task.tokens, m_in,
+                                                 log2_w, e, g.scale);
         arrive_warp(smem.sums_free[sums.slot]);
         arrive_warp(smem.gates_ready[stage.slot]);
     }

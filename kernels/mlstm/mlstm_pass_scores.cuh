@@ -101,8 +101,8 @@ __device__ inline void store_row_sums(const PassGlobals& g, const PassMemory<C>&
     const float value = warp_sum((x.x + x.y) + (x.z + x.w));
     const float squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
     if (t == 0)
-        g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] = {
-            sums.slow ? kNotSummed : value, squares};
+        g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] =
+            sums.slow > 0.f ? FlowSum{kNotSummed, sums.slow * squares} : FlowSum{value, squares};
 }
 
 template <class C> __device__ inline void make_pass_scores(const PassGlobals& g, PassMemory<C>& smem) {

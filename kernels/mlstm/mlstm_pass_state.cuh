@@ -181,13 +181,13 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             wait_free(smem.out_free[slot][warpgroup_id], phase);
     };
     // Of a slow chunk the 16 tokens next to the state that enters, for their squares.
-    auto sum_inter = [&](int block, int step, bool slow) {
+    auto sum_inter = [&](int block, int step, float slow) {
         constexpr int kNext = C::kBackward ? decltype(out)::width - 1 : 0;
         PartialSums& sums = smem.sums[C::tile(step).slot][warpgroup_id];
         const uint32_t columns = out_columns(block, step);
         const int thread = fresh_thread() % 128;
         sums.inter[thread] =
-            slow ? sum_dots<T, kNext, 1>(out, columns) : sum_dots<T, 0, decltype(out)::width>(out, columns);
+            slow > 0.f ? sum_dots<T, kNext, 1>(out, columns) : sum_dots<T, 0, decltype(out)::width>(out, columns);
         if (thread == 0) sums.slow = slow;
     };
     auto sum_rows = [&](int block, int step) {

@@ -350,11 +350,13 @@ class BackwardFormulas(BackwardModules):
                     )
                     for panel, found in enumerate(of_tokens):
                         sums[0][panel, :, :, own] = found
-                    slow = (decay > self.slow_decay)[..., None]
+                    slow = (decay > self.slow_decay)[..., None] & (key.shape[-2] == CHUNK)
                     for panel, found in enumerate(of_chunks):
                         both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
                         next_to_state = found[..., :SLOW_TOKENS] if forward else found[..., -SLOW_TOKENS:]
-                        squares = next_to_state.square().sum(-1)
+                        fading = decay.sqrt()  # of squares, over 16 tokens
+                        of_all = 1 + fading + fading**2 + fading**3
+                        squares = of_all * next_to_state.square().sum(-1)
                         not_summed = torch.stack([torch.full_like(squares, math.inf), squares], -1)
                         sums[1][panel, :, :, sequence.slot + chunk] = torch.where(slow, not_summed, both)
                 if dots is not None:
