@@ -12,7 +12,8 @@ using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and 
 using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
 using DotsTuple = std::array<std::int64_t, 4>;     // pointer, from one slice to the next, slices, of a part
-using FactorsTuple = std::array<std::int64_t, 3>;  // pointers to log2_w and e, from one part's e to the next
+// pointers to log2_w, or 0, and e, from one part's e to the next
+using FactorsTuple = std::array<std::int64_t, 3>;
 
 tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
     return {pointer(x[0]), reinterpret_cast<const tfla_tk::FlowSum*>(x[1]), static_cast<int>(x[2])};
@@ -28,8 +29,31 @@ tfla_tk::StateGradient state(const StateTuple& x) {
     return {pointer(x[0]), pointer(x[1]), pointer(x[2]), pointer(x[3])};
 }
 
+tfla_tk::RowNorms row_norms(const Pair& rows, float eps) { return {pointer(rows[0]), pointer(rows[1]), eps}; }
+
 tfla_tk::RowFactorPointers row_factors(const Pair& rows, const FactorsTuple& factors, float eps) {
-    return {pointer(rows[0]), pointer(rows[1]), pointer(factors[0]), pointer(factors[1]), factors[2], eps};
+    return {row_norms(rows, eps), pointer(factors[0]), pointer(factors[1]), factors[2]};
+}
+
+void mlstm_bwd_scan(const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f, const Pair& rows,
+                    std::int64_t chunk_m, std::int64_t gates, const OffsetsTuple& offsets,
+                    const std::array<int, 3>& sizes, float eps, float scale, bool sigmoid_gate, int device,
+                    std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdScanParams params{tfla_tk::gate(i),
+                                             tfla_tk::gate(f),
+                                             row_norms(rows, eps),
+                                             reinterpret_cast<const double*>(chunk_m),
+                                             reinterpret_cast<tfla_tk::ChunkGates*>(gates),
+                                             reinterpret_cast<const void*>(offsets[0]),
+                                             offsets[1] != 0,
+                                             static_cast<int>(offsets[2]),
+                                             sizes[0],
+                                             sizes[1],
+                                             sizes[2],
+                                             scale,
+                                             sigmoid_gate,
+                                             device};
+    tfla_tk::mlstm_bwd_scan(params, reinterpret_cast<void*>(stream));
 }
 
 void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple& h, const Pair& rows,
@@ -111,6 +135,13 @@ void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const A
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     m.def(
+        "mlstm_bwd_scan", &mlstm_bwd_scan, py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("chunk_m"),
+        py::arg("gates"), py::arg("offsets"), py::arg("sizes"), py::arg("eps"), py::arg("scale"),
+        py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
+        "Launches the gates of every chunk as the passes take them. rows: row_n, row_m; sizes: batch, heads, "
+        "seq.");
+    m.def("chunk_gates_bytes", &tfla_tk::chunk_gates_bytes, "Bytes of one chunk's.");
+    m.def(
         "mlstm_bwd_rows", &mlstm_bwd_rows, py::arg("dh"), py::arg("h"), py::arg("rows"), py::arg("factors"),
         py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
         "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e, e_stride; sizes: batch, "
@@ -118,7 +149,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def(
         "mlstm_bwd_factors", &mlstm_bwd_factors, py::arg("dots"), py::arg("rows"), py::arg("factors"),
         py::arg("count"), py::arg("eps"), py::arg("device"), py::arg("stream"),
-        "Launches log2 w and e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
+        "Launches e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
         "and number of its slices, slices of a part of V; rows, factors: as in mlstm_bwd_rows; count: of the "
         "rows.");
     m.def("mlstm_bwd_combine", &mlstm_bwd_combine, py::arg("boundaries"), py::arg("norm_parts"),

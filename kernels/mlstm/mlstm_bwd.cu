@@ -1,12 +1,13 @@
-// The small kernels around the passes of the mLSTM backward: what the passes need per row, what arrives at
-// the segments of cut sequences, and the gradients of the gates from what the passes leave. No matrix
-// product, so one instance serves all head dims.
+// The small kernels around the passes of the mLSTM backward: what the passes need per chunk and per row, what
+// arrives at the segments of cut sequences, and the gradients of the gates from what the passes leave. No
+// matrix product, so one instance serves all head dims.
 #include <algorithm>
 #include <cmath>
 
 #include "mlstm_bwd_combine.cuh"
 #include "mlstm_bwd_gates.cuh"
 #include "mlstm_bwd_rows.cuh"
+#include "mlstm_bwd_scan.cuh"
 #include "tfla_tk/launch.cuh"
 
 namespace tfla_tk::mlstm {
@@ -29,11 +30,28 @@ template <class Pair> void run_rows(const MlstmBwdRowsParams& p, cudaStream_t st
         launch_rows<Pair, 32>(p, stream);
 }
 
-template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t stream) {
-    constexpr int kTokens = kAnchorChunks * kChunk;
-    const int slots = chunk_slots(p.seq, p.sequences, p.offsets != nullptr);
+template <class Params> TileGlobals tile_globals(const Params& p) {
+    constexpr int kTokens = kTileWarps * kChunk;
     const int tiles = p.offsets ? p.sequences + p.seq / kTokens : p.batch * ((p.seq + kTokens - 1) / kTokens);
-    const GatesGlobals g{p.q_dq,
+    return {{p.offsets, p.wide_offsets, p.sequences, tiles, kTileWarps},
+            p.batch,
+            p.heads,
+            p.seq,
+            chunk_slots(p.seq, p.sequences, p.offsets != nullptr)};
+}
+
+template <bool kSigmoid> void run_scan(const MlstmBwdScanParams& p, cudaStream_t stream) {
+    const ScanGlobals g{
+        tile_globals(p), p.i,     p.f,     p.norms,
+        p.chunk_m,       p.gates, p.scale, high_and_low(std::log2(static_cast<double>(p.scale)))};
+    launch<mlstm_bwd_scan_kernel<kSigmoid>>(g, g.cut.segments * g.heads, kTileThreads, p.device, stream,
+                                            "mlstm_bwd_scan");
+}
+
+template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t stream) {
+    const TileGlobals tiles = tile_globals(p);
+    const GatesGlobals g{tiles,
+                         p.q_dq,
                          p.k_dk,
                          p.anchors,
                          p.i,
@@ -44,18 +62,13 @@ template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream
                          p.initial,
                          p.last,
                          static_cast<double*>(p.workspace),
-                         {p.offsets, p.wide_offsets, p.sequences, tiles, kAnchorChunks},
-                         p.batch,
-                         p.heads,
-                         p.seq,
-                         slots,
-                         anchor_slots(slots),
+                         anchor_slots(tiles.slots),
                          static_cast<int64_t>(p.dim_qk) * p.dim_v,
                          p.dim_qk};
     if (p.initial.c || p.initial.n || p.last.c || p.last.n)
-        launch<mlstm_bwd_flows_kernel>(g, 2 * kStateParts * p.sequences * p.heads, kGatesThreads, p.device,
+        launch<mlstm_bwd_flows_kernel>(g, 2 * kStateParts * p.sequences * p.heads, kTileThreads, p.device,
                                        stream, "mlstm_bwd_flows");
-    launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, tiles * p.heads, kGatesThreads, p.device, stream,
+    launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, g.cut.segments * g.heads, kTileThreads, p.device, stream,
                                              "mlstm_bwd_gates");
 }
 
@@ -67,6 +80,14 @@ std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences) {
     return static_cast<std::int64_t>(sequences) * heads * 2 * mlstm::kStateParts * sizeof(double);
 }
 
+std::int64_t chunk_gates_bytes() { return sizeof(ChunkGates); }
+
+void mlstm_bwd_scan(const MlstmBwdScanParams& params, void* stream) {
+    const DeviceGuard guard(params.device, "mlstm_bwd_scan");
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.sigmoid_gate ? mlstm::run_scan<true>(params, s) : mlstm::run_scan<false>(params, s);
+}
+
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_rows");
     const auto s = static_cast<cudaStream_t>(stream);
@@ -76,7 +97,7 @@ void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {
 void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_factors");
     const auto blocks = (params.count + mlstm::kRowsThreads - 1) / mlstm::kRowsThreads;
-    const int parts = std::max(1, (params.slices + params.part_slices - 1) / params.part_slices);
+    const int parts = (params.slices + params.part_slices - 1) / params.part_slices;
     launch<mlstm::mlstm_bwd_factors_kernel>(params, dim3(blocks, parts), mlstm::kRowsThreads, params.device,
                                             static_cast<cudaStream_t>(stream), "mlstm_bwd_factors");
 }

@@ -30,13 +30,12 @@
 #pragma once
 
 #include "kittens.cuh"
+#include "mlstm_bwd_tile.cuh"
 #include "tfla_tk/gates.cuh"
 #include "tfla_tk/params_bwd.h"
-#include "tfla_tk/segments.cuh"
 
 namespace tfla_tk::mlstm {
 
-constexpr int kGatesWarps = kAnchorChunks, kGatesThreads = 32 * kGatesWarps;
 constexpr int kStateParts = 8;  // CTAs that share the flow through one state
 // A state whose weights are this far below those of the chunk's own tokens, in log2, is forgotten: fp32.
 constexpr float kForgotten = 24.f;
@@ -46,7 +45,7 @@ struct ChunkFlow {
     bool forgets;  // all that came before
 };
 
-struct GatesGlobals {
+struct GatesGlobals : TileGlobals {
     RowSums q_dq, k_dk;
     Anchors anchors;
     Gate i, f;
@@ -54,43 +53,8 @@ struct GatesGlobals {
     const double* chunk_m;
     StateGradient initial, last;
     double* state_flows;  // [N, H, 2, kStateParts]: of the initial and of the last state
-    Cut cut;              // segment: tile
-    int batch, heads, seq, slots, anchor_slots;
+    int anchor_slots;
     int64_t state_size, norm_size;  // of c and n of one head
-
-    __device__ inline bool packed() const { return cut.offsets != nullptr; }
-};
-
-// Up to kAnchorChunks chunks of one (sequence, head), the first one behind an anchor or a start.
-struct Tile {
-    int batch, head;
-    int first_row, tokens;    // tokens <= 0: nothing to do
-    int first_chunk, chunks;  // of its sequence
-    int all_chunks;           // of the sequence
-    int slot;                 // of the sequence's first chunk, of chunk_slots
-    int64_t batch_head;       // batch * heads + head
-    int64_t state;            // sequence * heads + head
-
-    // Called by whole warps.
-    __device__ static inline Tile of_block(const GatesGlobals& g, int block) {
-        const int head = block % g.heads;
-        const Segment s = find_segment(g.cut, g.seq, block / g.heads);
-        const int first_chunk = s.number * g.cut.segment_chunks, start = s.first_row - first_chunk * kChunk;
-        const int batch = g.packed() ? 0 : s.sequence;
-        const int length =
-            g.packed() && s.tokens > 0 ? sequence_start(g.cut, g.seq, s.sequence + 1) - start : g.seq;
-        const int before = g.packed() ? start / kChunk + s.sequence : 0;  // slots of earlier sequences
-        return {batch,
-                head,
-                s.first_row,
-                s.tokens,
-                first_chunk,
-                (s.tokens + kChunk - 1) / kChunk,
-                (length + kChunk - 1) / kChunk,
-                before,
-                static_cast<int64_t>(batch) * g.heads + head,
-                static_cast<int64_t>(s.sequence) * g.heads + head};
-    }
 };
 
 __device__ inline void store_gate(const GateGradient& gate, int64_t offset, float x) {
@@ -168,20 +132,20 @@ __device__ inline bool forgets_all_before(const GatesGlobals& g, const Tile& til
 }
 
 // <dC, C> + <dn, n> of one part of one state.
-__global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_flows_kernel(
+__global__ __launch_bounds__(kTileThreads) void mlstm_bwd_flows_kernel(
     const __grid_constant__ GatesGlobals g) {
-    __shared__ double sums[kGatesWarps];
+    __shared__ double sums[kTileWarps];
     const int block = blockIdx.x;
     const int part = block % kStateParts, at_end = block / kStateParts % 2;
     const int64_t state = block / (2 * kStateParts);
     const StateGradient& from = at_end ? g.last : g.initial;
-    const int first = part * kGatesThreads + threadIdx.x;
+    const int first = part * kTileThreads + threadIdx.x;
     double sum = 0.;
     if (from.c) {
         const auto c = reinterpret_cast<const float4*>(from.c + state * g.state_size);
         const auto dc = reinterpret_cast<const float4*>(from.dc + state * g.state_size);
 #pragma unroll 4
-        for (int64_t n = first; n < g.state_size / 4; n += kStateParts * kGatesThreads) {
+        for (int64_t n = first; n < g.state_size / 4; n += kStateParts * kTileThreads) {
             const float4 x = c[n], y = dc[n];
             sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
         }
@@ -192,7 +156,7 @@ __global__ __launch_bounds__(kGatesThreads) void mlstm_bwd_flows_kernel(
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
     if (threadIdx.x >= 32) return;
-    sum = warp_sum(threadIdx.x < kGatesWarps ? sums[threadIdx.x] : 0.);
+    sum = warp_sum(threadIdx.x < kTileWarps ? sums[threadIdx.x] : 0.);
     if (threadIdx.x == 0) g.state_flows[block] = sum;
 }
 
@@ -254,7 +218,7 @@ __device__ inline float2 suffix_sums(float2 x) {
 
 // NOTES: four CTAs per multiprocessor, else ptxas aims at 40 registers and spills.
 template <bool kSigmoid>
-__global__ __launch_bounds__(kGatesThreads,
+__global__ __launch_bounds__(kTileThreads,
                              4) void mlstm_bwd_gates_kernel(const __grid_constant__ GatesGlobals g) {
     __shared__ ChunkFlow flows[kAnchorChunks];
     __shared__ double known[2];

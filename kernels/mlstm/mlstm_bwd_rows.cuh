@@ -1,4 +1,5 @@
-// log2 w_t and e_t of every row, for the passes of the mLSTM backward, from the forward's rows and dh_t.h_t.
+// e_t and log2 w_t of every row, for the passes of the mLSTM backward and their segments, from the forward's
+// rows and dh_t.h_t.
 //
 // mlstm_bwd_rows takes that from dh and h, and is bound by memory: both are read once. A group of lanes takes
 // a row, 16 bytes a lane and load; eight loads of a lane are in flight. mlstm_bwd_factors takes it as the
@@ -13,14 +14,28 @@ namespace tfla_tk::mlstm {
 constexpr int kRowsThreads = 256;
 constexpr float kLog2e = 1.44269504f;
 
-// Of the row `at` and a part of V. dh_h: dh_t.h_t over its columns. NOTES: e^{-m} may be inf; log2 w stays
-// finite, so that no weight becomes inf - inf.
+// Of the row `at`.
+struct RowNorm {
+    float d, log2_floor, floor;
+
+    __device__ inline RowNorm(const RowNorms& rows, int64_t at)
+        : d(rows.row_n[at]),
+          log2_floor(rows.row_m ? -kLog2e * rows.row_m[at] : 0.f),
+          floor(exp2f(log2_floor)) {}
+
+    // NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes inf - inf.
+    __device__ inline float log2_w(float eps) const {
+        const float w = (fabsf(d) <= floor ? floor : fabsf(d)) + eps;  // NaN of d stays
+        return isinf(floor) ? log2_floor : log2f(w);
+    }
+    __device__ inline float e(float dh_h) const { return fabsf(d) > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f; }
+};
+
+// Of the row `at` and a part of V. dh_h: dh_t.h_t over its columns.
 __device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, int part, float dh_h) {
-    const float d = rows.row_n[at], size = fabsf(d);
-    const float log2_floor = rows.row_m ? -kLog2e * rows.row_m[at] : 0.f, floor = exp2f(log2_floor);
-    const float w = (size <= floor ? floor : size) + rows.eps;  // NaN of d stays
-    if (part == 0) rows.log2_w[at] = isinf(floor) ? log2_floor : log2f(w);
-    rows.e[part * rows.e_stride + at] = size > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f;
+    const RowNorm norm(rows.norms, at);
+    if (part == 0 && rows.log2_w) rows.log2_w[at] = norm.log2_w(rows.norms.eps);
+    rows.e[part * rows.e_stride + at] = norm.e(dh_h);
 }
 
 // kLanes lanes share a row of at most 8 * kLanes elements.

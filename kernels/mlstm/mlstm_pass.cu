@@ -3,14 +3,15 @@
 // One CTA owns a (segment of a sequence, head, slice of the values, share of the keys) and walks it in chunks
 // of 64 tokens, for dq forward and for dk and dv backward in time; the transposed state stays in registers in
 // fp32. Per chunk:
-//   producer   TMA of the tiles into rings; two warps scan the gates ahead (mlstm_pass_gates.cuh), one loads
-//              the factor and stores O^T (mlstm_pass_output.cuh)
+//   producer   TMA of the tiles into rings; one warp puts the gates into the state's units
+//              (mlstm_pass_gates.cuh), one loads the factor and stores O^T, one adds up row sums
+//              (mlstm_pass_output.cuh)
 //   scores     S = Q K^T; (S + e) . gate into shared memory; for dv, on request, row sums of values . factor
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
 //              row sums of O^T . factor; O^T into the factor's place
 // Where sequences are cut, mlstm_pass_segments.cuh made what each segment begins with. Equations:
 // docs/mlstm-backward.md.
-#include <cmath>
+#include <stdexcept>
 
 #include "mlstm_pass_config.cuh"
 #include "mlstm_pass_output.cuh"
@@ -46,11 +47,11 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         if (warp == 0)
             load_pass_tiles(g, smem);
         else if (warp == 1)
-            g.sigmoid_gate ? sum_gates<C, true>(g, smem) : sum_gates<C, false>(g, smem);
+            feed_gates(g, smem);
         else if (warp == 2)
-            g.sigmoid_gate ? scale_gates<C, true>(g, smem) : scale_gates<C, false>(g, smem);
-        else
             load_factor_and_store_outputs(g, smem);
+        else if constexpr (C::kNormalizer)
+            store_row_sums(g, smem);
     } else if (warpgroup_id == 1) {
         set_registers<kRegisters.scores, kThreads, kCtas>();
         make_pass_scores(g, smem);
@@ -71,12 +72,8 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
     };
     return {map(p.keys, p.dim_keys),
             map(p.values, p.dim_values),
-            p.i,
-            p.f,
-            p.log2_w,
             p.e,
             p.e_stride,
-            p.chunk_m,
             p.boundaries,
             p.cut,
             p.batch,
@@ -87,10 +84,7 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
             p.dim_values,
             C::kGradient == Gradient::dv ? p.dim_values : p.dim_keys,
             shares(p.dim_keys),
-            slices(p.dim_values),
-            p.scale,
-            high_and_low(std::log2(static_cast<double>(p.scale))),
-            p.sigmoid_gate};
+            slices(p.dim_values)};
 }
 
 template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
@@ -103,6 +97,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     };
     const WalkGlobals common = walk_globals<C>(walk);
     const PassGlobals g{common,
+                        p.gates,
                         map(p.queries, walk.dim_keys, kChunk),
                         map(p.factor, walk.dim_values, kChunk),
                         map(p.out, walk.dim_values, kBoxRows),
@@ -135,19 +130,20 @@ template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t st
         throw std::runtime_error("mlstm_pass: this instance makes dv alone");
 }
 
-template <class T, Gradient kGradient> void run_segments(const PassWalk& p, cudaStream_t stream) {
+template <class T, Gradient kGradient> void run_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
     using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
-    const WalkGlobals g = walk_globals<C>(p);
-    const DeviceGuard guard(p.device, "mlstm_pass_segments");
+    const PassWalk& walk = p.walk;
+    const SegmentsGlobals g{walk_globals<C>(walk), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.sigmoid_gate};
+    const DeviceGuard guard(walk.device, "mlstm_pass_segments");
     launch<mlstm_pass_segments_kernel<C>, sizeof(SegmentsMemory<C>)>(
-        g, p.cut.segments * p.heads * g.slices * g.shares, C::kThreads, p.device, stream,
+        g, walk.cut.segments * walk.heads * g.slices * g.shares, C::kThreads, walk.device, stream,
         "mlstm_pass_segments");
 }
 
-template <class T> void run_segments(const PassWalk& p, cudaStream_t stream) {
+template <class T> void run_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
     if constexpr (pass_serves(TFLA_SLICE, Gradient::dq)) {
-        if (p.gradient == Gradient::dq) return run_segments<T, Gradient::dq>(p, stream);
-        if (p.gradient == Gradient::dk) return run_segments<T, Gradient::dk>(p, stream);
+        if (p.walk.gradient == Gradient::dq) return run_segments<T, Gradient::dq>(p, stream);
+        if (p.walk.gradient == Gradient::dk) return run_segments<T, Gradient::dk>(p, stream);
     }
     throw std::runtime_error("mlstm_pass_segments: this instance has none for this gradient");
 }
@@ -174,10 +170,10 @@ void mlstm_pass(const MlstmPassParams& params, void* stream) {
                      : mlstm::run_mlstm_pass<kittens::bf16>(params, s);
 }
 
-void mlstm_pass_segments(const PassWalk& params, void* stream) {
+void mlstm_pass_segments(const MlstmSegmentsParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    params.half ? mlstm::run_segments<kittens::half>(params, s)
-                : mlstm::run_segments<kittens::bf16>(params, s);
+    params.walk.half ? mlstm::run_segments<kittens::half>(params, s)
+                     : mlstm::run_segments<kittens::bf16>(params, s);
 }
 
 }  // namespace tfla_tk

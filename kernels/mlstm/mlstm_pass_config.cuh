@@ -3,6 +3,7 @@
 
 #include "kittens.cuh"
 #include "mlstm_pass_gates.cuh"
+#include "mlstm_pass_norm.cuh"
 #include "tfla_tk/begin_task.cuh"
 #include "tfla_tk/params_pass.h"
 #include "tfla_tk/segments.cuh"
@@ -16,18 +17,13 @@ using namespace kittens;
 // What a pass and its segments kernel read; fields as in PassWalk of params_pass.h.
 struct WalkGlobals {
     TensorMap keys, values;
-    Gate i, f;
-    const float *log2_w, *e;
+    const float* e;
     int64_t e_stride;
-    const double* chunk_m;
     Boundaries boundaries;
     Cut cut;
     int batch, heads, seq, slots, dim_keys, dim_values;
     int state_columns;  // V of the states [K, V]
     int shares, slices;
-    float scale;
-    FloatPair log2_scale;
-    bool sigmoid_gate;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 
@@ -41,6 +37,7 @@ struct WalkGlobals {
 };
 
 struct PassGlobals : WalkGlobals {
+    const ChunkGates* gates;
     TensorMap queries, factor;
     TensorMap out, out_row;  // boxes of 16 rows and of one
     const float *entering_c, *entering_n;
@@ -191,7 +188,7 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warps 1 and 2 gates, warp 3 factor and stores), 1 makes the
+    // Warpgroups: 0 feeds the others (warp 0 TMA, 1 gates, 2 factor and gradient, 3 row sums), 1 makes the
     // scores, then the state's.
     static constexpr int kStateWarpgroups = kSlice == 64 ? 1 : 2;
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
@@ -226,13 +223,13 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     }
     __device__ static inline auto tile(int step) { return Use<kTiling.stages>(step); }
     __device__ static inline auto out(int step, int block) { return Use<kOutStages>(step * kBlocks + block); }
-    __device__ static inline auto gate_sums(int step) { return Use<2>(step); }
     __device__ static inline auto gate_stage(int step) { return Use<kTiling.gate_stages>(step); }
 
     using KeyTile = PanelTile<T, kChunk, kPart>;
     using ValueTile = PanelTile<T, kChunk, kSlice>;
     using ScoreTile = PanelTile<T, kChunk, kChunk>;
     using OutTile = PanelTile<T, kChunk, 64>;
+    using Norm = mlstm::Norm<T, kBackward>;
 };
 
 // Sums of out . factor by a state warpgroup, to be added up: per token by its warps, each over its own 16
@@ -251,9 +248,8 @@ template <class C> struct PassMemory {
     // 64 columns of the factor, then in their place the gradient on its way to global memory
     typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
     PartialSums sums[C::kNormalizer ? C::kTiling.stages : 0][C::kStateWarpgroups];
-    float norm[C::kSlice];  // n of the values' columns
+    NormOperand norm_e[C::kNormalizer ? C::kTiling.gate_stages : 0], norm_constants[C::kNormalizer ? 1 : 0];
     PassStage gates[C::kTiling.gate_stages];
-    PassSums gate_sums[2];
     PassTask task;
 
     semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
@@ -262,7 +258,6 @@ template <class C> struct PassMemory {
     semaphore scores_ready[C::kTiling.stages], scores_free[C::kTiling.stages];
     semaphore row_sums_free[C::kTiling.stages];  // the sums are there when the scores are free
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
-    semaphore sums_ready[2], sums_free[2];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
     semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
     semaphore out_ready[C::kOutStages][C::kStateWarpgroups];
@@ -289,9 +284,8 @@ template <class C> struct PassMemory {
         }
         init(values_arrived, values_free, kByTma, C::kValueReaders);
         init(scores_ready, scores_free, 4, C::kStateWarps);
-        for (auto& barrier : row_sums_free) init_warp_barrier(barrier, 4);
+        for (auto& barrier : row_sums_free) init_warp_barrier(barrier, 1);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
-        init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);
         init_semaphore(factor_tail_landed, 1);
         publish_barriers();

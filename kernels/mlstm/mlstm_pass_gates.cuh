@@ -1,5 +1,6 @@
-// The gate side of a pass of the mLSTM backward, scanned by two warps ahead of the GEMMs, and that of its
-// segments kernel, of which every warp scans other chunks.
+// The gate side of the passes of the mLSTM backward: what mlstm_bwd_scan leaves of every chunk, the same for
+// all three, and what a warp of a pass makes of it ahead of the GEMMs. And that of the segments kernel, of
+// which every warp scans other chunks.
 //
 // With b, a, M and m_in of gates.cuh, in log2 units, what a token j sends to a token t is weighted by
 //     s W_tj / w_t = 2^{sends_j - receives_t}
@@ -11,12 +12,18 @@
 
 #include "tfla_tk/gates.cuh"
 
-namespace tfla_tk::mlstm {
+namespace tfla_tk {
 
-// Between the two warps: lane l owns tokens 2 l and 2 l + 1.
-struct PassSums {
-    TwoPairs b[kChunk / 2], a[kChunk / 2];
+// One chunk, of whatever debt the state in a pass has.
+struct alignas(16) ChunkGates {
+    float2 sends[kChunk], receives[kChunk];  // as high and low part
+    float sent[kChunk], received[kChunk];    // 2^{a_j - M_L} and s 2^{m_in - receives_t}
+    float decay;                             // log2, of the state
 };
+
+}  // namespace tfla_tk
+
+namespace tfla_tk::mlstm {
 
 // Log2. Where a chunk of 64 tokens decays by less, the part of its row sums through the entering state is not
 // summed (mlstm_bwd_gates.cuh): 16 tokens, each with an equal share of the decay, tell what the squares of
@@ -33,8 +40,6 @@ struct alignas(16) PassStage {
     float e[kChunk];                         // added to the scores of t
     float query_scale[kChunk];               // of what a query gets from the state
     float key_scale[kChunk];                 // of what a key adds to the state
-    float norm_query[kChunk];                // of what a query gets from n
-    float norm_key[kChunk];                  // of what a key adds to n
     float decay;                             // of the state and of n, 1 where it is owed
     float slow;                              // squares_of_all of a slow chunk, else 0
 };
@@ -44,64 +49,71 @@ __device__ inline float pass_gate(float2 sends, float2 receives) {
     return exp2f((sends.x - receives.x) + (sends.y - receives.y));
 }
 
-// The first warp's part: sums along the chunk. f, load_i(), next_f(): as in sum_chunk_gates.
-template <bool kSigmoid, class LoadI, class NextF>
-__device__ inline void sum_pass_gates(PassSums& sums, PassStage& out, float2& f, FloatPair log2_scale,
-                                      LoadI load_i, NextF next_f) {
-    const int lane = fresh_laneid();
-    TwoPairs a, b;
-    auto take_i = [&] {
-        sums.b[lane] = b;
-        return load_i();
-    };
-    sum_chunk_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
-    sums.a[lane] = a;
-    write_pairs(&out.sends[2 * lane], a.x + log2_scale, a.y + log2_scale);
+__device__ inline void write_lane_pair(float (&values)[kChunk], float x, float y) {
+    *reinterpret_cast<float2*>(&values[2 * fresh_laneid()]) = {x, y};
 }
 
-// The second warp's part. owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens.
-// m_in: of the chunk. log2_w, e: of the lane's two tokens.
-template <bool kSigmoid, bool kBackward, class T>
-__device__ inline void scale_pass_gates(PassStage& out, const PassSums& sums, OwedDecay<T>& owed, bool settle,
-                                        bool whole, FloatPair m_in, float2 log2_w, float2 e, float scale) {
+// One chunk's, by one warp: lane l owns tokens 2 l and 2 l + 1. i, f: their pre-activations. m_in: of the
+// chunk. log2_w: of the lane's tokens.
+template <bool kSigmoid>
+__device__ inline void scan_chunk(ChunkGates& out, float2 i, float2 f, FloatPair m_in, float2 log2_w,
+                                  float scale, FloatPair log2_scale) {
     const int lane = fresh_laneid();
-    auto write_pair = [&](float (&values)[kChunk], float x, float y) {
-        *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
-    };
-    const TwoPairs a = sums.a[lane];
-    const FloatPair end =
-        kSigmoid ? sums.b[kChunk / 2 - 1].y : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
-    const float chunk_decay = rounded_sum(m_in, end);
-    const float debt_before = owed.log2, decay = owed.add(chunk_decay, settle);
-    if (lane == 0) {
-        out.decay = decay;
-        out.slow = whole && chunk_decay > kSlowDecay ? squares_of_all(chunk_decay) : 0.f;
-    }
-    // what reads the state comes before the decay, what is added to it after
-    const float of_sent = kBackward ? debt_before : -owed.log2;
-    const float of_received = kBackward ? -owed.log2 : debt_before;
-
+    TwoPairs a, b;
+    sum_chunk_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
+    const FloatPair end = kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
     FloatPair receives_x, receives_y;
     if constexpr (kSigmoid) {
-        const TwoPairs b = sums.b[lane];
         receives_x = {-b.x.high, log2_w.x - b.x.low}, receives_y = {-b.y.high, log2_w.y - b.y.low};
     } else {  // M_t rounded up, as in the forward
         const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);
         receives_x = {rows.x, log2_w.x}, receives_y = {rows.y, log2_w.y};
     }
+    write_pairs(&out.sends[2 * lane], a.x + log2_scale, a.y + log2_scale);
     write_pairs(&out.receives[2 * lane], receives_x, receives_y);
-    auto sent = [&](FloatPair a) { return exp2f(rounded_sum(a, end) + of_sent); };
-    auto received = [&](FloatPair receives) {
-        return scale * exp2f(rounded_sum(m_in, -receives) + of_received);
-    };
-    const float sent_x = sent(a.x), sent_y = sent(a.y);
-    const float received_x = received(receives_x), received_y = received(receives_y);
-    write_pair(out.e, e.x, e.y);
-    write_pair(kBackward ? out.key_scale : out.query_scale, received_x, received_y);
-    write_pair(kBackward ? out.norm_key : out.norm_query, received_x * e.x, received_y * e.y);
-    write_pair(kBackward ? out.query_scale : out.key_scale, sent_x, sent_y);
-    write_pair(kBackward ? out.norm_query : out.norm_key, sent_x, sent_y);
+    auto sent = [&](FloatPair a) { return exp2f(rounded_sum(a, end)); };
+    auto received = [&](FloatPair receives) { return scale * exp2f(rounded_sum(m_in, -receives)); };
+    write_lane_pair(out.sent, sent(a.x), sent(a.y));
+    write_lane_pair(out.received, received(receives_x), received(receives_y));
+    if (lane == 0) out.decay = rounded_sum(m_in, end);
 }
+
+// A lane's tokens 2 l and 2 l + 1 of a chunk, on their way to a pass.
+struct LaneGates {
+    float4 sends, receives;
+    float2 sent, received, e;
+    float decay;
+
+    __device__ inline LaneGates(const ChunkGates& chunk, float2 e) : e(e) {
+        const int lane = fresh_laneid();
+        sends = reinterpret_cast<const float4*>(chunk.sends)[lane];
+        receives = reinterpret_cast<const float4*>(chunk.receives)[lane];
+        sent = reinterpret_cast<const float2*>(chunk.sent)[lane];
+        received = reinterpret_cast<const float2*>(chunk.received)[lane];
+        decay = chunk.decay;
+    }
+
+    // owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens.
+    template <bool kBackward, class T>
+    __device__ inline void write(PassStage& out, OwedDecay<T>& owed, bool settle, bool whole) const {
+        const float debt_before = owed.log2, due = owed.add(decay, settle);
+        const int lane = fresh_laneid();
+        if (lane == 0) {
+            out.decay = due;
+            out.slow = whole && decay > kSlowDecay ? squares_of_all(decay) : 0.f;
+        }
+        // what reads the state comes before the decay, what is added to it after
+        const float of_sent = exp2f(kBackward ? debt_before : -owed.log2);
+        const float of_received = exp2f(kBackward ? -owed.log2 : debt_before);
+        const float sent_x = sent.x * of_sent, sent_y = sent.y * of_sent;
+        const float received_x = received.x * of_received, received_y = received.y * of_received;
+        reinterpret_cast<float4*>(out.sends)[lane] = sends;
+        reinterpret_cast<float4*>(out.receives)[lane] = receives;
+        write_lane_pair(out.e, e.x, e.y);
+        write_lane_pair(kBackward ? out.key_scale : out.query_scale, received_x, received_y);
+        write_lane_pair(kBackward ? out.query_scale : out.key_scale, sent_x, sent_y);
+    }
+};
 
 // What is read of one chunk when a segment's own state is summed, by the state warpgroups and by the warp
 // that scans the next one.
@@ -112,7 +124,7 @@ struct alignas(16) SegmentStage {
 };
 
 // One chunk of a segment that is walked from a boundary away, by one warp: lane l owns tokens 2 l and 2 l
-// + 1. Scales are those of scale_pass_gates times the decay from the chunk to the boundary.
+// + 1. Scales are those of ChunkGates times the decay from the chunk to the boundary.
 template <bool kSigmoid, bool kBackward> struct SegmentChunk {
     FloatPair decay;   // log2, of the chunk
     FloatPair x, y;    // log2 of the scale where the chunk stands, of the lane's tokens
@@ -144,12 +156,9 @@ template <bool kSigmoid, bool kBackward> struct SegmentChunk {
             return kBackward ? scale * exp2f(log2 - log2_w) : exp2f(log2);
         };
         const float scale_x = scaled(x, log2_w.x), scale_y = scaled(y, log2_w.y);
-        const int lane = fresh_laneid();
-        auto write_pair = [&](float (&values)[kChunk], float x, float y) {
-            *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
-        };
-        write_pair(out.key_scale, scale_x, scale_y);
-        write_pair(out.norm_key, kBackward ? scale_x * e.x : scale_x, kBackward ? scale_y * e.y : scale_y);
+        write_lane_pair(out.key_scale, scale_x, scale_y);
+        write_lane_pair(out.norm_key, kBackward ? scale_x * e.x : scale_x,
+                        kBackward ? scale_y * e.y : scale_y);
     }
 };
 

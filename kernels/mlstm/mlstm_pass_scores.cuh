@@ -82,35 +82,9 @@ __device__ inline void sum_value_rows(const PassGlobals& g, PassMemory<C>& smem,
         g.whole[task.column / C::kSlice * g.whole_stride + task.row + t] = sum;
 }
 
-// Stores a step's sums of out . factor, which the state warpgroups have left in parts, each of 64 columns.
-template <class C>
-__device__ inline void store_row_sums(const PassGlobals& g, const PassMemory<C>& smem, int step) {
-    static_assert(C::kBlocks == 1, "row sums have one place per step");
-    const PassTask& task = smem.task;
-    const int thread = fresh_thread() % 128, id = thread / kChunk, t = thread % kChunk;
-    const int column = task.panel_column<C>(0, id);
-    if (id >= C::kStateWarpgroups || column >= g.dim_values) return;
-    const PartialSums& sums = smem.sums[C::tile(step).slot][id];
-    const int chunk = C::chunk(task, step), panels = (g.dim_values + kSumColumns - 1) / kSumColumns;
-    const int panel = task.share * panels + column / kSumColumns;
-    if (chunk * kChunk + t < task.tokens)
-        g.whole[panel * g.whole_stride + task.row + chunk * kChunk + t] =
-            (sums.whole[0][t] + sums.whole[1][t]) + (sums.whole[2][t] + sums.whole[3][t]);
-    if (t >= 32) return;  // one warp of the two
-    const float4 x = reinterpret_cast<const float4*>(sums.inter)[t];
-    const float value = warp_sum((x.x + x.y) + (x.z + x.w));
-    const float squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
-    if (t == 0)
-        g.inter[panel * g.inter_stride + task.batch_head * g.slots + task.slot + chunk] =
-            sums.slow > 0.f ? FlowSum{kNotSummed, sums.slow * squares} : FlowSum{value, squares};
-}
-
 template <class C> __device__ inline void make_pass_scores(const PassGlobals& g, PassMemory<C>& smem) {
     using T = typename C::T;
     constexpr int kSteps = C::kPart / 16;
-    // When the place for a step's scores is free, the state has done the step so many before it, and its
-    // sums.
-    constexpr int kBehind = C::kTiling.stages;
     const int chunks = smem.task.chunks;
     rt_fl<16, kChunk> scores;
     for (int step = 0; step < chunks; step++) {
@@ -146,17 +120,8 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
         if constexpr (C::kGradient == Gradient::dv) {
             if (g.has_factor<C>()) sum_value_rows(g, smem, step);
             arrive_warp(smem.values_free[slot]);
-        } else if (step >= kBehind) {
-            store_row_sums(g, smem, step - kBehind);
-            arrive_warp(smem.row_sums_free[slot]);
         }
     }
-    if constexpr (C::kNormalizer)
-        for (int step = max(chunks - kBehind, 0); step < chunks; step++) {
-            const auto [slot, phase] = C::tile(step + kBehind);
-            wait_free(smem.scores_free[slot], phase);
-            store_row_sums(g, smem, step);
-        }
 }
 
 }  // namespace tfla_tk::mlstm

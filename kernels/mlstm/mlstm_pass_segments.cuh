@@ -22,6 +22,15 @@ constexpr int kSegmentStages = 4;
 constexpr int kSegmentGateWarps = 3;
 constexpr PassRegisters kSegmentRegisters{88, 56, 184};
 
+// Fields as in MlstmSegmentsParams of params_pass.h.
+struct SegmentsGlobals : WalkGlobals {
+    Gate i, f;
+    const float* log2_w;
+    const double* chunk_m;
+    float scale;
+    bool sigmoid_gate;
+};
+
 // Of all tokens of a segment, one warp's part.
 struct SegmentBounds {
     float gates;    // not a number if one of the gates is
@@ -54,7 +63,7 @@ template <class C> __device__ inline int chunk_from_boundary(const PassTask& tas
     return C::kBackward ? step : task.chunks - 1 - step;
 }
 
-template <class C> __device__ inline void load_segment(const WalkGlobals& g, SegmentsMemory<C>& smem) {
+template <class C> __device__ inline void load_segment(const SegmentsGlobals& g, SegmentsMemory<C>& smem) {
     const PassTask& task = smem.task;
     TileLoader load{task, g.packed(), smem.tail_landed};
     bool last = false;
@@ -73,7 +82,7 @@ template <class C> __device__ inline void load_segment(const WalkGlobals& g, Seg
 
 // The bounds of the whole segment, by one warpgroup under the first steps of the walk.
 template <class C, bool kSigmoid>
-__device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem) {
+__device__ inline void find_bounds(const SegmentsGlobals& g, SegmentsMemory<C>& smem) {
     constexpr int kBatch = 8;  // loads in flight
     const PassTask& task = smem.task;
     const int thread = fresh_thread() % 128;
@@ -96,7 +105,7 @@ __device__ inline void find_bounds(const WalkGlobals& g, SegmentsMemory<C>& smem
 }
 
 template <class C, bool kSigmoid>
-__device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& smem, int gate_warp) {
+__device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>& smem, int gate_warp) {
     const PassTask& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
     const GateRows forget(g.f, task.batch, task.head, task.first_row);
@@ -142,8 +151,16 @@ __device__ inline void scan_segment(const WalkGlobals& g, SegmentsMemory<C>& sme
         });
 }
 
+// 16 tokens of values^T from 16 k on; adds what they are to n. `address`: the values' panel plus
+// transposed_lane_offset.
+template <class C, class A>
+__device__ inline void load_values(A& a, float2& norm, uint32_t address, const SegmentStage& gates, int k) {
+    load_transposed(a, address + 16 * k * kPanelColumns * sizeof(typename C::T));
+    if constexpr (C::kNormalizer) add_row_dots(norm, a, gates.norm_key + 16 * k);
+}
+
 template <class C>
-__device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem, int warpgroup_id) {
+__device__ inline void sum_segment(const SegmentsGlobals& g, SegmentsMemory<C>& smem, int warpgroup_id) {
     static_assert(C::kBlocks == 1);
     using T = typename C::T;
     constexpr int kSteps = kChunk / 16;
@@ -208,7 +225,7 @@ __device__ inline void sum_segment(const WalkGlobals& g, SegmentsMemory<C>& smem
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads,
-                             1) void mlstm_pass_segments_kernel(const __grid_constant__ WalkGlobals g) {
+                             1) void mlstm_pass_segments_kernel(const __grid_constant__ SegmentsGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<SegmentsMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);

@@ -1,5 +1,5 @@
-// State warpgroups of the mLSTM backward's passes: the transposed state in registers, out^T = state Q^T +
-// values^T scores^T, the state's update, row sums.
+// State warpgroups of the mLSTM backward's passes: the transposed state in registers, and n beside it, out^T
+// = state Q^T + values^T scores^T, the state's update, row sums.
 //
 // Everything is transposed, so that the state is an operand as it lies in registers: a warpgroup's rows are
 // columns of the values, 64 per block, and nothing of the state goes through shared memory.
@@ -77,14 +77,6 @@ __device__ inline float sum_dots(const Tile& out, uint32_t address) {
     return sum;
 }
 
-// 16 tokens of values^T from 16 k on; adds what they are to n. `address`: the values' panel plus
-// transposed_lane_offset.
-template <class C, class A, class Gates>
-__device__ inline void load_values(A& a, float2& norm, uint32_t address, const Gates& gates, int k) {
-    load_transposed(a, address + 16 * k * kPanelColumns * sizeof(typename C::T));
-    if constexpr (C::kNormalizer) add_row_dots(norm, a, gates.norm_key + 16 * k);
-}
-
 // state += a keys over 16 tokens from 16 k on.
 template <class C, class State, class A>
 __device__ inline void add_keys(State (&state)[C::kParts], const A& a,
@@ -99,7 +91,8 @@ __device__ inline void add_keys(State (&state)[C::kParts], const A& a,
 template <class C>
 __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int warpgroup_id) {
     using T = typename C::T;
-    constexpr int kStepsPerPart = C::kPart / 16, kSteps = kChunk / 16;
+    constexpr int kStepsPerPart = C::kPart / 16, kStateSteps = C::kParts * kStepsPerPart,
+                  kSteps = kChunk / 16;
     const PassTask& task = smem.task;
     // NOTES: computed anew where needed: the state takes the registers
     auto warp = [] { return fresh_thread() % 128 / 32; };
@@ -110,6 +103,15 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     rt_fl<16, kChunk> out;                              // of one block
     rt<T, 16, 16> value_fragments[C::kValueFragments];  // of the values
     rt<T, 16, 16> fragments[C::kFragments];             // of the state or of scaled values
+    typename C::Norm norm;
+    static_assert(!C::kNormalizer || C::kBlocks == 1);
+    // what reads n is multiplied with, and what is added to it
+    auto norm_query = [&](int step) {
+        return (C::kBackward ? smem.norm_constants[0] : smem.norm_e[C::gate_stage(step).slot]).rows();
+    };
+    auto norm_key = [&](int step, int k) {
+        return (C::kBackward ? smem.norm_e[C::gate_stage(step).slot] : smem.norm_constants[0]).columns(k);
+    };
 
     auto for_each_state = [&](auto body) {
 #pragma unroll
@@ -125,10 +127,11 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         if (block == 0 && column == 0) wait(smem.queries_arrived[slot][part], phase);
         return Operand128B::rows(&smem.queries[slot][part]).row_step(C::KeyTile::panel_bytes, column);
     };
-    // 16 tokens of values^T; adds what they are to n
-    auto load_tokens = [&](int block, int step, int k, const PassStage& gates, float2& norm) {
+    // 16 tokens of values^T
+    auto load_tokens = [&](int block, int step, int k) {
         const uint32_t panel = shared_address(smem.values[C::tile(step).slot].data[panel_of(block)]);
-        load_values<C>(value_fragments[k % C::kValueFragments], norm, panel + lane_offset(), gates, k);
+        load_transposed(value_fragments[k % C::kValueFragments],
+                        panel + lane_offset() + 16 * k * kPanelColumns * sizeof(T));
     };
     // out += values^T scores^T over 16 tokens
     auto issue_intra = [&](int step, int k) {
@@ -140,7 +143,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         wgmma_step<false>(out, a, 0, scores.row_step(C::ScoreTile::panel_bytes, k));
         warpgroup::mma_commit_group();
     };
-    // state += (values . key_scale)^T keys over 16 tokens
+    // state += (values . key_scale)^T keys over 16 tokens, and n
     auto issue_update = [&](int block, int step, int k, const PassStage& gates) {
         auto& a = fragments[k % C::kValueFragments];
         warp::copy(a, value_fragments[k % C::kValueFragments]);
@@ -149,24 +152,15 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         if (k == 0)
 #pragma unroll
             for (auto& tile : state[block]) pin(tile);
+        if constexpr (C::kNormalizer)
+            if (k == 0) pin(norm.sums);
         wgmma_fence();
         add_keys<C>(state[block], a, smem.keys[C::tile(step).slot], k);
+        if constexpr (C::kNormalizer) wgmma_step_8<T>(norm.sums, a, norm_key(step, k));
         warpgroup::mma_commit_group();
     };
-    // n of the two rows of a block that this lane has: lane / 4 and + 8, the same in all four lanes
-    auto norm_row = [&](int block) {
-        return &smem.norm[panel_of(block) * 64 + warp() * 16 + fresh_laneid() / 4];
-    };
-    auto update_norm = [&](int block, float2 sums, float decay) {
-        if constexpr (C::kNormalizer) {
-            sums = {quad_sum(sums.x), quad_sum(sums.y)};
-            float* n = norm_row(block);
-            const float2 old{n[0], n[8]};
-            __syncwarp();
-            if (fresh_laneid() % 4 == 0) n[0] = decay * old.x + sums.x, n[8] = decay * old.y + sums.y;
-            __syncwarp();
-        }
-    };
+    // of the state's rows, the first that this lane has of n, in the slice
+    auto norm_row = [&] { return panel_of(0) * 64 + warp() * 16 + fresh_laneid() / 4; };
     // this warp's 16 columns of the factor, and of the gradient that takes its place
     auto out_columns = [&](int block, int step) {
         return shared_address(&smem.out[C::out(step, block).slot][warpgroup_id]) + lane_offset();
@@ -186,8 +180,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         PartialSums& sums = smem.sums[C::tile(step).slot][warpgroup_id];
         const uint32_t columns = out_columns(block, step);
         const int thread = fresh_thread() % 128;
-        sums.inter[thread] =
-            slow > 0.f ? sum_dots<T, kNext, 1>(out, columns) : sum_dots<T, 0, decltype(out)::width>(out, columns);
+        sums.inter[thread] = slow > 0.f ? sum_dots<T, kNext, 1>(out, columns)
+                                        : sum_dots<T, 0, decltype(out)::width>(out, columns);
         if (thread == 0) sums.slow = slow;
     };
     auto sum_rows = [&](int block, int step) {
@@ -195,63 +189,78 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                        out_columns(block, step));
     };
 
+    // out = state Q^T, and n's part of it. beside(a, k): what else is done with the state's k-th 16 columns,
+    // which `a` has as an operand, under the GEMMs.
+    auto read = [&](int block, int step, auto beside) {
+        constexpr int kNormSteps = C::kNormalizer ? 1 : 0;  // before the state's
+        multiply_in_turns<kNormSteps + kStateSteps>(
+            out, fragments,
+            [&](auto& a, int k) {
+                if (k < kNormSteps) {
+                    norm.fill(a);
+                } else {
+                    const int own = k - kNormSteps;
+                    convert_fragment(a, state[block][own / kStepsPerPart], own % kStepsPerPart);
+                    beside(a, own);
+                }
+            },
+            [&](int k) {
+                return k < kNormSteps ? norm_query(step) : query_step(block, step, k - kNormSteps);
+            },
+            [&](const auto& a, uint64_t b, int k) {
+                if (k < kNormSteps)
+                    wgmma_step<false>(out, norm.as_bf16(a), 0, b, false);
+                else
+                    wgmma_step<false>(out, a, 0, b, k > 0);
+            },
+            [] { warpgroup::mma_commit_group(); });
+    };
+
     // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
     // is their gradient and lies in the same threads, sums the product.
-    auto anchor_memory = [&](int chunk) { return task.anchor_memory<C>(g, chunk); };
-    auto anchor_norm = [&](int chunk, int block) {
+    using Unit = typename C::AnchorUnit;
+    constexpr int kUnitStride = 128 * C::kStateWarpgroups;
+    auto anchor_units = [&](int chunk) {
+        return reinterpret_cast<Unit*>(task.anchor_memory<C>(g, chunk)) + fresh_thread() - 256;
+    };
+    auto anchor_norm = [&](int chunk) {
         constexpr int64_t kStateBytes = static_cast<int64_t>(C::kSlice) * C::kDimKeys * sizeof(T);
-        return reinterpret_cast<float*>(anchor_memory(chunk) + kStateBytes) + (norm_row(block) - smem.norm);
+        return reinterpret_cast<float*>(task.anchor_memory<C>(g, chunk) + kStateBytes) + norm_row();
     };
-    auto leave_state = [&](int chunk) {
-        auto* units = reinterpret_cast<typename C::AnchorUnit*>(anchor_memory(chunk)) + fresh_thread() - 256;
-#pragma unroll
-        for (int block = 0; block < C::kBlocks; block++)
-#pragma unroll
-            for (int k = 0; k < C::kParts * kStepsPerPart; k++) {
-                rt<T, 16, 16> a;
-                convert_fragment(a, state[block][k / kStepsPerPart], k % kStepsPerPart);
-                *units = reinterpret_cast<const typename C::AnchorUnit&>(a.tiles[0][0].data);
-                units += 128 * C::kStateWarpgroups;
-                asm volatile("" ::: "memory");  // NOTES: one unit at a time: registers
-            }
+    auto leave_norm = [&](int chunk) {
         if (fresh_laneid() % 4 != 0) return;
-#pragma unroll
-        for (int block = 0; block < C::kBlocks; block++) {
-            float* left = anchor_norm(chunk, block);
-            left[0] = norm_row(block)[0], left[8] = norm_row(block)[8];
-        }
+        float* left = anchor_norm(chunk);
+        left[0] = norm.row(0), left[8] = norm.row(1);
     };
-    auto sum_flow = [&](int chunk) {
+    // of the state's k-th 16 columns
+    auto unit_dot = [&](const Unit& unit, int k) {
+        const auto& tile = state[0][k / kStepsPerPart].tiles[0][k % kStepsPerPart];
+        const auto* pairs = reinterpret_cast<const typename rt<T, 16, 16>::dtype*>(&unit);
         float sum = 0.f;
-        if (fresh_laneid() % 4 == 0)
 #pragma unroll
-            for (int block = 0; block < C::kBlocks; block++) {
-                const float *left = anchor_norm(chunk, block), *own = norm_row(block);
-                sum += left[0] * own[0] + left[8] * own[8];
-            }
-        constexpr int kBatch = 4;  // units on their way
-        constexpr int kUnits = C::kBlocks * C::kParts * kStepsPerPart;
-        const auto* units =
-            reinterpret_cast<const typename C::AnchorUnit*>(anchor_memory(chunk)) + fresh_thread() - 256;
-#pragma unroll
-        for (int first = 0; first < kUnits; first += kBatch) {
-            typename C::AnchorUnit batch[kBatch];
-#pragma unroll
-            for (auto& unit : batch) unit = *units, units += 128 * C::kStateWarpgroups;
-            asm volatile("" ::: "memory");  // NOTES: no more than a batch: registers
-#pragma unroll
-            for (int n = 0; n < kBatch; n++) {
-                const int block = (first + n) / (C::kParts * kStepsPerPart),
-                          k = (first + n) % (C::kParts * kStepsPerPart);
-                const auto& tile = state[block][k / kStepsPerPart].tiles[0][k % kStepsPerPart];
-                const auto* pairs = reinterpret_cast<const typename rt<T, 16, 16>::dtype*>(&batch[n]);
-#pragma unroll
-                for (int pair = 0; pair < 4; pair++) {
-                    const float2 left = to_float2(pairs[pair]), own = tile.data[pair];
-                    sum += left.x * own.x + left.y * own.y;
-                }
-            }
+        for (int pair = 0; pair < 4; pair++) {
+            const float2 left = to_float2(pairs[pair]), own = tile.data[pair];
+            sum += left.x * own.x + left.y * own.y;
         }
+        return sum;
+    };
+    // for_each_step(add): calls add(k) for all of the state's steps.
+    auto sum_flow = [&](int chunk, auto for_each_step) {
+        constexpr int kAhead = 4;  // units on their way
+        const Unit* units = anchor_units(chunk);
+        Unit ahead[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; k++) ahead[k] = units[k * kUnitStride];
+        float sum = 0.f;
+        if (fresh_laneid() % 4 == 0) {
+            const float* left = anchor_norm(chunk);
+            sum += left[0] * norm.row(0) + left[8] * norm.row(1);
+        }
+        for_each_step([&](int k) {
+            sum += unit_dot(ahead[k % kAhead], k);
+            asm volatile("" ::: "memory");  // NOTES: no more units at a time: registers
+            if (k + kAhead < kStateSteps) ahead[k % kAhead] = units[(k + kAhead) * kUnitStride];
+        });
         const float flow = warp_sum(sum);
         const int part = task.share_and_slice<C>(g) * C::kStateWarps + warpgroup_id * 4 + warp();
         if (fresh_laneid() == 0) g.flows[task.anchor(g, chunk) * g.flow_parts + part] = flow;
@@ -270,11 +279,13 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     });
     if constexpr (C::kNormalizer) {
         const float* entering_n = task.entering_n<C>(g);
-        for (int n = fresh_thread() % 128; n < 64 * C::kBlocks; n += 128) {
-            const int own = warpgroup_id * 64 * C::kBlocks + n, column = task.column + own;
-            smem.norm[own] = entering_n && column < g.dim_values ? entering_n[column] : 0.f;
-        }
-        named_sync<128>(NamedBarrier::state_norm, warpgroup_id);
+        if (entering_n && fresh_laneid() % 4 == 0)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int column = task.column + norm_row() + 8 * half;
+                if (column < g.dim_values) norm.set(half, entering_n[column]);
+            }
+        pin(norm.sums);
     }
 
     for (int step = 0; step < task.chunks; step++) {
@@ -282,15 +293,21 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         const auto stage = C::gate_stage(step);
         const auto [slot, phase] = C::tile(step);
         const PassStage& gates = smem.gates[stage.slot];
-        if constexpr (C::kGradient == Gradient::dq)
-            if (task.anchored(chunk)) leave_state(chunk);
         wait(smem.gates_ready[stage.slot], stage.phase);
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
             const bool last_block = block == C::kBlocks - 1;
-            read_state(
-                out, state[block], fragments, [&](int k) { return query_step(block, step, k); },
-                [] { warpgroup::mma_commit_group(); });
+            if (C::kGradient == Gradient::dq && task.anchored(chunk)) {
+                leave_norm(chunk);
+                read(block, step, [&](const auto& a, int k) {
+                    anchor_units(chunk)[k * kUnitStride] = reinterpret_cast<const Unit&>(a.tiles[0][0].data);
+                });
+            } else if (C::kGradient == Gradient::dk && step > 0 && task.anchored(chunk + 1)) {
+                sum_flow(chunk + 1,
+                         [&](auto add) { read(block, step, [&](const auto&, int k) { add(k); }); });
+            } else {
+                read(block, step, [](const auto&, int) {});
+            }
             if (last_block)
                 for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[slot][part]);
             if (block == 0) {
@@ -300,18 +317,14 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             if (gates.decay != 1.f)
 #pragma unroll
                 for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);
-            float2 norm{0.f, 0.f};
+            if constexpr (C::kNormalizer) norm.scale(gates.decay);
             auto update = [&](int k) {
-                load_tokens(block, step, k, gates, norm);
+                load_tokens(block, step, k);
                 issue_update(block, step, k, gates);
             };
             // The update's GEMMs are spread, so that the output's arithmetic is under some of them.
             update(0);
             scale_columns(out, gates.query_scale);
-            if constexpr (C::kNormalizer) {
-                const float* n = norm_row(block);
-                add_outer(out, float2{n[0], n[8]}, gates.norm_query);
-            }
             update(1);
             if constexpr (C::kNormalizer) {
                 wait_out(block, step);
@@ -334,12 +347,11 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                     update(k);
                     issue_intra(step, k);
                 } else {  // the output waits for the one of these
-                    load_tokens(block, step, k, gates, norm);
+                    load_tokens(block, step, k);
                     issue_intra(step, k);
                     issue_update(block, step, k, gates);
                 }
             }
-            update_norm(block, norm, gates.decay);
             warpgroup::mma_async_wait<1>();  // all but the last one of the update
             pin(out);
 #pragma unroll
@@ -357,13 +369,18 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             for (auto& a : fragments) pin(a);
 #pragma unroll
             for (auto& tile : state[block]) pin(tile);
+            if constexpr (C::kNormalizer) pin(norm.sums);
         }
         for (int part = 0; part < C::kParts; part++) arrive_warp(smem.keys_free[slot][part]);
         arrive_warp(smem.scores_free[slot]);
         arrive_warp(smem.gates_free[stage.slot]);
-        if constexpr (C::kGradient == Gradient::dk)
-            if (task.anchored(chunk)) sum_flow(chunk);
     }
+    if constexpr (C::kGradient == Gradient::dk)
+        if (task.chunks > 0 && task.anchored(0))  // the segment's first, after which nothing is read
+            sum_flow(0, [&](auto add) {
+#pragma unroll
+                for (int k = 0; k < kStateSteps; k++) add(k);
+            });
 
     if (!task.last) return;
     if constexpr (C::kGradient == Gradient::dv) {
@@ -376,11 +393,11 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         if (!g.leaving_n) return;
         const int64_t states = static_cast<int64_t>(g.cut.sequences) * g.heads;
         float* leaving = g.leaving_n + (task.share * states + task.state) * g.dim_values;
-        const int own_warpgroup = fresh_thread() / 128 - 2;  // NOTES: kept, it costs a register all along
-        named_sync<128>(NamedBarrier::state_norm, own_warpgroup);
-        for (int n = fresh_thread() % 128; n < 64 * C::kBlocks; n += 128) {
-            const int own = own_warpgroup * 64 * C::kBlocks + n, column = task.column + own;
-            if (column < g.dim_values) leaving[column] = smem.norm[own];
+        if (fresh_laneid() % 4 != 0) return;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int column = task.column + norm_row() + 8 * half;
+            if (column < g.dim_values) leaving[column] = norm.row(half);
         }
     }
 }

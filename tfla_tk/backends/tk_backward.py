@@ -1,4 +1,4 @@
-"""The mLSTM backward by the ThunderKittens kernels: numbers per row, three passes, gradients of the gates.
+"""The mLSTM backward by the ThunderKittens kernels: scanned gates, three passes, gradients of the gates.
 
 All three large gradients are the same kernel with other operands. It walks (queries, keys, values) chunk by
 chunk with a state keys x values on chip, for dk and dv from the last chunk to the first. With the gates W_tj,
@@ -42,6 +42,7 @@ from tfla_tk.backends.tk_backward_launches import (
     launch_factors,
     launch_gates,
     launch_rows,
+    launch_scan,
     launch_segments_of_dk,
     launch_segments_of_dq,
 )
@@ -123,13 +124,10 @@ def mlstm_bwd(
         device,
         _current_stream(device),
     )
-    rows = RowCall(*of_rows)
     # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
     dots_of_dv = normalize and not plan.is_cut
-    if dots_of_dv:
-        launch_factors(rows, dots=False)  # dv reads log2 w alone
-    elif normalize:
-        launch_rows(rows)
+    if normalize and plan.is_cut:
+        launch_rows(RowCall(*of_rows))
     # only now the rest, and last of all the gradients, so that a GPU that waits for the host has work early
     call = Call(
         *of_rows,
@@ -149,6 +147,7 @@ def mlstm_bwd(
         scale=dim_qk**-0.5,
         sigmoid_gate=sigmoid_gate,
     )
+    launch_scan(call)
     if plan.is_cut:
         if not given:
             launch_segments_of_dq(call)
@@ -167,7 +166,7 @@ def mlstm_bwd(
     )
     launch_dv(call, written, dots=dots_of_dv)
     if dots_of_dv:
-        launch_factors(call, dots=True)
+        launch_factors(call)
     if dn_initial is None or plan.parts == 1:
         launch_dq_and_dk(call, written, written.dn_initial)
     else:

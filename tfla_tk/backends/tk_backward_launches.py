@@ -13,12 +13,12 @@ GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
 
 # addresses, of states or their gradients 0 where there is none
 Pair = tuple[int, int]  # c and n, row sums and their inter, or anchors: states and flows
-Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries, or log2_w, e and its stride
+Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries
 
 
 @dataclass(slots=True)
 class RowCall:
-    """What the kernels for log2_w and e read: tensors by their addresses, 0 where there is none.
+    """What the kernels for e and log2_w read: tensors by their addresses, 0 where there is none.
 
     Attributes:
         plan, memory: what is launched, and where it leaves what.
@@ -83,12 +83,12 @@ class Grads(NamedTuple):
 
 
 def launch_rows(x: RowCall) -> None:
-    """log2 w_t and e_t of every token, from dh and h."""
+    """e_t of every token, from dh and h, and log2 w_t."""
     x.plan.around.mlstm_bwd_rows(
         x.dh,
         x.h,
         (x.row_n, x.row_m),
-        _factors(x),
+        (x.memory.log2_w, x.memory.e, x.plan.e_stride),
         (*x.sizes[:3], x.sizes[4], PART_COLUMNS),
         x.eps,
         x.half,
@@ -97,14 +97,32 @@ def launch_rows(x: RowCall) -> None:
     )
 
 
-def launch_factors(x: RowCall, *, dots: bool) -> None:
-    """log2 w_t and e_t of every token, from the dots of "dv"; log2 w_t alone without them."""
+def launch_scan(x: Call) -> None:
+    """The gates of every chunk as the passes take them."""
+    x.plan.around.mlstm_bwd_scan(
+        x.i,
+        x.f,
+        (x.row_n, x.row_m),
+        x.chunk_m,
+        x.memory.gates,
+        x.cut[:3],
+        x.sizes[:3],
+        x.eps,
+        x.scale,
+        x.sigmoid_gate,
+        x.device,
+        x.stream,
+    )
+
+
+def launch_factors(x: RowCall) -> None:
+    """e_t of every token, from the dots of "dv"."""
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
     x.plan.around.mlstm_bwd_factors(
-        (x.memory.dots, rows, x.plan.dot_slices if dots else 0, x.plan.part_slices),
+        (x.memory.dots, rows, x.plan.dot_slices, x.plan.part_slices),
         (x.row_n, x.row_m),
-        _factors(x),
+        (0, x.memory.e, x.plan.e_stride),
         rows,
         x.eps,
         x.device,
@@ -137,7 +155,7 @@ def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: 
         values,
         x.i,
         x.f,
-        _rows(x),
+        (x.memory.log2_w if x.row_n else 0, *_e(x), x.chunk_m),
         boundary,
         x.cut,
         (*size, dim_v, dim_qk),
@@ -245,9 +263,7 @@ def _run_pass(
         values,
         out,
         factor,
-        x.i,
-        x.f,
-        _rows(x),
+        (x.memory.gates, *_e(x)),
         entering,
         leaving,
         boundary,
@@ -255,9 +271,7 @@ def _run_pass(
         anchors,
         x.cut,
         sizes,
-        x.scale,
         x.half,
-        x.sigmoid_gate,
         x.device,
         x.stream,
     )
@@ -286,14 +300,9 @@ def launch_gates(x: Call, written: Grads) -> None:
     )
 
 
-def _factors(x: RowCall) -> Triple:
-    """log2_w, e, and from a part's e to the next one's."""
-    return x.memory.log2_w, x.memory.e, x.plan.e_stride
-
-
-def _rows(x: Call) -> tuple[int, int, int, int]:
-    """What the passes read of every token and chunk: `_factors` and chunk_m."""
-    return *(_factors(x) if x.row_n else (0, 0, 0)), x.chunk_m
+def _e(x: RowCall) -> tuple[int, int]:
+    """e, and from a part's to the next one's; none without normaliser."""
+    return (x.memory.e, x.plan.e_stride) if x.row_n else (0, 0)
 
 
 def _boundary(x: Call, c: int, n: int, log2_decay: int) -> Triple:

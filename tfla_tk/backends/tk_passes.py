@@ -33,8 +33,9 @@ class Memory(NamedTuple):
     packed sequences as many as there can be; uncut sequences have none.
 
     Attributes:
-        log2_w, e: of every token, [B, NH, S], and of every part, [P, B, NH, S], each aligned; none without
-            normaliser, when both are 0.
+        gates: of every chunk as the passes take them, [B, NH, slots].
+        log2_w, e: of every token, [B, NH, S], where something is cut, and of every part, [P, B, NH, S], each
+            aligned; none without normaliser, when both are 0.
         dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; none
             without normaliser.
         state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
@@ -51,6 +52,7 @@ class Memory(NamedTuple):
         workspace: of the kernels for the gates.
     """
 
+    gates: int
     log2_w: int
     e: int
     dots: int
@@ -163,7 +165,8 @@ def make_plan(
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
     flow_parts = dq_and_dk.flow_parts(dim_v, dim_qk)
     taken = Memory(
-        log2_w=row_bytes,
+        gates=around.chunk_gates_bytes() * batch * heads * chunk_slots,
+        log2_w=row_bytes if boundaries else 0,
         e=parts * row_bytes,
         dots=FLOAT * dot_slices * batch * heads * seq if normalize and not boundaries else 0,
         state_c=own_states * dim_qk * dim_v * FLOAT,

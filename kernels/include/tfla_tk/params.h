@@ -60,6 +60,9 @@ constexpr int kAnchorChunks = 8;
 // slots apart, also across packed sequences, each of which begins without an anchor.
 inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
 
+// One chunk's gates as the passes of the backward take them (mlstm_pass_gates.cuh).
+struct ChunkGates;
+
 // A sum over one chunk, and the squares of its parts; where it is kNotSummed, those of some of its parts.
 struct FlowSum {
     float value, squares;

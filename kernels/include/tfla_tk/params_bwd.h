@@ -6,14 +6,34 @@
 
 namespace tfla_tk {
 
-// Numbers per row that the passes need: log2 of the normaliser w_t, and e_t = -(dh_t.h_t) sign(d_t)
-// [|d_t| > floor_t], of every part of V (a share of PassWalk) by itself.
+// Of every row's normaliser w_t = max(|d_t|, floor_t) + eps.
+struct RowNorms {
+    const float* row_n;  // [B, H, S]: d_t; null without normaliser, when w_t is 1
+    const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
+    float eps;
+};
+
+// What the passes need of every row: e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t], of every part of V (a
+// share of PassWalk) by itself; and log2 w_t, for the segments.
 struct RowFactorPointers {
-    const float* row_n;     // [B, H, S]: d_t
-    const float* row_m;     // [B, H, S]: m_t; null with the sigmoid gate
-    float *log2_w, *e;      // [B, H, S], and of every part
+    RowNorms norms;         // with row_n
+    float *log2_w, *e;      // [B, H, S], or null where nobody wants it, and of every part
     std::int64_t e_stride;  // from one part's to the next
-    float eps;              // added to the normaliser after the max
+};
+
+// The gates of every chunk as the passes take them, the same for all three.
+struct MlstmBwdScanParams {
+    Gate i, f;
+    RowNorms norms;
+    const double* chunk_m;  // [B, H, slots]: log2 units, at each chunk's start; null with the sigmoid gate
+    ChunkGates* gates;      // [B, H, slots], chunk_gates_bytes of each
+    const void* offsets;    // of packed sequences, as in Cut
+    bool wide_offsets;
+    int sequences;
+    int batch, heads, seq;
+    float scale;  // of q k^T
+    bool sigmoid_gate;
+    int device;
 };
 
 // With dh_t.h_t from dh and h.
@@ -30,10 +50,10 @@ struct MlstmBwdRowsParams {
 struct MlstmBwdFactorsParams {
     const float* dots;          // [slices, B, H, S]
     std::int64_t slice_stride;  // from one slice to the next
-    int slices;                 // 0: only log2_w is of use, and e of the first part becomes 0
-    int part_slices;            // of a part of V
-    RowFactorPointers rows;
-    std::int64_t count;  // B H S
+    int slices;
+    int part_slices;         // of a part of V
+    RowFactorPointers rows;  // log2_w: null
+    std::int64_t count;      // B H S
     int device;
 };
 
@@ -93,8 +113,10 @@ struct MlstmBwdGatesParams {
 };
 
 std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences);
+std::int64_t chunk_gates_bytes();
 
 // All throw std::runtime_error on a refused launch; seq is at least 1.
+void mlstm_bwd_scan(const MlstmBwdScanParams& params, void* stream);
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream);
 void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream);
 void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream);

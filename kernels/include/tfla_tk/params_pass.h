@@ -17,25 +17,31 @@ enum class Gradient : int { dq = 0, dk = 1, dv = 2 };
 // the shares. e_t is one too, and a share takes its own part of it.
 struct PassWalk {
     Gradient gradient;
-    Operand keys, values;  // [B, H, S, *], bf16 or fp16
-    Gate i, f;
-    const float *log2_w, *e;  // [B, H, S], e of every share; null without normaliser: both are 0
-    std::int64_t e_stride;    // from one share's e to the next
-    const double* chunk_m;    // [B, H, slots] of chunk_slots; null with the sigmoid gate
+    Operand keys, values;   // [B, H, S, *], bf16 or fp16
+    const float* e;         // [B, H, S] of every share; null without normaliser: it is 0
+    std::int64_t e_stride;  // from one share's to the next
     // c null: no sequence is cut. n null: zero; of dk it is of every share, [shares, slots, K]
     Boundaries boundaries;
     Cut cut;
     int batch, heads, seq, dim_keys, dim_values;
-    float scale;  // of q k^T
-    bool half;    // operands are fp16, not bf16
-    bool sigmoid_gate;
+    bool half;  // operands are fp16, not bf16
     int device;
+};
+
+struct MlstmSegmentsParams {
+    PassWalk walk;
+    Gate i, f;
+    const float* log2_w;    // [B, H, S]; null without normaliser: it is 0
+    const double* chunk_m;  // [B, H, slots] of chunk_slots; null with the sigmoid gate
+    float scale;            // of q k^T
+    bool sigmoid_gate;
 };
 
 struct MlstmPassParams {
     PassWalk walk;
-    Operand queries, out;  // as keys, as values
-    Operand factor;        // like out: rows of the sums
+    const ChunkGates* gates;  // [B, H, slots] of chunk_slots, from mlstm_bwd_scan
+    Operand queries, out;     // as keys, as values
+    Operand factor;           // like out: rows of the sums
     // What a sequence's walk begins with, [N, H, K, V] and [N, H, K], and the gradients of the initial state,
     // of which dv makes that of c and dk that of n, of every share, [shares, N, H, K]; null where there is
     // none.
@@ -63,6 +69,6 @@ int pass_flow_parts(int dim_keys, int dim_values);
 // what each segment with a boundary behind it in the walk adds by itself to the state there, and its decay;
 // dq and dk only.
 void mlstm_pass(const MlstmPassParams& params, void* stream);
-void mlstm_pass_segments(const PassWalk& params, void* stream);
+void mlstm_pass_segments(const MlstmSegmentsParams& params, void* stream);
 
 }  // namespace tfla_tk

@@ -49,31 +49,42 @@ __device__ inline void wgmma_step(D& d, uint64_t a, uint64_t b, bool accumulate 
     kittens::detail::wgmma::base<float, T, D::cols, kColumnsOfA, 0>::st_st(d, a, b, accumulate);
 }
 
-// out = state B^T: a warpgroup's state, in registers as kTiles tiles side by side, rounded into an operand 16
-// columns at a time. fragments: one on its way, the others in a GEMM. operand(k): B's k-th 16 columns, called
-// when they are needed. commit(): the GEMM of these.
-template <class Out, class State, int kTiles, class A, int kFragments, class Operand, class Commit>
-__device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fragments)[kFragments],
-                                  Operand operand, Commit commit) {
+// out = sum of kSteps GEMMs of k = 16 with A from registers, in `fragments`: one on its way, the others in a
+// GEMM. fill(a, k): the k-th 16 columns of A. operand(k): of B, called when they are needed. multiply(a, b,
+// k): issues the k-th. commit(): the GEMM of these.
+template <int kSteps, class Out, class A, int kFragments, class Fill, class Operand, class Multiply,
+          class Commit>
+__device__ inline void multiply_in_turns(Out& out, A (&fragments)[kFragments], Fill fill, Operand operand,
+                                         Multiply multiply, Commit commit) {
     forget(out);
 #pragma unroll
-    for (int k = 0; k < kTiles * State::width; k++) {
+    for (int k = 0; k < kSteps; k++) {
         auto& a = fragments[k % kFragments];
         const uint64_t b = operand(k);
-        convert_fragment(a, state[k / State::width], k % State::width);
+        fill(a, k);
         if (k + 1 >= kFragments) {
             kittens::warpgroup::mma_async_wait<kFragments - 2>();
             pin(fragments[(k + 1) % kFragments]);
         }
         pin(a);
         wgmma_fence();
-        wgmma_step<false>(out, a, 0, b, k > 0);
+        multiply(a, b, k);
         commit();
     }
     kittens::warpgroup::mma_async_wait<0>();
 #pragma unroll
     for (auto& a : fragments) pin(a);
     pin(out);
+}
+
+// out = state B^T: a warpgroup's state, in registers as kTiles tiles side by side, rounded into an operand 16
+// columns at a time. operand(k): B's k-th 16 columns.
+template <class Out, class State, int kTiles, class A, int kFragments, class Operand, class Commit>
+__device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fragments)[kFragments],
+                                  Operand operand, Commit commit) {
+    multiply_in_turns<kTiles * State::width>(
+        out, fragments, [&](A& a, int k) { convert_fragment(a, state[k / State::width], k % State::width); },
+        operand, [&](const A& a, uint64_t b, int k) { wgmma_step<false>(out, a, 0, b, k > 0); }, commit);
 }
 
 // d (+)= A B^T for 72 rows of B, both in shared memory and their columns k: one step of k = 16. Of columns 64
@@ -140,6 +151,23 @@ __device__ inline void wgmma_step_8(float2 (&d)[2], uint64_t a, uint64_t b, bool
         : "+f"(d[0].x), "+f"(d[0].y), "+f"(d[1].x), "+f"(d[1].y)   \
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))        \
         : "memory")
+    if constexpr (std::is_same_v<T, kittens::bf16>)
+        TFLA_WGMMA_8("bf16");
+    else
+        TFLA_WGMMA_8("f16");
+#undef TFLA_WGMMA_8
+}
+
+// d += A B^T, A from registers.
+template <class T, class A> __device__ inline void wgmma_step_8(float2 (&d)[2], const A& a, uint64_t b) {
+    const auto& x = reinterpret_cast<const uint32_t (&)[4]>(a.tiles[0][0].data);
+#define TFLA_WGMMA_8(type)                                                  \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." type "." type \
+                 " "                                                        \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n"    \
+                 : "+f"(d[0].x), "+f"(d[0].y), "+f"(d[1].x), "+f"(d[1].y)   \
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(b)       \
+                 : "memory")
     if constexpr (std::is_same_v<T, kittens::bf16>)
         TFLA_WGMMA_8("bf16");
     else

@@ -43,6 +43,10 @@ SLOW_TOKENS = 16  # of a slow chunk, whose squares are summed
 
 # of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
 ARGUMENTS = {
+    "mlstm_bwd_scan": (
+        *("i", "f", "rows", "chunk_m", "gates", "offsets", "sizes", "eps", "scale", "sigmoid_gate"),
+        *("device", "stream"),
+    ),
     "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream"),
     "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "eps", "device", "stream"),
     "mlstm_bwd_combine": (
@@ -53,19 +57,8 @@ ARGUMENTS = {
         *("offsets", "sizes", "sigmoid_gate", "device", "stream"),
     ),
     "mlstm_pass": (
-        *("gradient", "queries", "keys", "values", "out", "factor", "i", "f", "rows", "entering", "leaving"),
-        *(
-            "boundaries",
-            "sums",
-            "anchors",
-            "cut",
-            "sizes",
-            "scale",
-            "half",
-            "sigmoid_gate",
-            "device",
-            "stream",
-        ),
+        *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
+        *("boundaries", "sums", "anchors", "cut", "sizes", "half", "device", "stream"),
     ),
     "mlstm_pass_segments": (
         *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),
@@ -172,12 +165,14 @@ class BackwardFormulas(BackwardModules):
         self.rounded: Callable[[Tensor], Tensor] = exact
         self.anchored = True
         self.slow_decay = SLOW_DECAY
+        self.scanned: dict[int, tuple[SimpleNamespace, Tensor | None]] = {}  # and log2_w, by their address
         self.states: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # left at the anchors by dq
         self.row_sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.summed: set[str] = set()
 
     def __call__(self, *arguments: Any) -> ops.Grads:
         """The op; what no kernel writes is not a number."""
+        self.scanned.clear()
         torch.use_deterministic_algorithms(True)
         try:
             return ops._bwd_cuda(*arguments)
@@ -186,7 +181,7 @@ class BackwardFormulas(BackwardModules):
 
     def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
         if instance == mlstm_bwd():
-            return {"mlstm_bwd_gates_workspace_bytes": lambda heads, sequences: 1}
+            return {"mlstm_bwd_gates_workspace_bytes": lambda *sizes: 1, "chunk_gates_bytes": lambda: 1}
         width = int(dict(instance.defines)["TFLA_DIM_KEYS"])
         return {
             "anchor_bytes": lambda *sizes: 1,
@@ -201,6 +196,14 @@ class BackwardFormulas(BackwardModules):
         """For `segments.cut_packed`."""
         return segments.Cut(sequences + tokens // (CHUNK * self.segment_chunks), self.segment_chunks)
 
+    def mlstm_bwd_scan(self, x: SimpleNamespace) -> None:
+        """Kept as it was asked for: the passes' weights are computed where they are used."""
+        log2_w = None
+        if x.rows[0]:
+            d, m = (tensor_at(row, torch.float64, x.sizes) if row else None for row in x.rows)
+            log2_w, _ = self.row_factors(torch.zeros(x.sizes, dtype=torch.float64), d, m, x.eps)
+        self.scanned[x.gates] = x, log2_w
+
     def mlstm_bwd_rows(self, x: SimpleNamespace) -> None:
         assert x.rows[0] != 0  # without normaliser there is nothing to read dh and h for
         *_, part_columns = x.sizes
@@ -210,21 +213,22 @@ class BackwardFormulas(BackwardModules):
 
     def mlstm_bwd_factors(self, x: SimpleNamespace) -> None:
         pointer, stride, slices, part_slices = x.dots
-        found = [torch.zeros(x.count, dtype=torch.float64) for _ in range(0, max(slices, 1), part_slices)]
+        found = [torch.zeros(x.count, dtype=torch.float64) for _ in range(0, slices, part_slices)]
         for number in range(slices):
             own = pointer + torch.float64.itemsize * stride * number
             found[number // part_slices] += tensor_at(own, torch.float64, (x.count,))
         self.write_factors(x, found)
 
     def write_factors(self, x: SimpleNamespace, dh_h: list[Tensor]) -> None:
-        """log2 w of every row, and e of every part of V, from dh_t.h_t of the parts."""
+        """e of every part of V, from dh_t.h_t of the parts, and log2 w of every row where it is wanted."""
         log2_w, e, e_stride = x.factors
         size = dh_h[0].shape
         for part, of_part in enumerate(dh_h):
             given = (tensor_at(row, torch.float64, size) if row else None for row in x.rows)
             own_e = e + torch.float64.itemsize * part * e_stride
             for at, factor in zip((log2_w, own_e), self.row_factors(of_part, *given, x.eps), strict=True):
-                tensor_at(at, torch.float64, size).copy_(factor)
+                if at:
+                    tensor_at(at, torch.float64, size).copy_(factor)
 
     def mlstm_pass_segments(self, x: SimpleNamespace) -> None:
         self.summed.add(("dq", "dk")[x.gradient])
@@ -289,6 +293,11 @@ class BackwardFormulas(BackwardModules):
                     own.copy_(carried)
 
     def mlstm_pass(self, x: SimpleNamespace) -> None:
+        gates, *of_e = x.gates
+        scan, log2_w = self.scanned[gates]
+        assert scan.offsets == x.cut[:3] and scan.sizes == x.sizes[:3]
+        x.i, x.f, x.scale, x.sigmoid_gate = scan.i, scan.f, scan.scale, scan.sigmoid_gate
+        x.rows = (0 if log2_w is None else log2_w.data_ptr(), *of_e, scan.chunk_m)
         for share in shares_of(x):
             self.walk_share(share)
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
 
-from .addresses import boundary_slots, slices_of, states_at, tensor_at
+from .addresses import boundary_slots, chunk_slots, slices_of, states_at, tensor_at
 from .backward_emulation import BackwardModules
 
 B, NH, S, K, V = 2, 3, 150, 80, 256
 PANELS = 2  # of 64 columns of K
 PART = 256  # columns of V that a share of a pass takes for keys
 ANCHOR_BYTES = 1000
+CHUNK_GATES = 10  # floats
 EPS = 1e-6
 
 
@@ -31,11 +32,16 @@ def flow_parts(dim_keys: int, dim_values: int) -> int:
     return 3 * parts_of(dim_keys)
 
 
-def factors_at(factors: tuple[int, int, int], count: int, parts: int) -> list[Tensor]:
-    """log2_w, and e of every part of V."""
-    log2_w, e, e_stride = factors
-    addresses = [log2_w, *(e + 4 * part * e_stride for part in range(parts))]
-    return [tensor_at(address, torch.float32, (count,)) for address in addresses]
+def e_at(e: int, e_stride: int, count: int, parts: int) -> list[Tensor]:
+    """Of every part of V."""
+    return [tensor_at(e + 4 * part * e_stride, torch.float32, (count,)) for part in range(parts)]
+
+
+def gates_at(gates: int, offsets: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """Of all chunks."""
+    batch, heads, seq = size
+    count = CHUNK_GATES * batch * heads * chunk_slots(offsets, seq)
+    return tensor_at(gates, torch.float32, (count,))
 
 
 class Launches(BackwardModules, list[SimpleNamespace]):
@@ -45,8 +51,9 @@ class Launches(BackwardModules, list[SimpleNamespace]):
     kernel of a gradient writes OWN[gradient] into its boundaries, into n that of each part and its number,
     and the combine adds CARRIED to all of them. What a pass reads of states is recorded as it was then:
     `entering_c`, `boundary_c`, `boundary_n`. The pass for dv numbers the dots that it writes, slice by slice:
-    `dots`, and `dots_read` where the factors are made of them. Both kernels that make factors number their
-    launches in what they write, in e by parts: `factors_read` by the passes, none where they get none.
+    `dots`, and `dots_read` where e is made of them. The kernels for rows and chunks number their launches in
+    what they write, in e by parts: `gates_read`, `log2_w_read` and `e_read` by those that read it, none where
+    they get none.
     """
 
     WRITTEN, CARRIED, OWN = 3.0, 100.0, (0.0, 10.0)
@@ -57,12 +64,20 @@ class Launches(BackwardModules, list[SimpleNamespace]):
 
     def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
         if instance == mlstm_bwd():
-            return {"mlstm_bwd_gates_workspace_bytes": lambda heads, sequences: 128 * heads * sequences}
+            return {
+                "mlstm_bwd_gates_workspace_bytes": lambda heads, sequences: 128 * heads * sequences,
+                "chunk_gates_bytes": lambda: 4 * CHUNK_GATES,
+            }
         return {"anchor_bytes": self.anchor_bytes, "flow_parts": flow_parts}
 
     def anchor_bytes(self, *sizes: int) -> int:
         self.anchor_sizes.append(sizes)
         return ANCHOR_BYTES
+
+    def mlstm_bwd_scan(self, launch: SimpleNamespace) -> None:
+        launch.number = float(len(self))
+        gates_at(launch.gates, launch.offsets, launch.sizes).fill_(launch.number)
+        self.record("scan", launch)
 
     def mlstm_bwd_rows(self, launch: SimpleNamespace) -> None:
         self.write_factors(launch, math.prod(launch.sizes[:3]), parts_of(launch.sizes[3]))
@@ -74,22 +89,22 @@ class Launches(BackwardModules, list[SimpleNamespace]):
             tensor_at(pointer + 4 * stride * number, torch.float32, (launch.count,)).clone()
             for number in range(slices)
         ]
-        self.write_factors(launch, launch.count, max(1, -(-slices // part_slices)))
+        self.write_factors(launch, launch.count, -(-slices // part_slices))
         self.record("factors", launch)
 
     def write_factors(self, launch: SimpleNamespace, count: int, parts: int) -> None:
         launch.number = float(len(self))
-        log2_w, *e = factors_at(launch.factors, count, parts)
-        log2_w.fill_(launch.number)
-        for part, of_part in enumerate(e):
+        log2_w, e, e_stride = launch.factors
+        if log2_w:
+            tensor_at(log2_w, torch.float32, (count,)).fill_(launch.number)
+        for part, of_part in enumerate(e_at(e, e_stride, count, parts)):
             of_part.fill_(launch.number + part / 8)
 
     @staticmethod
-    def read_factors(launch: SimpleNamespace) -> None:
+    def read_e(launch: SimpleNamespace, e: int, e_stride: int) -> None:
         *size, dim_keys, _ = launch.sizes
-        parts = 0 if launch.gradient == 2 else parts_of(dim_keys)
-        found = factors_at(launch.rows[:3], math.prod(size), parts) if launch.rows[0] else []
-        launch.factors_read = [x.clone() for x in found]
+        parts = 0 if launch.gradient == 2 or e == 0 else parts_of(dim_keys)
+        launch.e_read = [x.clone() for x in e_at(e, e_stride, math.prod(size), parts)]
 
     def mlstm_bwd_gates(self, launch: SimpleNamespace) -> None:
         self.record("gates", launch)
@@ -110,7 +125,10 @@ class Launches(BackwardModules, list[SimpleNamespace]):
         for part, n in enumerate(self.boundary_n(launch)):
             n.fill_(own + part)
         tensor_at(launch.boundaries[2], torch.float64, (slots,)).fill_(-1.0)
-        self.read_factors(launch)
+        log2_w, e, e_stride, _ = launch.rows
+        self.read_e(launch, e, e_stride)
+        count = math.prod(launch.sizes[:3]) if log2_w else 0
+        launch.log2_w_read = tensor_at(log2_w, torch.float32, (count,)).clone() if count else torch.empty(0)
         self.record(("segments_dq", "segments_dk")[launch.gradient], launch)
 
     @staticmethod
@@ -142,7 +160,9 @@ class Launches(BackwardModules, list[SimpleNamespace]):
         pointer, *strides = launch.out
         dtype = torch.float16 if launch.half else torch.bfloat16
         tensor_at(pointer, dtype, (batch, heads, seq, dim_values), *strides, 1).fill_(self.WRITTEN)
-        self.read_factors(launch)
+        gates, e, e_stride = launch.gates
+        self.read_e(launch, e, e_stride)
+        launch.gates_read = gates_at(gates, launch.cut, launch.sizes[:3]).clone()
         if name == "dv" and launch.sums[0]:
             dots = tensor_at(launch.sums[0], torch.float32, (slices_of(launch)[1], batch * heads * seq))
             launch.dots = torch.arange(float(dots.numel())).view_as(dots)

@@ -18,9 +18,11 @@ from tfla_tk.build.instances import mlstm_pass
 from tfla_tk.ops import chunk_slots
 
 from .addresses import CHUNK, slices_of
+from .addresses import chunk_slots as slots_of
 from .backward_emulation import ARGUMENTS
 from .backward_launches import (
     ANCHOR_BYTES,
+    CHUNK_GATES,
     EPS,
     GATES,
     NAMES,
@@ -40,19 +42,21 @@ from .backward_launches import (
 )
 
 
-def assert_factors_from(reader: SimpleNamespace, writer: SimpleNamespace | None, chunk_m: int) -> None:
-    """That a pass is given chunk_m and what this launch wrote, and reads it; or no factors of rows.
+def assert_e_from(reader: SimpleNamespace, writer: SimpleNamespace | None) -> None:
+    """That a pass, or its segments kernel, has read e of every part of V as this launch wrote it; or none.
 
-    Of e, which dv does not read, that of every part of V.
+    "dv" reads none.
     """
-    assert reader.rows == (*((0, 0, 0) if writer is None else writer.factors), chunk_m)
-    if writer is None:
-        assert not reader.factors_read
-        return
-    log2_w, *e = reader.factors_read
-    assert (log2_w == writer.number).all()
-    assert len(e) == (0 if reader.name == "dv" else parts_of(reader.sizes[3]))
+    e = reader.e_read
+    assert len(e) == (0 if reader.name == "dv" or writer is None else parts_of(reader.sizes[3]))
     assert all((x == writer.number + part / 8).all() for part, x in enumerate(e))
+
+
+def assert_gates_from(reader: SimpleNamespace, scan: SimpleNamespace, writer: SimpleNamespace | None) -> None:
+    """That a pass is given what these launches wrote of chunks and of e, and has read it."""
+    assert reader.gates == (scan.gates, *((0, 0) if writer is None else writer.factors[1:]))
+    assert (reader.gates_read == scan.number).all()
+    assert_e_from(reader, writer)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -76,14 +80,22 @@ def test_launches(gate: str, packed: bool, launches: Launches) -> None:
     q, _, v, i, f, c, n, _, offsets, _, row_n, row_m, chunk_m, c_last, n_last, _, dc, dn = given[:18]
     normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
     factors = ["factors"] * normalize
-    assert [x.name for x in launches] == [*factors, "dv", *factors, "dq", "dk", "gates"]
+    assert [x.name for x in launches] == ["scan", "dv", *factors, "dq", "dk", "gates"]
 
     count = i.numel()
-    for number, launch in enumerate(launches.of("factors")):
-        assert launch.dots[1:] == (count, number, 1)  # without dots, then with the one slice
-        assert launch.rows == (row_n.data_ptr(), pointer(row_m, not sigmoid_gate))
+    rows = (pointer(row_n, normalize), pointer(row_m, normalize and not sigmoid_gate))
+    for launch in launches.of("factors"):
+        assert launch.dots[1:] == (count, 1, 1)  # one slice
+        assert launch.rows == rows
         assert (launch.count, launch.eps, launch.device, launch.stream) == (count, EPS, -1, 7)
-        assert launch.factors == launches[0].factors and len({0, *launch.factors[:2]}) == 3
+        assert launch.factors[0] == 0 and launch.factors[1] != 0
+
+    scan = launches[0]
+    assert (scan.i, scan.f) == ((i.data_ptr(), *i.stride(), 0), (f.data_ptr(), *f.stride(), 0))
+    assert (scan.rows, scan.chunk_m) == (rows, pointer(chunk_m, not sigmoid_gate))
+    assert (scan.offsets, scan.sizes) == ((pointer(offsets), packed, c.shape[0]), q.shape[:3])
+    assert (scan.eps, scan.sigmoid_gate, scan.stream) == (EPS, sigmoid_gate, 7)
+    assert math.isclose(scan.scale, K**-0.5)
 
     gates = launches[-1]
     assert gates.i == (i.data_ptr(), *i.stride(), 0) and gates.f[0] == f.data_ptr()
@@ -110,8 +122,8 @@ def test_three_passes(
     x = named(tuple(given))
     dq, dk, dv, _, _, dc, dn = tk_backward.mlstm_bwd(*given)
     (of_dv,), (of_dq,), (of_dk,), (gates,) = map(launches.of, ("dv", "dq", "dk", "gates"))
-    normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
-    first, last = launches.of("factors") if normalize else (None, None)  # without dots, then with them
+    normalize = gate != "sig_unnormalised"
+    (scan,), factors = launches.of("scan"), launches.of("factors")[0] if normalize else None
 
     expected = ((of_dq, x.dh, x.v, x.k, dq), (of_dk, x.v, x.dh, x.q, dk), (of_dv, x.k, x.q, x.dh, dv))
     for launch, *tensors in expected:
@@ -122,16 +134,12 @@ def test_three_passes(
         assert launch.instance == mlstm_pass(launch.name, keys.shape[-1], values.shape[-1])
         assert queries.shape == keys.shape
         # of every pass the same
-        assert launch.i == (x.i.data_ptr(), *x.i.stride(), 0)
-        assert launch.f == (x.f.data_ptr(), *x.f.stride(), 0)
-        chunk_m = pointer(x.chunk_m, not sigmoid_gate)
-        assert_factors_from(launch, first if launch is of_dv else last, chunk_m)
+        assert_gates_from(launch, scan, factors)
         count = x.c_initial.shape[0]
         assert launch.cut[:4] == (pointer(x.offsets), packed, count, count)
         assert launch.cut[4] >= -(-x.q.shape[2] // CHUNK)
         assert launch.boundaries == (0, 0, 0)
-        assert math.isclose(launch.scale, K**-0.5)
-        assert (launch.half, launch.sigmoid_gate, launch.stream) == (False, sigmoid_gate, 7)
+        assert (launch.half, launch.stream) == (False, 7)
     assert (of_dq.factor, of_dk.factor, of_dv.factor) == (operand(x.q), operand(x.k), operand(x.h))
 
     # states as dq walks forward in time, their gradients as the others walk back
@@ -144,7 +152,7 @@ def test_three_passes(
     for grad in (dq, dk, dv, dc, *([dn] if normalize else [])):
         assert (grad == Launches.WRITTEN).all()
 
-    dots = last.dots[0] if normalize else 0
+    dots = factors.dots[0] if normalize else 0
     assert (of_dq.sums, of_dk.sums, of_dv.sums) == (gates.q_dq[:2], gates.k_dk[:2], (dots, 0))
     assert len({*of_dq.sums, *of_dk.sums, dots}) == 5
     # what dq leaves, dk reads
@@ -162,19 +170,16 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
     given = draw(gate, packed, dim_v=dim_v)
     x = named(given)
     dq, dk, dv, _, _, dc, dn = tk_backward.mlstm_bwd(*given)
-    normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
-    factors = ["factors"] * normalize
-    assert [launch.name for launch in launches] == [*factors, "dv", *factors, "dq", "dk", "gates"]
+    normalize = gate != "sig_unnormalised"
+    expected_launches = ["scan", "dv", *["factors"] * normalize, "dq", "dk", "gates"]
+    assert [launch.name for launch in launches] == expected_launches
     (of_dv,), (of_dq,), (of_dk,), (gates,) = map(launches.of, ("dv", "dq", "dk", "gates"))
-    first, last = launches.of("factors") if normalize else (None, None)  # without dots, then with them
+    (scan,), factors = launches.of("scan"), launches.of("factors")[0] if normalize else None
     if normalize:
-        assert first.dots[2] == 0 and first.factors == last.factors
-        for launch in (first, last):
-            # a slice for each part, and memory for e of each
-            assert (launch.dots[1], launch.dots[3]) == (x.i.numel(), 1)
-            assert launch.factors[2] >= x.i.numel()
-        assert last.dots[2] == 2
-        assert of_dv.sums == (last.dots[0], 0)
+        # a slice for each part, and memory for e of each
+        assert factors.dots[1:] == (x.i.numel(), 2, 1)
+        assert factors.factors[2] >= x.i.numel()
+        assert of_dv.sums == (factors.dots[0], 0)
 
     # both passes over all of V
     expected = ((of_dq, x.dh, x.v, x.k, x.q, dq), (of_dk, x.v, x.dh, x.q, x.k, dk))
@@ -183,7 +188,7 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
         assert found == tuple(map(operand, tensors))
         assert launch.sizes == (*x.q.shape[:3], dim_v, K)
         assert launch.instance == mlstm_pass(launch.name, PART, K)
-        assert_factors_from(launch, last, pointer(x.chunk_m, not sigmoid_gate))
+        assert_gates_from(launch, scan, factors)
     assert torch.equal(of_dq.entering_c, x.c_initial) and torch.equal(of_dk.entering_c, x.dc_last)
     assert of_dq.entering[1] == pointer(x.n_initial)
     assert of_dk.entering[1] == pointer(x.dn_last, normalize)
@@ -213,7 +218,7 @@ def test_every_part_of_v_has_its_slices_of_dots(
     """Those that lie in its columns, with every row of them."""
     given = draw(gate, packed, dim_qk=dim_qk, dim_v=dim_v)
     tk_backward.mlstm_bwd(*given)
-    (of_dv,), (of_dots,) = launches.of("dv"), [x for x in launches.of("factors") if x.dots[2] > 0]
+    (of_dv,), (of_dots,) = launches.of("dv"), launches.of("factors")
     width, slices = slices_of(of_dv)
     assert of_dots.dots[2:] == (slices, PART // width)
     assert torch.equal(torch.stack(of_dots.dots_read), of_dv.dots)
@@ -246,7 +251,7 @@ def test_the_states_of_the_forward_are_not_made_again(
     states = torch.empty(slots * (4 + K * dim_v + K + 1))
 
     tk_backward.mlstm_bwd(*given, states)
-    expected = [*["rows"] * normalize, "segments_dk", "combine", "dv", "dq", "dk", "gates"]
+    expected = [*["rows"] * normalize, "scan", "segments_dk", "combine", "dv", "dq", "dk", "gates"]
     assert [launch.name for launch in launches] == expected
     (of_dq,) = launches.of("dq")
     c, n, _ = of_dq.boundaries
@@ -271,7 +276,7 @@ def test_cut_sequences(
     tk_backward.mlstm_bwd(*given)
     normalize, sigmoid_gate = gate != "sig_unnormalised", gate != "exp"
     before = ["segments_dq", "combine", "segments_dk", "combine"]
-    expected = [*["rows"] * normalize, *before, "dv", "dq", "dk", "gates"]
+    expected = [*["rows"] * normalize, "scan", *before, "dv", "dq", "dk", "gates"]
     assert [launch.name for launch in launches] == expected
     sequences = x.c_initial.shape[0]
     all_segments = sequences + x.q.shape[2] // CHUNK if packed else sequences * -(-S // CHUNK)
@@ -286,8 +291,14 @@ def test_cut_sequences(
         assert (rows.dh, rows.h) == (operand(x.dh), operand(x.h))
         assert (rows.sizes, rows.half) == ((*x.h.shape, PART), False)
         assert len({0, *rows.factors}) == 4 and rows.factors[2] >= x.i.numel()
-    for launch in (*launches.passes, *launches.of("segments_dq", "segments_dk")):
-        assert_factors_from(launch, rows, pointer(x.chunk_m, not sigmoid_gate))
+    (scan,), chunk_m = launches.of("scan"), pointer(x.chunk_m, not sigmoid_gate)
+    for launch in launches.passes:
+        assert_gates_from(launch, scan, rows)
+    for launch in launches.of("segments_dq", "segments_dk"):
+        assert launch.rows == (*((0, 0, 0) if rows is None else rows.factors), chunk_m)
+        assert len(launch.log2_w_read) == (0 if rows is None else x.i.numel())
+        assert rows is None or (launch.log2_w_read == rows.number).all()
+        assert_e_from(launch, rows)
 
     kinds = (("dq", x.v, x.k, of_states), ("dk", x.dh, x.q, of_grads))
     for gradient, (name, keys, values, combine) in enumerate(kinds):
@@ -323,12 +334,13 @@ def memory_of(x: SimpleNamespace) -> set[tuple[int, int]]:
     """What a launch takes of the memory between kernels: address and bytes."""
     if x.name in ("rows", "factors"):
         log2_w, e, e_stride = x.factors
-        if x.name == "rows":
-            count, parts = math.prod(x.sizes[:3]), parts_of(x.sizes[3])
-        else:
-            count, parts = x.count, -(-x.dots[2] // x.dots[3])
-        # without dots e is not of use; else e of the parts, each aligned
-        return {(log2_w, 4 * count), (e, 4 * e_stride * parts)} if parts else {(log2_w, 4 * count)}
+        if x.name == "factors":
+            return {(e, 4 * e_stride * -(-x.dots[2] // x.dots[3]))}
+        # of the parts, each aligned
+        return {(log2_w, 4 * math.prod(x.sizes[:3])), (e, 4 * e_stride * parts_of(x.sizes[3]))}
+    if x.name == "scan":
+        batch, heads, seq = x.sizes
+        return {(x.gates, 4 * CHUNK_GATES * batch * heads * slots_of(x.offsets, seq))}
     if x.name == "dv" and x.sums[0]:
         return {(x.sums[0], 4 * slices_of(x)[1] * math.prod(x.sizes[:3]))}
     if x.name == "combine":
@@ -341,9 +353,8 @@ def memory_of(x: SimpleNamespace) -> set[tuple[int, int]]:
     if x.name != "gates":
         return set()
     batch, heads, seq, *_ = x.sizes
-    pointer, _, sequences = x.offsets
-    slots = -(-seq // CHUNK) + (sequences if pointer else 0)
-    found = {(x.workspace, 128 * heads * sequences)}
+    slots = slots_of(x.offsets, seq)
+    found = {(x.workspace, 128 * heads * x.offsets[2])}
     for whole, inter, count in (x.q_dq, x.k_dk):
         found |= {(whole, 4 * count * batch * heads * seq), (inter, 8 * count * batch * heads * slots)}
     flows, parts = x.anchors
@@ -387,7 +398,7 @@ def test_memory_between_kernels(
     )
     (memory,) = allocated
     taken = sorted(set().union(*map(memory_of, launches)))
-    assert len(taken) == 2 + (6 if cut else 1) + 7
+    assert len(taken) == 2 + (1 + 6 if cut else 1) + 7  # gates and e; log2_w and states, or dots; the rest
     behind = memory.data_ptr()
     for address, bytes_taken in taken:
         assert address == behind
@@ -446,8 +457,9 @@ def test_fp16_and_gates_in_bf16(launches: Launches) -> None:
     given = draw("exp", False, torch.bfloat16, dtype=torch.float16)
     tk_backward.mlstm_bwd(*given)
     assert len(launches.passes) == 3
-    for launch in launches.passes:
-        assert launch.half and launch.i[-1] == launch.f[-1] == 1
+    assert all(launch.half for launch in launches.passes)
+    (scan,) = launches.of("scan")
+    assert scan.i[-1] == scan.f[-1] == 1
 
 
 def test_gate_gradients_lie_as_their_gates(launches: Launches) -> None:
@@ -491,5 +503,6 @@ def test_rows_go_with_the_normaliser(launches: Launches) -> None:
     given = list(draw("sig_unnormalised"))
     given[at] = torch.randn(given[3].shape)
     tk_backward.mlstm_bwd(*given)
-    assert [launch.name for launch in launches] == ["dv", "dq", "dk", "gates"]
-    assert all(launch.rows == (0, 0, 0, 0) for launch in launches.passes)
+    assert [launch.name for launch in launches] == ["scan", "dv", "dq", "dk", "gates"]
+    assert launches[0].rows[0] == 0
+    assert all(launch.gates[1:] == (0, 0) for launch in launches.passes)

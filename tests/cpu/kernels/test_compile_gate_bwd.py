@@ -23,6 +23,7 @@ def test_ptxas_reports_no_fault(compile_once: Callable[[build.Instance], Any]) -
     assert found == {
         "mlstm_bwd_rows_kernel": 6,
         "mlstm_bwd_factors_kernel": 1,
+        "mlstm_bwd_scan_kernel": 2,
         "mlstm_bwd_combine_kernel": 1,
         "mlstm_bwd_flows_kernel": 1,
         "mlstm_bwd_gates_kernel": 2,

@@ -74,8 +74,9 @@ def test_a_launch_of_states_without_a_driver_is_an_error(module: ModuleType) -> 
 def test_the_module_around_the_backward_passes(
     kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A workspace of 16 doubles per sequence and head."""
+    """A workspace of 16 doubles per sequence and head; six numbers per token of a chunk, and its decay."""
     module = load_afresh(mlstm_bwd(), tmp_path_factory)
+    assert module.chunk_gates_bytes() == 4 * (6 * 64 + 4)
     for heads, sequences in ((3, 2), (4, 7)):
         assert module.mlstm_bwd_gates_workspace_bytes(heads, sequences) == 8 * 16 * heads * sequences
     if torch.cuda.is_available():
@@ -84,7 +85,10 @@ def test_the_module_around_the_backward_passes(
     with pytest.raises(RuntimeError, match="mlstm_bwd_rows: CUDA driver version is insufficient"):
         module.mlstm_bwd_rows(operand, operand, (16, 0), (16, 16, 64), (1, 1, 64, 64, 256), 1e-6, False, 0, 0)
     with pytest.raises(RuntimeError, match="mlstm_bwd_factors: CUDA driver version is insufficient"):
-        module.mlstm_bwd_factors((16, 64, 1, 1), (16, 0), (16, 16, 64), 64, 1e-6, 0, 0)
+        module.mlstm_bwd_factors((16, 64, 1, 1), (16, 0), (0, 16, 64), 64, 1e-6, 0, 0)
+    gate = (16, 64, 64, 1, 0)
+    with pytest.raises(RuntimeError, match="mlstm_bwd_scan: CUDA driver version is insufficient"):
+        module.mlstm_bwd_scan(gate, gate, (16, 16), 16, 16, (0, 0, 1), (1, 1, 64), 1e-6, 0.125, False, 0, 0)
     cut = (0, False, 1, 2, 1)
     with pytest.raises(RuntimeError, match="mlstm_bwd_combine: CUDA driver version is insufficient"):
         module.mlstm_bwd_combine((16, 16, 16), 1, (0, 0), cut, (1, 128, 64, 64), False, 0, 0)
@@ -110,17 +114,17 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
     if torch.cuda.is_available():
         return  # the launch would be real
     operand, none = (16, 4096, 4096, 64), (0, 0)
-    of_both = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 64, 16))  # gates and rows
-    sizes = ((0, False, 1, 1, 1), (1, 1, 64, 64, 64), 0.125)
-    of_passes = (*([operand] * 5), *of_both, none, none, (0, 0, 0), none, none)
+    gates_and_rows = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 64, 16))
+    cut, sizes = (0, False, 1, 1, 1), (1, 1, 64, 64, 64)
+    of_passes = (*([operand] * 5), (16, 16, 64), none, none, (0, 0, 0), none, none, cut)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
-            module.mlstm_pass(gradient, *of_passes, *sizes, False, False, 0, 0)
+            module.mlstm_pass(gradient, *of_passes, sizes, False, 0, 0)
         fault = "no CUDA driver is installed" if gradient < 2 else "has none for this gradient"
         with pytest.raises(RuntimeError, match=fault):
             module.mlstm_pass_segments(
-                gradient, operand, operand, *of_both, (16, 16, 16), *sizes, False, False, 0, 0
+                *(gradient, operand, operand, *gates_and_rows, (16, 16, 16), cut, sizes),
+                *(0.125, False, False, 0, 0),
             )
-    cut, _, scale = sizes
     with pytest.raises(RuntimeError, match="dv takes one share of the keys"):
-        module.mlstm_pass(2, *of_passes, cut, (1, 1, 64, 80, 64), scale, False, False, 0, 0)
+        module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), False, 0, 0)

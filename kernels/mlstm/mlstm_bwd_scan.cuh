@@ -1,0 +1,42 @@
+// Before the passes of the mLSTM backward: the gates of every chunk, scanned once for all three and for all
+// CTAs of a head (mlstm_pass_gates.cuh says what of them). A warp takes a chunk.
+#pragma once
+
+#include "kittens.cuh"
+#include "mlstm_bwd_rows.cuh"
+#include "mlstm_bwd_tile.cuh"
+#include "mlstm_pass_gates.cuh"
+#include "tfla_tk/params_bwd.h"
+
+namespace tfla_tk::mlstm {
+
+struct ScanGlobals : TileGlobals {
+    Gate i, f;
+    RowNorms norms;
+    const double* chunk_m;
+    ChunkGates* gates;
+    float scale;
+    FloatPair log2_scale;
+};
+
+template <bool kSigmoid>
+__global__ __launch_bounds__(kTileThreads) void mlstm_bwd_scan_kernel(const __grid_constant__ ScanGlobals g) {
+    const Tile tile = Tile::of_block(g, blockIdx.x);
+    const int chunk = threadIdx.x / 32;
+    if (chunk >= tile.chunks) return;  // none of a tile without tokens
+    auto load_gate = [&](const Gate& gate, float none) {
+        return GateRows(gate, tile.batch, tile.head, tile.first_row).pair(chunk, tile.tokens, none);
+    };
+    const float2 i = load_gate(g.i, kNoInput), f = load_gate(g.f, kNoForget);
+    const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
+    const FloatPair m_in = kSigmoid ? FloatPair{} : finite_stabiliser(g.chunk_m[slot]);
+    auto log2_w = [&](int t) {
+        if (g.norms.row_n == nullptr || t >= tile.tokens) return 0.f;
+        return RowNorm(g.norms, tile.batch_head * g.seq + tile.first_row + t).log2_w(g.norms.eps);
+    };
+    const int first = chunk * kChunk + 2 * fresh_laneid();
+    scan_chunk<kSigmoid>(g.gates[slot], i, f, m_in, {log2_w(first), log2_w(first + 1)}, g.scale,
+                         g.log2_scale);
+}
+
+}  // namespace tfla_tk::mlstm
