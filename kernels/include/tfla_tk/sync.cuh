@@ -142,7 +142,6 @@ __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.sha
 
 enum class NamedBarrier : int {
     gemm_turn = 1,
-    state_norm = 2,  // and 3: one per warpgroup
     norm_published = 4,
     read_turn = 5,  // and 6: one per warpgroup
 };

@@ -145,20 +145,6 @@ template <class A> __device__ inline void add_row_dots(float2& sums, const A& a,
     }
 }
 
-// An fp32 tile += rows . columns: rows lane / 4 and + 8 of this lane, all columns.
-template <class Tile> __device__ inline void add_outer(Tile& tile, float2 rows, const float* columns) {
-    columns += 2 * (fresh_laneid() % 4);
-#pragma unroll
-    for (int j = 0; j < Tile::width; j++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float2 c = *reinterpret_cast<const float2*>(&columns[16 * j + 8 * half]);
-            float2 &upper = tile.tiles[0][j].data[2 * half], &lower = tile.tiles[0][j].data[2 * half + 1];
-            upper = {upper.x + rows.x * c.x, upper.y + rows.x * c.y};
-            lower = {lower.x + rows.y * c.x, lower.y + rows.y * c.y};
-        }
-}
-
 // A fragment of a wgmma from 16 columns of an fp32 tile.
 template <class A, class Tile>
 __device__ inline void convert_fragment(A& a, const Tile& tile, int column_tile) {

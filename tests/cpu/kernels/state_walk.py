@@ -12,7 +12,7 @@ class Block:
     """A block's GEMMs after the state has been read, and what stands under those that update the state.
 
     Attributes:
-        groups: kinds of its committed groups in their order.
+        groups: kinds of its committed groups in their order; a "norm" goes with its "update".
         state: registers of the state, to which the update's wgmmas add.
         scaled: registers that an FMUL writes between the reading and the first of the update.
         before_values, after_values: opcodes while some of the update is in flight, before and after
@@ -28,7 +28,8 @@ class Block:
 
 def kinds(kernel: Any) -> list[str]:
     """Of every instruction: "" if it is no wgmma, else "scores" Q K^T, "read" state Q^T, "values" values^T
-    scores^T, "update" values^T K, or "sums" of keys, K^T weights, for eight columns of weights.
+    scores^T, "update" values^T K, "norm" values^T x for eight columns x, or "sums" of keys, K^T weights, for
+    as many columns of weights.
     """
     found: list[str] = []
     last = ""
@@ -47,6 +48,8 @@ def _kind_of(opcode: str, operands: str, last: str) -> str:
     b, added_to, *_ = rest
     if ".tnspB" in b:
         return "update"
+    if ".64x8x16." in opcode:
+        return "norm"
     # an output begins with what is read of the state; what an operand of values makes is added to that
     return "read" if last == "read" or added_to == "RZ" else "values"
 
@@ -74,6 +77,10 @@ def walk_blocks(kernel: Any) -> list[Block]:
                 scaled = set()
             elif kind not in ("scores", "sums") and committed:
                 found[-1].groups.append(kind)
+            if kind == "norm":  # of the update's group, its last
+                assert last == "update" and not committed and "gsb0" in operands
+                committed = True
+                continue
             if kind == "update":
                 first = int(operands.split(", ")[0].removeprefix("R"))
                 # fp32, M = 64: N / 2 registers per thread

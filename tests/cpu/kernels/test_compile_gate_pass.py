@@ -13,7 +13,7 @@ import pytest
 from tfla_tk import build
 from tfla_tk.build.instances import PASS_TILES, mlstm_pass
 
-from .state_walk import walk_blocks, wgmmas
+from .state_walk import kinds, walk_blocks, wgmmas
 
 CHUNK = 64
 STEPS = CHUNK // 16
@@ -58,7 +58,11 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
 
 
 def test_every_wgmma_is_there(compiled: Any) -> None:
-    """Each 16 deep. Scores warpgroup: Q K^T; state warpgroups, per block: the other three."""
+    """Each 16 deep. Scores warpgroup: Q K^T; state warpgroups, per block: the other three.
+
+    dq and dk have n before the state and beside its update, and read the state at two places: with an anchor
+    and without.
+    """
     defines = dict(compiled.instance.defines)
     dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
     passes = kernels_named(compiled, "mlstm_pass")
@@ -68,9 +72,11 @@ def test_every_wgmma_is_there(compiled: Any) -> None:
     blocks, part = blocks_of(slice_), part_of_keys(dim_keys)
     for kernel in passes:
         assert (kernel.dim_qk, kernel.slice_v) == (dim_keys, slice_)
-        assert wgmmas(kernel) == {
+        norm = kernel.gradient != "dv"
+        of_norm = {("64x8x16", "norm"): STEPS} if norm else {}
+        assert wgmmas(kernel) == of_norm | {
             ("64x64x16", "scores"): dim_keys // 16,
-            ("64x64x16", "read"): blocks * dim_keys // 16,
+            ("64x64x16", "read"): (1 + norm) * (norm + blocks * dim_keys // 16),
             ("64x64x16", "values"): blocks * STEPS,
             (f"64x{part}x16", "update"): blocks * STEPS * dim_keys // part,
         }
@@ -136,7 +142,7 @@ def test_the_update_is_spread(compiled: Any) -> None:
 def test_the_output_stands_under_the_update(compiled: Any) -> None:
     """Before values^T scores^T its scaling, and with dq and dk the loads of the factor for its entering sum,
     of a whole chunk or of 16 tokens of a slow one. After it the last tokens of the values, its staging, and
-    with dq and dk its row sums: the factor again, 14 exchanges, and two for each of a lane's two rows of n.
+    with dq and dk its row sums: the factor again, and 14 exchanges.
     """
     for kernel in kernels_named(compiled, "mlstm_pass"):
         of_sums = kernel.gradient != "dv"
@@ -146,7 +152,45 @@ def test_the_output_stands_under_the_update(compiled: Any) -> None:
             assert block.before_values["LDSM"] >= (FRAGMENTS + 1) * of_sums
             assert block.after_values["LDSM"] >= 1 + FRAGMENTS * of_sums
             assert block.after_values["STSM"] == FRAGMENTS
-            assert block.after_values["SHFL"] == (14 + 2 * 2) * of_sums
+            assert block.after_values["SHFL"] == 14 * of_sums
+
+
+def test_gates_are_not_scanned(compiled: Any) -> None:
+    """That has been done before: a lane's 32 scores and four numbers of a chunk are all exponents.
+
+    A scan has those of log f and, with the sigmoid gate, of log i besides.
+    """
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        assert sum(opcode == "MUFU.EX2" for opcode, _ in kernel.instructions) == CHUNK * CHUNK // 128 + 4
+
+
+def test_descriptors_are_uniform(compiled: Any) -> None:
+    """Computed as such: none between two GEMMs of the scores goes through the registers of the lanes."""
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        of_scores = [n for n, kind in enumerate(kinds(kernel)) if kind == "scores"]
+        between = kernel.instructions[of_scores[0] : of_scores[-1]]
+        assert not any(opcode.startswith("R2UR") for opcode, _ in between)
+
+
+def test_anchors_stand_under_the_reading(compiled: Any) -> None:
+    """dq stores its state from the operands of the GEMMs that read it; dk multiplies it with that under those
+    of its own, by a unit a lane and GEMM, but at the walk's end, where nothing reads the state any more.
+    """
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        if kernel.gradient == "dv":
+            continue
+        units = kernel.dim_qk // 16
+        reads = [n for n, kind in enumerate(kinds(kernel)) if kind == "read"]
+        first, last = reads[0], reads[units]  # n, then the state's
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        if kernel.gradient == "dq":
+            stores = [n for n, opcode in enumerate(opcodes) if opcode.startswith("STG.E.128")]
+            assert len(stores) == units
+            ends = next(n for n in range(last, len(opcodes)) if opcodes[n] == "WARPGROUP.DEPBAR.LE")
+            assert all(first < store < ends for store in stores)
+        else:
+            flow = [opcode for opcode in opcodes[first:last] if opcode.startswith("FFMA")]
+            assert len(flow) >= 4 * units  # and as many multiplications
 
 
 def test_values_are_loaded_once(compiled: Any) -> None:
