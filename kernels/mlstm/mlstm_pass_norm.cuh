@@ -1,13 +1,13 @@
 // n of dq and dk, on the tensor cores: a column of the state's own, kept by the state warpgroups.
 //
-//     n = decay n + sum_t (values . key_scale)_t x_t      x = 1 for dq, e for dk: eight columns beside the
-//     keys out^T += n y^T, to be scaled as the rest of out     y = e for dq, 1 for dk: 16 of k before the
-//     state's
+//     n = decay n + sum_t (values . key_scale)_t x_t    beside the state's update: eight columns more
+//     out^T += n y^T, scaled as the rest of out is      before the state is read: 16 of k more
 //
-// e is two numbers, a high and a low part, in columns 0 and 1 of eight; the others are 0. So n is two
-// numbers, each of which is high and low parts again where it is an operand: those are the first eight
-// columns of k, these the other eight. As an operand n is bf16 always, and so is y: fp16 ends where n need
-// not. Where fp16 has e in the place of x its high part is in units of kUnit, which takes it to 1e8.
+// with x = 1 and y = e for dq, x = e and y = 1 for dk. e is two numbers, a high and a low part, in columns 0
+// and 1 of eight; the others are 0. So n is two numbers, each of which is high and low parts again where it
+// is an operand: those are the first eight columns of k, these the other eight. As an operand n is bf16
+// always, and so is y: fp16 ends where n need not. Where fp16 has e in the place of x its high part is in
+// units of kUnit, which takes it to 1e8.
 #pragma once
 
 #include "kittens.cuh"
