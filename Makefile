@@ -65,9 +65,10 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the README's tables and th
 .PHONY: tables
 tables: $(STAMP) ## write the README's tables and the plots from the results on record
 	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md
-	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd
+	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
+		--dtype bf16
 	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_sweep_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
-		--shapes sweep
+		--dtype bf16 --shapes sweep
 
 .PHONY: lint
 # mypy sees the layout of the installed package: reference/ and bench/ below tfla_tk/

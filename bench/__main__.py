@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import ablation, compare, model_step, plots, readme, results, step, train
+from .inputs import DTYPES
 from .operators import OPERATORS
 from .shapes import MAIN, PASSES, parse_shapes
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PASS,..",
         help="of fwd, fwdbwd (default: all)",
     )
+    command.add_argument("--dtype", choices=list(DTYPES), help="of q, k, v (default: all)")
     command.add_argument(
         "--shapes",
         type=compare.argument(parse_shapes),
@@ -110,6 +112,7 @@ def _plot(arguments: argparse.Namespace) -> int:
         for row in _existing(arguments.results)
         if row["op"] in arguments.op
         and row["pass"] in arguments.passes
+        and arguments.dtype in (None, row["dtype"])
         and results.shape_of(row) in arguments.shapes
         and results.is_plain(row)
     ]

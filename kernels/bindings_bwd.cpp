@@ -29,6 +29,10 @@ tfla_tk::StateGradient state(const StateTuple& x) {
     return {pointer(x[0]), pointer(x[1]), pointer(x[2]), pointer(x[3])};
 }
 
+tfla_tk::Offsets offsets_of(const OffsetsTuple& x) {
+    return {reinterpret_cast<const void*>(x[0]), x[1] != 0, static_cast<int>(x[2])};
+}
+
 tfla_tk::RowNorms row_norms(const Pair& rows, float eps) { return {pointer(rows[0]), pointer(rows[1]), eps}; }
 
 tfla_tk::RowFactorPointers row_factors(const Pair& rows, const FactorsTuple& factors, float eps) {
@@ -44,9 +48,7 @@ void mlstm_bwd_scan(const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f, co
                                              row_norms(rows, eps),
                                              reinterpret_cast<const double*>(chunk_m),
                                              reinterpret_cast<tfla_tk::ChunkGates*>(gates),
-                                             reinterpret_cast<const void*>(offsets[0]),
-                                             offsets[1] != 0,
-                                             static_cast<int>(offsets[2]),
+                                             offsets_of(offsets),
                                              sizes[0],
                                              sizes[1],
                                              sizes[2],
@@ -117,9 +119,7 @@ void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const A
                                               state(initial),
                                               state(last),
                                               reinterpret_cast<void*>(workspace),
-                                              reinterpret_cast<const void*>(offsets[0]),
-                                              offsets[1] != 0,
-                                              static_cast<int>(offsets[2]),
+                                              offsets_of(offsets),
                                               sizes[0],
                                               sizes[1],
                                               sizes[2],

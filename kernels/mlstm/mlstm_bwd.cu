@@ -32,12 +32,13 @@ template <class Pair> void run_rows(const MlstmBwdRowsParams& p, cudaStream_t st
 
 template <class Params> TileGlobals tile_globals(const Params& p) {
     constexpr int kTokens = kTileWarps * kChunk;
-    const int tiles = p.offsets ? p.sequences + p.seq / kTokens : p.batch * ((p.seq + kTokens - 1) / kTokens);
-    return {{p.offsets, p.wide_offsets, p.sequences, tiles, kTileWarps},
+    const auto [offsets, wide, sequences] = p.offsets;
+    const int tiles = offsets ? sequences + p.seq / kTokens : p.batch * ((p.seq + kTokens - 1) / kTokens);
+    return {{offsets, wide, sequences, tiles, kTileWarps},
             p.batch,
             p.heads,
             p.seq,
-            chunk_slots(p.seq, p.sequences, p.offsets != nullptr)};
+            chunk_slots(p.seq, sequences, offsets != nullptr)};
 }
 
 template <bool kSigmoid> void run_scan(const MlstmBwdScanParams& p, cudaStream_t stream) {
@@ -66,8 +67,8 @@ template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream
                          static_cast<int64_t>(p.dim_qk) * p.dim_v,
                          p.dim_qk};
     if (p.initial.c || p.initial.n || p.last.c || p.last.n)
-        launch<mlstm_bwd_flows_kernel>(g, 2 * kStateParts * p.sequences * p.heads, kTileThreads, p.device,
-                                       stream, "mlstm_bwd_flows");
+        launch<mlstm_bwd_flows_kernel>(g, 2 * kStateParts * p.offsets.sequences * p.heads, kTileThreads,
+                                       p.device, stream, "mlstm_bwd_flows");
     launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, g.cut.segments * g.heads, kTileThreads, p.device, stream,
                                              "mlstm_bwd_gates");
 }

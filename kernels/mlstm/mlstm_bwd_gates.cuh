@@ -22,8 +22,8 @@
 // Where a chunk decays slowly (kSlowDecay of mlstm_pass_gates.cuh) the passes do not sum received_c and
 // sent_c: the sums of all its rows take their places. Both then contain what the chunk's tokens send to one
 // another, the same number, and through_c is less by it, which the equations do not notice. It brings no
-// noise, since the passes round it alike; so the noise is still that of the parts through the states, of
-// which the passes give the squares of 16 tokens.
+// noise, since the passes round it alike; so the noise is still that of the parts through the states, whose
+// squares the passes tell from those of 16 tokens.
 //
 //   mlstm_bwd_flows    where there are states: F_0 and F_T
 //   mlstm_bwd_gates    one CTA for the chunks from one anchor to the next, one warp for each of them

@@ -53,15 +53,24 @@ __device__ inline void write_lane_pair(float (&values)[kChunk], float x, float y
     *reinterpret_cast<float2*>(&values[2 * fresh_laneid()]) = {x, y};
 }
 
-// One chunk's, by one warp: lane l owns tokens 2 l and 2 l + 1. i, f: their pre-activations. m_in: of the
-// chunk. log2_w: of the lane's tokens.
+// Of one chunk, by one warp: lane l owns tokens 2 l and 2 l + 1. i, f: their pre-activations. m_in: of the
+// chunk.
+template <bool kSigmoid> struct ScannedGates {
+    TwoPairs b, a;  // of the lane's tokens
+    FloatPair end;  // b_L or -M_L
+
+    __device__ inline ScannedGates(float2 i, float2 f, FloatPair m_in, int lane) {
+        sum_chunk_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
+        end = kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));
+    }
+};
+
+// log2_w: of the lane's tokens. The others as in ScannedGates.
 template <bool kSigmoid>
 __device__ inline void scan_chunk(ChunkGates& out, float2 i, float2 f, FloatPair m_in, float2 log2_w,
                                   float scale, FloatPair log2_scale) {
     const int lane = fresh_laneid();
-    TwoPairs a, b;
-    sum_chunk_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
-    const FloatPair end = kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
+    const auto [b, a, end] = ScannedGates<kSigmoid>(i, f, m_in, lane);
     FloatPair receives_x, receives_y;
     if constexpr (kSigmoid) {
         receives_x = {-b.x.high, log2_w.x - b.x.low}, receives_y = {-b.y.high, log2_w.y - b.y.low};
@@ -71,7 +80,7 @@ __device__ inline void scan_chunk(ChunkGates& out, float2 i, float2 f, FloatPair
     }
     write_pairs(&out.sends[2 * lane], a.x + log2_scale, a.y + log2_scale);
     write_pairs(&out.receives[2 * lane], receives_x, receives_y);
-    auto sent = [&](FloatPair a) { return exp2f(rounded_sum(a, end)); };
+    auto sent = [&, end = end](FloatPair a) { return exp2f(rounded_sum(a, end)); };
     auto received = [&](FloatPair receives) { return scale * exp2f(rounded_sum(m_in, -receives)); };
     write_lane_pair(out.sent, sent(a.x), sent(a.y));
     write_lane_pair(out.received, received(receives_x), received(receives_y));
@@ -134,10 +143,7 @@ template <bool kSigmoid, bool kBackward> struct SegmentChunk {
     __device__ inline SegmentChunk(float2 i, float2 f, float2 log2_w, float2 e, FloatPair m_in)
         : log2_w(log2_w), e(e) {
         const int lane = fresh_laneid();
-        TwoPairs a, b;
-        sum_chunk_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
-        const FloatPair end =
-            kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));  // b_L or -M_L
+        const auto [b, a, end] = ScannedGates<kSigmoid>(i, f, m_in, lane);
         decay = m_in + end;
         if constexpr (!kBackward) {
             x = a.x + end, y = a.y + end;

@@ -45,12 +45,16 @@ class Problem(NamedTuple):
     chunk_m: Tensor | None
     cu_seqlens: Tensor | None
 
-    def chunks(self) -> list[tuple[int, slice]]:
-        """The slot and the tokens of every chunk, sequence by sequence."""
+    @property
+    def slots(self) -> int:
+        return ops.chunk_slots(self.i.shape[-1], self.cu_seqlens)
+
+    def chunks(self) -> list[tuple[int, int, slice]]:
+        """The number, the slot and the tokens of every chunk, sequence by sequence."""
         packed = self.cu_seqlens is not None
         offsets = self.cu_seqlens.tolist() if packed else [0, self.i.shape[-1]]
         return [
-            (start // CHUNK + packed * sequence + number, slice(at, min(at + CHUNK, end)))
+            (number, start // CHUNK + packed * sequence + number, slice(at, min(at + CHUNK, end)))
             for sequence, (start, end) in enumerate(itertools.pairwise(offsets))
             for number, at in enumerate(range(start, end, CHUNK))
         ]
@@ -83,11 +87,10 @@ def draw(
     problem = Problem(i, f, d, m, None, cu_seqlens)
     if not exponential:
         return problem
-    chunk_m = torch.zeros(*size[:2], ops.chunk_slots(size[2], cu_seqlens), dtype=torch.float64, device="cuda")
-    end = None
-    for slot, own in problem.chunks():
-        starts = own.start == 0 or (cu_seqlens is not None and own.start in cu_seqlens.tolist())
-        at_start = torch.zeros_like(chunk_m[..., 0]) if starts or end is None else end
+    chunk_m = torch.zeros(*size[:2], problem.slots, dtype=torch.float64, device="cuda")
+    end = torch.zeros_like(chunk_m[..., 0])
+    for number, slot, own in problem.chunks():
+        at_start = end if number > 0 else torch.zeros_like(end)
         chunk_m[:, :, slot] = at_start
         b = logsigmoid(f[:, :, own].double()).cumsum(-1) / math.log(2)
         a = i[:, :, own].double() / math.log(2) - b
@@ -98,9 +101,8 @@ def draw(
 def run(kernel: ModuleType, x: Problem) -> ChunkGates:
     """What the kernel writes, of pairs of floats their sums; NaN where it writes nothing."""
     batch, heads, seq = x.i.shape
-    slots = ops.chunk_slots(seq, x.cu_seqlens)
     floats = kernel.chunk_gates_bytes() // 4
-    gates = torch.full((batch, heads, slots, floats), torch.nan, device="cuda")
+    gates = torch.full((batch, heads, x.slots, floats), torch.nan, device="cuda")
     device = x.i.get_device()
     operands = Operands()
     kernel.mlstm_bwd_scan(
@@ -124,11 +126,12 @@ def run(kernel: ModuleType, x: Problem) -> ChunkGates:
 
 def expected(x: Problem, row_factors: Callable[..., Any]) -> ChunkGates:
     """The same in fp64; NaN past a chunk's last token."""
-    found = [torch.full_like(y, torch.nan) for y in run_like(x)]
+    nothing = torch.full((*x.i.shape[:2], x.slots, CHUNK), torch.nan, dtype=torch.float64, device="cuda")
+    found = [*(nothing.clone() for _ in range(4)), nothing[..., 0].clone()]
     log2_w = torch.zeros_like(x.i, dtype=torch.float64)
     if x.d is not None:
         log2_w = row_factors(torch.zeros_like(x.d), x.d, x.m, EPS)[0]
-    for slot, own in x.chunks():
+    for _, slot, own in x.chunks():
         tokens = slice(own.stop - own.start)
         i, f = x.i[:, :, own].double(), x.f[:, :, own].double()
         b = logsigmoid(f).cumsum(-1) / math.log(2)
@@ -145,12 +148,6 @@ def expected(x: Problem, row_factors: Callable[..., Any]) -> ChunkGates:
             y[:, :, slot, tokens] = values
         found[-1][:, :, slot] = (m_in + end)[..., 0]
     return ChunkGates(*found)
-
-
-def run_like(x: Problem) -> list[Tensor]:
-    slots = ops.chunk_slots(x.i.shape[-1], x.cu_seqlens)
-    of_tokens = torch.empty(*x.i.shape[:2], slots, CHUNK, dtype=torch.float64, device="cuda")
-    return [of_tokens] * 4 + [of_tokens[..., 0]]
 
 
 def assert_close(found: ChunkGates, truth: ChunkGates) -> None:

@@ -63,7 +63,7 @@ inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
 // One chunk's gates as the passes of the backward take them (mlstm_pass_gates.cuh).
 struct ChunkGates;
 
-// A sum over one chunk, and the squares of its parts; where it is kNotSummed, those of some of its parts.
+// A sum over one chunk, and the squares of its parts; where it is kNotSummed, as some of its parts tell them.
 struct FlowSum {
     float value, squares;
 };

@@ -21,15 +21,20 @@ struct RowFactorPointers {
     std::int64_t e_stride;  // from one part's to the next
 };
 
+// Of packed sequences, as in Cut.
+struct Offsets {
+    const void* data;
+    bool wide;
+    int sequences;
+};
+
 // The gates of every chunk as the passes take them, the same for all three.
 struct MlstmBwdScanParams {
     Gate i, f;
     RowNorms norms;
     const double* chunk_m;  // [B, H, slots]: log2 units, at each chunk's start; null with the sigmoid gate
     ChunkGates* gates;      // [B, H, slots], chunk_gates_bytes of each
-    const void* offsets;    // of packed sequences, as in Cut
-    bool wide_offsets;
-    int sequences;
+    Offsets offsets;
     int batch, heads, seq;
     float scale;  // of q k^T
     bool sigmoid_gate;
@@ -104,9 +109,7 @@ struct MlstmBwdGatesParams {
     const double* chunk_m;  // [B, H, slots]: log2 units, at each chunk's start; null with the sigmoid gate
     StateGradient initial, last;  // before the first and after the last token of every sequence
     void* workspace;              // mlstm_bwd_gates_workspace_bytes of it
-    const void* offsets;          // of packed sequences, as in Cut
-    bool wide_offsets;
-    int sequences;
+    Offsets offsets;
     int batch, heads, seq, dim_qk, dim_v;
     bool sigmoid_gate;
     int device;

@@ -87,6 +87,13 @@ __device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fr
         operand, [&](const A& a, uint64_t b, int k) { wgmma_step<false>(out, a, 0, b, k > 0); }, commit);
 }
 
+// instruction(type), with T's name in the text of an asm statement.
+#define TFLA_BY_TYPE(T, instruction)                \
+    if constexpr (std::is_same_v<T, kittens::bf16>) \
+        instruction("bf16");                        \
+    else                                            \
+        instruction("f16")
+
 // d (+)= A B^T for 72 rows of B, both in shared memory and their columns k: one step of k = 16. Of columns 64
 // and further `more` has the lane's two, of rows lane / 4 and + 8: in the first lane of four 64 and 65.
 template <class T, class D>
@@ -112,10 +119,7 @@ __device__ inline void wgmma_step_72(D& d, float2 (&more)[2], uint64_t a, uint64
           "+f"(more[0].x), "+f"(more[0].y), "+f"(more[1].x), "+f"(more[1].y)                      \
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))                                       \
         : "memory")
-    if constexpr (std::is_same_v<T, kittens::bf16>)
-        TFLA_WGMMA_72("bf16");
-    else
-        TFLA_WGMMA_72("f16");
+    TFLA_BY_TYPE(T, TFLA_WGMMA_72);
 #undef TFLA_WGMMA_72
 #undef TFLA_ACCUMULATORS
 }
@@ -151,10 +155,7 @@ __device__ inline void wgmma_step_8(float2 (&d)[2], uint64_t a, uint64_t b, bool
         : "+f"(d[0].x), "+f"(d[0].y), "+f"(d[1].x), "+f"(d[1].y)   \
         : "l"(a), "l"(b), "r"(static_cast<int>(accumulate))        \
         : "memory")
-    if constexpr (std::is_same_v<T, kittens::bf16>)
-        TFLA_WGMMA_8("bf16");
-    else
-        TFLA_WGMMA_8("f16");
+    TFLA_BY_TYPE(T, TFLA_WGMMA_8);
 #undef TFLA_WGMMA_8
 }
 
@@ -168,11 +169,10 @@ template <class T, class A> __device__ inline void wgmma_step_8(float2 (&d)[2], 
                  : "+f"(d[0].x), "+f"(d[0].y), "+f"(d[1].x), "+f"(d[1].y)   \
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(b)       \
                  : "memory")
-    if constexpr (std::is_same_v<T, kittens::bf16>)
-        TFLA_WGMMA_8("bf16");
-    else
-        TFLA_WGMMA_8("f16");
+    TFLA_BY_TYPE(T, TFLA_WGMMA_8);
 #undef TFLA_WGMMA_8
 }
+
+#undef TFLA_BY_TYPE
 
 }  // namespace tfla_tk

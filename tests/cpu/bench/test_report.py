@@ -348,6 +348,8 @@ def test_a_plot_has_a_panel_per_dtype_and_conditions(tmp_path: Path, make_row) -
             ["mlstm_exp 512", "mlstm_exp 8192", "mlstm_sig 8192", "mlstm_exp 8192 fwdbwd"],
         ),
         (("--pass", "fwd", "--op", "mlstm_exp"), ["mlstm_exp 8192"]),
+        (("--dtype", "fp16", "--op", "mlstm_sig"), []),
+        (("--dtype", "bf16", "--op", "mlstm_sig"), ["mlstm_sig 8192"]),
     ],
 )
 def test_plot_command_draws_what_was_chosen(tmp_path, make_row, monkeypatch, options, expected) -> None:

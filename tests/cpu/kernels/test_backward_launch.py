@@ -18,11 +18,8 @@ from tfla_tk.build.instances import mlstm_pass
 from tfla_tk.ops import chunk_slots
 
 from .addresses import CHUNK, slices_of
-from .addresses import chunk_slots as slots_of
 from .backward_emulation import ARGUMENTS
 from .backward_launches import (
-    ANCHOR_BYTES,
-    CHUNK_GATES,
     EPS,
     GATES,
     NAMES,
@@ -35,6 +32,7 @@ from .backward_launches import (
     V,
     draw,
     flow_parts,
+    memory_of,
     named,
     operand,
     parts_of,
@@ -328,37 +326,6 @@ def test_cut_sequences(
     assert (of_dv.cut, of_dv.boundaries) == (cut, (of_grads.boundaries[0], 0, of_grads.boundaries[2]))
     assert of_dv.sums == (0, 0)
     assert (of_dv.boundary_c == launches.OWN[1] + launches.CARRIED).all()
-
-
-def memory_of(x: SimpleNamespace) -> set[tuple[int, int]]:
-    """What a launch takes of the memory between kernels: address and bytes."""
-    if x.name in ("rows", "factors"):
-        log2_w, e, e_stride = x.factors
-        if x.name == "factors":
-            return {(e, 4 * e_stride * -(-x.dots[2] // x.dots[3]))}
-        # of the parts, each aligned
-        return {(log2_w, 4 * math.prod(x.sizes[:3])), (e, 4 * e_stride * parts_of(x.sizes[3]))}
-    if x.name == "scan":
-        batch, heads, seq = x.sizes
-        return {(x.gates, 4 * CHUNK_GATES * batch * heads * slots_of(x.offsets, seq))}
-    if x.name == "dv" and x.sums[0]:
-        return {(x.sums[0], 4 * slices_of(x)[1] * math.prod(x.sizes[:3]))}
-    if x.name == "combine":
-        slots = (x.cut[3] - x.cut[2]) * x.sizes[0]
-        dim_qk, dim_v = x.sizes[2:]
-        sizes = (4 * slots * dim_qk * dim_v, 4 * x.norm_parts * slots * dim_qk, 8 * slots)
-        return set(zip(x.boundaries, sizes, strict=True))
-    if x.name == "dq":
-        return {(x.anchors[0], ANCHOR_BYTES)}
-    if x.name != "gates":
-        return set()
-    batch, heads, seq, *_ = x.sizes
-    slots = slots_of(x.offsets, seq)
-    found = {(x.workspace, 128 * heads * x.offsets[2])}
-    for whole, inter, count in (x.q_dq, x.k_dk):
-        found |= {(whole, 4 * count * batch * heads * seq), (inter, 8 * count * batch * heads * slots)}
-    flows, parts = x.anchors
-    return found | {(flows, 4 * batch * heads * (slots // 8 + 1) * parts)}
 
 
 @pytest.mark.parametrize("dim_v", [64, V, 2 * V])
