@@ -1,4 +1,4 @@
-"""What GPU tests share: draws, layouts of the operands, and NaN in what is not written."""
+"""What GPU tests share: names, lengths, draws, layouts of the operands, and NaN in what is not written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+OPERANDS = ("q", "k", "v")
+TOKENS = (*OPERANDS, "i", "f")  # what has a token axis
+LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]  # of packed sequences: empty ones, and about chunks of 64
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -40,7 +44,7 @@ def head_last(x: Tensor) -> Tensor:
 
 
 def relayout(x: dict[str, Tensor], layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    return {name: layout(t) if name in ("q", "k", "v") else t for name, t in x.items()}
+    return {name: layout(t) if name in OPERANDS else t for name, t in x.items()}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tfla_tk import reference
 
-from .memory import head_last, relayout, shifted, transposed, uninitialised_memory_is_nan
+from .memory import TOKENS, head_last, relayout, shifted, transposed, uninitialised_memory_is_nan
 
 Tensors = dict[str, Tensor]
 Make = Callable[..., Tensors]
@@ -23,7 +23,6 @@ Change = Callable[[Tensors], None]
 NATIVE = list(itertools.product((64, 128, 256), (64, 128, 256, 512)))
 PADDED = [(16, 16), (48, 80), (96, 96), (160, 384), (208, 176)]
 MAIN = [(64, 64), (128, 256), (256, 512)]
-TOKENS = ("q", "k", "v", "i", "f")
 
 
 def ids(dims: tuple[int, int]) -> str:

@@ -17,12 +17,11 @@ from tfla_tk import build, ops
 from tfla_tk.backends.tk import Operands, _current_stream, _gate, _pointer
 from tfla_tk.build import instances
 
-from .memory import normal
+from .memory import LENGTHS, normal
 
 CHUNK = 64
 EPS = 1e-6
 SCALE = 0.0625
-LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 
 
 class ChunkGates(NamedTuple):

@@ -14,14 +14,14 @@ from tfla_tk import memo
 from tfla_tk.backends import segments, tk_passes
 from tfla_tk.build.instances import MLSTM_TILES
 
+from .memory import LENGTHS, TOKENS
+
 Tensors = dict[str, Tensor]
 Make = Callable[..., Tensors]
 CutEvery = Callable[[int], None]
 
 MAIN = [(64, 64), (128, 128), (128, 256), (256, 512)]
 PADDED = [(48, 80), (208, 176), (80, 272)]  # the last in parts of 256 and 16 columns of V
-TOKENS = ("q", "k", "v", "i", "f")
-LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 REPEATS = 200
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tfla_tk.build.instances import SCHEDULES
 
+from .memory import TOKENS
+
 Make = Callable[..., dict[str, Tensor]]
 Check = Callable[..., None]
 
@@ -19,7 +21,6 @@ SIZES = [(1, 1, 1), (1, 2, 63), (2, 3, 1000)]
 NATIVE = list(itertools.product((64, 128, 256), (64, 128, 256, 512)))
 PADDED = [(16, 16), (48, 80), (96, 96), (160, 384), (208, 176)]
 MAIN = [(64, 64), (128, 128), (128, 256), (256, 512)]
-TOKENS = ("q", "k", "v", "i", "f")
 
 
 @pytest.mark.parametrize("dims", NATIVE, ids="{0[0]}_{0[1]}".format)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tfla_tk.backends import segments
 
+from .memory import LENGTHS, TOKENS
+
 Tensors = dict[str, Tensor]
 Make = Callable[..., Tensors]
 Check = Callable[..., None]
 
 MAIN = [(64, 64), (128, 128), (128, 256), (256, 512)]
 PADDED = [(48, 80), (208, 176)]
-TOKENS = ("q", "k", "v", "i", "f")
-LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 
 
 def pack(x: Tensors, lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensors:

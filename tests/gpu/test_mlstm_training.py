@@ -13,16 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tfla_tk import memo
 
-from .memory import relayout, transposed
+from .memory import LENGTHS, OPERANDS, TOKENS, relayout, transposed
 
 Tensors = dict[str, Tensor]
 Make = Callable[..., Tensors]
 Check = Callable[..., None]
 Error = Callable[[Tensor, Tensor], float]
-
-TOKENS = ("q", "k", "v", "i", "f")
-OPERANDS = ("q", "k", "v")
-LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 
 
 @pytest.mark.parametrize("name", [*TOKENS, "c_initial", "n_initial"])
