@@ -248,7 +248,9 @@ template <class C> struct PassMemory {
     // 64 columns of the factor, then in their place the gradient on its way to global memory
     typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
     PartialSums sums[C::kNormalizer ? C::kTiling.stages : 0][C::kStateWarpgroups];
-    NormOperand norm_e[C::kNormalizer ? C::kTiling.gate_stages : 0], norm_constants[C::kNormalizer ? 1 : 0];
+    // what the values are multiplied with in n, and n in the output: e, or of dk the same always
+    NormOperand norm_keys[C::kNormalizer ? C::kTiling.gate_stages : 0];
+    NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kTiling.gate_stages];
     PassStage gates[C::kTiling.gate_stages];
     PassTask task;
 

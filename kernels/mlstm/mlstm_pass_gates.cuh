@@ -102,9 +102,10 @@ struct LaneGates {
         decay = chunk.decay;
     }
 
-    // owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens.
+    // owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens. Returns what the lane's
+    // tokens have as keys.
     template <bool kBackward, class T>
-    __device__ inline void write(PassStage& out, OwedDecay<T>& owed, bool settle, bool whole) const {
+    __device__ inline float2 write(PassStage& out, OwedDecay<T>& owed, bool settle, bool whole) const {
         const float debt_before = owed.log2, due = owed.add(decay, settle);
         const int lane = fresh_laneid();
         if (lane == 0) {
@@ -121,6 +122,7 @@ struct LaneGates {
         write_lane_pair(out.e, e.x, e.y);
         write_lane_pair(kBackward ? out.key_scale : out.query_scale, received_x, received_y);
         write_lane_pair(kBackward ? out.query_scale : out.key_scale, sent_x, sent_y);
+        return kBackward ? float2{received_x, received_y} : float2{sent_x, sent_y};
     }
 };
 

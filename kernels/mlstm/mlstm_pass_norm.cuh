@@ -1,12 +1,11 @@
 // n of dq and dk, on the tensor cores: a column of the state's own, kept by the state warpgroups.
 //
-//     n = decay n + sum_t (values . key_scale)_t x_t    beside the state's update: eight columns more
-//     out^T += n y^T, scaled as the rest of out is      before the state is read: 16 of k more
+//     n = decay n + sum_t values_t x_t               beside the state's update: eight columns more
+//     out^T += n y^T, scaled as the rest of out is   before the state is read: 16 of k more
 //
-// with x = 1 and y = e for dq, x = e and y = 1 for dk. e is two numbers, a high and a low part, in columns 0
-// and 1 of eight; the others are 0. So n is two numbers, each of which is high and low parts again where it
-// is an operand: those are the first eight columns of k, these the other eight. As an operand n is bf16
-// always, and so is y: fp16 ends where n need not. Where fp16 has e in the place of x its high part is in
+// with x = key_scale and y = e for dq, x = key_scale e and y = 1 for dk; values as they are. x and e are a
+// high and a low part, in columns 0 and 1 of eight; the others are 0. As an operand n is a high and a low
+// part too, of bf16 always, and so is y: fp16 ends where n need not. In fp16 the high part of dk's x is in
 // units of kUnit, which takes it to 1e8.
 #pragma once
 
@@ -54,42 +53,29 @@ template <class T, bool kBackward> struct Norm {
 
     float2 sums[2]{};  // of the two columns
 
-    __device__ inline float row(int half) const {
-        return kBackward ? kUnit * sums[half].x + sums[half].y : sums[half].x;
-    }
-    __device__ inline void set(int half, float n) { sums[half] = {kBackward ? 0.f : n, n}; }
+    __device__ inline float row(int half) const { return kUnit * sums[half].x + sums[half].y; }
+    __device__ inline void set(int half, float n) { sums[half] = {0.f, n}; }
     __device__ inline void scale(float factor) {
 #pragma unroll
         for (auto& x : sums) x = {x.x * factor, x.y * factor};
     }
 
-    // The factors x and y, by one warp: those that are always the same, and those of a chunk, whose tokens 2
-    // lane and the next one have e.
-    __device__ static inline void write_constants(NormOperand& out) {
-        out.clear();
-        if constexpr (kBackward) {
-            const auto units = from_float2<kittens::bf16_2>({kUnit, 1.f});
-            out.write_rows({units, units});
-        } else {
-            const auto ones = from_float2<T2>({1.f, 1.f});
-            out.write_columns({ones, ones});
-        }
+    // The factors, by one warp: x and e of a chunk, of the lane's tokens, and what dk has in e's place.
+    __device__ static inline void write_x(NormOperand& out, float2 x) {
+        const T2 high = from_float2<T2>({x.x / kUnit, x.y / kUnit});
+        const float2 rounded = to_float2(high);
+        out.write_columns({high, from_float2<T2>({x.x - kUnit * rounded.x, x.y - kUnit * rounded.y})});
     }
     __device__ static inline void write_e(NormOperand& out, float2 e) {
-        if constexpr (kBackward) {
-            const T2 high = from_float2<T2>({e.x / kUnit, e.y / kUnit});
-            const float2 rounded = to_float2(high);
-            out.write_columns({high, from_float2<T2>({e.x - kUnit * rounded.x, e.y - kUnit * rounded.y})});
-        } else {
-            using Pair = kittens::bf16_2;
-            const HighAndLow<Pair> parts(e);
-            out.write_rows({Pair{parts.high.x, parts.low.x}, Pair{parts.high.y, parts.low.y}});
-        }
+        using Pair = kittens::bf16_2;
+        const HighAndLow<Pair> parts(e);
+        out.write_rows({Pair{parts.high.x, parts.low.x}, Pair{parts.high.y, parts.low.y}});
     }
+    __device__ static inline void write_ones(NormOperand& out) { write_e(out, {1.f, 1.f}); }
 
     // As an operand of bf16, whatever A is of.
     template <class A> __device__ inline void fill(A& a) const {
-        const HighAndLow<kittens::bf16_2> upper(sums[0]), lower(sums[1]);
+        const HighAndLow<kittens::bf16_2> upper({row(0), row(0)}), lower({row(1), row(1)});
         auto& x = as_bf16(a).tiles[0][0].data;
         x[0] = upper.high, x[1] = lower.high, x[2] = upper.low, x[3] = lower.low;
     }

@@ -44,17 +44,20 @@ template <class C> __device__ inline void feed_gates(const PassGlobals& g, PassM
                          C::kNormalizer ? task.e_pair(g, chunk) : float2{0.f, 0.f});
     };
     if constexpr (C::kNormalizer) {
-        for (auto& factors : smem.norm_e) factors.clear();
-        C::Norm::write_constants(smem.norm_constants[0]);
+        for (auto& factors : smem.norm_keys) factors.clear();
+        for (auto& factors : smem.norm_queries) factors.clear();
+        if constexpr (C::kBackward) C::Norm::write_ones(smem.norm_queries[0]);
     }
     LaneGates gates = load(0);
     for (int step = 0; step < task.chunks; step++) {
         const auto [slot, phase] = C::gate_stage(step);
         const bool whole = (C::chunk(task, step) + 1) * kChunk <= task.tokens;
         wait_free(smem.gates_free[slot], phase);
-        gates.template write<C::kBackward>(smem.gates[slot], owed, settles(step), whole);
+        const float2 key = gates.template write<C::kBackward>(smem.gates[slot], owed, settles(step), whole);
         if constexpr (C::kNormalizer) {
-            C::Norm::write_e(smem.norm_e[slot], gates.e);
+            const float2 e = gates.e;
+            C::Norm::write_x(smem.norm_keys[slot], C::kBackward ? float2{key.x * e.x, key.y * e.y} : key);
+            if constexpr (!C::kBackward) C::Norm::write_e(smem.norm_queries[slot], e);
             fence_async_proxy();
         }
         arrive_warp(smem.gates_ready[slot]);

@@ -107,10 +107,10 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     static_assert(!C::kNormalizer || C::kBlocks == 1);
     // what reads n is multiplied with, and what is added to it
     auto norm_query = [&](int step) {
-        return (C::kBackward ? smem.norm_constants[0] : smem.norm_e[C::gate_stage(step).slot]).rows();
+        return smem.norm_queries[C::kBackward ? 0 : C::gate_stage(step).slot].rows();
     };
     auto norm_key = [&](int step, int k) {
-        return (C::kBackward ? smem.norm_e[C::gate_stage(step).slot] : smem.norm_constants[0]).columns(k);
+        return smem.norm_keys[C::gate_stage(step).slot].columns(k);
     };
 
     auto for_each_state = [&](auto body) {
@@ -156,7 +156,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             if (k == 0) pin(norm.sums);
         wgmma_fence();
         add_keys<C>(state[block], a, smem.keys[C::tile(step).slot], k);
-        if constexpr (C::kNormalizer) wgmma_step_8<T>(norm.sums, a, norm_key(step, k));
+        if constexpr (C::kNormalizer)
+            wgmma_step_8<T>(norm.sums, value_fragments[k % C::kValueFragments], norm_key(step, k));
         warpgroup::mma_commit_group();
     };
     // of the state's rows, the first that this lane has of n, in the slice
@@ -191,7 +192,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
 
     // out = state Q^T, and n's part of it. beside(a, k): what else is done with the state's k-th 16 columns,
     // which `a` has as an operand, under the GEMMs.
-    auto read = [&](int block, int step, auto beside) {
+    auto read = [&](int block, int step) {
         constexpr int kNormSteps = C::kNormalizer ? 1 : 0;  // before the state's
         multiply_in_turns<kNormSteps + kStateSteps>(
             out, fragments,
@@ -201,7 +202,6 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 } else {
                     const int own = k - kNormSteps;
                     convert_fragment(a, state[block][own / kStepsPerPart], own % kStepsPerPart);
-                    beside(a, own);
                 }
             },
             [&](int k) {
@@ -227,7 +227,16 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         constexpr int64_t kStateBytes = static_cast<int64_t>(C::kSlice) * C::kDimKeys * sizeof(T);
         return reinterpret_cast<float*>(task.anchor_memory<C>(g, chunk) + kStateBytes) + norm_row();
     };
-    auto leave_norm = [&](int chunk) {
+    auto leave_state = [&](int chunk) {
+        Unit* units = anchor_units(chunk);
+#pragma unroll
+        for (int k = 0; k < kStateSteps; k++) {
+            rt<T, 16, 16> a;
+            convert_fragment(a, state[0][k / kStepsPerPart], k % kStepsPerPart);
+            *units = reinterpret_cast<const Unit&>(a.tiles[0][0].data);
+            units += kUnitStride;
+            asm volatile("" ::: "memory");  // NOTES: one unit at a time: registers
+        }
         if (fresh_laneid() % 4 != 0) return;
         float* left = anchor_norm(chunk);
         left[0] = norm.row(0), left[8] = norm.row(1);
@@ -244,8 +253,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         }
         return sum;
     };
-    // for_each_step(add): calls add(k) for all of the state's steps.
-    auto sum_flow = [&](int chunk, auto for_each_step) {
+    auto sum_flow = [&](int chunk) {
         constexpr int kAhead = 4;  // units on their way
         const Unit* units = anchor_units(chunk);
         Unit ahead[kAhead];
@@ -256,11 +264,12 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             const float* left = anchor_norm(chunk);
             sum += left[0] * norm.row(0) + left[8] * norm.row(1);
         }
-        for_each_step([&](int k) {
+#pragma unroll
+        for (int k = 0; k < kStateSteps; k++) {
             sum += unit_dot(ahead[k % kAhead], k);
             asm volatile("" ::: "memory");  // NOTES: no more units at a time: registers
             if (k + kAhead < kStateSteps) ahead[k % kAhead] = units[(k + kAhead) * kUnitStride];
-        });
+        }
         const float flow = warp_sum(sum);
         const int part = task.share_and_slice<C>(g) * C::kStateWarps + warpgroup_id * 4 + warp();
         if (fresh_laneid() == 0) g.flows[task.anchor(g, chunk) * g.flow_parts + part] = flow;
@@ -293,21 +302,13 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         const auto stage = C::gate_stage(step);
         const auto [slot, phase] = C::tile(step);
         const PassStage& gates = smem.gates[stage.slot];
+        if constexpr (C::kGradient == Gradient::dq)
+            if (task.anchored(chunk)) leave_state(chunk);
         wait(smem.gates_ready[stage.slot], stage.phase);
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
             const bool last_block = block == C::kBlocks - 1;
-            if (C::kGradient == Gradient::dq && task.anchored(chunk)) {
-                leave_norm(chunk);
-                read(block, step, [&](const auto& a, int k) {
-                    anchor_units(chunk)[k * kUnitStride] = reinterpret_cast<const Unit&>(a.tiles[0][0].data);
-                });
-            } else if (C::kGradient == Gradient::dk && step > 0 && task.anchored(chunk + 1)) {
-                sum_flow(chunk + 1,
-                         [&](auto add) { read(block, step, [&](const auto&, int k) { add(k); }); });
-            } else {
-                read(block, step, [](const auto&, int) {});
-            }
+            read(block, step);
             if (last_block)
                 for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[slot][part]);
             if (block == 0) {
@@ -374,14 +375,9 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         for (int part = 0; part < C::kParts; part++) arrive_warp(smem.keys_free[slot][part]);
         arrive_warp(smem.scores_free[slot]);
         arrive_warp(smem.gates_free[stage.slot]);
+        if constexpr (C::kGradient == Gradient::dk)
+            if (task.anchored(chunk)) sum_flow(chunk);
     }
-    if constexpr (C::kGradient == Gradient::dk)
-        if (task.chunks > 0 && task.anchored(0))  // the segment's first, after which nothing is read
-            sum_flow(0, [&](auto add) {
-#pragma unroll
-                for (int k = 0; k < kStateSteps; k++) add(k);
-            });
-
     if (!task.last) return;
     if constexpr (C::kGradient == Gradient::dv) {
         if (!g.leaving_c) return;

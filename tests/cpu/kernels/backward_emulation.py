@@ -151,7 +151,6 @@ class BackwardFormulas(BackwardModules):
 
     Attributes:
         rounded: what a kernel does to an operand that it computes: scores and states.
-        rounded_in_norm: the same to the values that n adds up.
         anchored: whether the flows at the anchors are used.
         slow_decay: of chunks that decay by less the part through the entering state is not summed by itself.
         segment_chunks: of which sequences are cut into segments.
@@ -164,7 +163,6 @@ class BackwardFormulas(BackwardModules):
         self.row_factors, self.gate_gradients = row_factors, gate_gradients
         self.segment_chunks = 10_000
         self.rounded: Callable[[Tensor], Tensor] = exact
-        self.rounded_in_norm: Callable[[Tensor], Tensor] = exact
         self.anchored = True
         self.slow_decay = SLOW_DECAY
         self.scanned: dict[int, tuple[SimpleNamespace, Tensor | None]] = {}  # and log2_w, by their address
@@ -375,8 +373,8 @@ class BackwardFormulas(BackwardModules):
                     for dot, of_slice in zip(dots, products.split(slice_width, dim=-1), strict=True):
                         dot[:, :, own] = of_slice.sum(-1)
                 c = decay[..., None, None] * c + self.rounded(column[..., None] * key).mT @ value
-                added = self.rounded_in_norm(column[..., None] * value)
-                n = decay[..., None] * n + (added if forward else e[..., None] * added).sum(-2)
+                column_n = column if forward else e * column
+                n = decay[..., None] * n + (column_n[..., None] * value).sum(-2)
                 if flow is not None and not forward:
                     left_c, left_n = self.states[x.anchors[0], x.share, number, chunk]
                     flow[..., 0] = (left_c * c).sum((-2, -1)) + (left_n * n).sum(-1)
