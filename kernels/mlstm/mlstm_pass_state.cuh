@@ -35,9 +35,11 @@ template <class T> __device__ inline rt<T, 16, 16> load_factor(uint32_t address,
     return factor;
 }
 
-// sums[c] = sum over this warp's 16 rows of out . factor^T, by column.
+// sums[c] = sum over this warp's 16 rows of out . factor^T, by column. Of the factor's columns `a`, `b` and
+// `c` have those from 0, 32 and 16 on; those from 48 on are loaded into a's place.
 template <class T, class Tile>
-__device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, uint32_t address) {
+__device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, rt<T, 16, 16>& a,
+                                   const rt<T, 16, 16>& b, const rt<T, 16, 16>& c, uint32_t address) {
     static_assert(Tile::width == 4);
     const int lane = fresh_laneid();
     // Over the eight lanes that share columns: each exchange halves the columns that a lane sums.
@@ -52,8 +54,8 @@ __device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, uint3
     float2 x[2][2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        const auto first_factor = load_factor<T>(address, j), second_factor = load_factor<T>(address, j + 2);
-        const Products first(out, first_factor, j), second(out, second_factor, j + 2);
+        const Products first(out, j == 0 ? a : c, j), second(out, j == 0 ? b : a, j + 2);
+        if (j == 0) a = load_factor<T>(address, 3);
 #pragma unroll
         for (int half = 0; half < 2; half++) x[j][half] = exchange(first.x[half], second.x[half], 16);
         asm volatile("" ::: "memory");  // NOTES: two fragments at a time: registers
@@ -65,16 +67,11 @@ __device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, uint3
     *reinterpret_cast<float2*>(&sums[2 * fresh_laneid()]) = sum;
 }
 
-// This lane's part of the sum of out . factor^T over kTiles times 16 columns, from 16 kFirst on.
-template <class T, int kFirst, int kTiles, class Tile>
-__device__ inline float sum_dots(const Tile& out, uint32_t address) {
-    float sum = 0.f;
-#pragma unroll
-    for (int j = kFirst; j < kFirst + kTiles; j++) {
-        const Products products(out, load_factor<T>(address, j), j);
-        sum += (products.x[0].x + products.x[0].y) + (products.x[1].x + products.x[1].y);
-    }
-    return sum;
+// This lane's part of the sum of out . factor^T over the j-th 16 columns, which `factor` has.
+template <class T, class Tile>
+__device__ inline float sum_dots(const Tile& out, const rt<T, 16, 16>& factor, int j) {
+    const Products products(out, factor, j);
+    return (products.x[0].x + products.x[0].y) + (products.x[1].x + products.x[1].y);
 }
 
 // state += a keys over 16 tokens from 16 k on.
@@ -109,9 +106,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     auto norm_query = [&](int step) {
         return smem.norm_queries[C::kBackward ? 0 : C::gate_stage(step).slot].rows();
     };
-    auto norm_key = [&](int step, int k) {
-        return smem.norm_keys[C::gate_stage(step).slot].columns(k);
-    };
+    auto norm_key = [&](int step, int k) { return smem.norm_keys[C::gate_stage(step).slot].columns(k); };
 
     auto for_each_state = [&](auto body) {
 #pragma unroll
@@ -120,22 +115,21 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             for (int part = 0; part < C::kParts; part++)
                 body(state[block][part], task.column + panel_of(block) * 64 + warp() * 16, part * C::kPart);
     };
-    // The queries' k-th 16 columns as an operand; the first block waits for them.
-    auto query_step = [&](int block, int step, int k) {
-        const auto [slot, phase] = C::tile(step);
-        const int part = k / kStepsPerPart, column = k % kStepsPerPart;
-        if (block == 0 && column == 0) wait(smem.queries_arrived[slot][part], phase);
-        return Operand128B::rows(&smem.queries[slot][part]).row_step(C::KeyTile::panel_bytes, column);
+    // The queries' k-th 16 columns as an operand.
+    auto query_step = [&](int step, int k) {
+        const auto* tile = &smem.queries[C::tile(step).slot][k / kStepsPerPart];
+        return Operand128B::rows(tile).row_step(C::KeyTile::panel_bytes, k % kStepsPerPart);
     };
-    // 16 tokens of values^T
+    // the k-th 16 tokens of values^T, as they are and scaled
+    auto tokens = [&](int k) -> auto& { return value_fragments[k % C::kValueFragments]; };
+    auto scaled_tokens = [&](int k) -> auto& { return fragments[k % C::kValueFragments]; };
     auto load_tokens = [&](int block, int step, int k) {
         const uint32_t panel = shared_address(smem.values[C::tile(step).slot].data[panel_of(block)]);
-        load_transposed(value_fragments[k % C::kValueFragments],
-                        panel + lane_offset() + 16 * k * kPanelColumns * sizeof(T));
+        load_transposed(tokens(k), panel + lane_offset() + 16 * k * kPanelColumns * sizeof(T));
     };
     // out += values^T scores^T over 16 tokens
     auto issue_intra = [&](int step, int k) {
-        auto& a = value_fragments[k % C::kValueFragments];
+        auto& a = tokens(k);
         const auto scores = Operand128B::rows(&smem.scores[C::tile(step).slot]);
         pin(a);
         if (k == 0) pin(out);
@@ -143,11 +137,14 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         wgmma_step<false>(out, a, 0, scores.row_step(C::ScoreTile::panel_bytes, k));
         warpgroup::mma_commit_group();
     };
-    // state += (values . key_scale)^T keys over 16 tokens, and n
-    auto issue_update = [&](int block, int step, int k, const PassStage& gates) {
-        auto& a = fragments[k % C::kValueFragments];
-        warp::copy(a, value_fragments[k % C::kValueFragments]);
+    auto scale_tokens = [&](int k, const PassStage& gates) {
+        auto& a = scaled_tokens(k);
+        warp::copy(a, tokens(k));
         scale_columns(a, gates.key_scale + 16 * k);
+    };
+    // state += (values . key_scale)^T keys over 16 tokens, and n
+    auto issue_update = [&](int block, int step, int k) {
+        auto& a = scaled_tokens(k);
         pin(a);
         if (k == 0)
 #pragma unroll
@@ -156,8 +153,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             if (k == 0) pin(norm.sums);
         wgmma_fence();
         add_keys<C>(state[block], a, smem.keys[C::tile(step).slot], k);
-        if constexpr (C::kNormalizer)
-            wgmma_step_8<T>(norm.sums, value_fragments[k % C::kValueFragments], norm_key(step, k));
+        if constexpr (C::kNormalizer) wgmma_step_8<T>(norm.sums, tokens(k), norm_key(step, k));
         warpgroup::mma_commit_group();
     };
     // of the state's rows, the first that this lane has of n, in the slice
@@ -166,32 +162,51 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     auto out_columns = [&](int block, int step) {
         return shared_address(&smem.out[C::out(step, block).slot][warpgroup_id]) + lane_offset();
     };
-    auto wait_out = [&](int block, int step) {
+    // ask(barrier, phase): of the place of the gradient, with the factor in it
+    auto ask_for_out = [&](int block, int step, auto ask) {
         const auto [slot, phase] = C::out(step, block);
         if constexpr (C::kNormalizer)
-            wait(smem.factor_arrived[slot][warpgroup_id], phase);
+            return ask(smem.factor_arrived[slot][warpgroup_id], phase);
         else if (g.has_factor<C>())
-            wait(smem.factor_read[slot][warpgroup_id], phase);
+            return ask(smem.factor_read[slot][warpgroup_id], phase);
         else
-            wait_free(smem.out_free[slot][warpgroup_id], phase);
+            return ask(smem.out_free[slot][warpgroup_id], phase ^ 1);
+    };
+    auto wait_for_out = [&](bool there, int block, int step) {
+        ask_for_out(block, step,
+                    [&](semaphore& barrier, uint32_t phase) { wait_unless(there, barrier, phase); });
+    };
+    // ask(barrier, phase): of every tile and the gates of a step
+    auto ask_for_tiles = [&](int step, auto ask) {
+        const auto stage = C::gate_stage(step);
+        const auto [slot, phase] = C::tile(step);
+        ask(smem.gates_ready[stage.slot], stage.phase);
+#pragma unroll
+        for (int part = 0; part < C::kParts; part++) {
+            ask(smem.queries_arrived[slot][part], phase);
+            ask(smem.keys_arrived[slot][part], phase);
+        }
+        ask(smem.values_arrived[slot], phase);
     };
     // Of a slow chunk the 16 tokens next to the state that enters, for their squares.
-    auto sum_inter = [&](int block, int step, float slow) {
-        constexpr int kNext = C::kBackward ? decltype(out)::width - 1 : 0;
-        PartialSums& sums = smem.sums[C::tile(step).slot][warpgroup_id];
+    auto sum_inter = [&](bool sums_free, int block, int step, float slow) {
+        constexpr int kTiles = decltype(out)::width, kNext = C::kBackward ? kTiles - 1 : 0;
+        const auto [slot, phase] = C::tile(step);
+        PartialSums& sums = smem.sums[slot][warpgroup_id];
         const uint32_t columns = out_columns(block, step);
+        const auto next = load_factor<T>(columns, kNext);
+        wait_unless(sums_free, smem.row_sums_free[slot], phase ^ 1);
         const int thread = fresh_thread() % 128;
-        sums.inter[thread] = slow > 0.f ? sum_dots<T, kNext, 1>(out, columns)
-                                        : sum_dots<T, 0, decltype(out)::width>(out, columns);
+        float sum = sum_dots(out, next, kNext);
+        if (!(slow > 0.f))
+#pragma unroll
+            for (int j = 0; j < kTiles; j++)
+                if (j != kNext) sum += sum_dots(out, load_factor<T>(columns, j), j);
+        sums.inter[thread] = sum;
         if (thread == 0) sums.slow = slow;
     };
-    auto sum_rows = [&](int block, int step) {
-        column_dots<T>(smem.sums[C::tile(step).slot][warpgroup_id].whole[warp()], out,
-                       out_columns(block, step));
-    };
 
-    // out = state Q^T, and n's part of it. beside(a, k): what else is done with the state's k-th 16 columns,
-    // which `a` has as an operand, under the GEMMs.
+    // out = state Q^T, and n's part of it.
     auto read = [&](int block, int step) {
         constexpr int kNormSteps = C::kNormalizer ? 1 : 0;  // before the state's
         multiply_in_turns<kNormSteps + kStateSteps>(
@@ -204,9 +219,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                     convert_fragment(a, state[block][own / kStepsPerPart], own % kStepsPerPart);
                 }
             },
-            [&](int k) {
-                return k < kNormSteps ? norm_query(step) : query_step(block, step, k - kNormSteps);
-            },
+            [&](int k) { return k < kNormSteps ? norm_query(step) : query_step(step, k - kNormSteps); },
             [&](const auto& a, uint64_t b, int k) {
                 if (k < kNormSteps)
                     wgmma_step<false>(out, norm.as_bf16(a), 0, b, false);
@@ -297,77 +310,94 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         pin(norm.sums);
     }
 
-    for (int step = 0; step < task.chunks; step++) {
+    // NOTES: what barriers and shared memory tell of the next step is asked under GEMMs, and kept in
+    // predicates: an answer takes some 50 cycles.
+    auto at_anchor = [&](int step) { return C::kNormalizer && task.anchored(C::chunk(task, step)); };
+    bool more = task.chunks > 0, arrived = false, anchored = at_anchor(0);
+    for (int step = 0; more; step++) {
         const int chunk = C::chunk(task, step);
         const auto stage = C::gate_stage(step);
         const auto [slot, phase] = C::tile(step);
         const PassStage& gates = smem.gates[stage.slot];
-        if constexpr (C::kGradient == Gradient::dq)
-            if (task.anchored(chunk)) leave_state(chunk);
-        wait(smem.gates_ready[stage.slot], stage.phase);
+        if (C::kGradient == Gradient::dq && anchored) leave_state(chunk);
+        if (!arrived) ask_for_tiles(step, [](semaphore& barrier, uint32_t phase) { wait(barrier, phase); });
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
             const bool last_block = block == C::kBlocks - 1;
             read(block, step);
             if (last_block)
                 for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[slot][part]);
-            if (block == 0) {
-                wait(smem.values_arrived[slot], phase);
-                for (int part = 0; part < C::kParts; part++) wait(smem.keys_arrived[slot][part], phase);
-            }
             if (gates.decay != 1.f)
 #pragma unroll
                 for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);
             if constexpr (C::kNormalizer) norm.scale(gates.decay);
-            auto update = [&](int k) {
-                load_tokens(block, step, k);
-                issue_update(block, step, k, gates);
-            };
+
             // The update's GEMMs are spread, so that the output's arithmetic is under some of them.
-            update(0);
+            static_assert(kSteps == 4 && C::kValueFragments == 2);
+            load_tokens(block, step, 0);
+            load_tokens(block, step, 1);
+            scale_tokens(0, gates);
+            issue_update(block, step, 0);
+            bool out_there = C::kNormalizer && ask_for_out(block, step, completed);
+            const bool sums_free = C::kNormalizer && completed(smem.row_sums_free[slot], phase ^ 1);
             scale_columns(out, gates.query_scale);
-            update(1);
+            scale_tokens(1, gates);
+            issue_update(block, step, 1);
+            bool scores_there = false;
             if constexpr (C::kNormalizer) {
-                wait_out(block, step);
-                wait_free(smem.row_sums_free[slot], phase);
-                sum_inter(block, step, gates.slow);
+                wait_for_out(out_there, block, step);
+                if (block == 0) scores_there = completed(smem.scores_ready[slot], phase);
+                sum_inter(sums_free, block, step, gates.slow);
             }
-            if (block == 0) wait(smem.scores_ready[slot], phase);
+            if (block == 0) wait_unless(scores_there, smem.scores_ready[slot], phase);
             issue_intra(step, 0);
             issue_intra(step, 1);
-#pragma unroll
-            for (int k = 2; k < kSteps; k++) {
-                // for the scores' GEMM of k - 2; behind it come that of k - 1 and, from k = 3 on, an update
-                if (k == 2)
-                    warpgroup::mma_async_wait<1>();
-                else
-                    warpgroup::mma_async_wait<2>();
-                pin(value_fragments[k % C::kValueFragments]);
-                pin(fragments[k % C::kValueFragments]);
-                if (k + 1 < kSteps) {
-                    update(k);
-                    issue_intra(step, k);
-                } else {  // the output waits for the one of these
-                    load_tokens(block, step, k);
-                    issue_intra(step, k);
-                    issue_update(block, step, k, gates);
-                }
+
+            warpgroup::mma_async_wait<1>();  // all but that of the second 16 tokens with the scores
+            pin(tokens(0)), pin(scaled_tokens(0)), pin(scaled_tokens(1));
+            load_tokens(block, step, 2);
+            scale_tokens(2, gates);
+            warpgroup::mma_async_wait<0>();
+            pin(tokens(1));
+            load_tokens(block, step, 3);
+            issue_update(block, step, 2);
+            issue_intra(step, 2);
+            issue_intra(step, 3);
+            scale_tokens(3, gates);
+            issue_update(block, step, 3);
+
+            if (last_block) {
+                more = step + 1 < task.chunks;
+                if constexpr (C::kGradient == Gradient::dq) anchored = at_anchor(step + 1);
+                arrived = true;
+                ask_for_tiles(step + 1, [&](semaphore& barrier, uint32_t phase) {
+                    arrived = completed(barrier, phase) & arrived;
+                });
+            }
+            auto &a = scaled_tokens(2), &b = tokens(2), &c = fragments[C::kFragments - 1];  // of the factor
+            if constexpr (C::kNormalizer) {
+                warpgroup::mma_async_wait<2>();  // all but those of the last 16 tokens
+                pin(a), pin(b), pin(c);
+                const uint32_t columns = out_columns(block, step);
+                a = load_factor<T>(columns, 0), b = load_factor<T>(columns, 2),
+                c = load_factor<T>(columns, 1);
+            } else {
+                out_there = ask_for_out(block, step, completed);
             }
             warpgroup::mma_async_wait<1>();  // all but the last one of the update
             pin(out);
-#pragma unroll
-            for (auto& a : value_fragments) pin(a);
+            if constexpr (!C::kNormalizer) pin(a), pin(b);
             if (last_block) arrive_warp(smem.values_free[slot]);
-            if constexpr (C::kNormalizer)
-                sum_rows(block, step);  // under the update
+            if constexpr (C::kNormalizer)  // under the update
+                column_dots<T>(smem.sums[slot][warpgroup_id].whole[warp()], out, a, b, c,
+                               out_columns(block, step));
             else
-                wait_out(block, step);
+                wait_for_out(out_there, block, step);
             store_transposed<T>(out_columns(block, step), out);
             fence_async_proxy();
             arrive_warp(smem.out_ready[C::out(step, block).slot][warpgroup_id]);
             warpgroup::mma_async_wait<0>();
-#pragma unroll
-            for (auto& a : fragments) pin(a);
+            pin(tokens(3)), pin(scaled_tokens(3));
 #pragma unroll
             for (auto& tile : state[block]) pin(tile);
             if constexpr (C::kNormalizer) pin(norm.sums);
@@ -376,7 +406,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         arrive_warp(smem.scores_free[slot]);
         arrive_warp(smem.gates_free[stage.slot]);
         if constexpr (C::kGradient == Gradient::dk)
-            if (task.anchored(chunk)) sum_flow(chunk);
+            if (at_anchor(step)) sum_flow(chunk);
     }
     if (!task.last) return;
     if constexpr (C::kGradient == Gradient::dv) {

@@ -52,6 +52,41 @@ __device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
         : "memory");
 }
 
+// Whether phase `phase` is complete, without waiting.
+__device__ inline bool completed(kittens::semaphore& barrier, uint32_t phase) {
+    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(address), "r"(phase)
+        : "memory");
+    return done != 0;
+}
+
+// wait(), where it is not known yet that the phase is `done`. NOTES: a barrier that is asked ahead of the
+// wait has its latency under what comes between.
+__device__ inline void wait_unless(bool done, kittens::semaphore& barrier, uint32_t phase) {
+    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "setp.ne.u32 done, %2, 0;\n"
+        "@done bra.uni DONE;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra.uni DONE;\n"
+        "bra.uni WAIT;\n"
+        "DONE:\n"
+        "}\n" ::"r"(address),
+        "r"(phase), "r"(static_cast<uint32_t>(done))
+        : "memory");
+}
+
 // A producer finds every slot free on its first lap: it waits for the phase before the consumers'.
 __device__ inline void wait_free(kittens::semaphore& barrier, uint32_t phase) { wait(barrier, phase ^ 1); }
 
