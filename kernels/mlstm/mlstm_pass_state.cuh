@@ -206,6 +206,15 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         if (thread == 0) sums.slow = slow;
     };
 
+    // The gradient of a block, staged, goes to the warp that stores it. NOTES: late, under the GEMMs that
+    // read the state for the next one: the fence waits for what has been staged.
+    auto hand_over = [&](int block, int step) {
+        fence_async_proxy();
+        if (step >= 0) arrive_warp(smem.out_ready[C::out(step, block).slot][warpgroup_id]);
+    };
+    auto hand_over_before = [&](int block, int step) {
+        block > 0 ? hand_over(block - 1, step) : hand_over(C::kBlocks - 1, step - 1);
+    };
     // out = state Q^T, and n's part of it.
     auto read = [&](int block, int step) {
         constexpr int kNormSteps = C::kNormalizer ? 1 : 0;  // before the state's
@@ -219,7 +228,10 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                     convert_fragment(a, state[block][own / kStepsPerPart], own % kStepsPerPart);
                 }
             },
-            [&](int k) { return k < kNormSteps ? norm_query(step) : query_step(step, k - kNormSteps); },
+            [&](int k) {
+                if (k == kNormSteps + 2) hand_over_before(block, step);
+                return k < kNormSteps ? norm_query(step) : query_step(step, k - kNormSteps);
+            },
             [&](const auto& a, uint64_t b, int k) {
                 if (k < kNormSteps)
                     wgmma_step<false>(out, norm.as_bf16(a), 0, b, false);
@@ -394,8 +406,6 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             else
                 wait_for_out(out_there, block, step);
             store_transposed<T>(out_columns(block, step), out);
-            fence_async_proxy();
-            arrive_warp(smem.out_ready[C::out(step, block).slot][warpgroup_id]);
             warpgroup::mma_async_wait<0>();
             pin(tokens(3)), pin(scaled_tokens(3));
 #pragma unroll
@@ -408,6 +418,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         if constexpr (C::kGradient == Gradient::dk)
             if (at_anchor(step)) sum_flow(chunk);
     }
+    if (task.chunks > 0) hand_over(C::kBlocks - 1, task.chunks - 1);
+
     if (!task.last) return;
     if constexpr (C::kGradient == Gradient::dv) {
         if (!g.leaving_c) return;
