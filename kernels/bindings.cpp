@@ -56,7 +56,7 @@ void mlstm_fwd(const tfla_tk::OperandTuple& q, const tfla_tk::OperandTuple& k, c
         state(last),
         pointer(rows[0]),
         pointer(rows[1]),
-        reinterpret_cast<double*>(rows[2]),
+        pointer(rows[2]),
         scale,
         eps};
     tfla_tk::mlstm_fwd(params, reinterpret_cast<void*>(stream));

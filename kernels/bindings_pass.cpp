@@ -44,7 +44,7 @@ void mlstm_pass_segments(int gradient, const OperandTuple& keys, const OperandTu
         tfla_tk::gate(i),
         tfla_tk::gate(f),
         pointer(rows[0]),
-        reinterpret_cast<const double*>(rows[3]),
+        pointer(rows[3]),
         scale,
         sigmoid_gate};
     tfla_tk::mlstm_pass_segments(params, reinterpret_cast<void*>(stream));

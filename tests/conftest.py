@@ -100,7 +100,7 @@ def _gate_gradients(
         q_dq, k_dk: whole and inter of RowSums.
         anchors: [B, NH, slots, parts], to be summed over the parts: the flow before chunks that are multiples
             of ANCHOR_CHUNKS; None to do without.
-        chunk_m: [B, NH, slots] as the forward op returns it; None with the sigmoid gate.
+        chunk_m: [B, NH, slots], the sum of the parts that the forward op returns; None with the sigmoid gate.
         flows: <dC, C> + <dn, n> [N, NH] before the first and after the last token.
         bounds: (start, end) of every packed sequence; [(0, S)] for a batch.
     """

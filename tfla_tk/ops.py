@@ -12,9 +12,9 @@ tfla_tk::mlstm_fwd returns (h, c, n, m, row_n, row_m, chunk_m):
     row_n, row_m [B, NH, S]: with return_rows, what a backward needs per token: s q_t.n_t in units of e^{m_t},
     signed, and the stabiliser m_t; no gradient flows through them. Empty tensors [0] without return_rows,
     row_n without normaliser, row_m with the sigmoid gate.
-    chunk_m [B, NH, slots]: like row_m, fp64: the stabiliser at the start of every chunk of CHUNK tokens, in
-    log2 units. slots: `chunk_slots`; chunk j of packed sequence s, which starts at token t, has slot
-    t // CHUNK + s + j. Slots of no chunk hold nothing.
+    chunk_m [B, NH, slots, 2]: like row_m: the stabiliser at the start of every chunk of CHUNK tokens, in log2
+    units, as a high and a low part, whose sum it is. slots: `chunk_slots`; chunk j of packed sequence s,
+    which starts at token t, has slot t // CHUNK + s + j. Slots of no chunk hold nothing.
 tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_rows h, row_n, row_m, chunk_m
     (None stands for an empty one), and c_last, n_last where dc_last, dn_last are given. It returns (dq, dk,
     dv, di, df, dc_initial, dn_initial), each like its input; the last two are empty tensors [0] where no
@@ -161,20 +161,26 @@ def _fwd_cpu(
 
 
 def _fill_chunk_m(chunk_m: Tensor, row_m: Tensor, m_initial: MaybeTensor, cu_seqlens: MaybeTensor) -> None:
-    """The stabiliser at the start of every chunk, in log2 units; 0 in slots of no chunk."""
+    """The stabiliser at the start of every chunk, in log2 units, as two parts; 0 in slots of no chunk."""
     chunk_m.zero_()
+    if chunk_m.numel() == 0:
+        return
+    exact = torch.zeros_like(chunk_m[..., 0], dtype=torch.float64)
     seq = row_m.shape[-1]
     bounds = [0, seq] if cu_seqlens is None else cu_seqlens.tolist()
     for sequence, (start, end) in enumerate(itertools.pairwise(bounds)):
-        if start == end or chunk_m.numel() == 0:
+        if start == end:
             continue
         slot = start // CHUNK + sequence
-        own = chunk_m[:, :, slot : slot + (end - start + CHUNK - 1) // CHUNK]
+        own = exact[:, :, slot : slot + (end - start + CHUNK - 1) // CHUNK]
         if m_initial is not None:
             own[..., :1] = m_initial if cu_seqlens is None else m_initial[sequence]
         # what the last token of the chunk before left
         own[..., 1:] = row_m[:, :, start + CHUNK - 1 : end - 1 : CHUNK]
-    chunk_m.mul_(math.log2(math.e))
+    exact.mul_(math.log2(math.e))
+    high, low = chunk_m.unbind(-1)
+    high.copy_(exact)
+    low.copy_(exact - high)
 
 
 def _bwd_cpu(
@@ -219,9 +225,9 @@ def _bwd_cpu(
 
 def _fwd_cuda(*args: Any) -> Output:
     q: Tensor = args[0]
-    h, *rest, chunk_m, _ = _kernels_fwd(*args)
-    c, n, m, row_n, row_m = (_present(x, q) for x in rest)
-    return h, c, n, m, row_n, row_m, _no_chunk_m(q) if chunk_m is None else chunk_m
+    h, *rest, _ = _kernels_fwd(*args)
+    c, n, m, row_n, row_m, chunk_m = (_present(x, q) for x in rest)
+    return h, c, n, m, row_n, row_m, chunk_m
 
 
 def _bwd_cuda(*args: Any) -> Grads:
@@ -306,14 +312,8 @@ def _outputs_like(
         empty(return_last_states and not sigmoid_gate, count, heads, 1),
         empty(return_rows and normalize, batch, heads, seq),
         empty(return_rows and not sigmoid_gate, batch, heads, seq),
-        q.new_empty((batch, heads, chunk_slots(seq, cu_seqlens)), dtype=torch.float64)
-        if return_rows and not sigmoid_gate
-        else _no_chunk_m(q),
+        empty(return_rows and not sigmoid_gate, batch, heads, chunk_slots(seq, cu_seqlens), 2),
     )
-
-
-def _no_chunk_m(q: Tensor) -> Tensor:
-    return q.new_empty(0, dtype=torch.float64)
 
 
 def grads_like(

@@ -50,7 +50,7 @@ struct GatesGlobals : TileGlobals {
     Anchors anchors;
     Gate i, f;
     GateGradient di, df;
-    const double* chunk_m;
+    const float* chunk_m;
     StateGradient initial, last;
     double* state_flows;  // [N, H, 2, kStateParts]: of the initial and of the last state
     int anchor_slots;
@@ -128,7 +128,7 @@ __device__ inline bool forgets_all_before(const GatesGlobals& g, const Tile& til
     const float a_high = static_cast<float>(log2_input<kSigmoid>(i.y)) - b_high;
     const float a = warp_max(fmaxf(fmaxf(a_low, a_high), -INFINITY));  // of those that are no NaN
     const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
-    return a - (kSigmoid ? 0.f : static_cast<float>(g.chunk_m[slot])) > kForgotten;
+    return a - (kSigmoid ? 0.f : load_chunk_m(g.chunk_m, slot).high) > kForgotten;
 }
 
 // <dC, C> + <dn, n> of one part of one state.

@@ -13,7 +13,7 @@ namespace tfla_tk::mlstm {
 struct ScanGlobals : TileGlobals {
     Gate i, f;
     RowNorms norms;
-    const double* chunk_m;
+    const float* chunk_m;
     ChunkGates* gates;
     float scale;
     FloatPair log2_scale;
@@ -29,7 +29,7 @@ __global__ __launch_bounds__(kTileThreads) void mlstm_bwd_scan_kernel(const __gr
     };
     const float2 i = load_gate(g.i, kNoInput), f = load_gate(g.f, kNoForget);
     const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
-    const FloatPair m_in = kSigmoid ? FloatPair{} : finite_stabiliser(g.chunk_m[slot]);
+    const FloatPair m_in = kSigmoid ? FloatPair{} : load_chunk_m(g.chunk_m, slot);
     auto log2_w = [&](int t) {
         if (g.norms.row_n == nullptr || t >= tile.tokens) return 0.f;
         return RowNorm(g.norms, tile.batch_head * g.seq + tile.first_row + t).log2_w(g.norms.eps);

@@ -68,8 +68,7 @@ struct Globals : FwdWalkGlobals {
     TensorMap q;
     TensorMap h, h_row;  // boxes of 16 rows and of one
     State last;
-    float *row_n, *row_m;
-    double* chunk_m;
+    float *row_n, *row_m, *chunk_m;
     float scale, eps;
     FloatPair log2_scale;
 };

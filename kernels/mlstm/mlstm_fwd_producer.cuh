@@ -52,7 +52,7 @@ __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     float2 i = load(g.i, 0, kNoInput), f = load(g.f, 0, kNoForget);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
-            g.chunk_m[task.chunk + chunk] = static_cast<double>(scan.m);
+            store_chunk_m(g.chunk_m, task.chunk + chunk, scan.m);
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(

@@ -102,8 +102,8 @@ struct LaneGates {
         decay = chunk.decay;
     }
 
-    // owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens. Returns what the lane's
-    // tokens have as keys.
+    // owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens. Returns what the
+    // lane's tokens have as keys.
     template <bool kBackward, class T>
     __device__ inline float2 write(PassStage& out, OwedDecay<T>& owed, bool settle, bool whole) const {
         const float debt_before = owed.log2, due = owed.add(decay, settle);

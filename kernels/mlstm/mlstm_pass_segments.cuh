@@ -26,7 +26,7 @@ constexpr PassRegisters kSegmentRegisters{88, 56, 184};
 struct SegmentsGlobals : WalkGlobals {
     Gate i, f;
     const float* log2_w;
-    const double* chunk_m;
+    const float* chunk_m;
     float scale;
     bool sigmoid_gate;
 };
@@ -116,13 +116,14 @@ __device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>&
     };
     // of the lane's two tokens of the warp's next chunk
     float2 i{}, f{}, log2_w{}, e{};
-    double m_in = 0.;
+    FloatPair m_in{};
     auto load = [&](int step) {
         if (step >= task.chunks) return;
         const int chunk = chunk_from_boundary<C>(task, step);
         i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
         if constexpr (C::kBackward) log2_w = task.pair(g.log2_w, chunk), e = task.e_pair(g, chunk);
-        if constexpr (!kSigmoid) m_in = g.chunk_m[task.batch_head * g.slots + task.slot + chunk];
+        if constexpr (!kSigmoid)
+            m_in = load_chunk_m(g.chunk_m, task.batch_head * g.slots + task.slot + chunk);
     };
     using Chunk = SegmentChunk<kSigmoid, C::kBackward>;
     FloatPair decay{};  // log2, of the chunks walked so far together
@@ -130,7 +131,7 @@ __device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>&
     scan_in_turns<kSegmentGateWarps>(
         smem.gates, smem.gates_ready, smem.free, gate_warp,
         [&](int step) {
-            const Chunk chunk(i, f, log2_w, e, finite_stabiliser(m_in));
+            const Chunk chunk(i, f, log2_w, e, m_in);
             load(step + kSegmentGateWarps);
             return chunk;
         },

@@ -97,7 +97,7 @@ template <class C> __device__ inline void scale_wide_gates(const Globals& g, Wid
     __syncwarp();
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
-            g.chunk_m[task.chunk + chunk] = static_cast<double>(scan.m);
+            store_chunk_m(g.chunk_m, task.chunk + chunk, scan.m);
         const auto sums = C::sum_stage(chunk);
         const auto stage = C::gate_stage(chunk);
         wait_free(smem.gates_free[stage.slot], stage.phase);

@@ -56,3 +56,9 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def high_and_low(x: Tensor) -> Tensor:
+    """[..., 2] in fp32: what kernels take for numbers in fp64, whose sum it is."""
+    high = x.float()
+    return torch.stack([high, (x - high).float()], dim=-1)

@@ -15,7 +15,7 @@ from tfla_tk import build, ops
 from tfla_tk.backends.tk import Operands, _current_stream, _gate, _pointer
 from tfla_tk.build import instances
 
-from .memory import normal
+from .memory import high_and_low, normal
 
 Formulas = Callable[..., Any]
 Error = Callable[[Tensor, Tensor], float]
@@ -126,11 +126,12 @@ def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
     size = kernel.mlstm_bwd_gates_workspace_bytes(heads, offsets[-1])
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     device = x.i.get_device()
+    chunk_m = None if x.chunk_m is None else high_and_low(x.chunk_m)
     kernel.mlstm_bwd_gates(
         *((sums.whole.data_ptr(), sums.inter.data_ptr(), len(sums.whole)) for sums in (x.q_dq, x.k_dk)),
         (x.anchors.data_ptr(), x.anchors.shape[-1]),
         *(_gate(gate) for gate in (x.i, x.f, di, df)),
-        _pointer(x.chunk_m),
+        _pointer(chunk_m),
         *(tuple(_pointer(t) for t in state) for state in x.states),
         workspace.data_ptr(),
         offsets,

@@ -17,7 +17,7 @@ from tfla_tk import build, ops
 from tfla_tk.backends.tk import Operands, _current_stream, _gate, _pointer
 from tfla_tk.build import instances
 
-from .memory import LENGTHS, normal
+from .memory import LENGTHS, high_and_low, normal
 
 CHUNK = 64
 EPS = 1e-6
@@ -104,11 +104,12 @@ def run(kernel: ModuleType, x: Problem) -> ChunkGates:
     gates = torch.full((batch, heads, x.slots, floats), torch.nan, device="cuda")
     device = x.i.get_device()
     operands = Operands()
+    chunk_m = None if x.chunk_m is None else high_and_low(x.chunk_m)
     kernel.mlstm_bwd_scan(
         _gate(x.i),
         _gate(x.f),
         (_pointer(x.d), _pointer(x.m)),
-        _pointer(x.chunk_m),
+        _pointer(chunk_m),
         gates.data_ptr(),
         operands.offsets(x.cu_seqlens, batch),
         (batch, heads, seq),

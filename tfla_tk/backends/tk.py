@@ -226,7 +226,7 @@ def mlstm_fwd(
         if not sigmoid_gate:
             row_m = _fp32(q, (batch, heads, seq))
             slots = chunk_slots(seq, cu_seqlens)
-            chunk_m = q.new_empty((batch, heads, slots), dtype=torch.float64)
+            chunk_m = _fp32(q, (batch, heads, slots, 2))
     kernel.mlstm_fwd(
         operands.read(q),
         *keys_and_values,

@@ -203,6 +203,16 @@ __device__ inline FloatPair finite_stabiliser(double m) {
     return high < kLeast ? FloatPair{kLeast} : FloatPair{high, low};
 }
 
+// Stabilisers of chunks, as the forward leaves them for the backward. NOTES: pairs, not fp64: the forward's
+// conversion waited for the tensor cores, 11 us of 625 at 256/512.
+__device__ inline void store_chunk_m(float* chunk_m, int64_t at, FloatPair m) {
+    reinterpret_cast<float2*>(chunk_m)[at] = {m.high, m.low};
+}
+__device__ inline FloatPair load_chunk_m(const float* chunk_m, int64_t at) {
+    const float2 m = reinterpret_cast<const float2*>(chunk_m)[at];
+    return {m.x, m.y};
+}
+
 // Of a lane's two tokens of a chunk, 2 lane and 2 lane + 1.
 struct alignas(16) TwoPairs {
     FloatPair x, y;

@@ -88,9 +88,10 @@ struct MlstmFwdParams {
     Operand q, h;
     State last;
     float *row_n, *row_m;  // [B, H, S]: s q_t.n_t and m_t of every token; null: not wanted
-    double* chunk_m;       // [B, H, chunk_slots]: m at every chunk's start, log2 units; null: not wanted
-    float scale;           // of q k^T
-    float eps;             // added to the normaliser after the max
+    // [B, H, chunk_slots, 2]: m at every chunk's start, log2 units, as high and low part; null: not wanted
+    float* chunk_m;
+    float scale;  // of q k^T
+    float eps;    // added to the normaliser after the max
 };
 
 // Bytes that a call whose sequences are cut needs between its kernels, for (segments - sequences) * heads

@@ -32,8 +32,8 @@ struct Offsets {
 struct MlstmBwdScanParams {
     Gate i, f;
     RowNorms norms;
-    const double* chunk_m;  // [B, H, slots]: log2 units, at each chunk's start; null with the sigmoid gate
-    ChunkGates* gates;      // [B, H, slots], chunk_gates_bytes of each
+    const float* chunk_m;  // [B, H, slots, 2]: as the forward leaves it; null with the sigmoid gate
+    ChunkGates* gates;     // [B, H, slots], chunk_gates_bytes of each
     Offsets offsets;
     int batch, heads, seq;
     float scale;  // of q k^T
@@ -106,7 +106,7 @@ struct MlstmBwdGatesParams {
     Anchors anchors;
     Gate i, f;
     GateGradient di, df;
-    const double* chunk_m;  // [B, H, slots]: log2 units, at each chunk's start; null with the sigmoid gate
+    const float* chunk_m;         // [B, H, slots, 2]: as the forward leaves it; null with the sigmoid gate
     StateGradient initial, last;  // before the first and after the last token of every sequence
     void* workspace;              // mlstm_bwd_gates_workspace_bytes of it
     Offsets offsets;

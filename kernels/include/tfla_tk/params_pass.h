@@ -31,9 +31,9 @@ struct PassWalk {
 struct MlstmSegmentsParams {
     PassWalk walk;
     Gate i, f;
-    const float* log2_w;    // [B, H, S]; null without normaliser: it is 0
-    const double* chunk_m;  // [B, H, slots] of chunk_slots; null with the sigmoid gate
-    float scale;            // of q k^T
+    const float* log2_w;   // [B, H, S]; null without normaliser: it is 0
+    const float* chunk_m;  // [B, H, slots, 2] of chunk_slots; null with the sigmoid gate
+    float scale;           // of q k^T
     bool sigmoid_gate;
 };
 

@@ -96,11 +96,10 @@ def test_rows(gate: str, normalize: bool, varlen: bool, dtype: torch.dtype, make
     """s q_t.n_t and m_t of the recurrence, token by token."""
     x = packed(make_inputs, dtype=dtype) if varlen else make_inputs(1, seq=20, dtype=dtype)
     *_, row_n, row_m, chunk_m = FWD(*arguments(x, gate, normalize, rows=True))
-    assert {row_n.dtype, row_m.dtype} == {ops.state_dtype(x["q"])}
+    assert {row_n.dtype, row_m.dtype, chunk_m.dtype} == {ops.state_dtype(x["q"])}
     assert row_n.shape == ((1, 3, 20) if normalize else (0,))
     assert row_m.shape == ((1, 3, 20) if gate == "exp" else (0,))
-    assert chunk_m.shape == ((1, 3, 4 if varlen else 1) if gate == "exp" else (0,))
-    assert chunk_m.dtype == torch.float64
+    assert chunk_m.shape == ((1, 3, 4 if varlen else 1, 2) if gate == "exp" else (0,))
     tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     wide = {name: t.double() for name, t in x.items() if name != "cu_seqlens"}
     function = reference.mlstm_recurrent if gate == "exp" else reference.mlstm_siging_recurrent
@@ -130,6 +129,7 @@ def test_stabiliser_at_the_start_of_every_chunk(
         x = make_inputs(1, seq=sum(lengths), dtype=torch.float64, states=states, sequences=len(lengths))
         x["cu_seqlens"], bounds = ends, list(itertools.pairwise(ends.tolist()))
     *_, row_m, chunk_m = FWD(*arguments(x, rows=True))
+    chunk_m = chunk_m.sum(-1)
     assert chunk_m.shape[-1] == ops.chunk_slots(x["q"].shape[2], x.get("cu_seqlens"))
     used = []
     for sequence, (start, end) in enumerate(bounds):
@@ -146,13 +146,23 @@ def test_stabiliser_at_the_start_of_every_chunk(
     assert len(set(used)) == len(used) and max(used) < chunk_m.shape[-1]
 
 
+def test_chunk_stabilisers_in_two_parts(make_inputs: Make) -> None:
+    """Good for what fp64 tells of them in log2 units, from rows in fp32."""
+    x = make_inputs(seq=150, dtype=torch.bfloat16)
+    x["i"] = 1e4 * x["i"]
+    *_, row_m, chunk_m = FWD(*arguments(x, rows=True))
+    exact = row_m[:, :, 63:128:64].double() / math.log(2)
+    assert chunk_m.dtype == torch.float32 and bool((chunk_m[:, :, 1:, 1] != 0).any())
+    torch.testing.assert_close(chunk_m[:, :, 1:].double().sum(-1), exact, rtol=2**-46, atol=0.0)
+
+
 def test_rows_only_on_request_and_without_gradient(make_inputs: Make) -> None:
     x = leaves(make_inputs(states=STATES))
     h, c, n, m, *rows = FWD(*arguments(x))
     assert [tuple(t.shape) for t in rows] == [(0,)] * 3
     h_again, _, _, _, *rows = FWD(*arguments(x, rows=True))
     assert torch.equal(h, h_again)
-    assert [tuple(t.shape) for t in rows] == [(2, 3, 40), (2, 3, 40), (2, 3, 1)]
+    assert [tuple(t.shape) for t in rows] == [(2, 3, 40), (2, 3, 40), (2, 3, 1, 2)]
     assert h_again.requires_grad and c.requires_grad and n.requires_grad
     assert not any(t.requires_grad for t in (m, *rows))
 
@@ -242,8 +252,10 @@ def test_fake_cuda_tensors(gate: str, last: bool, fake_tk: Any) -> None:
         shapes = [(2, 4, 64, 128), (2, 4, 64), (2, 4, 1) if gate == "exp" else (0,)] if last else [(0,)] * 3
         assert [tuple(t.shape) for t in (c, n, m)] == shapes
         assert row_n.shape == i.shape and row_m.shape == (i.shape if gate == "exp" else (0,))
-        assert chunk_m.shape == ((2, 4, 2) if gate == "exp" else (0,)) and chunk_m.dtype == torch.float64
-        assert all(t.dtype == torch.float32 and t.device == v.device for t in (c, n, m, row_n, row_m))
+        assert chunk_m.shape == ((2, 4, 2, 2) if gate == "exp" else (0,))
+        assert all(
+            t.dtype == torch.float32 and t.device == v.device for t in (c, n, m, row_n, row_m, chunk_m)
+        )
         function = mlstm_chunkwise if gate == "exp" else mlstm_siging_chunkwise
         assert which(function, q, k, v, i, f).backend == "tk"
         out = function(q, k, v, i.bfloat16(), f, return_last_states=True)

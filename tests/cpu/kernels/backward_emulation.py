@@ -401,12 +401,17 @@ class BackwardFormulas(BackwardModules):
             for name, given in (("dq", x.q_dq), ("dk", x.k_dk))
         }
         i, f, di, df = (gate_at(gate, size) for gate in (x.i, x.f, x.di, x.df))
-        chunk_m = tensor_at(x.chunk_m, torch.float64, (batch, heads, slots)) if x.chunk_m else None
+        chunk_m = chunk_m_at(x.chunk_m, (batch, heads, slots))
         pointer, parts = x.anchors
         known = flows_at(pointer, parts, parts, (batch, heads), slots) if self.anchored else None
         found = self.gate_gradients(*sums.values(), known, i, f, chunk_m, flows, bounds)
         di.copy_(found[0]), df.copy_(found[1])
         self.row_sums = {name: (whole.clone(), inter.clone()) for name, (whole, inter) in sums.items()}
+
+
+def chunk_m_at(pointer: int, size: tuple[int, ...]) -> Tensor | None:
+    """The sum of the two parts."""
+    return tensor_at(pointer, torch.float64, (*size, 2)).sum(-1) if pointer else None
 
 
 @dataclass(frozen=True)
@@ -444,7 +449,7 @@ class Walk:
             gate_at(x.i, size),
             gate_at(x.f, size),
             (log2_w, e),
-            tensor_at(x.rows[2], torch.float64, (batch, heads, slots)) if x.rows[2] else None,
+            chunk_m_at(x.rows[2], (batch, heads, slots)),
             slots,
             sequences_of(x.cut, heads, seq),
             x.scale,

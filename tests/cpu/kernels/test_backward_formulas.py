@@ -295,6 +295,7 @@ def test_noise_does_not_pass_a_chunk_that_forgets(backward_formulas: Any, gate_g
     given = arguments("exp", x, last=False)
     backward_formulas(*given)
     flows = (torch.zeros(1, 2), torch.zeros(1, 2))
+    chunk_m = given[12].sum(-1)
 
     def df(*chunks: int) -> Tensor:
         sums = [[t.clone() for t in backward_formulas.row_sums[name]] for name in ("dq", "dk")]
@@ -302,7 +303,7 @@ def test_noise_does_not_pass_a_chunk_that_forgets(backward_formulas: Any, gate_g
             for noise, (whole, inter) in enumerate(sums, start=1):
                 whole[..., chunk * CHUNK : (chunk + 1) * CHUNK] += 100.0 * noise
                 inter[:, :, chunk] += 300.0 * noise
-        found: Tensor = gate_gradients(*sums, None, x["i"], x["f"], given[12], flows, [(0, 6 * CHUNK)])[1]
+        found: Tensor = gate_gradients(*sums, None, x["i"], x["f"], chunk_m, flows, [(0, 6 * CHUNK)])[1]
         return found
 
     between = slice(CHUNK, 5 * CHUNK)

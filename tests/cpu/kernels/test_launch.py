@@ -215,7 +215,7 @@ def test_rows_for_the_backward(launches: Launches) -> None:
             q, q, v, sigmoid_gate=sigmoid_gate, normalize=normalize, return_rows=True
         )
         assert (row_n is None, row_m is None, chunk_m is None) == (not normalize, sigmoid_gate, sigmoid_gate)
-        assert sigmoid_gate or (chunk_m.shape, chunk_m.dtype) == ((B, NH, 1), torch.float64)
+        assert sigmoid_gate or (chunk_m.shape, chunk_m.dtype) == ((B, NH, 1, 2), torch.float32)
         assert {tuple(t.shape) for t in (row_n, row_m) if t is not None} <= {(B, NH, S)}
         assert launches[-1].rows == tuple(0 if t is None else t.data_ptr() for t in (row_n, row_m, chunk_m))
 
