@@ -225,6 +225,7 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     __device__ static inline auto out(int step, int block) { return Use<kOutStages>(step * kBlocks + block); }
     __device__ static inline auto gate_stage(int step) { return Use<kTiling.gate_stages>(step); }
 
+    using Stage = PassStage<typename base_types::packing<T>::packed_type>;
     using KeyTile = PanelTile<T, kChunk, kPart>;
     using ValueTile = PanelTile<T, kChunk, kSlice>;
     using ScoreTile = PanelTile<T, kChunk, kChunk>;
@@ -251,7 +252,7 @@ template <class C> struct PassMemory {
     // what the values are multiplied with in n, and n in the output: e, or of dk the same always
     NormOperand norm_keys[C::kNormalizer ? C::kTiling.gate_stages : 0];
     NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kTiling.gate_stages];
-    PassStage gates[C::kTiling.gate_stages];
+    typename C::Stage gates[C::kTiling.gate_stages];
     PassTask task;
 
     semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];

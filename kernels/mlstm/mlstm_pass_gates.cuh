@@ -11,6 +11,7 @@
 #pragma once
 
 #include "tfla_tk/gates.cuh"
+#include "tfla_tk/tiles.cuh"
 
 namespace tfla_tk {
 
@@ -34,12 +35,34 @@ __device__ inline float squares_of_all(float decay) {
     return (1.f + fading) * (1.f + fading * fading);
 }
 
+// What two tokens' values are multiplied with. In bf16 a high and a low part, so that two instructions scale
+// and round both; fp16 has too few digits of small scales.
+template <class T2> struct PairOfScales {
+    float2 scales;
+
+    __device__ inline static PairOfScales of(float2 scales) { return {scales}; }
+    __device__ inline T2 scaled(T2 x) const {
+        const float2 values = to_float2(x);
+        return from_float2<T2>({values.x * scales.x, values.y * scales.y});
+    }
+};
+template <> struct PairOfScales<kittens::bf16_2> {
+    using T2 = kittens::bf16_2;
+    T2 high, low;
+
+    __device__ inline static PairOfScales of(float2 scales) {
+        const HighAndLow<T2> parts(scales);
+        return {parts.high, parts.low};
+    }
+    __device__ inline T2 scaled(T2 x) const { return __hfma2(x, high, __hmul2(x, low)); }
+};
+
 // What the GEMM warpgroups read of one chunk.
-struct alignas(16) PassStage {
+template <class T2> struct alignas(16) PassStage {
     float2 sends[kChunk], receives[kChunk];  // as high and low part
     float e[kChunk];                         // added to the scores of t
     float query_scale[kChunk];               // of what a query gets from the state
-    float key_scale[kChunk];                 // of what a key adds to the state
+    PairOfScales<T2> key_scale[kChunk / 2];  // of what a key adds to the state
     float decay;                             // of the state and of n, 1 where it is owed
     float slow;                              // squares_of_all of a slow chunk, else 0
 };
@@ -104,8 +127,8 @@ struct LaneGates {
 
     // owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens. Returns what the
     // lane's tokens have as keys.
-    template <bool kBackward, class T>
-    __device__ inline float2 write(PassStage& out, OwedDecay<T>& owed, bool settle, bool whole) const {
+    template <bool kBackward, class T, class T2>
+    __device__ inline float2 write(PassStage<T2>& out, OwedDecay<T>& owed, bool settle, bool whole) const {
         const float debt_before = owed.log2, due = owed.add(decay, settle);
         const int lane = fresh_laneid();
         if (lane == 0) {
@@ -115,14 +138,15 @@ struct LaneGates {
         // what reads the state comes before the decay, what is added to it after
         const float of_sent = exp2f(kBackward ? debt_before : -owed.log2);
         const float of_received = exp2f(kBackward ? -owed.log2 : debt_before);
-        const float sent_x = sent.x * of_sent, sent_y = sent.y * of_sent;
-        const float received_x = received.x * of_received, received_y = received.y * of_received;
+        const float2 sends_state{sent.x * of_sent, sent.y * of_sent};
+        const float2 gets_state{received.x * of_received, received.y * of_received};
+        const float2 query = kBackward ? sends_state : gets_state, key = kBackward ? gets_state : sends_state;
         reinterpret_cast<float4*>(out.sends)[lane] = sends;
         reinterpret_cast<float4*>(out.receives)[lane] = receives;
         write_lane_pair(out.e, e.x, e.y);
-        write_lane_pair(kBackward ? out.key_scale : out.query_scale, received_x, received_y);
-        write_lane_pair(kBackward ? out.query_scale : out.key_scale, sent_x, sent_y);
-        return kBackward ? float2{received_x, received_y} : float2{sent_x, sent_y};
+        write_lane_pair(out.query_scale, query.x, query.y);
+        out.key_scale[lane] = PairOfScales<T2>::of(key);
+        return key;
     }
 };
 

@@ -10,7 +10,7 @@ namespace tfla_tk::mlstm {
 // (S + e) s W / w, causal in the walk's direction, into shared memory. The whole weight comes before
 // rounding: dq and dk then round the same numbers, and their errors cancel in the gradient of f.
 template <class C, class Scores>
-__device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const PassStage& gates) {
+__device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const typename C::Stage& gates) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     const int lane = fresh_laneid(), warp_row = fresh_thread() % 128 / 32 * 16;
     const int row = warp_row + lane / 4;  // and row + 8

@@ -137,10 +137,14 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         wgmma_step<false>(out, a, 0, scores.row_step(C::ScoreTile::panel_bytes, k));
         warpgroup::mma_commit_group();
     };
-    auto scale_tokens = [&](int k, const PassStage& gates) {
-        auto& a = scaled_tokens(k);
-        warp::copy(a, tokens(k));
-        scale_columns(a, gates.key_scale + 16 * k);
+    auto scale_tokens = [&](int k, const typename C::Stage& gates) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const auto scale = gates.key_scale[8 * k + 4 * half + fresh_laneid() % 4];
+#pragma unroll
+            for (int n = 2 * half; n < 2 * half + 2; n++)
+                scaled_tokens(k).tiles[0][0].data[n] = scale.scaled(tokens(k).tiles[0][0].data[n]);
+        }
     };
     // state += (values . key_scale)^T keys over 16 tokens, and n
     auto issue_update = [&](int block, int step, int k) {
@@ -330,7 +334,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         const int chunk = C::chunk(task, step);
         const auto stage = C::gate_stage(step);
         const auto [slot, phase] = C::tile(step);
-        const PassStage& gates = smem.gates[stage.slot];
+        const typename C::Stage& gates = smem.gates[stage.slot];
         if (C::kGradient == Gradient::dq && anchored) leave_state(chunk);
         if (!arrived) ask_for_tiles(step, [](semaphore& barrier, uint32_t phase) { wait(barrier, phase); });
 #pragma unroll

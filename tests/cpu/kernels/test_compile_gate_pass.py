@@ -140,18 +140,50 @@ def test_the_update_is_spread(compiled: Any) -> None:
 
 def test_the_output_stands_under_the_update(compiled: Any) -> None:
     """Before values^T scores^T its scaling, and with dq and dk the loads of the factor for its entering sum,
-    of a whole chunk or of 16 tokens of a slow one. After it the last tokens of the values, its staging, and
-    with dq and dk its row sums: the factor again, and 14 exchanges.
+    those of a slow chunk's 16 tokens first. After it its staging, and with dq and dk its row sums: the factor
+    again, and 14 exchanges.
     """
     for kernel in kernels_named(compiled, "mlstm_pass"):
         of_sums = kernel.gradient != "dv"
         for block in walk_blocks(kernel):
-            # and those of two units of eight values each
-            assert block.before_values["FMUL"] >= OUTPUT_REGISTERS + 8
-            assert block.before_values["LDSM"] >= (FRAGMENTS + 1) * of_sums
-            assert block.after_values["LDSM"] >= 1 + FRAGMENTS * of_sums
+            assert block.before_values["FMUL"] >= OUTPUT_REGISTERS
+            assert block.before_values["LDSM"] >= FRAGMENTS * of_sums
+            assert block.after_values["LDSM"] >= FRAGMENTS * of_sums
             assert block.after_values["STSM"] == FRAGMENTS
             assert block.after_values["SHFL"] == 14 * of_sums
+
+
+def test_barriers_are_asked_ahead(compiled: Any) -> None:
+    """Those of the next step's tiles and gates while the last GEMMs of a step are in flight."""
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        last = max(n for n, kind in enumerate(kinds(kernel)) if kind == "update")
+        waits = [n for n in range(last, len(opcodes)) if opcodes[n] == "WARPGROUP.DEPBAR.LE"]
+        asked = Counter(opcodes[last : waits[1]])
+        assert asked["SYNCS.PHASECHK.TRANS64"] >= 2 + 2 * kernel.dim_qk // part_of_keys(kernel.dim_qk)
+
+
+def test_the_gradient_is_handed_over_under_the_reading(compiled: Any) -> None:
+    """Of the block before, so that its fence is not waited for with no GEMM in flight."""
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        of_walk = [n for n, kind in enumerate(kinds(kernel)) if kind in ("read", "update")]
+        fences = [n for n, (opcode, _) in enumerate(kernel.instructions) if opcode == "FENCE.VIEW.ASYNC.S"]
+        fences = [n for n in fences if of_walk[0] < n < of_walk[-1]]
+        assert len(fences) == blocks_of(kernel.slice_v)
+        for fence in fences:
+            before, after = (
+                next(kind for kind in order if kind)
+                for order in (reversed(kinds(kernel)[:fence]), kinds(kernel)[fence:])
+            )
+            assert before == after == "read"
+
+
+def test_bf16_scales_values_by_pairs(compiled: Any) -> None:
+    """Four registers of 16 tokens, each by a high and a low part; fp16 has too few digits for that."""
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        opcodes = Counter(opcode.split(".")[0] for opcode, _ in kernel.instructions)
+        pairs = 0 if kernel.half else 4 * STEPS * blocks_of(kernel.slice_v)
+        assert opcodes["HFMA2"] >= pairs and (opcodes["HMUL2"] == pairs or kernel.half)
 
 
 def test_gates_are_not_scanned(compiled: Any) -> None:
@@ -195,7 +227,7 @@ def test_values_are_loaded_once(compiled: Any) -> None:
     """Into registers, for both GEMMs that they are an operand of; the rest are loads of the factor."""
     for kernel in kernels_named(compiled, "mlstm_pass"):
         loads = sum(opcode.startswith("LDSM") for opcode, _ in kernel.instructions)
-        of_factor = 0 if kernel.gradient == "dv" else FRAGMENTS + 1 + FRAGMENTS
+        of_factor = 0 if kernel.gradient == "dv" else 2 * FRAGMENTS
         assert loads == blocks_of(kernel.slice_v) * STEPS + of_factor
 
 
