@@ -44,7 +44,7 @@ struct PassGlobals : WalkGlobals {
     float *leaving_c, *leaving_n;
     float* whole;
     FlowSum* inter;
-    int64_t whole_stride, inter_stride;  // from one panel to the next
+    int64_t whole_stride, inter_stride;  // from one slice to the next
     void* states;
     float* flows;
     int flow_parts, anchor_slots;

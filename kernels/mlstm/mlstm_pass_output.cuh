@@ -77,41 +77,41 @@ __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassM
     }
 }
 
-// Adds up the sums of out . factor, which the state warpgroups leave in parts, each of 64 columns, and stores
-// them, by one warp. NOTES: not by the scores' warps, whose loop then is not uniform to the compiler: each of
-// their GEMMs would get its descriptors by way of the lanes' registers.
+// Adds up the sums of out . factor over the CTA's slice, which the state warpgroups leave in parts, and
+// stores them, by one warp. NOTES: not by the scores' warps, whose loop then is not uniform to the compiler:
+// each of their GEMMs would get its descriptors by way of the lanes' registers.
 template <class C> __device__ inline void store_row_sums(const PassGlobals& g, PassMemory<C>& smem) {
     static_assert(C::kBlocks == 1, "row sums have one place per step");
     const PassTask& task = smem.task;
-    const int panels = (g.dim_values + kSumColumns - 1) / kSumColumns;
-    const int ids = min(C::kStateWarpgroups, panels - task.column / kSumColumns);  // with columns
+    const int slice = task.share_and_slice<C>(g);
+    const int ids = min(C::kStateWarpgroups,
+                        (g.dim_values - task.column + kPanelColumns - 1) / kPanelColumns);  // with columns
     for (int step = 0; step < task.chunks; step++) {
         const auto [slot, phase] = C::tile(step + C::kTiling.stages);
         const int chunk = C::chunk(task, step), lane = fresh_laneid(), t = chunk * kChunk + 2 * lane;
+        float2 whole{0.f, 0.f};
+        FlowSum flow{0.f, 0.f};
         wait_free(smem.scores_free[slot], phase);  // the state has done the step
 #pragma unroll 1
         for (int id = 0; id < ids; id++) {
             const PartialSums& sums = smem.sums[slot][id];
-            const int panel = task.share * panels + task.column / kSumColumns + id;
-            float2 whole{0.f, 0.f};
 #pragma unroll
             for (const auto& of_warp : sums.whole) {
                 const float2 x = reinterpret_cast<const float2*>(of_warp)[lane];
                 whole = {whole.x + x.x, whole.y + x.y};
             }
-            float* rows = g.whole + panel * g.whole_stride + task.row;
-            if (t < task.tokens) rows[t] = whole.x;
-            if (t + 1 < task.tokens) rows[t + 1] = whole.y;
-
             const float4 x = reinterpret_cast<const float4*>(sums.inter)[lane];
-            const float value = warp_sum((x.x + x.y) + (x.z + x.w));
-            const float squares = warp_sum((x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w));
-            FlowSum* inter = g.inter + panel * g.inter_stride + task.batch_head * g.slots + task.slot;
-            if (lane == 0)
-                inter[chunk] =
-                    sums.slow > 0.f ? FlowSum{kNotSummed, sums.slow * squares} : FlowSum{value, squares};
+            flow.value += (x.x + x.y) + (x.z + x.w);
+            flow.squares += (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w);
         }
+        const float slow = smem.sums[slot][0].slow;
         arrive_warp(smem.row_sums_free[slot]);
+        float* rows = g.whole + slice * g.whole_stride + task.row;
+        if (t < task.tokens) rows[t] = whole.x;
+        if (t + 1 < task.tokens) rows[t + 1] = whole.y;
+        flow = {warp_sum(flow.value), warp_sum(flow.squares)};
+        FlowSum* inter = g.inter + slice * g.inter_stride + task.batch_head * g.slots + task.slot;
+        if (lane == 0) inter[chunk] = slow > 0.f ? FlowSum{kNotSummed, slow * flow.squares} : flow;
     }
 }
 

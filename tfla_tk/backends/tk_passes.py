@@ -18,7 +18,6 @@ from tfla_tk.build import instances
 
 ALIGNMENT = 256  # bytes
 FLOAT, DOUBLE = 4, 8  # bytes
-SUM_COLUMNS = 64  # kSumColumns of params_pass.h
 ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 # Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
 PART_COLUMNS = instances.MAX_DIM_QK
@@ -42,8 +41,8 @@ class Memory(NamedTuple):
             [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
         grad_c, grad_n, grad_decay: the same of "dk" and "dv", gradients of states. n has e in it, which every
             part of V has its own of: [P, boundaries, K].
-        q_dq, q_dq_inter, k_dk, k_dk_inter: sums of q_t.dq_t and of k_t.dk_t, of every part of V and 64
-            columns of K by itself: of every token, [sums, B, NH, S]; and of every chunk the part through the
+        q_dq, q_dq_inter, k_dk, k_dk_inter: sums of q_t.dq_t and of k_t.dk_t, of every part of V and slice
+            of K by itself: of every token, [sums, B, NH, S]; and of every chunk the part through the
             state that entered it, with the squares of the summands, [sums, B, NH, slots, 2].
         anchors: states that "dq" leaves for "dk" at some boundaries between chunks, in the middle of long
             sequences.
@@ -118,7 +117,7 @@ def instances_of(dim_qk: int, dim_v: int) -> tuple[build.Instance, build.Instanc
 
 @functools.cache
 def ctas_of_a_pass(dim_qk: int, dim_v: int) -> int:
-    """CTAs that the pass for dk has for one segment of a head: slices of K times parts of V."""
+    """CTAs that the passes for dq and dk have for one segment of a head: slices of K times parts of V."""
     *_, instance = instances_of(dim_qk, dim_v)
     return -(-dim_qk // _slice(instance)) * _parts(dim_v)
 
@@ -160,7 +159,7 @@ def make_plan(
     dots_slice = _slice(of_dv)
     dot_slices = -(-dim_v // dots_slice)
     parts = _parts(dim_v)
-    sums = parts * -(-dim_qk // SUM_COLUMNS)
+    sums = ctas_of_a_pass(dim_qk, dim_v)
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
     flow_parts = dq_and_dk.flow_parts(dim_v, dim_qk)

@@ -74,7 +74,7 @@ struct MlstmBwdCombineParams {
     int device;
 };
 
-// q_t.dq_t or k_t.dk_t, each part of V and 64 columns of K (a slice) for itself.
+// q_t.dq_t or k_t.dk_t, each part of V and slice of K for itself.
 struct RowSums {
     const float* whole;  // [slices, B, H, S]
     // [slices, B, H, slots], of a chunk: the part through the state that enters it in the pass

@@ -47,19 +47,16 @@ struct MlstmPassParams {
     // none.
     const float *entering_c, *entering_n;
     float *leaving_c, *leaving_n;
-    // Row sums: of dq and dk those of out . factor, [shares * panels, B, H, S], of dv those of values .
+    // Row sums: of dq and dk those of out . factor, [shares * slices, B, H, S], of dv those of values .
     // factor, by its slices, [slices, B, H, S], or null where nobody wants them.
     float* whole;
     FlowSum*
-        inter;  // [shares * panels, B, H, slots] of a chunk's, the part from the entering state; not of dv
+        inter;  // [shares * slices, B, H, slots] of a chunk's, the part from the entering state; not of dv
     // dq leaves its state before every chunk of a multiple of kAnchorChunks, for dk to multiply with: the
     // flow of gradient over that boundary. pass_anchor_bytes of it; null for dv.
     void* states;
     float* flows;  // [B, H, anchor_slots, pass_flow_parts], dk only
 };
-
-// Columns of `out` that one entry of the row sums adds up.
-constexpr int kSumColumns = 64;
 
 // Bytes of `states`, and the parts of a flow.
 std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_keys, int dim_values);

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from tfla_tk import ops
 from tfla_tk.backends import segments
-from tfla_tk.backends.tk_passes import ANCHOR_CHUNKS, SUM_COLUMNS
+from tfla_tk.backends.tk_passes import ANCHOR_CHUNKS
 from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
 from tfla_tk.reference.common import segment_sum
@@ -115,7 +115,7 @@ def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
     width = int(dict(launch.instance.defines)["TFLA_DIM_KEYS"])
     log2_w, e, e_stride, chunk_m = launch.rows
     c, n, log2_decay = launch.boundaries
-    panels, slots = -(-dim_values // SUM_COLUMNS), chunk_slots(launch.cut, seq)
+    (_, slices), slots = slices_of(launch), chunk_slots(launch.cut, seq)
     starts = range(0, dim_keys, width)
 
     def behind(pointer: int, elements: int) -> int:
@@ -136,7 +136,7 @@ def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
             leaving_c, leaving_n = launch.leaving
             seen.leaving = (leaving_c, behind(leaving_n, share * launch.cut[2] * heads * dim_values))
             whole, inter = launch.sums
-            rows_before = share * panels * batch * heads
+            rows_before = share * slices * batch * heads
             seen.sums = (behind(whole, rows_before * seq), behind(inter, 2 * rows_before * slots))
             seen.flows = (behind(launch.anchors[1], share), len(starts))
         yield seen
@@ -318,8 +318,7 @@ class BackwardFormulas(BackwardModules):
         slice_width, slices = slices_of(x)
         if turned:
             anchors = flows_at(*x.flows, 1, (batch, heads), walk.slots)
-            panels = -(-dim_values // SUM_COLUMNS)
-            sums = sums_at((*x.sums, panels), (batch, heads, seq), walk.slots)
+            sums = sums_at((*x.sums, slices), (batch, heads, seq), walk.slots)
         elif x.sums[0]:
             dots = tensor_at(x.sums[0], torch.float64, (slices, batch, heads, seq))
 
@@ -354,20 +353,20 @@ class BackwardFormulas(BackwardModules):
                 out[:, :, own] = whole + out[:, :, own] if x.share > 0 else whole
                 if sums is not None:
                     of_tokens, of_chunks = (
-                        [part.sum(-1) for part in (factor[:, :, own] * y).split(SUM_COLUMNS, dim=-1)]
+                        [part.sum(-1) for part in (factor[:, :, own] * y).split(slice_width, dim=-1)]
                         for y in (whole, inter)
                     )
-                    for panel, found in enumerate(of_tokens):
-                        sums[0][panel, :, :, own] = found
+                    for own_slice, found in enumerate(of_tokens):
+                        sums[0][own_slice, :, :, own] = found
                     slow = (decay > self.slow_decay)[..., None] & (key.shape[-2] == CHUNK)
-                    for panel, found in enumerate(of_chunks):
+                    for own_slice, found in enumerate(of_chunks):
                         both = torch.stack([found.sum(-1), found.square().sum(-1)], -1)
                         next_to_state = found[..., :SLOW_TOKENS] if forward else found[..., -SLOW_TOKENS:]
                         fading = decay.sqrt()  # of squares, over 16 tokens
                         of_all = 1 + fading + fading**2 + fading**3
                         squares = of_all * next_to_state.square().sum(-1)
                         not_summed = torch.stack([torch.full_like(squares, math.inf), squares], -1)
-                        sums[1][panel, :, :, sequence.slot + chunk] = torch.where(slow, not_summed, both)
+                        sums[1][own_slice, :, :, sequence.slot + chunk] = torch.where(slow, not_summed, both)
                 if dots is not None:
                     products = value * self.rounded(factor[:, :, own])
                     for dot, of_slice in zip(dots, products.split(slice_width, dim=-1), strict=True):

@@ -17,7 +17,7 @@ from .addresses import boundary_slots, chunk_slots, slices_of, states_at, tensor
 from .backward_emulation import BackwardModules
 
 B, NH, S, K, V = 2, 3, 150, 80, 256
-PANELS = 2  # of 64 columns of K
+SLICES = 1  # of K, in the passes for dq and dk
 PART = 256  # columns of V that a share of a pass takes for keys
 ANCHOR_BYTES = 1000
 CHUNK_GATES = 10  # floats

@@ -24,8 +24,8 @@ from .backward_launches import (
     GATES,
     NAMES,
     NH,
-    PANELS,
     PART,
+    SLICES,
     K,
     Launches,
     S,
@@ -102,7 +102,7 @@ def test_launches(gate: str, packed: bool, launches: Launches) -> None:
     assert gates.last[2:] == (pointer(n_last, normalize), pointer(dn, normalize))
     assert gates.initial[0] == c.data_ptr() and gates.initial[2] == pointer(n)
     assert [x != 0 for x in gates.initial[1::2]] == [True, normalize]
-    assert gates.q_dq[2] == gates.k_dk[2] == PANELS
+    assert gates.q_dq[2] == gates.k_dk[2] == SLICES
     assert gates.offsets == (pointer(offsets), packed, c.shape[0])
     assert gates.sizes == (*q.shape, v.shape[-1])
     assert (gates.sigmoid_gate, gates.stream) == (sigmoid_gate, 7)
@@ -195,7 +195,7 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
 
     # row sums and flows of both
     assert (of_dq.sums, of_dk.sums) == (gates.q_dq[:2], gates.k_dk[:2])
-    assert gates.q_dq[2] == gates.k_dk[2] == 2 * PANELS
+    assert gates.q_dq[2] == gates.k_dk[2] == 2 * SLICES
     assert of_dq.anchors == of_dk.anchors
     assert gates.anchors == (of_dq.anchors[1], flow_parts(dim_v, K))
     assert gates.sizes == (*x.q.shape, dim_v)
