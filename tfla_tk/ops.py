@@ -180,7 +180,7 @@ def _fill_chunk_m(chunk_m: Tensor, row_m: Tensor, m_initial: MaybeTensor, cu_seq
     exact.mul_(math.log2(math.e))
     high, low = chunk_m.unbind(-1)
     high.copy_(exact)
-    low.copy_(exact - high)
+    low.copy_(torch.where(high.isfinite(), exact - high, 0.0))
 
 
 def _bwd_cpu(

@@ -36,7 +36,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
 
     begin_task<C>(g, smem,
                   [&] { g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch(); });
-    if (g.shares > 1) cluster_sync();  // before another CTA writes steps_stored
+    if (g.shares > 1) cluster_sync();  // before another CTA writes panels_stored
     if (smem.task.tokens < 0) return;
 
     constexpr auto kRegisters = C::kTiling.registers;

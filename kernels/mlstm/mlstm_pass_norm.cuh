@@ -3,10 +3,11 @@
 //     n = decay n + sum_t values_t x_t               beside the state's update: eight columns more
 //     out^T += n y^T, scaled as the rest of out is   before the state is read: 16 of k more
 //
-// with x = key_scale and y = e for dq, x = key_scale e and y = 1 for dk; values as they are. x and e are a
-// high and a low part, in columns 0 and 1 of eight; the others are 0. As an operand n is a high and a low
-// part too, of bf16 always, and so is y: fp16 ends where n need not. In fp16 the high part of dk's x is in
-// units of kUnit, which takes it to 1e8.
+// with x = key_scale and y = e for dq, x = key_scale e and y = 1 for dk; values as they are. fp16 has no
+// range for such x where gradients are small: there the values are those that the state is fed with, scaled
+// and rounded, and x is over key_scale. x and e are a high and a low part, in columns 0 and 1 of eight; the
+// others are 0. As an operand n is a high and a low part too, of bf16 always, and so is y: fp16 ends where n
+// need not. In fp16 the high part of dk's x is in units of kUnit, which takes it to 1e8.
 #pragma once
 
 #include "kittens.cuh"
@@ -51,6 +52,8 @@ template <class T, bool kBackward> struct Norm {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     static constexpr float kUnit = kBackward && std::is_same_v<T, kittens::half> ? 4096.f : 1.f;
 
+    static constexpr bool kOfScaled = std::is_same_v<T, kittens::half>;  // values
+
     float2 sums[2]{};  // of the two columns
 
     __device__ inline float row(int half) const { return kUnit * sums[half].x + sums[half].y; }
@@ -61,7 +64,9 @@ template <class T, bool kBackward> struct Norm {
     }
 
     // The factors, by one warp: x and e of a chunk, of the lane's tokens, and what dk has in e's place.
-    __device__ static inline void write_x(NormOperand& out, float2 x) {
+    __device__ static inline void write_x(NormOperand& out, float2 key_scale, float2 e) {
+        float2 x = kOfScaled ? float2{1.f, 1.f} : key_scale;
+        if constexpr (kBackward) x = {x.x * e.x, x.y * e.y};
         const T2 high = from_float2<T2>({x.x / kUnit, x.y / kUnit});
         const float2 rounded = to_float2(high);
         out.write_columns({high, from_float2<T2>({x.x - kUnit * rounded.x, x.y - kUnit * rounded.y})});

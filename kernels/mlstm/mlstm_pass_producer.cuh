@@ -55,9 +55,8 @@ template <class C> __device__ inline void feed_gates(const PassGlobals& g, PassM
         wait_free(smem.gates_free[slot], phase);
         const float2 key = gates.template write<C::kBackward>(smem.gates[slot], owed, settles(step), whole);
         if constexpr (C::kNormalizer) {
-            const float2 e = gates.e;
-            C::Norm::write_x(smem.norm_keys[slot], C::kBackward ? float2{key.x * e.x, key.y * e.y} : key);
-            if constexpr (!C::kBackward) C::Norm::write_e(smem.norm_queries[slot], e);
+            C::Norm::write_x(smem.norm_keys[slot], key, gates.e);
+            if constexpr (!C::kBackward) C::Norm::write_e(smem.norm_queries[slot], gates.e);
             fence_async_proxy();
         }
         arrive_warp(smem.gates_ready[slot]);

@@ -157,7 +157,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             if (k == 0) pin(norm.sums);
         wgmma_fence();
         add_keys<C>(state[block], a, smem.keys[C::tile(step).slot], k);
-        if constexpr (C::kNormalizer) wgmma_step_8<T>(norm.sums, tokens(k), norm_key(step, k));
+        if constexpr (C::kNormalizer)
+            wgmma_step_8<T>(norm.sums, C::Norm::kOfScaled ? a : tokens(k), norm_key(step, k));
         warpgroup::mma_commit_group();
     };
     // of the state's rows, the first that this lane has of n, in the slice

@@ -156,6 +156,14 @@ def test_chunk_stabilisers_in_two_parts(make_inputs: Make) -> None:
     torch.testing.assert_close(chunk_m[:, :, 1:].double().sum(-1), exact, rtol=2**-46, atol=0.0)
 
 
+def test_chunk_stabilisers_without_weight(make_inputs: Make) -> None:
+    """The sum of the parts is -inf too."""
+    x = make_inputs(seq=70, dtype=torch.bfloat16, states=STATES)
+    x["m_initial"].fill_(-math.inf)
+    *_, chunk_m = FWD(*arguments(x, rows=True))
+    assert bool((chunk_m[:, :, 0].sum(-1) == -math.inf).all()) and bool(chunk_m[:, :, 1].isfinite().all())
+
+
 def test_rows_only_on_request_and_without_gradient(make_inputs: Make) -> None:
     x = leaves(make_inputs(states=STATES))
     h, c, n, m, *rows = FWD(*arguments(x))
