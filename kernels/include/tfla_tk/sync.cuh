@@ -71,20 +71,7 @@ __device__ inline bool completed(kittens::semaphore& barrier, uint32_t phase) {
 // wait(), where it is not known yet that the phase is `done`. NOTES: a barrier that is asked ahead of the
 // wait has its latency under what comes between.
 __device__ inline void wait_unless(bool done, kittens::semaphore& barrier, uint32_t phase) {
-    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "setp.ne.u32 done, %2, 0;\n"
-        "@done bra.uni DONE;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra.uni DONE;\n"
-        "bra.uni WAIT;\n"
-        "DONE:\n"
-        "}\n" ::"r"(address),
-        "r"(phase), "r"(static_cast<uint32_t>(done))
-        : "memory");
+    if (!done) wait(barrier, phase);
 }
 
 // A producer finds every slot free on its first lap: it waits for the phase before the consumers'.
