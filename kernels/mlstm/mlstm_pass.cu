@@ -34,6 +34,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
     auto& smem = *reinterpret_cast<PassMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
+    if (warpgroup_id == 2)
+        smem.lane_offsets[threadIdx.x % 128] = transposed_lane_offset(threadIdx.x % 128 / 32);
     begin_task<C>(g, smem,
                   [&] { g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch(); });
     if (g.shares > 1) cluster_sync();  // before another CTA writes panels_stored

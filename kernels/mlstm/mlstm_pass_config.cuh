@@ -254,6 +254,7 @@ template <class C> struct PassMemory {
     NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kTiling.gate_stages];
     typename C::Stage gates[C::kTiling.gate_stages];
     PassTask task;
+    uint32_t lane_offsets[128];  // transposed_lane_offset of a state warpgroup's threads
 
     semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];

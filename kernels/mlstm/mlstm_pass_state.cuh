@@ -93,7 +93,9 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     const PassTask& task = smem.task;
     // NOTES: computed anew where needed: the state takes the registers
     auto warp = [] { return fresh_thread() % 128 / 32; };
-    auto lane_offset = [&] { return transposed_lane_offset(warp()); };
+    const uint32_t lane_offsets = shared_address(smem.lane_offsets);
+    const uint32_t own_lane_offset = lane_offsets + fresh_thread() % 128 * sizeof(uint32_t);
+    auto lane_offset = [&] { return load_anew(own_lane_offset); };
     auto panel_of = [&](int block) { return C::panel(block, warpgroup_id); };
 
     rt_fl<16, C::kPart> state[C::kBlocks][C::kParts];
@@ -201,7 +203,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
         const uint32_t columns = out_columns(block, step);
         const auto next = load_factor<T>(columns, kNext);
         wait_unless(sums_free, smem.row_sums_free[slot], phase ^ 1);
-        const int thread = fresh_thread() % 128;
+        const int thread = (own_lane_offset - lane_offsets) / sizeof(uint32_t);
         float sum = sum_dots(out, next, kNext);
         if (!(slow > 0.f))
 #pragma unroll

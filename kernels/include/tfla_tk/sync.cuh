@@ -36,6 +36,14 @@ __device__ inline int anew(int x) {
     return x;
 }
 
+// A word of shared memory, read anew at every call. NOTES: what is made of special registers, ptxas keeps, and
+// all that follows from it: an address of 4 bytes in place of that.
+__device__ inline uint32_t load_anew(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.volatile.shared.u32 %0, [%1];\n" : "=r"(x) : "r"(address));
+    return x;
+}
+
 // Waits for the completion of phase `phase`. NOTES: kittens::wait carries no "memory" clobber.
 __device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
