@@ -88,38 +88,62 @@ struct LaneTokens {
     }
 };
 
-// The entries of a lane's tokens in RowSums::whole, summed over its slices in their order.
-__device__ inline float2 sum_rows(const GatesGlobals& g, const Tile& tile, const RowSums& sums,
-                                  const LaneTokens& lane) {
-    const int64_t stride = static_cast<int64_t>(g.batch) * g.heads * g.seq;
-    const float* own = sums.whole + tile.batch_head * g.seq + tile.first_row;
-    float2 sum{0.f, 0.f};
-#pragma unroll 8
-    for (int slice = 0; slice < sums.slices; slice++) {
-        const float2 x = lane.load(own + slice * stride, 0.f);
-        sum = {sum.x + x.x, sum.y + x.y};
-    }
-    return sum;
-}
+// A warp's part of RowSums for one chunk: the entries of a lane's tokens, of the first slices, and of the whole
+// chunk's one slice a lane. NOTES: loads here and additions later: the latency of one load after the other
+// would be most of this kernel's time.
+struct ChunkSums {
+    static constexpr int kAhead = 4;  // slices
+    const float* whole;
+    const FlowSum* inter;
+    int64_t whole_stride, inter_stride;
+    int slices;
+    LaneTokens lane;
+    float2 ahead[kAhead];
+    FlowSum lane_inter{0.f, 0.f};
 
-// A chunk's entry of RowSums::inter, summed over its slices by a whole warp.
-__device__ inline FlowSum sum_slices(const GatesGlobals& g, const Tile& tile, const RowSums& sums,
-                                     int chunk) {
-    const int64_t stride = static_cast<int64_t>(g.batch) * g.heads * g.slots;
-    const FlowSum* own = sums.inter + tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
-    FlowSum sum{0.f, 0.f};
-    for (int slice = fresh_laneid(); slice < sums.slices; slice += 32) {
-        const FlowSum x = own[slice * stride];
-        sum = {sum.value + x.value, sum.squares + x.squares};
+    __device__ inline ChunkSums(const GatesGlobals& g, const Tile& tile, const RowSums& sums, int chunk,
+                                const LaneTokens& lane)
+        : whole(sums.whole + tile.batch_head * g.seq + tile.first_row),
+          inter(sums.inter + tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk),
+          whole_stride(static_cast<int64_t>(g.batch) * g.heads * g.seq),
+          inter_stride(static_cast<int64_t>(g.batch) * g.heads * g.slots),
+          slices(sums.slices),
+          lane(lane) {
+#pragma unroll
+        for (int slice = 0; slice < kAhead; slice++) ahead[slice] = of_tokens(slice);
+        const int own = fresh_laneid();
+        if (own < slices && chunk < tile.chunks) lane_inter = inter[own * inter_stride];
     }
-    return {warp_sum(sum.value), warp_sum(sum.squares)};
-}
+
+    __device__ inline float2 of_tokens(int slice) const {
+        return slice < slices ? lane.load(whole + slice * whole_stride, 0.f) : float2{0.f, 0.f};
+    }
+
+    // Of the lane's tokens, all slices in their order.
+    __device__ inline float2 rows() const {
+        float2 sum{0.f, 0.f};
+        auto add = [&](float2 x) { sum = {sum.x + x.x, sum.y + x.y}; };
+#pragma unroll
+        for (const float2& x : ahead) add(x);
+#pragma unroll 1
+        for (int slice = kAhead; slice < slices; slice++) add(of_tokens(slice));
+        return sum;
+    }
+    // Of the chunk, by a whole warp.
+    __device__ inline FlowSum flow() const {
+        FlowSum sum = lane_inter;
+#pragma unroll 1
+        for (int slice = fresh_laneid() + 32; slice < slices; slice += 32) {
+            const FlowSum x = inter[slice * inter_stride];
+            sum = {sum.value + x.value, sum.squares + x.squares};
+        }
+        return {warp_sum(sum.value), warp_sum(sum.squares)};
+    }
+};
 
 // Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
-// Without stabiliser no token has had a weight above 1.
-template <bool kSigmoid>
-__device__ inline bool forgets_all_before(const GatesGlobals& g, const Tile& tile, int chunk, float2 i,
-                                          float2 f) {
+// Without stabiliser no token has had a weight above 1. m_in: 0 then.
+template <bool kSigmoid> __device__ inline bool forgets_all_before(float2 i, float2 f, float m_in) {
     const int lane = fresh_laneid();
     const float b_low = warp_inclusive_sum(static_cast<float>(log2_sigmoid(f.x)), lane);
     const float b_high =
@@ -127,8 +151,7 @@ __device__ inline bool forgets_all_before(const GatesGlobals& g, const Tile& til
     const float a_low = static_cast<float>(log2_input<kSigmoid>(i.x)) - b_low;
     const float a_high = static_cast<float>(log2_input<kSigmoid>(i.y)) - b_high;
     const float a = warp_max(fmaxf(fmaxf(a_low, a_high), -INFINITY));  // of those that are no NaN
-    const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
-    return a - (kSigmoid ? 0.f : load_chunk_m(g.chunk_m, slot).high) > kForgotten;
+    return a - m_in > kForgotten;
 }
 
 // <dC, C> + <dn, n> of one part of one state.
@@ -160,24 +183,25 @@ __global__ __launch_bounds__(kTileThreads) void mlstm_bwd_flows_kernel(
     if (threadIdx.x == 0) g.state_flows[block] = sum;
 }
 
-// The sum of all parts, in fp64, by a whole warp.
-template <class X> __device__ inline double sum_parts(const X* parts, int count) {
+// The sum of all parts, in fp64: this lane's part.
+template <class X> __device__ inline double sum_lane_parts(const X* parts, int count) {
     double sum = 0.;
+#pragma unroll 1
     for (int part = fresh_laneid(); part < count; part += 32) sum += parts[part];
-    return warp_sum(sum);
+    return sum;
 }
 
-// before_c of a chunk, counted from the sequence's start, behind an anchor or at an end of the sequence.
-// Called by whole warps.
+// before_c of a chunk, counted from the sequence's start, behind an anchor or at an end of the sequence: this
+// lane's part of it.
 __device__ inline double known_flow(const GatesGlobals& g, const Tile& tile, int chunk) {
     const bool at_end = chunk >= tile.all_chunks;
     if (chunk == 0 || at_end) {
         const StateGradient& state = at_end ? g.last : g.initial;
         if (state.c == nullptr && state.n == nullptr) return 0.;
-        return sum_parts(g.state_flows + (2 * tile.state + at_end) * kStateParts, kStateParts);
+        return sum_lane_parts(g.state_flows + (2 * tile.state + at_end) * kStateParts, kStateParts);
     }
     const int64_t anchor = tile.batch_head * g.anchor_slots + (tile.slot + chunk) / kAnchorChunks;
-    return sum_parts(g.anchors.flows + anchor * g.anchors.parts, g.anchors.parts);
+    return sum_lane_parts(g.anchors.flows + anchor * g.anchors.parts, g.anchors.parts);
 }
 
 // A flow as followed from where it is known, and the variance of its noise.
@@ -230,10 +254,17 @@ __global__ __launch_bounds__(kTileThreads,
         return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
     };
     const float2 i = load_gate(g.i, kNoInput), f = load_gate(g.f, kNoForget);
-    const float2 q = sum_rows(g, tile, g.q_dq, lane), k = sum_rows(g, tile, g.k_dk, lane);
+    const ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
+    float m_in = 0.f;
+    if (!kSigmoid && chunk < tile.chunks) {
+        const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
+        m_in = load_chunk_m(g.chunk_m, slot).high;
+    }
+    double known_part = 0.;
+    if (chunk < 2) known_part = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);
+    const float2 q = q_dq.rows(), k = k_dk.rows();
     if (chunk < tile.chunks) {
-        ChunkFlow flow{sum_slices(g, tile, g.q_dq, chunk), sum_slices(g, tile, g.k_dk, chunk),
-                       forgets_all_before<kSigmoid>(g, tile, chunk, i, f)};
+        ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<kSigmoid>(i, f, m_in)};
         if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
             flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
             flow.forgets = false;
@@ -241,7 +272,7 @@ __global__ __launch_bounds__(kTileThreads,
         if (fresh_laneid() == 0) flows[chunk] = flow;
     }
     if (chunk < 2) {
-        const double flow = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);
+        const double flow = warp_sum(known_part);
         if (fresh_laneid() == 0) known[chunk] = flow;
     }
     __syncthreads();

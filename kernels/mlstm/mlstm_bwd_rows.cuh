@@ -31,9 +31,9 @@ struct RowNorm {
     __device__ inline float e(float dh_h) const { return fabsf(d) > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f; }
 };
 
-// Of the row `at` and a part of V. dh_h: dh_t.h_t over its columns.
-__device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, int part, float dh_h) {
-    const RowNorm norm(rows.norms, at);
+// Of the row `at`, whose norm is given, and a part of V. dh_h: dh_t.h_t over its columns.
+__device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, const RowNorm& norm,
+                                         int part, float dh_h) {
     if (part == 0 && rows.log2_w) rows.log2_w[at] = norm.log2_w(rows.norms.eps);
     rows.e[part * rows.e_stride + at] = norm.e(dh_h);
 }
@@ -84,7 +84,7 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
         for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
         if (lane == row) dh_h = sum;
     }
-    if (writes) store_row_factors(g.rows, at, part, dh_h);
+    if (writes) store_row_factors(g.rows, at, RowNorm(g.rows.norms, at), part, dh_h);
 }
 
 // A thread for every row.
@@ -92,11 +92,19 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_factors_kernel(
     const __grid_constant__ MlstmBwdFactorsParams g) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowsThreads + threadIdx.x;
     if (at >= g.count) return;
-    const int part = blockIdx.y, first = part * g.part_slices;
+    constexpr int kTogether = 2;  // slices whose loads are in flight
+    const int part = blockIdx.y, end = min((part + 1) * g.part_slices, g.slices);
+    const RowNorm norm(g.rows.norms, at);
     float dh_h = 0.f;
-    for (int slice = first; slice < min(first + g.part_slices, g.slices); slice++)
-        dh_h += g.dots[slice * g.slice_stride + at];
-    store_row_factors(g.rows, at, part, dh_h);
+    for (int first = part * g.part_slices; first < end; first += kTogether) {
+        float x[kTogether];
+#pragma unroll
+        for (int n = 0; n < kTogether; n++)
+            x[n] = first + n < end ? g.dots[(first + n) * g.slice_stride + at] : 0.f;
+#pragma unroll
+        for (float of_slice : x) dh_h += of_slice;
+    }
+    store_row_factors(g.rows, at, norm, part, dh_h);
 }
 
 }  // namespace tfla_tk::mlstm

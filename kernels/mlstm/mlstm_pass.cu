@@ -38,7 +38,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         smem.lane_offsets[threadIdx.x % 128] = transposed_lane_offset(threadIdx.x % 128 / 32);
     begin_task<C>(g, smem,
                   [&] { g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch(); });
-    if (g.shares > 1) cluster_sync();  // before another CTA writes panels_stored
+    if (cluster_ctas() > 1) cluster_sync();  // before another CTA writes to this one's shared memory
     if (smem.task.tokens < 0) return;
 
     constexpr auto kRegisters = C::kTiling.registers;
@@ -61,7 +61,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         set_registers<kRegisters.state, kThreads, kCtas>();
         walk_state(g, smem, warpgroup_id - 2);
     }
-    if (g.shares > 1) cluster_sync();  // another CTA may still write to this one's shared memory
+    if (cluster_ctas() > 1) cluster_sync();  // another CTA may still write to this one's shared memory
 }
 
 // Tiles of the keys' columns and of the values'.
@@ -119,7 +119,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     const DeviceGuard guard(walk.device, "mlstm_pass");
     launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(
         g, walk.cut.segments * walk.heads * common.slices * common.shares, C::kThreads, walk.device, stream,
-        "mlstm_pass", common.shares);
+        "mlstm_pass", C::cluster(common.shares, common.slices));
 }
 
 template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {

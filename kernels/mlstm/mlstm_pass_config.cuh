@@ -4,6 +4,7 @@
 #include "kittens.cuh"
 #include "mlstm_pass_gates.cuh"
 #include "mlstm_pass_norm.cuh"
+#include "mlstm_score_turns.cuh"
 #include "tfla_tk/begin_task.cuh"
 #include "tfla_tk/params_pass.h"
 #include "tfla_tk/segments.cuh"
@@ -188,6 +189,13 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
 
+    // A cluster: of dq and dk the shares of a slice, which take turns at the gradient; of dv two slices, which
+    // make scores for each other.
+    static constexpr bool kSharesScores = kGradient == Gradient::dv;
+    static int cluster(int shares, int slices) {
+        return !kSharesScores ? shares : slices % 2 == 0 ? 2 : 1;
+    }
+
     // Warpgroups: 0 feeds the others (warp 0 TMA, 1 gates, 2 factor and gradient, 3 row sums), 1 makes the
     // scores, then the state's.
     static constexpr int kStateWarpgroups = kSlice == 64 ? 1 : 2;
@@ -259,7 +267,7 @@ template <class C> struct PassMemory {
     semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
     semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
-    semaphore scores_ready[C::kTiling.stages], scores_free[C::kTiling.stages];
+    semaphore scores_ready[C::kTiling.stages], scores_free[C::kTiling.stages];  // free: in all CTAs, kept by the maker
     semaphore row_sums_free[C::kTiling.stages];  // the sums are there when the scores are free
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
@@ -287,7 +295,7 @@ template <class C> struct PassMemory {
             init(factor_arrived[stage], factor_read[stage], kByTma, 4);
         }
         init(values_arrived, values_free, kByTma, C::kValueReaders);
-        init(scores_ready, scores_free, 4, C::kStateWarps);
+        init(scores_ready, scores_free, 4, C::kStateWarps * (C::kSharesScores ? cluster_ctas() : 1));
         for (auto& barrier : row_sums_free) init_warp_barrier(barrier, 1);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init_semaphore(tail_landed, 1);

@@ -86,10 +86,11 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
     using T = typename C::T;
     constexpr int kSteps = C::kPart / 16;
     const int chunks = smem.task.chunks;
+    auto warp_row = [] { return fresh_thread() % 128 / 32 * 16; };
+    constexpr uint32_t kSentBytes = 16 * kPanelColumns * sizeof(T);  // of a warp
     rt_fl<16, kChunk> scores;
-    for (int step = 0; step < chunks; step++) {
+    auto issue_scores = [&](int step) {
         const auto [slot, phase] = C::tile(step);
-        const auto stage = C::gate_stage(step);
         forget(scores);
 #pragma unroll
         for (int part = 0; part < C::kParts; part++) {
@@ -104,18 +105,48 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
                                      keys.row_step(C::KeyTile::panel_bytes, k), part > 0 || k > 0);
         }
         warpgroup::mma_commit_group();
-        wait(smem.gates_ready[stage.slot], stage.phase);
-        wait_free(smem.scores_free[slot], phase);
-        warpgroup::mma_async_wait<0>();
-        pin(scores);
+    };
+    auto free_operands = [&](int slot) {
         for (int part = 0; part < C::kParts; part++) {
             arrive_warp(smem.keys_free[slot][part]);
             arrive_warp(smem.queries_free[slot][part]);
         }
+    };
+    // What this warp has stored, to the other CTA.
+    auto send_scores = [&](int slot) {
+        __syncwarp();
+        if (cluster_ctas() == 1) return;
+        if (fresh_laneid() == 0)
+            send_to_cta(smem.scores[slot].data[0][warp_row()], kSentBytes, smem.scores_ready[slot],
+                        1 - cta_in_cluster());
+        __syncwarp();
+    };
+    for (int step = 0; step < chunks; step++) {
+        const auto [slot, phase] = C::tile(step);
+        const auto stage = C::gate_stage(step);
+        if (!C::kSharesScores || ScoreTurns::makes(step)) {
+            issue_scores(step);
+            wait(smem.gates_ready[stage.slot], stage.phase);
+            wait_free(smem.scores_free[slot], phase);
+            warpgroup::mma_async_wait<0>();
+            pin(scores);
+            free_operands(slot);
 
-        gate_pass_scores<C>(shared_address(&smem.scores[slot]), scores, smem.gates[stage.slot]);
-        fence_async_proxy();
-        arrive_warp(smem.scores_ready[slot]);
+            gate_pass_scores<C>(shared_address(&smem.scores[slot]), scores, smem.gates[stage.slot]);
+            fence_async_proxy();
+            if constexpr (C::kSharesScores) send_scores(slot);
+            arrive_warp(smem.scores_ready[slot]);
+        } else {
+            for (int part = 0; part < C::kParts; part++) {
+                wait(smem.keys_arrived[slot][part], phase);
+                wait(smem.queries_arrived[slot][part], phase);
+            }
+            free_operands(slot);
+            wait(smem.gates_ready[stage.slot], stage.phase);
+            // so that this arrival is not taken for one of two steps before
+            wait_free(smem.scores_ready[slot], phase);
+            arrive_warp_expecting(smem.scores_ready[slot], kSentBytes);
+        }
         arrive_warp(smem.gates_free[stage.slot]);
         if constexpr (C::kGradient == Gradient::dv) {
             if (g.has_factor<C>()) sum_value_rows(g, smem, step);

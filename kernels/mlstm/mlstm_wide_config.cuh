@@ -2,8 +2,8 @@
 #pragma once
 
 #include "mlstm_fwd_globals.cuh"
+#include "mlstm_score_turns.cuh"
 #include "mlstm_wide_values.cuh"
-#include "tfla_tk/cluster.cuh"
 #include "tfla_tk/sync.cuh"
 #include "tfla_tk/wgmma.cuh"
 
@@ -88,13 +88,8 @@ template <class T> struct alignas(128) NormWeights {
     T data[kChunk / 8 + 1][kRows][8];
 };
 
-// Which CTA of a cluster of one or two makes a chunk's scores.
-struct ScoreTurns {
-    __device__ static inline int maker(int chunk) { return chunk & (cluster_ctas() - 1); }
-    __device__ static inline bool makes(int chunk) { return maker(chunk) == cta_in_cluster(); }
-    // The completion of the maker's scores_free, from 0 on, by which a chunk's scores find their place free.
-    __device__ static inline int freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
-};
+// The completion of the maker's scores_free, from 0 on, by which a chunk's scores find their place free.
+__device__ inline int scores_freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
 
 // All shared memory of a CTA.
 template <class C> struct WideMemory {

@@ -159,7 +159,7 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         const float2 sums = gate_scores(gates, of_norm);
         const bool in_first_cluster = task.column < cluster_ctas() * C::kSliceV;
         float2 factor = row_factor<C>(g, task, chunk, gates, row, sums, [&] { return in_first_cluster; });
-        wait(smem.scores_free, ScoreTurns::freed(chunk) & 1);
+        wait(smem.scores_free, scores_freed(chunk) & 1);
         auto write_rows = [&](float (&rows)[kChunk], float2 x) {
             if (lane % 4 == 0) rows[row] = x.x, rows[row + 8] = x.y;
         };
