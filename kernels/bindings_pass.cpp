@@ -57,7 +57,7 @@ void mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& k
                 const Sizes& sizes, bool half, int device, std::uintptr_t stream) {
     const tfla_tk::MlstmPassParams params{
         walk(gradient, keys, values, gates[1], gates[2], boundaries, cut, sizes, half, device),
-        reinterpret_cast<const tfla_tk::ChunkGates*>(gates[0]),
+        reinterpret_cast<tfla_tk::ChunkGates*>(gates[0]),
         tfla_tk::operand(queries),
         tfla_tk::operand(out),
         tfla_tk::operand(factor),

@@ -88,9 +88,9 @@ struct LaneTokens {
     }
 };
 
-// A warp's part of RowSums for one chunk: the entries of a lane's tokens, of the first slices, and of the whole
-// chunk's one slice a lane. NOTES: loads here and additions later: the latency of one load after the other
-// would be most of this kernel's time.
+// A warp's part of RowSums for one chunk: the entries of a lane's tokens, of the first slices, and of the
+// whole chunk's one slice a lane. NOTES: loads here and additions later: the latency of one load after the
+// other would be most of this kernel's time.
 struct ChunkSums {
     static constexpr int kAhead = 4;  // slices
     const float* whole;

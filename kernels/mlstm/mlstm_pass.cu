@@ -6,7 +6,8 @@
 //   producer   TMA of the tiles into rings; one warp puts the gates into the state's units
 //              (mlstm_pass_gates.cuh), one loads the factor and stores O^T, one adds up row sums
 //              (mlstm_pass_output.cuh)
-//   scores     S = Q K^T; (S + e) . gate into shared memory; for dv, on request, row sums of values . factor
+//   scores     S = Q K^T; (S + e) . gate into shared memory, also that of the CTA of the next slice, which
+//              makes those of every second chunk; for dv, on request, row sums of values . factor
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
 //              row sums of O^T . factor; O^T into the factor's place
 // Where sequences are cut, mlstm_pass_segments.cuh made what each segment begins with. Equations:
@@ -98,6 +99,8 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
         return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
     };
     const WalkGlobals common = walk_globals<C>(walk);
+    if (common.shares > 1 && common.slices > kMostSlices)
+        throw std::runtime_error("mlstm_pass: more slices than take turns");
     const PassGlobals g{common,
                         p.gates,
                         map(p.queries, walk.dim_keys, kChunk),
@@ -119,7 +122,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     const DeviceGuard guard(walk.device, "mlstm_pass");
     launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(
         g, walk.cut.segments * walk.heads * common.slices * common.shares, C::kThreads, walk.device, stream,
-        "mlstm_pass", C::cluster(common.shares, common.slices));
+        "mlstm_pass", C::cluster(common.slices));
 }
 
 template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {

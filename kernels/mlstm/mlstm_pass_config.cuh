@@ -38,7 +38,7 @@ struct WalkGlobals {
 };
 
 struct PassGlobals : WalkGlobals {
-    const ChunkGates* gates;
+    ChunkGates* gates;
     TensorMap queries, factor;
     TensorMap out, out_row;  // boxes of 16 rows and of one
     const float *entering_c, *entering_n;
@@ -57,7 +57,7 @@ struct PassGlobals : WalkGlobals {
     }
 };
 
-// The (segment, head, slice of the values, share of the keys) of a CTA; shares of one slice are neighbours,
+// The (segment, head, slice of the values, share of the keys) of a CTA; slices of one share are neighbours,
 // in a pass a cluster.
 struct PassTask {
     int share;
@@ -126,9 +126,8 @@ struct PassTask {
 
     // Called by whole warps.
     template <class C> __device__ static inline PassTask of_block(const WalkGlobals& g, int block) {
-        const int share = block % g.shares;
-        block /= g.shares;
-        const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;
+        const int slice = block % g.slices, share = block / g.slices % g.shares;
+        const int pair = block / (g.slices * g.shares), segment = pair / g.heads, head = pair % g.heads;
         const Segment s = find_segment(g.cut, g.seq, segment);
         const int batch = g.packed() ? 0 : s.sequence;
         const int64_t batch_head = static_cast<int64_t>(batch) * g.heads + head;
@@ -139,7 +138,7 @@ struct PassTask {
         return {share,
                 batch,
                 head,
-                block % g.slices * C::kSlice,
+                slice * C::kSlice,
                 s.first_row,
                 s.tokens,
                 s.number * g.cut.segment_chunks,
@@ -189,12 +188,8 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
 
-    // A cluster: of dq and dk the shares of a slice, which take turns at the gradient; of dv two slices, which
-    // make scores for each other.
-    static constexpr bool kSharesScores = kGradient == Gradient::dv;
-    static int cluster(int shares, int slices) {
-        return !kSharesScores ? shares : slices % 2 == 0 ? 2 : 1;
-    }
+    // CTAs of a cluster: two slices, which make scores for each other.
+    static int cluster(int slices) { return slices % 2 == 0 ? 2 : 1; }
 
     // Warpgroups: 0 feeds the others (warp 0 TMA, 1 gates, 2 factor and gradient, 3 row sums), 1 makes the
     // scores, then the state's.
@@ -267,19 +262,18 @@ template <class C> struct PassMemory {
     semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
     semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
-    semaphore scores_ready[C::kTiling.stages], scores_free[C::kTiling.stages];  // free: in all CTAs, kept by the maker
-    semaphore row_sums_free[C::kTiling.stages];  // the sums are there when the scores are free
+    semaphore scores_ready[C::kTiling.stages];
+    semaphore scores_free[C::kTiling.stages];    // in all CTAs of the cluster, kept by the step's maker
+    semaphore row_sums_free[C::kTiling.stages];  // the sums are there when the keys are free
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
     semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
     semaphore out_ready[C::kOutStages][C::kStateWarpgroups];
     semaphore out_free[C::kOutStages][C::kStateWarpgroups];  // where there is no factor
     semaphore tail_landed, factor_tail_landed;               // a tile whose last rows are still to be zeroed
-    int steps_stored;                                        // by the share before, which tells
 
     // Every warp that reads a buffer arrives on its *_free barrier.
     __device__ inline void init_barriers() {
-        steps_stored = 0;
         constexpr int kByTma = 0;
         auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
             for (auto& barrier : ready)
@@ -295,7 +289,7 @@ template <class C> struct PassMemory {
             init(factor_arrived[stage], factor_read[stage], kByTma, 4);
         }
         init(values_arrived, values_free, kByTma, C::kValueReaders);
-        init(scores_ready, scores_free, 4, C::kStateWarps * (C::kSharesScores ? cluster_ctas() : 1));
+        init(scores_ready, scores_free, 4, C::kStateWarps * cluster_ctas());
         for (auto& barrier : row_sums_free) init_warp_barrier(barrier, 1);
         init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
         init_semaphore(tail_landed, 1);

@@ -15,11 +15,14 @@
 
 namespace tfla_tk {
 
+constexpr int kMostSlices = 4;  // of K in a pass for dq or dk
+
 // One chunk, of whatever debt the state in a pass has.
 struct alignas(16) ChunkGates {
     float2 sends[kChunk], receives[kChunk];  // as high and low part
     float sent[kChunk], received[kChunk];    // 2^{a_j - M_L} and s 2^{m_in - receives_t}
     float decay;                             // log2, of the state
+    int stored[2][kMostSlices];              // shares that have stored dq and dk, by slices
 };
 
 }  // namespace tfla_tk
@@ -108,6 +111,8 @@ __device__ inline void scan_chunk(ChunkGates& out, float2 i, float2 f, FloatPair
     write_lane_pair(out.sent, sent(a.x), sent(a.y));
     write_lane_pair(out.received, received(receives_x), received(receives_y));
     if (lane == 0) out.decay = rounded_sum(m_in, end);
+    constexpr int kStored = sizeof(out.stored) / sizeof(int);
+    if (lane < kStored) out.stored[lane / kMostSlices][lane % kMostSlices] = 0;
 }
 
 // A lane's tokens 2 l and 2 l + 1 of a chunk, on their way to a pass.

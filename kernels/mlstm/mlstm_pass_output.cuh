@@ -3,7 +3,6 @@
 #pragma once
 
 #include "mlstm_pass_config.cuh"
-#include "tfla_tk/cluster.cuh"
 #include "tfla_tk/store_rows.cuh"
 #include "tfla_tk/tile_loader.cuh"
 #include "tfla_tk/tiles.cuh"
@@ -23,19 +22,27 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
                });
 }
 
-// Shares take turns at a chunk of the gradient: the first one stores, each later one adds to that.
-template <class C> __device__ inline void wait_for_turn(const PassMemory<C>& smem, int step) {
-    if (smem.task.share == 0) return;
-    while (acquire_from_cta(&smem.steps_stored) <= step) __nanosleep(100);
+// Shares take turns at a chunk of the gradient: the first one stores, each later one adds to that. NOTES: a
+// CTA waits for one of a lower number in the grid, which has been started before it.
+template <class C>
+__device__ inline int* shares_stored(const PassGlobals& g, const PassTask& task, int chunk) {
+    ChunkGates& gates = g.gates[task.batch_head * g.slots + task.slot + chunk];
+    return &gates.stored[C::kBackward][task.column / C::kSlice];
+}
+template <class C>
+__device__ inline void wait_for_turn(const PassGlobals& g, const PassTask& task, int chunk) {
+    if (task.share == 0) return;
+    while (acquire_from_device(shares_stored<C>(g, task, chunk)) < task.share) __nanosleep(100);
     fence_async_global();
 }
-template <class C> __device__ inline void hand_on_turn(const PassGlobals& g, PassMemory<C>& smem, int step) {
-    const int next = smem.task.share + 1;
-    if (next == g.shares) return;
+template <class C>
+__device__ inline void hand_on_turn(const PassGlobals& g, const PassTask& task, int chunk) {
+    const int stored = task.share + 1;
+    if (stored == g.shares) return;
     wait_stores_done();  // each lane for its own
     fence_async_global();
     __syncwarp();
-    if (fresh_laneid() == 0) release_to_cta(&smem.steps_stored, next, step + 1);
+    if (fresh_laneid() == 0) release_to_device(shares_stored<C>(g, task, chunk), stored);
 }
 
 // NOTES: by one warp: in the order of a loader of all tiles, which waits for the stores and their turn, keys
@@ -57,12 +64,12 @@ __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassM
     for (int step = 0; step < kAhead; step++)
         for (int panel = 0; panel < kPanels; panel++) load_factor(step, panel);
     for (int step = 0; step < task.chunks; step++) {
-        if constexpr (C::kNormalizer) wait_for_turn(smem, step);
+        const int chunk = C::chunk(task, step);
+        if constexpr (C::kNormalizer) wait_for_turn<C>(g, task, chunk);
 #pragma unroll 1
         for (int panel = 0; panel < kPanels; panel++) {
             const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
             const int column = task.panel_column<C>(block, warpgroup_id);
-            const int chunk = C::chunk(task, step);
             const auto [slot, phase] = C::out(step, block);
             wait(smem.out_ready[slot][warpgroup_id], phase);
             store_out<C>(g, task, smem.out[slot][warpgroup_id], column, chunk);
@@ -73,7 +80,7 @@ __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassM
             else
                 arrive_warp(smem.out_free[slot][warpgroup_id]);
         }
-        if constexpr (C::kNormalizer) hand_on_turn(g, smem, step);
+        if constexpr (C::kNormalizer) hand_on_turn<C>(g, task, chunk);
     }
 }
 
@@ -91,7 +98,7 @@ template <class C> __device__ inline void store_row_sums(const PassGlobals& g, P
         const int chunk = C::chunk(task, step), lane = fresh_laneid(), t = chunk * kChunk + 2 * lane;
         float2 whole{0.f, 0.f};
         FlowSum flow{0.f, 0.f};
-        wait_free(smem.scores_free[slot], phase);  // the state has done the step
+        wait_free(smem.keys_free[slot][0], phase);  // the state has done the step
 #pragma unroll 1
         for (int id = 0; id < ids; id++) {
             const PartialSums& sums = smem.sums[slot][id];

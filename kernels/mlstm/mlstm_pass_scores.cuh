@@ -124,7 +124,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
     for (int step = 0; step < chunks; step++) {
         const auto [slot, phase] = C::tile(step);
         const auto stage = C::gate_stage(step);
-        if (!C::kSharesScores || ScoreTurns::makes(step)) {
+        if (ScoreTurns::makes(step)) {
             issue_scores(step);
             wait(smem.gates_ready[stage.slot], stage.phase);
             wait_free(smem.scores_free[slot], phase);
@@ -134,7 +134,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
 
             gate_pass_scores<C>(shared_address(&smem.scores[slot]), scores, smem.gates[stage.slot]);
             fence_async_proxy();
-            if constexpr (C::kSharesScores) send_scores(slot);
+            send_scores(slot);
             arrive_warp(smem.scores_ready[slot]);
         } else {
             for (int part = 0; part < C::kParts; part++) {

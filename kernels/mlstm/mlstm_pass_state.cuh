@@ -420,10 +420,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             if constexpr (C::kNormalizer) pin(norm.sums);
         }
         for (int part = 0; part < C::kParts; part++) arrive_warp(smem.keys_free[slot][part]);
-        if constexpr (C::kSharesScores)
-            arrive_warp_in_cta(smem.scores_free[slot], ScoreTurns::maker(step));
-        else
-            arrive_warp(smem.scores_free[slot]);
+        arrive_warp_in_cta(smem.scores_free[slot], ScoreTurns::maker(step));
         arrive_warp(smem.gates_free[stage.slot]);
         if constexpr (C::kGradient == Gradient::dk)
             if (at_anchor(step)) sum_flow(chunk);

@@ -1,5 +1,5 @@
-// Scores for two slices of a head by a cluster of their two CTAs: each makes those of every second chunk of the
-// walk, for both.
+// Scores for two slices of a head by a cluster of their two CTAs: each makes those of every second chunk of
+// the walk, for both.
 #pragma once
 
 #include "tfla_tk/cluster.cuh"

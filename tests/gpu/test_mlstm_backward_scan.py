@@ -22,6 +22,7 @@ from .memory import LENGTHS, high_and_low, normal
 CHUNK = 64
 EPS = 1e-6
 SCALE = 0.0625
+STORED = 2 * 4  # numbers by which shares of dq and dk take turns: kMostSlices of each
 
 
 class ChunkGates(NamedTuple):
@@ -119,9 +120,11 @@ def run(kernel: ModuleType, x: Problem) -> ChunkGates:
         device,
         _current_stream(device),
     )
-    sends, receives, sent, received, decay = gates.split([128, 128, 64, 64, floats - 384], dim=-1)
+    sends, receives, sent, received, end = gates.split([128, 128, 64, 64, floats - 384], dim=-1)
+    decay, stored = end[..., 0], end[..., 1 : 1 + STORED]
+    assert not stored[~decay.isnan()].count_nonzero()  # of shares that take turns, none
     pairs = (y.double().unflatten(-1, (CHUNK, 2)).sum(-1) for y in (sends, receives))
-    return ChunkGates(*pairs, sent.double(), received.double(), decay[..., 0].double())
+    return ChunkGates(*pairs, sent.double(), received.double(), decay.double())
 
 
 def expected(x: Problem, row_factors: Callable[..., Any]) -> ChunkGates:

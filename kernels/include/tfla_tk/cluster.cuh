@@ -62,22 +62,4 @@ __device__ inline void send_to_cta(const void* own, uint32_t bytes, const kitten
         : "memory");
 }
 
-// Writes `number` to where `place` is in the shared memory of the cluster's `cta`, after all that this thread
-// has written or seen written.
-__device__ inline void release_to_cta(int* place, int cta, int number) {
-    asm volatile("st.release.cluster.shared::cluster.u32 [%0], %1;\n" ::"r"(address_in_cta(place, cta)),
-                 "r"(number)
-                 : "memory");
-}
-
-// What another CTA has written to `place`, of this one's shared memory, by release_to_cta.
-__device__ inline int acquire_from_cta(const int* place) {
-    int number;
-    asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];\n"
-                 : "=r"(number)
-                 : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(place)))
-                 : "memory");
-    return number;
-}
-
 }  // namespace tfla_tk

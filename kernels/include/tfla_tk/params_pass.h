@@ -39,9 +39,9 @@ struct MlstmSegmentsParams {
 
 struct MlstmPassParams {
     PassWalk walk;
-    const ChunkGates* gates;  // [B, H, slots] of chunk_slots, from mlstm_bwd_scan
-    Operand queries, out;     // as keys, as values
-    Operand factor;           // like out: rows of the sums
+    ChunkGates* gates;     // [B, H, slots] of chunk_slots, from mlstm_bwd_scan; shares take turns by them
+    Operand queries, out;  // as keys, as values
+    Operand factor;        // like out: rows of the sums
     // What a sequence's walk begins with, [N, H, K, V] and [N, H, K], and the gradients of the initial state,
     // of which dv makes that of c and dk that of n, of every share, [shares, N, H, K]; null where there is
     // none.

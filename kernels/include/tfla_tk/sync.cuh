@@ -36,8 +36,20 @@ __device__ inline int anew(int x) {
     return x;
 }
 
-// A word of shared memory, read anew at every call. NOTES: what is made of special registers, ptxas keeps, and
-// all that follows from it: an address of 4 bytes in place of that.
+// Writes `number` for any thread of the device, after all that this thread has written or seen written.
+__device__ inline void release_to_device(int* place, int number) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(place), "r"(number) : "memory");
+}
+
+// What some thread has written by release_to_device.
+__device__ inline int acquire_from_device(const int* place) {
+    int number;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(number) : "l"(place) : "memory");
+    return number;
+}
+
+// A word of shared memory, read anew at every call. NOTES: what is made of special registers, ptxas keeps,
+// and all that follows from it: an address of 4 bytes in place of that.
 __device__ inline uint32_t load_anew(uint32_t address) {
     uint32_t x;
     asm volatile("ld.volatile.shared.u32 %0, [%1];\n" : "=r"(x) : "r"(address));

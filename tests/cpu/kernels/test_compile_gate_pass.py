@@ -232,29 +232,41 @@ def test_values_are_loaded_once(compiled: Any) -> None:
 
 
 def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
-    """The storing warp waits before it stores, and tells the next share when its stores are done. CTAs wait
-    for one another before they write into the other's shared memory, and before theirs is gone.
+    """The storing warp waits before it stores, and tells the next share when its stores are done.
 
     A wait until stores have only been read would not end with CCTL.IVALL.
     """
     told = (
-        *("DEPBAR.LE", "DEPBAR.LE", "CCTL.IVALL", "FENCE.VIEW.ASYNC.G"),
-        *("MEMBAR.ALL.GPU", "ST.E.STRONG.GPU"),
+        *("DEPBAR.LE", "CCTL.IVALL", "FENCE.VIEW.ASYNC.G"),
+        *("MEMBAR.ALL.GPU", "STG.E.STRONG.GPU"),
     )
     for kernel in kernels_named(compiled, "mlstm_pass"):
         opcodes = [opcode for opcode, _ in kernel.instructions]
         if kernel.gradient == "dv":
-            assert not {"NANOSLEEP", "ST.E.STRONG.GPU"} & set(opcodes)
+            assert not {"NANOSLEEP", "STG.E.STRONG.GPU"} & set(opcodes)
             continue
-        assert opcodes.count("UCGABAR_ARV") == opcodes.count("UCGABAR_WAIT") == 2
         stores = [n for n, opcode in enumerate(opcodes) if opcode.startswith(("UTMASTG", "UTMAREDG"))]
-        assert "FENCE.VIEW.ASYNC.G" in opcodes[opcodes.index("NANOSLEEP") : stores[0]]
+        before = opcodes[opcodes.index("NANOSLEEP") : stores[0]]
+        assert "FENCE.VIEW.ASYNC.G" in before and "LDG.E.STRONG.GPU" in before
         behind = iter(opcodes[stores[-1] :])
         assert all(name in behind for name in told)
-        done = [n for n, opcode in enumerate(opcodes) if opcode == "DEPBAR.LE" and n > stores[-1]][1]
-        assert opcodes[done + 1] == "CCTL.IVALL"
-        told_at = opcodes.index("ST.E.STRONG.GPU")
-        assert opcodes.index("UCGABAR_WAIT") < told_at < len(opcodes) - opcodes[::-1].index("UCGABAR_WAIT")
+        done = [n for n, opcode in enumerate(opcodes) if opcode == "DEPBAR.LE" and n > stores[-1]]
+        assert any(opcodes[n + 1] == "CCTL.IVALL" for n in done)
+
+
+def test_scores_are_sent_to_the_other_cta(compiled: Any) -> None:
+    """From shared memory to shared memory. CTAs wait for one another before they write into the other's, and
+    before theirs is gone; no fence of the GPU's scope stands in the walk.
+    """
+    for kernel in kernels_named(compiled, "mlstm_pass"):
+        opcodes = [opcode for opcode, _ in kernel.instructions]
+        assert sum(opcode.startswith("UBLKCP") for opcode in opcodes) == 1
+        assert opcodes.count("UCGABAR_ARV") == opcodes.count("UCGABAR_WAIT") == 2
+        gemms = [n for n, kind in enumerate(kinds(kernel)) if kind]
+        barriers = [n for n, opcode in enumerate(opcodes) if opcode == "UCGABAR_WAIT"]
+        assert barriers[0] < gemms[0] and gemms[-1] < barriers[1]
+        walk = [n for n, kind in enumerate(kinds(kernel)) if kind in ("read", "update")]
+        assert not any("MEMBAR" in opcode and "GPU" in opcode for opcode in opcodes[walk[0] : walk[-1]])
 
 
 def test_one_warp_stores_the_output(compiled: Any) -> None:

@@ -76,7 +76,7 @@ def test_the_module_around_the_backward_passes(
 ) -> None:
     """A workspace of 16 doubles per sequence and head; six numbers per token of a chunk, and its decay."""
     module = load_afresh(mlstm_bwd(), tmp_path_factory)
-    assert module.chunk_gates_bytes() == 4 * (6 * 64 + 4)
+    assert module.chunk_gates_bytes() == 4 * (6 * 64 + 12)
     for heads, sequences in ((3, 2), (4, 7)):
         assert module.mlstm_bwd_gates_workspace_bytes(heads, sequences) == 8 * 16 * heads * sequences
     if torch.cuda.is_available():
