@@ -122,7 +122,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     const DeviceGuard guard(walk.device, "mlstm_pass");
     launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(
         g, walk.cut.segments * walk.heads * common.slices * common.shares, C::kThreads, walk.device, stream,
-        "mlstm_pass", C::cluster(common.slices));
+        "mlstm_pass", ScoreTurns::cluster(common.slices));
 }
 
 template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {

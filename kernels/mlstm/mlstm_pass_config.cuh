@@ -188,9 +188,6 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
 
-    // CTAs of a cluster: two slices, which make scores for each other.
-    static int cluster(int slices) { return slices % 2 == 0 ? 2 : 1; }
-
     // Warpgroups: 0 feeds the others (warp 0 TMA, 1 gates, 2 factor and gradient, 3 row sums), 1 makes the
     // scores, then the state's.
     static constexpr int kStateWarpgroups = kSlice == 64 ? 1 : 2;

@@ -89,13 +89,17 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
     auto warp_row = [] { return fresh_thread() % 128 / 32 * 16; };
     constexpr uint32_t kSentBytes = 16 * kPanelColumns * sizeof(T);  // of a warp
     rt_fl<16, kChunk> scores;
-    auto issue_scores = [&](int step) {
+    auto wait_for_operands = [&](int step, int part) {
         const auto [slot, phase] = C::tile(step);
+        wait(smem.keys_arrived[slot][part], phase);
+        wait(smem.queries_arrived[slot][part], phase);
+    };
+    auto issue_scores = [&](int step) {
+        const int slot = C::tile(step).slot;
         forget(scores);
 #pragma unroll
         for (int part = 0; part < C::kParts; part++) {
-            wait(smem.keys_arrived[slot][part], phase);
-            wait(smem.queries_arrived[slot][part], phase);
+            wait_for_operands(step, part);
             const auto keys = Operand128B::rows(&smem.keys[slot][part]);
             const auto queries = Operand128B::rows(&smem.queries[slot][part]);
             wgmma_fence();
@@ -137,10 +141,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
             send_scores(slot);
             arrive_warp(smem.scores_ready[slot]);
         } else {
-            for (int part = 0; part < C::kParts; part++) {
-                wait(smem.keys_arrived[slot][part], phase);
-                wait(smem.queries_arrived[slot][part], phase);
-            }
+            for (int part = 0; part < C::kParts; part++) wait_for_operands(step, part);
             free_operands(slot);
             wait(smem.gates_ready[stage.slot], stage.phase);
             // so that this arrival is not taken for one of two steps before

@@ -62,7 +62,9 @@ struct WideConfig {
 
     // CTAs of a cluster, which take turns at making scores. Where scores and state take turns each CTA makes
     // its own, and so it does where its slice has no neighbour.
-    static int cluster(int slices) { return kSchedule != Schedule::sequential && slices % 2 == 0 ? 2 : 1; }
+    static int cluster(int slices) {
+        return kSchedule == Schedule::sequential ? 1 : ScoreTurns::cluster(slices);
+    }
 
     // Behind a tile's keys n as a high and a low part: two of eight rows more that the GEMM of the scores
     // reads.

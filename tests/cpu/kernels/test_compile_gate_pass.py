@@ -237,7 +237,7 @@ def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
     A wait until stores have only been read would not end with CCTL.IVALL.
     """
     told = (
-        *("DEPBAR.LE", "CCTL.IVALL", "FENCE.VIEW.ASYNC.G"),
+        *("DEPBAR.LE", "DEPBAR.LE", "CCTL.IVALL", "FENCE.VIEW.ASYNC.G"),
         *("MEMBAR.ALL.GPU", "STG.E.STRONG.GPU"),
     )
     for kernel in kernels_named(compiled, "mlstm_pass"):
@@ -250,8 +250,8 @@ def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
         assert "FENCE.VIEW.ASYNC.G" in before and "LDG.E.STRONG.GPU" in before
         behind = iter(opcodes[stores[-1] :])
         assert all(name in behind for name in told)
-        done = [n for n, opcode in enumerate(opcodes) if opcode == "DEPBAR.LE" and n > stores[-1]]
-        assert any(opcodes[n + 1] == "CCTL.IVALL" for n in done)
+        done = [n for n, opcode in enumerate(opcodes) if opcode == "DEPBAR.LE" and n > stores[-1]][1]
+        assert opcodes[done + 1] == "CCTL.IVALL"
 
 
 def test_scores_are_sent_to_the_other_cta(compiled: Any) -> None:
@@ -268,6 +268,7 @@ def test_scores_are_sent_to_the_other_cta(compiled: Any) -> None:
         gemms = [n for n, kind in enumerate(kinds(kernel)) if kind]
         barriers = [n for n, opcode in enumerate(opcodes) if opcode == "UCGABAR_WAIT"]
         assert barriers[0] < gemms[0] and gemms[-1] < barriers[1]
+        assert barriers[0] < sent < barriers[1]
         walk = [n for n, kind in enumerate(kinds(kernel)) if kind in ("read", "update")]
         assert not any("MEMBAR" in opcode and "GPU" in opcode for opcode in opcodes[walk[0] : walk[-1]])
 
