@@ -113,10 +113,12 @@ def _normal(tensors: dict[str, Tensor]) -> None:
 def _extreme(tensors: dict[str, Tensor]) -> None:
     """Tokens that forget all or nothing or are skipped, and a stabiliser that leaps in the middle.
 
-    q and k are positive: the normaliser has no floor here, and near q.n = 0 every kernel would lose digits.
+    q, k and n are positive: the normaliser has no floor here, and near q.n = 0 every kernel would lose
+    digits.
     """
-    tensors["q"].abs_()
-    tensors["k"].abs_()
+    for name in ("q", "k", "n_initial"):
+        if name in tensors:
+            tensors[name].abs_()
     i, f = tensors["i"], tensors["f"]
     f[..., 6::7] = -RESET
     f[..., 3::7] = RESET
@@ -268,7 +270,6 @@ def make_case(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a call by their names, and the cotangents of h and of the last c and n."""
     tensors = mlstm_inputs(shape, DTYPES[settings.dtype], settings.device, seed=settings.seed)
-    GATES[case.gates](tensors)
     generator = torch.Generator(settings.device).manual_seed(settings.seed + 1)
 
     def normal(*size: int) -> Tensor:
@@ -284,6 +285,7 @@ def make_case(
         tensors |= {f"{name}_initial": normal(*size) for name, size in states.items()}
         if problem.stabilised:
             tensors["m_initial"] = normal(1)
+    GATES[case.gates](tensors)
     return tensors, cotangents
 
 

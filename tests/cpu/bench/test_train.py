@@ -100,7 +100,7 @@ def test_a_wrong_backend_leaves_the_band(monkeypatch, tmp_path: Path, capsys, ce
     training = found["trainings"][-1]
     assert training["status"] == "OUTSIDE" and len(training["curve"]) == len(found["trainings"][0]["curve"])
     assert any(training["distance"][key] > 1.1 * found["band"][key] for key in ("max", "rms"))
-    assert "tk: farther from the fp32 reference than another order of batches" in capsys.readouterr().out
+    assert "tk: farther from the reference than another order of batches" in capsys.readouterr().out
 
 
 def test_rounding_to_bf16_stays_in_the_band(monkeypatch, tmp_path: Path) -> None:
@@ -111,6 +111,32 @@ def test_rounding_to_bf16_stays_in_the_band(monkeypatch, tmp_path: Path) -> None
     status, found = run(tmp_path / "run.json", "--backends", "tk", "--input-bias", "-3")
     assert status == 0
     assert 0 < found["trainings"][-1]["distance"]["rms"] < 0.6 * found["band"]["rms"]
+
+
+def test_autocast_is_the_same_in_all_trainings_that_are_judged(tiny, tmp_path: Path) -> None:
+    options = ("--dtype", "bf16", "--backends", "reference:recurrent")
+    status, found = run(tmp_path / "run.json", *options, steps=3)
+    assert status == 0
+    baseline, _, plain, recurrent = found["trainings"]
+    assert [(each["name"], each["dtype"]) for each in found["trainings"]] == [
+        ("reference", "bf16"),
+        ("reference, other order", "bf16"),
+        ("reference, no autocast", "fp32"),
+        ("reference:recurrent", "bf16"),
+    ]
+    assert plain["losses"] == run(tmp_path / "fp32.json", steps=3)[1]["trainings"][0]["losses"]
+    assert recurrent["distance"]["rms"] < plain["distance"]["rms"]
+    assert baseline["losses"] != plain["losses"]
+
+
+def test_a_training_without_autocast_is_shown_and_not_judged() -> None:
+    names = (train.BASELINE, train.OTHER_ORDER, train.NO_AUTOCAST, "tk")
+    curves = ([1.0, 1.0], [1.1, 1.0], [2.0, 1.0], [2.0, 1.0])
+    trainings = [train.Training(name, "bf16", curve=curve) for name, curve in zip(names, curves, strict=True)]
+    assert train.judge(trainings).max == pytest.approx(0.1)
+    plain, tk = trainings[2:]
+    assert plain.distance == tk.distance == Distance(1.0, math.sqrt(0.5))
+    assert (plain.status, tk.status) == ("ok", "OUTSIDE")
 
 
 def test_unsupported_backends_are_reported(tiny, tmp_path: Path, capsys) -> None:
@@ -153,6 +179,18 @@ def test_a_failure_is_the_exit_status_and_the_others_go_on(
     }
     assert (failed["status"], failed["reason"]) == expected[fault]
     assert after["status"] == "ok"
+
+
+def test_a_failure_without_autocast_is_the_exit_status(tiny, monkeypatch, tmp_path: Path) -> None:
+    def function(*tensors: Tensor, backend: str) -> Tensor:
+        h = reference.mlstm_chunkwise(*tensors)
+        return h * math.nan if tensors[0].dtype == torch.float32 else h
+
+    monkeypatch.setattr(operators.tfla_tk, "mlstm_chunkwise", function)
+    options = ("--dtype", "bf16", "--backends", "reference")
+    status, found = run(tmp_path / "run.json", *options, steps=3)
+    assert status == 1
+    assert [each["status"] for each in found["trainings"]] == ["ok", "ok", "FAILED", "ok"]
 
 
 def test_seeds(tiny, tmp_path: Path) -> None:
