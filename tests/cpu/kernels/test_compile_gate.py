@@ -98,7 +98,7 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
 
 
 def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
-    """docs/mlstm.md: at 256/512 a kernel of 6,880 instructions does, one of 8,320 took 28 % longer."""
+    """docs/log/mlstm.md: at 256/512 a kernel of 6,880 instructions does, one of 8,320 took 28 % longer."""
     assert max(len(kernel.instructions) for kernel in compiled.kernels) <= INSTRUCTIONS
 
 
