@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfla_tk.cli import run_command
+
 from . import ablation, compare, model_step, plots, readme, results, step, train
 from .inputs import DTYPES
 from .operators import OPERATORS
@@ -19,7 +21,7 @@ from .shapes import MAIN, PASSES, parse_shapes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 1 with a message."""
+    """Run one command; returns the exit status, as that of `tfla-tk`."""
     parser = argparse.ArgumentParser(prog="python -m tfla_tk.bench", description="keep the results on record")
     commands = parser.add_subparsers(required=True, metavar="command")
     command = commands.add_parser("merge", help="merge rows into the results of their GPU")
@@ -77,13 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     model_step.add_arguments(command)
     command.set_defaults(run=model_step.run)
-    arguments = parser.parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return status
+    return run_command(parser, argv)
 
 
 def _merge(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,6 @@ steps differs between the schedules. It is checked and timed as the backends of 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,25 +37,13 @@ class IntraOperator(Operator):
         """The kernel's h with the schedule of "tk:<schedule>"; UnsupportedError where it refuses the call."""
         schedule = backend.partition(":")[2]
         try:
-            output: Tensor = find_kernel()(*tensors, schedule)
+            output: Tensor = tk.mlstm_intra(*tensors, schedule)
         except ValueError as error:
             raise UnsupportedError(INTRA, str(error)) from error
         return output
 
 
 OPERATOR = IntraOperator(INTRA, INTRA, mlstm_inputs, reference.mlstm_chunkwise)
-
-
-def find_kernel() -> Callable[..., Any]:
-    """`tfla_tk.backends.tk.mlstm_intra`.
-
-    Raises:
-        ValueError: this version of the package does not have it.
-    """
-    kernel: Callable[..., Any] | None = getattr(tk, INTRA, None)
-    if kernel is None:
-        raise ValueError(f"ablation: this version of tfla_tk has no kernel tfla_tk.backends.tk.{INTRA}")
-    return kernel
 
 
 def contests() -> list[Contest]:
@@ -70,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the ablation with the options of `compare.add_run_arguments`; returns the exit status.
 
     Raises:
-        ValueError: no kernel, no GPU, or options that do not go together.
+        ValueError: no GPU, or options that do not go together.
     """
-    find_kernel()
     if not torch.cuda.is_available():
         raise ValueError("ablation: expected a CUDA GPU, found none")
     chosen = contests()

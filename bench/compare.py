@@ -94,7 +94,7 @@ def add_problem_arguments(
     )
     add(
         "--backends",
-        type=split,
+        type=argument(backends),
         metavar="NAME,..",
         help=f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
         "(default: all on a GPU, reference without one)",
@@ -169,6 +169,8 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     """
     console = make_console()
     record = record_path(args, on_gpu)
+    if args.plot:
+        plots.check_path(args.plot)
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
 
@@ -178,13 +180,13 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
 
     outcomes = _run_all(contests, settings, console, keep)
     rows = _rows(outcomes)
+    if record is not None:
+        results.write(record, results.merge(results.load(record), rows))
+        console.print(f"{len(rows)} rows merged into {record.name}")
     if args.csv:
         report.write_csv(args.csv, rows)
     if args.plot and rows:
         plots.write_plot(args.plot, rows)
-    if record is not None:
-        results.write(record, results.merge(results.load(record), rows))
-        console.print(f"{len(rows)} rows merged into {record.name}")
     lacking = environment.missing()
     if lacking:
         console.print("Missing for the full comparison:")
@@ -297,6 +299,18 @@ def _counts_as_failure(outcome: Outcome) -> bool:
 
 def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def backends(text: str) -> list[str]:
+    """The names of a comma-separated list, each once.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = split(text)
+    if not found:
+        raise ValueError("backends: expected at least one, got none")
+    return list(dict.fromkeys(found))
 
 
 def finite(text: str) -> float:

@@ -68,7 +68,12 @@ def missing() -> list[str]:
     found = doctor.report()
     lines = []
     if not found["torch_sees_gpu"]:
-        reason = "torch is a CPU build" if found["gpus"] else "nvidia-smi reports no device"
+        if not found["gpus"]:
+            reason = "nvidia-smi is absent or reports no device"
+        elif found["torch_cuda"] is None:
+            reason = "torch is a CPU build"
+        else:
+            reason = f"torch for CUDA {found['torch_cuda']} sees none: CUDA_VISIBLE_DEVICES, or an old driver"
         lines.append(f"no CUDA GPU ({reason}): the ThunderKittens and the Triton kernels cannot run")
     elif torch.cuda.get_device_capability() != (9, 0):
         lines.append(f"no Hopper GPU ({torch.cuda.get_device_name()}): the ThunderKittens kernels cannot run")
@@ -76,7 +81,7 @@ def missing() -> list[str]:
         if "error" in found[key]:
             first = found[key]["error"].splitlines()[0]
             lines.append(f"no {what}, the kernels cannot be compiled: {first}; {found[key]['remedy']}")
-    absent = [name for name in ("triton", "mlstm_kernels", "fla-core") if not found["libraries"][name]]
+    absent = [name for name in ("triton", "mlstm_kernels") if not found["libraries"][name]]
     if absent:
         lines.append(f"no Triton baselines ({', '.join(absent)} missing): pip install 'tfla_tk[baselines]'")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -132,9 +133,14 @@ def _train_from(model: Any, plan: Training, task: Task, autocast: bool) -> Tenso
 
 def relative_error(found: Tensor, truth: Tensor) -> float:
     """Relative Frobenius error; NaN where one is not finite."""
-    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
+    return _finite_or_nan((found.double() - truth.double()).norm() / truth.double().norm())
 
 
 def largest_difference(found: Tensor, truth: Tensor) -> float:
     """NaN where one is not finite."""
-    return (found.double() - truth.double()).abs().max().item()
+    return _finite_or_nan((found.double() - truth.double()).abs().max())
+
+
+def _finite_or_nan(x: Tensor) -> float:
+    # a table and a results row take either as "no figure"
+    return x.item() if x.isfinite() else math.nan

@@ -48,8 +48,7 @@ from .timing import (
     SyncStopwatch,
     Timing,
     capture,
-    interleave,
-    warm_up,
+    time_one,
 )
 
 
@@ -236,8 +235,7 @@ def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> f
     replay = capture(step, torch.device(task.device))
     if replay is None:
         return None
-    warm_up(replay, stopwatch)
-    return interleave({"replay": replay}, {"replay": task.repeats}, stopwatch)["replay"].ms
+    return time_one(replay, task.repeats, stopwatch).ms
 
 
 def _stopwatch(task: Task) -> Stopwatch:

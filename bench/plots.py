@@ -55,6 +55,17 @@ def write_curves(path: Path, title: str, curves: Mapping[str, Sequence[float]], 
     _save(figure, path)
 
 
+def check_path(path: Path) -> None:
+    """Whether a plot can be written there, to be asked before what is drawn is measured.
+
+    Raises:
+        ValueError: as write_plot raises it.
+    """
+    formats = set(_figure(1).canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".") not in formats:
+        raise ValueError(f"plot: expected a file name with one of {', '.join(sorted(formats))}, got {path}")
+
+
 def _figure(panels: int) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

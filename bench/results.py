@@ -34,9 +34,8 @@ OPS = (
     MODEL,
 )
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
-INTRA_SCHEDULES = (*instances.SCHEDULES, "three_stage")
 # of any operator; null where the kernel chose it
-SCHEDULES = (*INTRA_SCHEDULES, None)
+SCHEDULES = (*instances.INTRA_SCHEDULES, None)
 # optional keys that are part of a row's identity, and what an absent one means
 DEFAULTS: dict[str, Any] = {"layout": LAYOUTS[0], "forget_bias": FORGET_BIAS}
 
@@ -138,7 +137,7 @@ def passes_of(op: str) -> tuple[str, ...]:
 
 def schedules_of(op: str) -> tuple[str, ...]:
     """The schedules that the tk kernel of an operator has."""
-    return INTRA_SCHEDULES if op == INTRA else instances.SCHEDULES
+    return instances.INTRA_SCHEDULES if op == INTRA else instances.SCHEDULES
 
 
 def conditions_of(row: Row) -> tuple[str, float]:

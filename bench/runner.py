@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla_tk.build import BuildError
 from tfla_tk.errors import UnsupportedError
 
 from . import accuracy, timing
@@ -88,16 +89,24 @@ def run_contest(
         An outcome per variant, in their order. A variant that is wrong or raises is not timed.
     """
     outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
-    inputs = operator.inputs(
-        shape,
-        DTYPES[settings.dtype],
-        settings.device,
-        settings.layout,
-        settings.seed,
-        settings.forget_bias,
-    )
     kinds = list(dict.fromkeys(cotangent_kind(operator, variant, which) for variant in variants))
-    truth = accuracy.compute_truth(operator, inputs, shape, which, kinds=kinds, seed=settings.seed + 1)
+    try:
+        inputs = operator.inputs(
+            shape,
+            DTYPES[settings.dtype],
+            settings.device,
+            settings.layout,
+            settings.seed,
+            settings.forget_bias,
+        )
+        truth = accuracy.compute_truth(operator, inputs, shape, which, kinds=kinds, seed=settings.seed + 1)
+    except Exception as error:  # too large for this machine: the next contest may not be
+        release(settings.device)
+        for outcome in outcomes:
+            outcome.stop(FAILED, f"inputs or fp64 reference: {verdict_on(error)[1]}")
+        for label in ("fp64 reference", *2 * [variant.call for variant in variants]):
+            advance(label)
+        return outcomes
     release(settings.device)
     advance("fp64 reference")
     for outcome in outcomes:
@@ -238,10 +247,7 @@ def _graph_ms(
     replay = timing.capture(step, settings.device)
     if replay is None:
         return None
-    timing.warm_up(replay, settings.stopwatch)
-    return timing.interleave({"replay": replay}, {"replay": settings.plan.repeats}, settings.stopwatch)[
-        "replay"
-    ].ms
+    return timing.time_one(replay, settings.plan.repeats, settings.stopwatch).ms
 
 
 def make_row(
@@ -303,6 +309,8 @@ def verdict_on(error: Exception) -> tuple[str, str]:
     """Status and reason of a variant that raised: UNSUPPORTED or FAILED."""
     if isinstance(error, UnsupportedError):
         return UNSUPPORTED, error.reason + (f" ({error.remedy})" if error.remedy else "")
+    if isinstance(error, BuildError):  # its lines are the compiler's
+        return FAILED, f"BuildError: {error.reason}" + (f" ({error.remedy})" if error.remedy else "")
     text = str(error).strip().splitlines()
     return FAILED, f"{type(error).__name__}: {text[0] if text else 'no message'}"
 

@@ -172,6 +172,12 @@ def interleave(
     return {name: Timing.of(found) for name, found in times.items()}
 
 
+def time_one(step: Step, repeats: int, stopwatch: Stopwatch) -> Timing:
+    """Warm a step up and time it by itself."""
+    warm_up(step, stopwatch)
+    return interleave({"": step}, {"": repeats}, stopwatch)[""]
+
+
 def host_us(step: Step, wait: Callable[[], object]) -> float:
     """Median time in us of the host for one call of a warm step, over HOST_CALLS calls.
 

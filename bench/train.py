@@ -289,6 +289,8 @@ def run(args: argparse.Namespace) -> int:
     preset = PRESETS[args.preset or where]
     changes = {"steps": args.steps, "input_bias": args.input_bias}
     preset = dataclasses.replace(preset, **{name: x for name, x in changes.items() if x is not None})
+    if args.plot:
+        plots.check_path(args.plot)
     if preset.steps < 1:
         raise ValueError(f"steps: expected a positive number, got {preset.steps}")
     text = make_text(preset.text_bytes, args.seed)
@@ -401,9 +403,7 @@ def _cells(training: Training) -> dict[str, str]:
 
 
 def _backends(text: str) -> list[str]:
-    names = compare.split(text)
-    if not names:
-        raise ValueError("backends: expected at least one, got none")
+    names = compare.backends(text)
     for name in names:
         split_backend(name)
-    return list(dict.fromkeys(names))
+    return names

@@ -25,15 +25,20 @@ from tfla_tk.errors import UnsupportedError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    arguments = _parser().parse_args(argv)
+    return run_command(_parser(), argv)
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Run the command that the arguments name; what it raises becomes a message and an exit status."""
+    arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
         return status
-    except (build.BuildError, UnsupportedError, ValueError) as error:
-        print(f"tfla-tk: {error}", file=sys.stderr)
+    except (build.BuildError, UnsupportedError, ValueError, OSError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("tfla-tk: interrupted", file=sys.stderr)
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 130
 
 
@@ -51,7 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("build", help="compile the kernels ahead of their first call")
     command.add_argument("--match", default="*", metavar="GLOB", help="only the instances of this name")
     command.add_argument(
-        "--jobs", type=_positive, help="compiler processes at a time (default: the CPU cores)"
+        "--all",
+        action="store_true",
+        help="also the schedules that auto does not take, and the intra-chunk kernel of the ablation",
+    )
+    command.add_argument(
+        "--jobs",
+        type=compare.argument(_positive),
+        help="compiler processes at a time (default: the CPU cores)",
     )
     command.add_argument("--list", action="store_true", help="print the names and compile nothing")
     command.add_argument(
@@ -70,10 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected a positive number, got {text}")
+    return int(text)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -83,11 +94,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    shipped = build.shipped_instances()
-    chosen = [instance for instance in shipped if fnmatch.fnmatch(instance.name, arguments.match)]
-    if shipped and not chosen:
-        names = ", ".join(instance.name for instance in shipped)
-        raise ValueError(f"--match: no kernel is named {arguments.match!r}; there are {names}")
+    known = build.all_instances() if arguments.all else build.shipped_instances()
+    chosen = [instance for instance in known if fnmatch.fnmatch(instance.name, arguments.match)]
+    if known and not chosen:
+        names = ", ".join(instance.name for instance in known)
+        more = "" if arguments.all else "; with --all more"
+        raise ValueError(f"--match: no kernel is named {arguments.match!r}; there are {names}{more}")
     if arguments.list:
         print("\n".join(instance.name for instance in chosen))
         return 0

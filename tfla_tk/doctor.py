@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import env
+from tfla_tk.backends.triton import triton_version
 from tfla_tk.build.cache import modules_dir
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.thunderkittens import find_thunderkittens
@@ -54,7 +55,7 @@ def render(found: dict[str, Any]) -> str:
         *(_line("GPU", _gpu_text(gpu)) for gpu in found["gpus"]),
     ]
     if not found["gpus"]:
-        lines.append(_line("GPU", "none (nvidia-smi reports no device)"))
+        lines.append(_line("GPU", "none (nvidia-smi is absent or reports no device)"))
     cuda = found["torch_cuda"] or "none, a CPU build"
     sees = "sees a GPU" if found["torch_sees_gpu"] else "sees no GPU"
     lines.append(_line("torch CUDA", f"{cuda}; torch {sees}"))
@@ -72,7 +73,9 @@ def render(found: dict[str, Any]) -> str:
 
 
 def version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """The version of an installed distribution, or None; of Triton whatever its distribution is called."""
+    if distribution == "triton":
+        return triton_version()
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -39,6 +39,7 @@ XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "replaces ~/.cache in the default ca
 NVCC_CCBIN = Variable("NVCC_CCBIN", "the host compiler, read by nvcc itself (default g++)")
 NVCC_PREPEND_FLAGS = Variable("NVCC_PREPEND_FLAGS", "read by nvcc itself; part of the cache key")
 NVCC_APPEND_FLAGS = Variable("NVCC_APPEND_FLAGS", "read by nvcc itself; part of the cache key")
+TRITON_INTERPRET = Variable("TRITON_INTERPRET", "1: Triton kernels run on the CPU, read by Triton itself")
 
 VARIABLES = (
     NVCC,
@@ -51,6 +52,7 @@ VARIABLES = (
     NVCC_CCBIN,
     NVCC_PREPEND_FLAGS,
     NVCC_APPEND_FLAGS,
+    TRITON_INTERPRET,
 )
 
 
@@ -63,7 +65,7 @@ def cache_dir() -> Path:
     if chosen:
         return Path(chosen).expanduser().absolute()
     base = XDG_CACHE_HOME.get()
-    return (Path(base) if base else Path.home() / ".cache") / "tfla_tk"
+    return (Path(base).expanduser().absolute() if base else Path.home() / ".cache") / "tfla_tk"
 
 
 def build_jobs() -> int:

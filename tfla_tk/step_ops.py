@@ -126,7 +126,7 @@ def on_cpu(
 ) -> StepOutput:
     found = _reference(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state)
     out = _outputs_like(q, v, sigmoid_gate, dtype_state)
-    # own memory, as above
+    # own memory: a result may be one of the inputs
     for buffer, value in zip(out, found, strict=False):
         buffer.copy_(value)
     return out

@@ -40,7 +40,6 @@ class MLSTMCall:
     sigmoid_gate: bool
     normalize: bool
     return_last_states: bool
-    has_initial_state: bool
     varlen: bool
     requires_grad: bool
     chunk_size: int
@@ -193,7 +192,7 @@ def check_mlstm(
         check_cu_seqlens(cu_seqlens, q)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     rows, label = (sequences, heads, dim_qk, dim_v), "B" if cu_seqlens is None else "N"
-    has_initial_state = _check_initial_state(
+    _check_initial_state(
         q, rows, label, c_initial, n_initial, m_initial, needs_n=normalize, needs_m=not sigmoid_gate
     )
     check_bool("normalize", normalize)
@@ -213,7 +212,6 @@ def check_mlstm(
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
         return_last_states=return_last_states,
-        has_initial_state=has_initial_state,
         varlen=cu_seqlens is not None,
         requires_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs),
         chunk_size=chunk_size,
@@ -335,10 +333,14 @@ def _check_decoding(
     check_bool("inplace", inplace)
     if inplace and requires_grad:
         fail("inplace", "False where a gradient is recorded (torch.no_grad() records none)", inplace)
-    if inplace and dtype_state is not None:
-        for name, t in (("c", c), ("n", n), ("m", m)):
-            if t is not None and t.dtype != dtype_state:
-                fail("dtype_state", f"None or {t.dtype}, the dtype of {name}, in place", dtype_state)
+    _check_constant("m", m)
+    for name, t in (("c", c), ("n", n), ("m", m)):
+        if not inplace or t is None:
+            continue
+        if any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True)):
+            fail(name, "a place for every element, in place", f"strides {tuple(t.stride())}")
+        if dtype_state not in (None, t.dtype):
+            fail("dtype_state", f"None or {t.dtype}, the dtype of {name}, in place", dtype_state)
     return MLSTMCall(
         device=q.device,
         dtype=q.dtype,
@@ -351,7 +353,6 @@ def _check_decoding(
         sigmoid_gate=sigmoid_gate,
         normalize=normalize,
         return_last_states=True,
-        has_initial_state=True,
         varlen=False,
         requires_grad=requires_grad,
         chunk_size=CHUNK_MULTIPLE,
@@ -369,8 +370,8 @@ def _check_initial_state(
     *,
     needs_n: bool,
     needs_m: bool,
-) -> bool:
-    """All of the state or none of it, c of the given shape; returns whether there is one."""
+) -> None:
+    """All of the state or none of it, c of the given shape."""
     given = [name for name, t in (("c_initial", c), ("n_initial", n), ("m_initial", m)) if t is not None]
     needed = ["c_initial"] + ["n_initial"] * needs_n + ["m_initial"] * needs_m
     if given and not set(needed) <= set(given):
@@ -384,6 +385,9 @@ def _check_initial_state(
             check_tensor(name, t, len(expected), layout)
             check_shape(name, t, expected, layout)
             check_device(name, t, q.device)
+    _check_constant("m_initial", m)
+
+
+def _check_constant(name: str, m: Tensor | None) -> None:
     if m is not None and m.requires_grad and m.is_leaf and torch.is_grad_enabled():
-        fail("m_initial", "no requires_grad (m is a constant of the differentiation)", "a leaf that has it")
-    return bool(given)
+        fail(name, "no requires_grad (m is a constant of the differentiation)", "a leaf that has it")

@@ -35,6 +35,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
         return built
 
     monkeypatch.setattr(build, "shipped_instances", lambda: SHIPPED)
+    monkeypatch.setattr(build, "all_instances", lambda: [*SHIPPED, Instance("toy_c", "toy/toy.cu", ())])
     monkeypatch.setattr(build, "ensure", ensure)
     return asked
 
@@ -87,12 +88,14 @@ def test_build_takes_the_names_that_match(shipped: list[Instance]) -> None:
 def test_build_lists_without_compiling(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--list"]) == 0
     assert capsys.readouterr().out.split() == ["toy_a", "toy_b"]
+    assert main(["build", "--list", "--all"]) == 0
+    assert capsys.readouterr().out.split() == ["toy_a", "toy_b", "toy_c"]
     assert shipped == []
 
 
 def test_a_name_that_matches_nothing(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--match", "gla_*"]) == 1
-    assert "no kernel is named 'gla_*'; there are toy_a, toy_b" in capsys.readouterr().err
+    assert "no kernel is named 'gla_*'; there are toy_a, toy_b; with --all more" in capsys.readouterr().err
 
 
 def compile_at_once(monkeypatch: pytest.MonkeyPatch, ptxas_log: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -27,6 +28,21 @@ def test_the_report_is_plain_values() -> None:
             assert all(choice["reasons"].values())
 
 
+def test_triton_of_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch's nightly builds bring it, pytorch-triton."""
+    version, true = doctor.version("triton"), importlib.metadata.version
+
+    def unknown(distribution: str) -> str:
+        if distribution == "triton":
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return true(distribution)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    assert version is not None
+    assert doctor.version("triton") == version
+    assert doctor.version("no such distribution") is None
+
+
 def test_the_text_tells_the_choice_and_why() -> None:
     found = doctor.report()
     text = doctor.render(found)
@@ -45,6 +61,7 @@ def test_what_is_missing_is_told_with_its_remedy(
     assert found["gpus"] == []
     assert "does not exist" in found["nvcc"]["error"]
     assert "not tried" in found["thunderkittens"]["error"]
+    assert "tfla-tk build" in found["thunderkittens"]["remedy"]
     assert found["cache"] == {"path": str(isolated_environment), "writable": True, "modules": 0}
     text = doctor.render(found)
     assert "GPU                         none" in text

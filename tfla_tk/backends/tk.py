@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -33,6 +34,7 @@ FwdResult = tuple[
 ]
 
 HOPPER = (9, 0)
+_log = logging.getLogger("tfla_tk")
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _GATE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class DType of params.h
 _GRID_LIMIT = 65535  # CTAs along a grid's second and third dimension
@@ -147,7 +149,9 @@ def _probe_device(index: int | None) -> tuple[str, str]:
         build.find_toolchain()
         build.find_thunderkittens(clone=False)
     except build.BuildError as error:
-        return error.reason, error.remedy
+        # "auto" goes on without a word, and this is looked up once in a process
+        _log.warning("the tk kernels cannot be used: %s", error)
+        return error.reason, f"{error.remedy}; then start Python anew"
     return "", ""
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 import re
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,14 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla_tk import env
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.errors import UnsupportedError
 from tfla_tk.validation import MLSTMCall, fail
 
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 
 _INSTALL = "pip install 'tfla_tk[baselines]'"
+if sys.version_info < (3, 11):
+    _INSTALL += ", on Python 3.11 or newer"
 _MIN_TILE = 16
 _MAX_TILE = 64
 
@@ -62,13 +65,24 @@ FLA_OPS = {
 }
 
 
-def _missing(package: str, distribution: str) -> Support | None:
-    """Why a package cannot be used here, from metadata alone: nothing is imported."""
+def triton_version() -> str | None:
+    """The version of Triton, or None where it is not installed. It is imported only where metadata fails."""
     if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # pytorch-triton and others bring the module too
+        version: str = importlib.import_module("triton").__version__
+        return version
+
+
+def _missing(package: str, distribution: str) -> Support | None:
+    """Why a package cannot be used here; it is not imported."""
+    version = triton_version()
+    if version is None:
         return Support(False, "triton is not installed", _INSTALL)
     if importlib.util.find_spec(package) is None:
         return Support(False, f"{distribution} is not installed", _INSTALL)
-    version = importlib.metadata.version("triton")
     if tuple(int(x) for x in version.split(".")[:2]) >= (3, 9):
         return Support(False, f"triton {version} has no block pointers, which {distribution} uses", _INSTALL)
     return None

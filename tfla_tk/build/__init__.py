@@ -9,7 +9,7 @@ from tfla_tk.build.builder import Built, cache_key, compile_cubin, ensure, load
 from tfla_tk.build.disassembly import disassemble
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.gate import check_ptxas_log, parse_ptxas_log
-from tfla_tk.build.instances import Instance, shipped_instances
+from tfla_tk.build.instances import Instance, all_instances, shipped_instances
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
 
@@ -17,6 +17,7 @@ __all__ = [
     "BuildError",
     "Built",
     "Instance",
+    "all_instances",
     "cache_key",
     "check_ptxas_log",
     "compile_cubin",

@@ -19,7 +19,7 @@ from tfla_tk import env
 from tfla_tk.build import cache
 from tfla_tk.build.compiler import CompileResult, Slots, compile_module, compile_to_cubin
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.instances import Instance
+from tfla_tk.build.instances import Instance, shipped_instances
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
 
@@ -103,15 +103,19 @@ def ensure(
     errors: list[BuildError] = []
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         running = [pool.submit(_timed_build, instance, slots) for instance in wanted]
-        for future in as_completed(running):
-            try:
-                built = future.result()
-            except BuildError as error:
-                errors.append(error)
-                continue
-            done[built.instance] = built
-            if progress is not None:
-                progress(built)
+        try:
+            for future in as_completed(running):
+                try:
+                    built = future.result()
+                except BuildError as error:
+                    errors.append(error)
+                    continue
+                done[built.instance] = built
+                if progress is not None:
+                    progress(built)
+        except BaseException:  # also an interrupt: what has not begun does not begin
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if errors:
         reasons = "\n".join(dict.fromkeys(error.reason for error in errors))
         raise BuildError(
@@ -145,7 +149,8 @@ def _build(instance: Instance, slots: Slots, announce: bool) -> cache.Entry:
         if _capturing():
             raise BuildError(
                 f"{instance.name} would have to be compiled while a CUDA graph is being captured",
-                "call the operator once before the capture, or run `tfla-tk build`",
+                "call the operator once before the capture, or run "
+                + ("`tfla-tk build`" if instance in shipped_instances() else "`tfla-tk build --all`"),
             )
         if announce:
             _log.warning("compiling %s on first use; it is kept in %s", instance.name, cache.modules_dir())

@@ -16,7 +16,13 @@ from tfla_tk import env
 from tfla_tk.build import sources
 from tfla_tk.build.compiler import COMMON_FLAGS, DEVICE_FLAGS, LINK_FLAGS
 from tfla_tk.build.instances import Instance
-from tfla_tk.build.locking import explain_os_errors, file_lock, private_directory, scratch_directory
+from tfla_tk.build.locking import (
+    check_directory,
+    explain_os_errors,
+    file_lock,
+    private_directory,
+    scratch_directory,
+)
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
@@ -86,6 +92,8 @@ def find_or_build(instance: Instance, key: str, compile_into: Callable[[Path], t
         BuildError: The cache directory cannot be used, or ``compile_into`` raises it.
     """
     with explain_os_errors(modules_dir()):
+        if modules_dir().is_dir():
+            check_directory(modules_dir())
         entry = find_entry(instance, key)
         if entry is not None:
             return entry

@@ -143,6 +143,16 @@ def _instance(
     )
 
 
+def all_instances() -> list[Instance]:
+    """The shipped ones, then the forward's other schedules and the intra-chunk kernel of the ablation."""
+    others = [schedule for schedule in SCHEDULES if schedule != DEFAULT_SCHEDULE]
+    return [
+        *shipped_instances(),
+        *(mlstm_fwd(qk, v, schedule) for schedule in others for qk, v in MLSTM_TILES),
+        *(mlstm_intra(qk, v, schedule) for schedule in INTRA_SCHEDULES for qk, v in INTRA_TILES),
+    ]
+
+
 def shipped_instances() -> list[Instance]:
     """Every instance that `schedule="auto"` takes; the other schedules are built when asked for."""
     return [

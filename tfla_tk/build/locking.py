@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
@@ -18,6 +17,8 @@ from tfla_tk.build.errors import BuildError
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on ``path`` (flock: it goes with the process, however that ends)."""
+    import fcntl  # not on Windows, where the reference runs
+
     with open(path, "a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -42,15 +43,27 @@ def private_directory(path: Path) -> Path:
     """Make ``path`` a directory of mode 0700 that belongs to the user.
 
     Raises:
-        BuildError: Another user owns it: its content is code that would be run.
+        BuildError: As ``check_directory`` raises it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = path.stat()
-    if state.st_uid != os.geteuid():
-        raise BuildError(f"the cache directory {path} belongs to user id {state.st_uid}, not to you", _REMEDY)
-    if state.st_mode & 0o077:
-        path.chmod(0o700)
+    check_directory(path)
     return path
+
+
+def check_directory(path: Path) -> None:
+    """Refuse a directory that another user can write, root aside: its content is code that would be run.
+
+    The user's own directory is made private where others have access to it.
+
+    Raises:
+        BuildError: It is another user's, or root's and open to others.
+    """
+    state = path.stat()
+    if state.st_uid == os.geteuid():
+        if state.st_mode & 0o077:
+            path.chmod(0o700)
+    elif state.st_uid != 0 or state.st_mode & 0o022:
+        raise BuildError(f"the cache directory {path} belongs to user id {state.st_uid}, not to you", _REMEDY)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,13 @@ from pathlib import Path
 from tfla_tk import env
 from tfla_tk.build import sources
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.locking import explain_os_errors, file_lock, private_directory, scratch_directory
+from tfla_tk.build.locking import (
+    check_directory,
+    explain_os_errors,
+    file_lock,
+    private_directory,
+    scratch_directory,
+)
 
 URL = "https://github.com/HazyResearch/ThunderKittens.git"
 _HEADER = Path("include/kittens.cuh")
@@ -46,7 +52,7 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
         clone: Whether the third look-up may go to the network.
 
     Raises:
-        BuildError: None is there, or THUNDERKITTENS_ROOT holds no ThunderKittens.
+        BuildError: None is there, THUNDERKITTENS_ROOT holds no ThunderKittens, or another user's cache does.
     """
     commit = sources.thunderkittens_commit()
     chosen = env.THUNDERKITTENS_ROOT.get()
@@ -60,9 +66,10 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
         return ThunderKittens(root, _headers_digest(root / "include"), env.THUNDERKITTENS_ROOT.name)
     root = cached_root(commit)
     if (root / _HEADER).is_file():
+        check_directory(root.parent)
         return ThunderKittens(root, commit, "cache")
     if not clone:
-        raise _not_found(commit, root, "git clone: not tried")
+        raise _not_found(commit, root, "git clone: not tried here")
     _clone(commit, root)
     return ThunderKittens(root, commit, "git clone")
 
@@ -125,6 +132,6 @@ def _not_found(commit: str, root: Path, clone_fault: str) -> BuildError:
         f"  1. {env.THUNDERKITTENS_ROOT.name}: not set\n"
         f"  2. the cache: no {_HEADER} in {root}\n"
         f"  3. {clone_fault}",
-        f"on a machine without network, copy a ThunderKittens checkout (commit {commit}) here and set "
-        f"{env.THUNDERKITTENS_ROOT.name} to it, or put it at {root}",
+        "run `tfla-tk build`, which fetches it; on a machine without network, copy a ThunderKittens checkout "
+        f"(commit {commit}) here and set {env.THUNDERKITTENS_ROOT.name} to it, or put it at {root}",
     )

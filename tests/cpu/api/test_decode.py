@@ -279,6 +279,26 @@ def test_in_place_is_refused(token: Token) -> None:
         mlstm_step(**inputs, inplace=True)
 
 
+@pytest.mark.parametrize("name", ["c", "n", "m"])
+def test_in_place_needs_a_place_for_every_element(token: Token, backend: str, name: str) -> None:
+    """Before anything is written."""
+    inputs = token()
+    inputs[name] = inputs[name][:1].expand_as(inputs[name])
+    before = {key: x.clone() for key, x in inputs.items()}
+    with pytest.raises(ValueError, match=f"{name}: expected a place for every element, in place"):
+        mlstm_step(**inputs, inplace=True, backend=backend)
+    assert all(torch.equal(x, before[key]) for key, x in inputs.items())
+    mlstm_step(**inputs, backend=backend)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_m_is_no_leaf_with_a_gradient(token: Token, backend: str, inplace: bool) -> None:
+    inputs = token()
+    inputs["m"].requires_grad_()
+    with pytest.raises(ValueError, match="m: expected no requires_grad"):
+        mlstm_step(**inputs, inplace=inplace, backend=backend)
+
+
 def test_no_head_at_all(token: Token, fake_tk: Any) -> None:
     fake_tk.verdict = tfla_tk.Support(True)
     inputs = {name: x[:0] for name, x in token().items()}

@@ -38,7 +38,6 @@ def gpu_call(**changes: Any) -> MLSTMCall:
         "sigmoid_gate": False,
         "normalize": True,
         "return_last_states": False,
-        "has_initial_state": False,
         "varlen": False,
         "requires_grad": False,
         "chunk_size": 64,

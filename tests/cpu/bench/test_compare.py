@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tfla_tk import UnsupportedError, doctor, mlstm_chunkwise, reference
-from tfla_tk.bench import compare, environment, operators, results
+from tfla_tk.bench import accuracy, compare, environment, operators, results
 from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.variants import Variant, find_variants
+from tfla_tk.build import BuildError
 
 REPORT = {
     "gpus": [],
+    "torch_cuda": None,
     "torch_sees_gpu": False,
     "nvcc": {"error": "no usable nvcc: looked everywhere\n  PATH: nothing", "remedy": "set CUDA_HOME"},
     "thunderkittens": {"error": "not found", "remedy": "set THUNDERKITTENS_ROOT"},
@@ -56,10 +58,10 @@ def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + len(rows)
     out = capsys.readouterr().out
     assert "mLSTM, sigmoid input gate, forward + backward, B1 T48 H2 16/32" in out
-    assert "no CUDA GPU (nvidia-smi reports no device)" in out
+    assert "no CUDA GPU (nvidia-smi is absent or reports no device)" in out
     assert "no nvcc, the kernels cannot be compiled: no usable nvcc: looked everywhere; set CUDA_HOME" in out
     assert "no ThunderKittens" in out and "set THUNDERKITTENS_ROOT" in out
-    assert "no Triton baselines (mlstm_kernels, fla-core missing): pip install 'tfla_tk[baselines]'" in out
+    assert "no Triton baselines (mlstm_kernels missing): pip install 'tfla_tk[baselines]'" in out
 
 
 def test_inputs_other_than_the_default_ones_are_told_and_written(tmp_path: Path, capsys) -> None:
@@ -106,6 +108,45 @@ def test_a_run_that_is_cut_off_leaves_the_rows_that_it_has(monkeypatch, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run("--op", "mlstm_sig", "--shapes", "1x32x1x16x16,1x48x1x16x16", "--json", str(path))
     assert {row["shape"]["T"] for row in results.load(path)} == {32}
+
+
+def test_a_contest_without_a_truth_fails_and_the_others_go_on(monkeypatch, tmp_path: Path, capsys) -> None:
+    compute_truth, path = accuracy.compute_truth, tmp_path / "rows.json"
+
+    def refuse(operator, inputs, shape, *rest, **options):
+        if shape.T == 32:
+            raise MemoryError("no room")
+        return compute_truth(operator, inputs, shape, *rest, **options)
+
+    monkeypatch.setattr(accuracy, "compute_truth", refuse)
+    shapes = "1x32x1x16x16,1x48x1x16x16"
+    assert run("--op", "mlstm_sig", "--shapes", shapes, "--json", str(path)) == 1
+    assert {row["shape"]["T"] for row in results.load(path)} == {48}
+    reason = "reference:chunkwise: FAILED: inputs or fp64 reference: MemoryError: no room"
+    assert reason in capsys.readouterr().out
+
+
+def test_a_plot_that_cannot_be_written_is_told_before_the_run(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compare, "run_contest", pytest.fail)
+    with pytest.raises(ValueError, match=r"plot: expected a file name with one of .*png.*, got .*rows.xyz"):
+        run("--plot", str(tmp_path / "rows.xyz"))
+
+
+def test_an_empty_list_of_backends(capsys) -> None:
+    with pytest.raises(SystemExit):
+        parse("--backends", ",")
+    assert "backends: expected at least one, got none" in capsys.readouterr().err
+
+
+def test_a_failed_build_shows_the_compilers_lines(monkeypatch, capsys) -> None:
+    def refuse(*tensors):
+        raise BuildError("toy: the compiler fails\ntoy.cu(1): error: what is this", "do that")
+
+    patch_backend(monkeypatch, refuse)
+    assert run("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--backends", "tk") == 1
+    out = capsys.readouterr().out
+    assert "tk:auto: FAILED: BuildError: toy: the compiler fails" in out
+    assert "toy.cu(1): error: what is this (do that)" in out
 
 
 def test_a_wrong_result_of_ours_is_the_exit_status(monkeypatch, tmp_path: Path, capsys) -> None:
@@ -266,3 +307,16 @@ def test_nothing_is_missing_where_all_is_there(monkeypatch) -> None:
     monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(environment.torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     assert environment.missing() == ["no Hopper GPU (NVIDIA A100): the ThunderKittens kernels cannot run"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cuda", "reason"),
+    [
+        ([], None, "nvidia-smi is absent or reports no device"),
+        ([{}], None, "torch is a CPU build"),
+        ([{}], "13.0", "torch for CUDA 13.0 sees none: CUDA_VISIBLE_DEVICES, or an old driver"),
+    ],
+)
+def test_why_there_is_no_gpu(monkeypatch, gpus: list[dict], cuda: str | None, reason: str) -> None:
+    monkeypatch.setattr(doctor, "report", lambda: REPORT | {"gpus": gpus, "torch_cuda": cuda})
+    assert environment.missing()[0].startswith(f"no CUDA GPU ({reason}): ")

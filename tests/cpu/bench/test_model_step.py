@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -442,5 +443,7 @@ def test_differences() -> None:
     a, b = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0])
     assert model_agreement.relative_error(b, a) == pytest.approx(0.2)
     assert model_agreement.largest_difference(b, a) == 1.0
-    nan = model_agreement.largest_difference(torch.tensor([float("nan"), 4.0]), a)
-    assert nan != nan
+    for wrong in (float("nan"), float("inf")):
+        found = torch.tensor([wrong, 4.0])
+        assert math.isnan(model_agreement.largest_difference(found, a))
+        assert math.isnan(model_agreement.relative_error(found, a))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,26 @@ def test_an_entry_that_does_not_import_is_reported(nvcc: None, toy: Instance) ->
     cache.find_or_build(toy, build.cache_key(toy), write_bytes)
     with pytest.raises(BuildError, match="was built but does not import"):
         build.load(toy)
+
+
+def test_an_interrupt_begins_no_further_compilation(monkeypatch: pytest.MonkeyPatch, toy: Instance) -> None:
+    begun: list[Instance] = []
+    running_ends = threading.Event()
+
+    def build_one(instance: Instance, slots: object) -> Built:
+        begun.append(instance)
+        if len(begun) > 1:
+            running_ends.wait(timeout=10)
+        return Built(instance, Path("module"), "", True, 0.0)
+
+    def interrupt(built: Built) -> None:
+        threading.Timer(0.5, running_ends.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder, "_timed_build", build_one)
+    with pytest.raises(KeyboardInterrupt):
+        build.ensure([dataclasses.replace(toy, name=f"toy{n}") for n in range(6)], 1, interrupt)
+    assert len(begun) <= 2
 
 
 @pytest.mark.parametrize("jobs", [0, -1])

@@ -178,10 +178,24 @@ def test_an_unwritable_cache_directory(
 def test_a_cache_of_another_user_is_refused(
     compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.modules_dir().mkdir(parents=True)
+    # also where it holds the entry: its module is code that would be run
+    cache.find_or_build(toy, KEY, compiler)
+    cache.modules_dir().chmod(0o777)  # root's is refused as well then
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(BuildError, match="belongs to user id"):
+    with pytest.raises(BuildError, match="belongs to user id") as caught:
         cache.find_or_build(toy, KEY, compiler)
+    assert "TFLA_TK_CACHE_DIR" in caught.value.remedy
+    assert compiler.calls == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a directory of root's")
+def test_a_cache_that_root_alone_writes_serves_others(
+    compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.find_or_build(toy, KEY, compiler)
+    cache.modules_dir().chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert not cache.find_or_build(toy, KEY, compiler).built
 
 
 # a process that builds KEY slowly and notes in the file it is given when its compiler starts

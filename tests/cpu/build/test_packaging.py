@@ -75,6 +75,7 @@ def test_no_torch_header_below_kernels() -> None:
     [
         ({}, "{home}/.cache/tfla_tk"),
         ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/tfla_tk"),
+        ({"XDG_CACHE_HOME": "~/cache"}, "{home}/cache/tfla_tk"),
         ({"TFLA_TK_CACHE_DIR": "/c"}, "/c"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def test_the_pinned_commit_is_a_full_hash() -> None:
     commit = sources.thunderkittens_commit()
     assert len(commit) == 40
     assert int(commit, 16)
+
+
+def test_a_cache_of_another_user_is_refused(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_tree(cached_root(sources.thunderkittens_commit()))
+    root.parent.chmod(0o777)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(BuildError, match="belongs to user id"):
+        find_thunderkittens()
 
 
 def test_the_named_root_comes_before_the_cache(

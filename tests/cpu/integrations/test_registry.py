@@ -154,6 +154,8 @@ def test_bad_arguments(mlstm_kernels: Any, make_backend: Make) -> None:
         xlstm.restore(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="kernels: expected None together with a model"):
         xlstm.replace(make_backend(), kernels=[XL])
+    with pytest.raises(TypeError, match=f"kernels: expected a list of names, got '{XL}'"):
+        xlstm.replace(kernels=XL)
     assert resolved(mlstm_kernels) == before
 
 

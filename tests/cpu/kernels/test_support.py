@@ -25,7 +25,6 @@ CALL = MLSTMCall(
     sigmoid_gate=False,
     normalize=True,
     return_last_states=False,
-    has_initial_state=False,
     varlen=False,
     requires_grad=False,
     chunk_size=64,
@@ -82,13 +81,22 @@ def test_a_gpu_that_is_not_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("finder", ["find_toolchain", "find_thunderkittens"])
-def test_no_compiler_or_no_thunderkittens(monkeypatch: pytest.MonkeyPatch, finder: str) -> None:
+def test_no_compiler_or_no_thunderkittens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finder: str
+) -> None:
+    """Which "auto" passes over without a word: so it is logged, once."""
+
     def missing(**options: object) -> None:
         raise build.BuildError(f"{finder} found nothing", "install it")
 
     monkeypatch.setattr(build, finder, missing)
-    verdict = tk.supports_mlstm(CALL)
-    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, f"{finder} found nothing", "install it")
+    for _ in range(2):
+        verdict = tk.supports_mlstm(CALL)
+    remedy = "install it; then start Python anew"
+    assert (verdict.ok, verdict.reason, verdict.remedy) == (False, f"{finder} found nothing", remedy)
+    assert [record.message for record in caplog.records] == [
+        f"the tk kernels cannot be used: {finder} found nothing\nRemedy: install it"
+    ]
 
 
 def test_a_cpu_call_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,8 @@ def replace(
             for module in found.values():
                 modules.bind(module, backend)
             return list(found)
+        if isinstance(kernels, str):
+            fail("kernels", "a list of names", repr(kernels), TypeError)
         registry.add_names()
         chosen = [_find(name) for name in (_own_names() if kernels is None else kernels)]
         for kind, key in chosen:

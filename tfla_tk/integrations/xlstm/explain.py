@@ -16,8 +16,8 @@ from tfla_tk.integrations.xlstm import modules
 def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:
     """Say which backend of tfla_tk a model's mLSTM layers would use, and why not the others.
 
-    Head dims, gate, dtype and device are those of the first layer, the modes are the caller's: model.train()
-    or eval(), torch.no_grad(), torch.autocast. Nothing is computed. The layer need not be switched yet; one
+    Head dims, gate, dtype and device are those of the first layer, the modes are the caller's:
+    torch.no_grad(), torch.autocast. Nothing is computed. The layer need not be switched yet; one
     that is switched is asked with its own backend=.
 
     Args:
@@ -61,7 +61,7 @@ def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:
             autocast = torch.is_autocast_enabled(weight.device.type)
             dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
             tokens = [empty(*shape, dtype=dtype) for shape in ((dim_qk,), (dim_qk,), (dim_v,), (1,), (1,))]
-            state = (empty(dim_qk, dim_v), empty(dim_qk), *(() if sigmoid_gate else (empty(1),)))
+            state = (empty(dim_qk, dim_v), empty(dim_qk), *(() if sigmoid_gate else (empty(1).detach(),)))
             if "backend" in options:
                 options["backend"] = options["backend"].partition(":")[0]
             op = "mlstm_siging_step" if sigmoid_gate else "mlstm_step"
