@@ -46,14 +46,16 @@ test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: kernels
-kernels: $(STAMP) ## compile every kernel into the cache (needs nvcc, no GPU)
+kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs nvcc, no GPU; ARGS=--all: every one)
 	@$(PY) -m tfla_tk build $(ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## record the benchmarks of this GPU, the README's tables and the plots (ARGS="--op mlstm_exp")
-	@$(PY) -m tfla_tk compare $(ON_RECORD) --shapes main,sweep,heads,tiny \
+	@$(PY) -m tfla_tk compare $(ON_RECORD) --pass fwd,fwdbwd --shapes main,sweep,heads,tiny $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) --shapes main,heads --backends tk \
 		--schedules sequential,overlapped,pingpong $(ARGS)
-	@$(PY) -m tfla_tk compare $(ON_RECORD) --layout bsnd $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) --pass fwd,fwdbwd --layout bsnd $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) --pass fwd,fwdbwd --dtype fp16 $(ARGS)
 	@$(PY) -m tfla_tk compare $(ON_RECORD) --forget-bias 12 $(ARGS)
 	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype fp32

@@ -35,12 +35,11 @@ class IntraOperator(Operator):
 
     def call(self, backend: str, *tensors: Tensor) -> Tensor:
         """The kernel's h with the schedule of "tk:<schedule>"; UnsupportedError where it refuses the call."""
-        schedule = backend.partition(":")[2]
+        q, k, v, i, f = tensors
         try:
-            output: Tensor = tk.mlstm_intra(*tensors, schedule)
+            return tk.mlstm_intra(q, k, v, i, f, backend.partition(":")[2])
         except ValueError as error:
             raise UnsupportedError(INTRA, str(error)) from error
-        return output
 
 
 OPERATOR = IntraOperator(INTRA, INTRA, mlstm_inputs, reference.mlstm_chunkwise)

@@ -167,6 +167,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     Raises:
         ValueError: options that do not go together.
     """
+    environment.fetch_thunderkittens()
     console = make_console()
     record = record_path(args, on_gpu)
     if args.plot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from tfla_tk import build, doctor
+from tfla_tk.backends.tk import HOPPER
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,6 +65,16 @@ def _git(root: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def fetch_thunderkittens() -> None:
+    """Bring ThunderKittens to a machine that can run the kernels: no call of the package fetches it.
+
+    Where it cannot be had, the tk backend refuses its calls with the reason and the remedy.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER:
+        with contextlib.suppress(build.BuildError):
+            build.find_thunderkittens()
+
+
 def missing() -> list[str]:
     """What keeps this machine from the full comparison, one line each; empty where nothing does."""
     found = doctor.report()
@@ -75,7 +87,7 @@ def missing() -> list[str]:
         else:
             reason = f"torch for CUDA {found['torch_cuda']} sees none: CUDA_VISIBLE_DEVICES, or an old driver"
         lines.append(f"no CUDA GPU ({reason}): the ThunderKittens and the Triton kernels cannot run")
-    elif torch.cuda.get_device_capability() != (9, 0):
+    elif torch.cuda.get_device_capability() != HOPPER:
         lines.append(f"no Hopper GPU ({torch.cuda.get_device_name()}): the ThunderKittens kernels cannot run")
     for key, what in (("nvcc", "nvcc"), ("thunderkittens", "ThunderKittens")):
         if "error" in found[key]:

@@ -198,6 +198,7 @@ def run(args: argparse.Namespace) -> int:
         for problem in PROBLEMS[op]
         for shape in shapes
     ]
+    environment.fetch_thunderkittens()
     console = compare.make_console()
     _print_head(console, settings, facts)
     found: list[Checked] = []

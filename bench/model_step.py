@@ -155,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
     if on_gpu:
         preset = dataclasses.replace(preset, variants=("tk", *args.baselines))
     provenance = environment.provenance(device, args.commit)
+    environment.fetch_thunderkittens()
     console = compare.make_console()
     place = provenance["gpu"] or f"CPU, {torch.get_num_threads()} threads"
     console.print(

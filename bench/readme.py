@@ -174,8 +174,12 @@ def _times(pair: Pair) -> list[str]:
 
 
 def _origin(found: Sequence[Pair]) -> str:
-    gpus = sorted({pair.shown["gpu"] for pair in found if pair.shown["gpu"]})
-    runs = sorted({pair.shown["run"] for pair in found})
+    return _origin_of([pair.shown for pair in found])
+
+
+def _origin_of(rows: Sequence[Row]) -> str:
+    gpus = sorted({row["gpu"] for row in rows if row["gpu"]})
+    runs = sorted({row["run"] for row in rows})
     return f"{', '.join(gpus) or 'no GPU'}; runs {', '.join(runs)}"
 
 
@@ -278,13 +282,15 @@ def _schedules(op: str, rows: Sequence[Row]) -> str:
     if not latest:
         return ""
     names = schedules_of(op)
-    lines = []
+    lines, firsts = [], []
     for found in latest.values():
         row = next(iter(found.values()))
+        firsts.append(row)
         times = [milliseconds(found[name]["ms"]) if name in found else "-" for name in names]
         lines.append([problem_title(row), PASS_TITLES[row["pass"]], *times])
     table = _markdown(("Shape", "pass", *(f"{name} ms" for name in names)), lines)
-    return f"### {TITLES[op]}, schedules\n\n{table}"
+    caption = f"Kernels of their run, so a line compares schedules alone; {_origin_of(firsts)}"
+    return f"### {TITLES[op]}, schedules\n\n{table}\n\n{caption}"
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -297,6 +297,7 @@ def run(args: argparse.Namespace) -> int:
     entropy = bigram_entropy(text)
     provenance = environment.provenance(device, args.commit)
     place = provenance["gpu"] or f"CPU, {torch.get_num_threads()} threads"
+    environment.fetch_thunderkittens()
     console = compare.make_console()
     console.print(
         f"{place}; torch {provenance['torch']}; triton {provenance['triton']}; run {provenance['run']}\n"

@@ -320,3 +320,19 @@ def test_nothing_is_missing_where_all_is_there(monkeypatch) -> None:
 def test_why_there_is_no_gpu(monkeypatch, gpus: list[dict], cuda: str | None, reason: str) -> None:
     monkeypatch.setattr(doctor, "report", lambda: REPORT | {"gpus": gpus, "torch_cuda": cuda})
     assert environment.missing()[0].startswith(f"no CUDA GPU ({reason}): ")
+
+
+@pytest.mark.parametrize(("capability", "fetched"), [((9, 0), True), ((8, 0), False)])
+def test_thunderkittens_is_fetched_where_the_kernels_run(monkeypatch, capability, fetched: bool) -> None:
+    calls: list[bool] = []
+
+    def find(clone: bool = True) -> None:
+        calls.append(clone)
+        raise BuildError("no network")
+
+    monkeypatch.setattr(environment.build, "find_thunderkittens", find)
+    environment.fetch_thunderkittens()
+    monkeypatch.setattr(environment.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: capability)
+    environment.fetch_thunderkittens()
+    assert calls == [True] * fetched
