@@ -172,9 +172,9 @@ def run(args: argparse.Namespace) -> int:
         tasks[phase], found[phase] = carry_out(task, run_task)
         console.print(f"\n{_title(tasks[phase])}, {time.monotonic() - start:.0f} s")
         _print(console, tasks[phase], found[phase])
-    rows = make_rows(tasks, found, provenance)
-    if args.json:
-        results.write(args.json, rows)
+        rows = make_rows(tasks, found, provenance)
+        if args.json:
+            results.write(args.json, rows)
     if record is not None:
         results.write(record, results.merge(results.load(record), rows))
         console.print(f"{len(rows)} rows merged into {record.name}")

@@ -76,6 +76,21 @@ def test_the_command_runs_a_phase_in_a_process_of_its_own(tmp_path: Path, capsys
     assert "decode, B2 T1, 1 layers of 64, H2 16/32" in out and "tokens/s" in out
 
 
+def test_a_run_that_is_cut_off_leaves_the_rows_that_it_has(monkeypatch, tmp_path: Path) -> None:
+    carry_out = model_step.carry_out
+
+    def cut_off(task: Task, run_task):
+        if task.phase == "decode":
+            raise KeyboardInterrupt
+        facts = [{"variant": v, "batch": task.batches[0], **FIGURES} for v in task.variants]
+        return carry_out(task, lambda task: (facts, ""))
+
+    monkeypatch.setattr(model_step, "carry_out", cut_off)
+    path = tmp_path / "rows.json"
+    assert main(["model", "--phases", "train,decode", "--json", str(path), "--commit", "abc"]) == 130
+    assert {row["pass"] for row in results.load(path)} == {"train"}
+
+
 def test_errors_of_the_agreement_go_into_the_rows(monkeypatch, tmp_path: Path, capsys) -> None:
     preset = dataclasses.replace(model_step.CPU, decode=(1,), training=TRAINING)
     monkeypatch.setattr(model_step, "CPU", preset)
