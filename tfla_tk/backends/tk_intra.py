@@ -7,8 +7,10 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.build import instances
+from tfla_tk.validation import check_device, check_shape
 
 _QUERY_TILE = 128  # kPadding of mlstm_intra_config.cuh
+_MOST_HEADS = 65535  # CTAs along a grid's third dimension
 _FLOAT32 = 0  # enum class DType of params.h
 
 
@@ -38,10 +40,21 @@ def mlstm_intra(
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
-    if {x.dtype for x in (q, k, v)} != {torch.bfloat16} or q.device.type != "cuda":
-        raise ValueError(f"q, k, v: expected torch.bfloat16 on a GPU, got {q.dtype} on {q.device}")
     batch, heads, seq, dim_qk = q.shape
     dim_v = v.shape[-1]
+    rows = (batch, heads, seq)
+    for name, x, shape, layout in (
+        ("k", k, (*rows, dim_qk), "[B, NH, S, K]"),
+        ("v", v, (*rows, dim_v), "[B, NH, S, V]"),
+        ("i", i, rows, "[B, NH, S]"),
+        ("f", f, rows, "[B, NH, S]"),
+    ):
+        check_shape(name, x, shape, layout)
+        check_device(name, x, q.device)
+    if batch * heads > _MOST_HEADS:
+        raise ValueError(f"batch times heads: expected at most {_MOST_HEADS}, got {batch * heads}")
+    if {x.dtype for x in (q, k, v)} != {torch.bfloat16} or q.device.type != "cuda":
+        raise ValueError(f"q, k, v: expected torch.bfloat16 on a GPU, got {q.dtype} on {q.device}")
     if dim_qk % 16 or dim_v % 16:
         raise ValueError(f"head dims: expected multiples of 16, got {dim_qk}/{dim_v}")
     kernel = build.load(instances.mlstm_intra(dim_qk, dim_v, schedule))

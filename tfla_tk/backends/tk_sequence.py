@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import _GATE_DTYPES, _current_stream, _gate, _multiprocessors
-from tfla_tk.backends.tk_step import State, in_place, stored, width_of, with_new_state
+from tfla_tk.backends.tk_step import State, in_place, readable_gates, stored, width_of, with_new_state
 from tfla_tk.build import instances
 
 _FEWEST_COLUMNS = 4  # of a thread
@@ -37,6 +37,7 @@ def _launch(
     dim_v = v.shape[-1]
     device = q.get_device()
     kernel = build.load(instances.mlstm_sequence(tokens))
+    i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, tokens, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v, _widest(tokens, q.dtype))
     kernel.mlstm_sequence(
@@ -44,8 +45,8 @@ def _launch(
         _rows(k),
         _rows(v),
         _GATE_DTYPES[q.dtype],
-        _gate(i.float() if i.dtype == torch.float64 else i),
-        _gate(f.float() if f.dtype == torch.float64 else f),
+        _gate(i),
+        _gate(f),
         stored(before),
         stored(after),
         h.data_ptr(),

@@ -118,14 +118,15 @@ def _launch(
     dim_v = v.shape[-1]
     device = q.get_device()
     kernel = build.load(instances.mlstm_step())
+    i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v)
     kernel.mlstm_step(
         _gate(q),
         _gate(k),
         _gate(v),
-        _gate(i.float() if i.dtype == torch.float64 else i),
-        _gate(f.float() if f.dtype == torch.float64 else f),
+        _gate(i),
+        _gate(f),
         stored(before),
         stored(after),
         h.data_ptr(),
@@ -145,6 +146,12 @@ def _launch(
 # on the current stream
 mlstm_step = functools.partial(with_new_state, _launch)
 mlstm_step_ = functools.partial(in_place, _launch)
+
+
+def readable_gates(i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates in dtypes that the kernels read; to be held until the launch, which gets addresses alone."""
+    i, f = (x.float() if x.dtype == torch.float64 else x for x in (i, f))
+    return i, f
 
 
 def _readable(x: Tensor) -> Tensor:

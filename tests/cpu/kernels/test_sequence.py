@@ -334,6 +334,7 @@ def test_serves(dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None
         ({"dim_qk": 257}, "head dims are 257/256", "use at most 256/512"),
         ({"dim_v": 513}, "head dims are 128/513", "use at most 256/512"),
         ({"batch": 1 << 16}, "batch and heads are 65536 and 2", "use at most 65535"),
+        ({"batch": 65535, "heads": 32769}, "are 65535 and 32769", "2147483647 together"),
     ],
 )
 def test_refuses(change: dict[str, object], reason: str, remedy: str, hopper: None) -> None:

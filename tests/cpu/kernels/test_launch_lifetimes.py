@@ -1,0 +1,66 @@
+"""Kernels get addresses: what the host converts for them lives until they are launched."""
+
+from __future__ import annotations
+
+import weakref
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tfla_tk.backends import tk, tk_intra, tk_sequence, tk_step
+
+B, NH, K, V = 2, 3, 16, 32
+
+
+@pytest.mark.parametrize(("module", "tokens"), [(tk_step, ()), (tk_sequence, (4,))])
+def test_gates_in_float64(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, tokens: tuple[int, ...]
+) -> None:
+    converted: list[weakref.ref[torch.Tensor]] = []
+    addresses: list[int] = []
+    alive: list[bool] = []
+    to_float = torch.Tensor.float
+
+    def float_(x: torch.Tensor) -> torch.Tensor:
+        found = to_float(x)
+        converted.append(weakref.ref(found))
+        addresses.append(found.data_ptr())
+        return found
+
+    def launch(*arguments: Any) -> None:
+        alive.extend(reference() is not None for reference in converted)
+        given = [x[0] for x in arguments if isinstance(x, tuple)]
+        assert all(address in given for address in addresses)
+
+    kernels = SimpleNamespace(mlstm_step=launch, mlstm_sequence=launch)
+    monkeypatch.setattr(module.build, "load", lambda instance: kernels)
+    monkeypatch.setattr(module, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "_current_stream", lambda device: 0)
+    q, k = (torch.randn(B, NH, *tokens, K) for _ in range(2))
+    v = torch.randn(B, NH, *tokens, V)
+    gates = [torch.randn(B, NH, *(tokens or (1,)), dtype=torch.float64) for _ in range(2)]
+    state = (torch.zeros(B, NH, K, V), torch.zeros(B, NH, K), torch.zeros(B, NH, 1))
+    monkeypatch.setattr(torch.Tensor, "float", float_)
+    module._launch(q, k, v, *gates, state, state, False, True, 1e-6)
+    assert alive == [True, True] and len(set(addresses)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (1, 2, 8, 16)}, r"k: expected shape \[B, NH, S, K\] = \(1, 2, 64, 16\), got \(1, 2, 8, 16\)"),
+        ({"v": (1, 2, 8, 16)}, "v: expected shape"),
+        ({"i": (1, 2, 8)}, "i: expected shape"),
+        ({"f": (1, 64)}, "f: expected shape"),
+        ({name: (1, 65536, 1, 16)[: 4 - (name in "if")] for name in "qkvif"}, "batch times heads: .* 65536"),
+        ({}, "expected torch.bfloat16 on a GPU, got torch.bfloat16 on cpu"),
+    ],
+)
+def test_the_intra_chunk_kernel_refuses(change: dict[str, tuple[int, ...]], message: str) -> None:
+    shapes = dict.fromkeys("qkv", (1, 2, 64, 16)) | dict.fromkeys("if", (1, 2, 64)) | change
+    tensors = [torch.zeros(shapes[name], dtype=torch.bfloat16) for name in "qkvif"]
+    with pytest.raises(ValueError, match=message):
+        tk_intra.mlstm_intra(*tensors)
+    assert tk.mlstm_intra is tk_intra.mlstm_intra
