@@ -139,7 +139,7 @@ def mlstm_bwd(
         chunk_m=_given(chunk_m),
         cut=(*offsets, *plan.cut),
         c_initial=operands.state(c_initial),
-        n_initial=operands.state(n_initial),
+        n_initial=operands.state(n_initial) if normalize else 0,
         c_last=operands.state(c_last),
         n_last=operands.state(n_last),
         dc_last=operands.state(dc_last),

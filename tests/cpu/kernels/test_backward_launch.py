@@ -439,6 +439,17 @@ def test_gate_gradients_lie_as_their_gates(launches: Launches) -> None:
     assert launches[-1].df == (df.data_ptr(), NH * S, S, 1, 1)
 
 
+def test_without_normaliser_n_is_not_read(launches: Launches) -> None:
+    """Not even where the op is given one: a NaN in it would be in dq."""
+    given = list(draw("sig_unnormalised"))
+    c_initial = named(tuple(given)).c_initial
+    given[NAMES.index("n_initial")] = torch.full_like(c_initial[..., 0], torch.nan)
+    *_, dn_initial = tk_backward.mlstm_bwd(*given)
+    (of_dq,) = launches.of("dq")
+    assert of_dq.entering == (pointer(c_initial), 0)
+    assert dn_initial.shape == (*c_initial.shape[:2], K)
+
+
 def test_no_gradient_of_states(launches: Launches) -> None:
     given = list(draw("exp", False))
     for place in (5, 6, 7, 13, 14, 16, 17):
