@@ -167,11 +167,11 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     Raises:
         ValueError: options that do not go together.
     """
-    environment.fetch_thunderkittens()
     console = make_console()
     record = record_path(args, on_gpu)
     if args.plot:
         plots.check_path(args.plot)
+    environment.fetch_thunderkittens()
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
 

@@ -307,10 +307,9 @@ def guard(outcome: Outcome, work: Callable[[], object]) -> None:
 
 def verdict_on(error: Exception) -> tuple[str, str]:
     """Status and reason of a variant that raised: UNSUPPORTED or FAILED."""
-    if isinstance(error, UnsupportedError):
-        return UNSUPPORTED, error.reason + (f" ({error.remedy})" if error.remedy else "")
-    if isinstance(error, BuildError):  # its lines are the compiler's
-        return FAILED, f"BuildError: {error.reason}" + (f" ({error.remedy})" if error.remedy else "")
+    if isinstance(error, (UnsupportedError, BuildError)):  # a build's lines are the compiler's
+        told = error.reason + (f" ({error.remedy})" if error.remedy else "")
+        return (UNSUPPORTED, told) if isinstance(error, UnsupportedError) else (FAILED, f"BuildError: {told}")
     text = str(error).strip().splitlines()
     return FAILED, f"{type(error).__name__}: {text[0] if text else 'no message'}"
 

@@ -314,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
     plans = [
         (BASELINE, BASELINE, dtype, args.seed),
         (OTHER_ORDER, BASELINE, dtype, args.seed + 1),
-        *((NO_AUTOCAST, BASELINE, "fp32", args.seed) for _ in range(dtype != "fp32")),
+        *[(NO_AUTOCAST, BASELINE, "fp32", args.seed)] * (dtype != "fp32"),
         *((name, name, dtype, args.seed) for name in backends),
     ]
     with compare.make_progress() as bar:

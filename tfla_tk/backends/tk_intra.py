@@ -10,7 +10,7 @@ from tfla_tk.build import instances
 from tfla_tk.validation import check_device, check_shape
 
 _QUERY_TILE = 128  # kPadding of mlstm_intra_config.cuh
-_MOST_HEADS = 65535  # CTAs along a grid's third dimension
+GRID_LIMIT = 65535  # CTAs along a grid's second and third dimension
 _FLOAT32 = 0  # enum class DType of params.h
 
 
@@ -51,8 +51,8 @@ def mlstm_intra(
     ):
         check_shape(name, x, shape, layout)
         check_device(name, x, q.device)
-    if batch * heads > _MOST_HEADS:
-        raise ValueError(f"batch times heads: expected at most {_MOST_HEADS}, got {batch * heads}")
+    if batch * heads > GRID_LIMIT:
+        raise ValueError(f"batch times heads: expected at most {GRID_LIMIT}, got {batch * heads}")
     if {x.dtype for x in (q, k, v)} != {torch.bfloat16} or q.device.type != "cuda":
         raise ValueError(f"q, k, v: expected torch.bfloat16 on a GPU, got {q.dtype} on {q.device}")
     if dim_qk % 16 or dim_v % 16:

@@ -150,13 +150,16 @@ mlstm_step_ = functools.partial(in_place, _launch)
 
 def readable_gates(i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
     """Gates in dtypes that the kernels read; to be held until the launch, which gets addresses alone."""
-    i, f = (x.float() if x.dtype == torch.float64 else x for x in (i, f))
-    return i, f
+    return _narrowed(i), _narrowed(f)
 
 
 def _readable(x: Tensor) -> Tensor:
     """x contiguous and in a dtype that the kernel reads; x itself where it is that already."""
-    return (x.float() if x.dtype == torch.float64 else x).contiguous()
+    return _narrowed(x).contiguous()
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float64 else x
 
 
 def stored(state: State) -> tuple[int, ...]:

@@ -47,20 +47,24 @@ def private_directory(path: Path) -> Path:
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_directory(path)
+    state = path.stat()
+    if state.st_uid == os.geteuid() and state.st_mode & 0o077:
+        path.chmod(0o700)
     return path
 
 
 def check_directory(path: Path) -> None:
     """Refuse a directory that another user can write, root aside: its content is code that would be run.
 
-    The user's own directory is made private where others have access to it.
+    The user's own directory is made private where others can write it; where they can only read it, it may be
+    on a file system that cannot be written.
 
     Raises:
         BuildError: It is another user's, or root's and open to others.
     """
     state = path.stat()
     if state.st_uid == os.geteuid():
-        if state.st_mode & 0o077:
+        if state.st_mode & 0o022:
             path.chmod(0o700)
     elif state.st_uid != 0 or state.st_mode & 0o022:
         raise BuildError(f"the cache directory {path} belongs to user id {state.st_uid}, not to you", _REMEDY)

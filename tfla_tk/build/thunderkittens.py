@@ -66,7 +66,8 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
         return ThunderKittens(root, _headers_digest(root / "include"), env.THUNDERKITTENS_ROOT.name)
     root = cached_root(commit)
     if (root / _HEADER).is_file():
-        check_directory(root.parent)
+        with explain_os_errors(root.parent):
+            check_directory(root.parent)
         return ThunderKittens(root, commit, "cache")
     if not clone:
         raise _not_found(commit, root, "git clone: not tried here")

@@ -188,6 +188,18 @@ def test_a_cache_of_another_user_is_refused(
     assert compiler.calls == 1
 
 
+def test_a_cache_that_cannot_be_written_serves(
+    compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise OSError(30, "Read-only file system")
+
+    cache.find_or_build(toy, KEY, compiler)
+    cache.modules_dir().chmod(0o755)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    assert not cache.find_or_build(toy, KEY, compiler).built
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a directory of root's")
 def test_a_cache_that_root_alone_writes_serves_others(
     compiler: Compiler, toy: Instance, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tfla_tk.backends import tk, tk_intra, tk_sequence, tk_step
+from tfla_tk.backends import tk_sequence, tk_step
 
 B, NH, K, V = 2, 3, 16, 32
 
@@ -45,22 +45,3 @@ def test_gates_in_float64(
     monkeypatch.setattr(torch.Tensor, "float", float_)
     module._launch(q, k, v, *gates, state, state, False, True, 1e-6)
     assert alive == [True, True] and len(set(addresses)) == 2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": (1, 2, 8, 16)}, r"k: expected shape \[B, NH, S, K\] = \(1, 2, 64, 16\), got \(1, 2, 8, 16\)"),
-        ({"v": (1, 2, 8, 16)}, "v: expected shape"),
-        ({"i": (1, 2, 8)}, "i: expected shape"),
-        ({"f": (1, 64)}, "f: expected shape"),
-        ({name: (1, 65536, 1, 16)[: 4 - (name in "if")] for name in "qkvif"}, "batch times heads: .* 65536"),
-        ({}, "expected torch.bfloat16 on a GPU, got torch.bfloat16 on cpu"),
-    ],
-)
-def test_the_intra_chunk_kernel_refuses(change: dict[str, tuple[int, ...]], message: str) -> None:
-    shapes = dict.fromkeys("qkv", (1, 2, 64, 16)) | dict.fromkeys("if", (1, 2, 64)) | change
-    tensors = [torch.zeros(shapes[name], dtype=torch.bfloat16) for name in "qkvif"]
-    with pytest.raises(ValueError, match=message):
-        tk_intra.mlstm_intra(*tensors)
-    assert tk.mlstm_intra is tk_intra.mlstm_intra
