@@ -215,6 +215,12 @@ struct Flow {
     }
 };
 
+// Of two values by the inverse of their variances. Squares of large gradients may be inf in fp32.
+__device__ inline double weight_of_left(double left, double right) {
+    if (isinf(right)) return isinf(left) ? .5 : 1.;
+    return left + right > 0. ? right / (left + right) : 0.;
+}
+
 // before_{c+1} of one of the tile's chunks; `known`: before its first chunk and after its last one.
 __device__ inline double flow_after(const ChunkFlow (&flows)[kAnchorChunks], const double (&known)[2],
                                     int chunk, int chunks) {
@@ -225,9 +231,8 @@ __device__ inline double flow_after(const ChunkFlow (&flows)[kAnchorChunks], con
         right = right.through(flows[c].sent, flows[c].forgets).plus(flows[c].received);
     const ChunkFlow& own = flows[chunk];
     left = left.through(own.received, own.forgets), right = right.through(own.sent, own.forgets);
-    const double variance = left.variance + right.variance;
-    const double of_left = variance > 0. ? right.variance / variance : 0.;
-    return right.value + of_left * (left.value - right.value) + own.sent.value;
+    return right.value + weight_of_left(left.variance, right.variance) * (left.value - right.value) +
+           own.sent.value;
 }
 
 // sum_{u >= t} of the lane's two tokens.

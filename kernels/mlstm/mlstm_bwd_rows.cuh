@@ -26,7 +26,7 @@ struct RowNorm {
     // NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes inf - inf.
     __device__ inline float log2_w(float eps) const {
         const float w = (fabsf(d) <= floor ? floor : fabsf(d)) + eps;  // NaN of d stays
-        return isinf(floor) ? log2_floor : log2f(w);
+        return isinf(floor) && !isnan(d) ? log2_floor : log2f(w);
     }
     __device__ inline float e(float dh_h) const { return fabsf(d) > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f; }
 };

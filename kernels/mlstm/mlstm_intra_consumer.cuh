@@ -10,8 +10,7 @@ namespace tfla_tk::intra {
 // The first of this thread's two rows of its warpgroup's 64; the other is 8 below.
 // NOTES: read anew at every call: a kept row takes a register from the accumulators.
 __device__ inline int thread_row() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int thread = fresh_thread();
     return thread % 128 / 32 * 16 + thread % 32 / 4;
 }
 

@@ -172,7 +172,7 @@ constexpr PassTiling pass_tiling(int dim_keys, int slice) {
         return {2, 3, 3, 1, {32, 64, 208}};  // registers: the state takes 128
     if (dim_keys == 128 && slice == 256)
         return {2, 3, 3, 1, {32, 64, 208}};                // registers: the state takes 128
-    if (slice == 64) return {2, 3, 4, 1, {48, 208, 240}};  // smem: one CTA per SM
+    if (slice == 64) return {2, 3, 4, 1, {48, 208, 240}};  // smem: one CTA per SM, but two of 64/64
     return {2, 3, 4, 1, {48, 112, 176}};                   // smem: one CTA per SM
 }
 

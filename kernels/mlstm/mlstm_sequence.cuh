@@ -5,7 +5,8 @@
 // A CTA has all rows of a slice of V of one head. `warps` of its warps stand side by side, the others below
 // them take further blocks of eight rows. Products have 16 columns of C on their long side and tokens on the
 // short one: the layout in which C^T is an operand of (C^T q^T) holds the same elements in a thread as that
-// of the result (v^T k). Which columns of C those 16 are is free: a thread's are kWidth in a row, 16 bytes.
+// of the result (v^T k). Which columns of C those 16 are is free: a thread's are kWidth in a row, 8 or 16
+// bytes.
 //
 // The scores q_t k_j, the normaliser and h's last sum are small; every slice of a head makes them for itself.
 #pragma once

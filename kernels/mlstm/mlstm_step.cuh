@@ -2,7 +2,7 @@
 // and written once, which is all that the time goes into.
 //
 // A CTA has all rows of a slice of V of one head. Its threads stand in `groups` rows of `lanes`; a thread
-// owns `width` columns (16 bytes) of every groups-th row of C and keeps kStepInFlight of them in flight.
+// owns `width` columns (up to 16 bytes) of every groups-th row of C and keeps kStepInFlight of them in flight.
 // Nothing is read by two threads but q, k, n and the gates, which every slice of a head reads for itself.
 //
 // In place, the first slice's CTA must not write n and m before the others have read them. The slices of a

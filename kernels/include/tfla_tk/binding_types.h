@@ -16,8 +16,8 @@ using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
 
 using Pair = std::array<std::int64_t, 2>;             // two pointers; 0 where there is none
 using OffsetsTuple = std::array<std::int64_t, 3>;     // pointer or 0, whether they are 64-bit, sequences
-using BoundariesTuple = std::array<std::int64_t, 3>;  // pointers to c, n, log2_decay; 0 where there is none
 using CutTuple = std::array<std::int64_t, 5>;         // the same, and segments, chunks per segment
+using BoundariesTuple = std::array<std::int64_t, 3>;  // pointers to c, n, log2_decay; 0 where there is none
 
 inline float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 

@@ -138,6 +138,13 @@ __device__ inline float warp_inclusive_max(float x) {
     return x;
 }
 
+// The larger one, and NaN where either is: fmaxf drops it.
+__device__ inline float larger_or_nan(float x, float y) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
+}
+
 // fmax without its care for NaN, which costs registers.
 __device__ inline double larger(double x, double y) { return x > y ? x : y; }
 

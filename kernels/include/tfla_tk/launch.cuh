@@ -19,13 +19,15 @@ inline void check_launch(cudaError_t error, const char* name) {
 
 // The current device for the life of the object.
 struct DeviceGuard {
-    int previous;
+    int previous, device;
 
-    DeviceGuard(int device, const char* name) {
+    DeviceGuard(int device, const char* name) : device(device) {
         check_launch(cudaGetDevice(&previous), name);
         if (previous != device) check_launch(cudaSetDevice(device), name);
     }
-    ~DeviceGuard() { cudaSetDevice(previous); }
+    ~DeviceGuard() {
+        if (previous != device) cudaSetDevice(previous);
+    }
 };
 
 // Allows a kernel on `device` what it may not do by itself, once.
