@@ -95,7 +95,7 @@ void run_mlstm_intra(const MlstmIntraParams& p, cudaStream_t stream) {
                     0};
     const DeviceGuard guard(p.device, "mlstm_intra");
     const int heads = p.batch * p.heads;
-    launch<mlstm_intra_gates>(g, heads, kScanThreads, p.device, stream, "mlstm_intra_gates");
+    launch<mlstm_intra_gates<C>>(g, heads, kScanThreads, p.device, stream, "mlstm_intra_gates");
     launch<mlstm_intra_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, dim3(slices, query_tiles, heads),
                                                                C::kThreads, p.device, stream, "mlstm_intra");
 }

@@ -11,7 +11,7 @@ namespace tfla_tk::intra {
 constexpr int kScanThreads = 256, kScanWarps = kScanThreads / 32;
 constexpr int kScanTokens = 4;  // of a thread per step
 
-__global__ __launch_bounds__(kScanThreads) void mlstm_intra_gates(const Globals g) {
+template <class C> __global__ __launch_bounds__(kScanThreads) void mlstm_intra_gates(const Globals g) {
     __shared__ double warp_sums[kScanWarps];
     __shared__ float warp_maxima[kScanWarps];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

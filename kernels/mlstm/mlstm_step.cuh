@@ -2,8 +2,9 @@
 // and written once, which is all that the time goes into.
 //
 // A CTA has all rows of a slice of V of one head. Its threads stand in `groups` rows of `lanes`; a thread
-// owns `width` columns (up to 16 bytes) of every groups-th row of C and keeps kStepInFlight of them in flight.
-// Nothing is read by two threads but q, k, n and the gates, which every slice of a head reads for itself.
+// owns `width` columns (up to 16 bytes) of every groups-th row of C and keeps kStepInFlight of them in
+// flight. Nothing is read by two threads but q, k, n and the gates, which every slice of a head reads for
+// itself.
 //
 // In place, the first slice's CTA must not write n and m before the others have read them. The slices of a
 // head are then a cluster: all arrive at its barrier when they have read n, and the first waits there before

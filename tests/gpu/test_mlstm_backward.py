@@ -230,6 +230,16 @@ def test_a_cotangent_of_ones(operator: Any, make_inputs: Make, assert_gradients:
     assert_gradients({name: t.grad for name, t in leaves.items()}, expected, x["q"].dtype)
 
 
+def test_gradients_whose_squares_are_beyond_fp32(
+    operator: Any, make_inputs: Make, assert_gradients: Check
+) -> None:
+    """Every gradient is linear in dh, whatever its size: so is df, whose noise is weighed by squares."""
+    x = make_inputs()
+    cotangents = operator.draw_cotangents(x, last=False)
+    cotangents["h"] = cotangents["h"] * 2.0**64
+    assert_gradients(operator.gradients(x, cotangents), operator.true_gradients(x, cotangents), x["q"].dtype)
+
+
 @pytest.mark.parametrize("dims", [*MAIN, (48, 80)], ids=ids)
 @pytest.mark.parametrize("seq", [1, 63, 129])
 def test_every_element_is_written(

@@ -115,6 +115,18 @@ def test_extreme_gates(
     assert_accurate(found, operator.truth(x), norm_tolerance=1e-4)
 
 
+@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
+def test_n_beyond_the_range_of_fp16_shows(exponential: Any, dims: tuple[int, int], make_inputs: Make) -> None:
+    """Where C stays within it: h is not finite then, and not wrong."""
+    x = make_inputs(1, 1, 9000, dims, torch.float16)
+    x["q"].abs_(), x["k"].fill_(8.0), x["i"].zero_(), x["f"].fill_(20.0)
+    x["v"].fill_(1.0)[:, :, ::2] = -1.0
+    h = exponential.run(x)["h"]
+    chunk = 65504 // 8 // 64  # the last one that n enters in its range
+    assert h[:, :, : 64 * chunk].isfinite().all()
+    assert h[:, :, 64 * (chunk + 2) :].isnan().all()
+
+
 @pytest.mark.parametrize("position", [0, 1, 63, 64, 100])
 def test_a_forget_gate_of_minus_infinity_resets(
     operator: Any, position: int, make_inputs: Make, assert_accurate: Check

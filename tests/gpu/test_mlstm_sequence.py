@@ -150,7 +150,7 @@ def test_the_state_changes_its_dtype(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", [*DTYPES, torch.float64], ids=str)
 def test_dtypes_of_the_tokens(sequence: Sequence, dtype: torch.dtype, gates: torch.dtype, draw: Draw) -> None:
     """In fp32 h is fp32's accuracy."""
     for dims, seq in itertools.product(((128, 256), (256, 512), (17, 31)), (6, 16)):

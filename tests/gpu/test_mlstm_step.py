@@ -122,7 +122,7 @@ def test_the_state_changes_its_dtype(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("gates", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", [*DTYPES, torch.float64], ids=str)
 def test_dtypes_of_the_token(step: Step, dtype: torch.dtype, gates: torch.dtype, draw: Draw) -> None:
     for dims in ((128, 256), (17, 31)):
         x = draw(dims=dims, dtype=dtype)
