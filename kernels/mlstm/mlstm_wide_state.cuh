@@ -13,7 +13,7 @@ namespace tfla_tk::mlstm {
 template <class C>
 __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, int warpgroup_id) {
     using T = typename C::T;
-    constexpr int kTokenSteps = kChunk / 16;
+    constexpr int kReadSteps = C::kDimQK / 16, kTokenSteps = kChunk / 16;
     const Task& task = smem.task;
     // NOTES: computed anew where needed: the state takes the registers
     auto warp = [] { return fresh_thread() % 128 / 32; };
@@ -39,6 +39,8 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if constexpr (C::kSchedule == Schedule::sequential) wait_for_gemms(), pin(out);
     };
 
+    // The fragments go on in turn after those that read the state.
+    auto scaled_values = [&](int step) -> auto& { return fragments[(kReadSteps + step) % C::kFragments]; };
     // Which 16 tokens of values and scores a step takes: the last ones first.
     auto sixteen = [](int step) { return kTokenSteps - 1 - step; };
     auto load_values = [&](int slot, int step) {
@@ -55,11 +57,12 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         wgmma_step<false>(out, a, 0, Operand128B::rows(&smem.scores).row_step(0, sixteen(step)));
         commit();
     };
+    auto scale_values = [&](int step, const typename C::Stage& gates) {
+        values.scale(scaled_values(step), value_fragments[step % C::kValueFragments], gates, sixteen(step));
+    };
     // C^T += (V . key_scale)^T K over 16 tokens
-    auto issue_update = [&](int key_slot, int step, const typename C::Stage& gates) {
-        const int k = sixteen(step);
-        auto& a = fragments[step % C::kFragments];
-        values.scale(a, value_fragments[step % C::kValueFragments], gates, k);
+    auto issue_update = [&](int key_slot, int step) {
+        auto& a = scaled_values(step);
         pin(a);
         if (step == 0)
 #pragma unroll
@@ -68,14 +71,19 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < C::kParts; part++)
-            wgmma_step<true>(state[part], a, 0,
-                             keys.column_step(k, part * C::kPartPanels * C::KeyTile::panel_bytes));
+            wgmma_step<true>(
+                state[part], a, 0,
+                keys.column_step(sixteen(step), part * C::kPartPanels * C::KeyTile::panel_bytes));
         commit();
     };
     // Whether a row of the chunk is still to be divided.
-    auto any_late = [&] {
-        const float2 factors = *reinterpret_cast<const float2*>(&smem.late_factor[2 * fresh_laneid()]);
-        return __any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f);
+    auto any_late = [&]() -> bool {
+        if constexpr (C::kDividesLate) {
+            const float2 factors = *reinterpret_cast<const float2*>(&smem.late_factor[2 * fresh_laneid()]);
+            return __any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f);
+        } else {
+            return false;
+        }
     };
     auto for_each_part = [&](auto body) {
 #pragma unroll
@@ -113,20 +121,24 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         const auto queries = Operand128B::rows(&smem.queries[slot]);
         read_state(
             out, state, fragments, [&](int k) { return queries.row_step(C::QueryTile::panel_bytes, k); },
-            commit);
+            commit,
+            [&] {
+                if (gates.decay != 1.f) {
+#pragma unroll
+                    for (auto& tile : state) warp::mul(tile, tile, gates.decay);
+                    values.decay(gates.decay);
+                }
+                wait(smem.values_arrived[slot], phase);
+                load_values(slot, 0);
+                scale_values(0, gates);
+            });
         arrive_warp(smem.queries_free[slot]);
         if (warpgroup_id == 0 || !last_chunk) hand_on_turn();
-        if (gates.decay != 1.f) {
-#pragma unroll
-            for (auto& tile : state) warp::mul(tile, tile, gates.decay);
-            values.decay(gates.decay);
-        }
         wait(smem.scores_ready, chunk & 1);
-        wait(smem.values_arrived[slot], phase);
-        load_values(slot, 0);
-        issue_update(keys.slot, 0, gates);
+        issue_update(keys.slot, 0);
         // The output's arithmetic is under the update's GEMMs.
         scale_columns(out, smem.read_scale);
+        const bool late = any_late();
         issue_intra(0);
 #pragma unroll
         for (int step = 1; step < kTokenSteps; step++) {
@@ -134,20 +146,20 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
                 constexpr int kLater = 2 * (C::kValueFragments - 1);  // two GEMMs a step
                 warpgroup::mma_async_wait<kLater>();
                 pin(value_fragments[step % C::kValueFragments]);
-                pin(fragments[(step - C::kValueFragments) % C::kFragments]);
+                pin(scaled_values(step - C::kValueFragments));
             }
             load_values(slot, step);
             if (step + 1 < kTokenSteps)
-                issue_update(keys.slot, step, gates), issue_intra(step);
+                scale_values(step, gates), issue_update(keys.slot, step), issue_intra(step);
             else  // h waits for the one of these
-                issue_intra(step), issue_update(keys.slot, step, gates);
+                issue_intra(step), scale_values(step, gates), issue_update(keys.slot, step);
         }
         warpgroup::mma_async_wait<1>();  // all but the last one of the update
         pin(out);
 #pragma unroll
         for (auto& a : value_fragments) pin(a);
         if constexpr (C::kDividesLate)
-            if (any_late()) {
+            if (late) {
                 // NOTES: under the update ptxas has no registers for it (C7512)
                 warpgroup::mma_async_wait<0>();
                 scale_columns(out, smem.late_factor);

@@ -51,11 +51,12 @@ __device__ inline void wgmma_step(D& d, uint64_t a, uint64_t b, bool accumulate 
 
 // out = sum of kSteps GEMMs of k = 16 with A from registers, in `fragments`: one on its way, the others in a
 // GEMM. fill(a, k): the k-th 16 columns of A. operand(k): of B, called when they are needed. multiply(a, b,
-// k): issues the k-th. commit(): the GEMM of these.
+// k): issues the k-th. commit(): the GEMM of these. meanwhile(): under the last ones, of which none reads
+// fragments[kSteps % kFragments].
 template <int kSteps, class Out, class A, int kFragments, class Fill, class Operand, class Multiply,
-          class Commit>
+          class Commit, class Meanwhile>
 __device__ inline void multiply_in_turns(Out& out, A (&fragments)[kFragments], Fill fill, Operand operand,
-                                         Multiply multiply, Commit commit) {
+                                         Multiply multiply, Commit commit, Meanwhile meanwhile) {
     forget(out);
 #pragma unroll
     for (int k = 0; k < kSteps; k++) {
@@ -71,6 +72,7 @@ __device__ inline void multiply_in_turns(Out& out, A (&fragments)[kFragments], F
         multiply(a, b, k);
         commit();
     }
+    meanwhile();
     kittens::warpgroup::mma_async_wait<0>();
 #pragma unroll
     for (auto& a : fragments) pin(a);
@@ -78,13 +80,15 @@ __device__ inline void multiply_in_turns(Out& out, A (&fragments)[kFragments], F
 }
 
 // out = state B^T: a warpgroup's state, in registers as kTiles tiles side by side, rounded into an operand 16
-// columns at a time. operand(k): B's k-th 16 columns.
-template <class Out, class State, int kTiles, class A, int kFragments, class Operand, class Commit>
+// columns at a time. operand(k): B's k-th 16 columns. commit, meanwhile: of multiply_in_turns.
+template <class Out, class State, int kTiles, class A, int kFragments, class Operand, class Commit,
+          class Meanwhile>
 __device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fragments)[kFragments],
-                                  Operand operand, Commit commit) {
+                                  Operand operand, Commit commit, Meanwhile meanwhile) {
     multiply_in_turns<kTiles * State::width>(
         out, fragments, [&](A& a, int k) { convert_fragment(a, state[k / State::width], k % State::width); },
-        operand, [&](const A& a, uint64_t b, int k) { wgmma_step<false>(out, a, 0, b, k > 0); }, commit);
+        operand, [&](const A& a, uint64_t b, int k) { wgmma_step<false>(out, a, 0, b, k > 0); }, commit,
+        meanwhile);
 }
 
 // instruction(type), with T's name in the text of an asm statement.

@@ -14,7 +14,8 @@ class Block:
     Attributes:
         groups: kinds of its committed groups in their order; a "norm" goes with its "update".
         state: registers of the state, to which the update's wgmmas add.
-        scaled: registers that an FMUL writes between the reading and the first of the update.
+        scaled: registers that an FMUL writes between the last of the reading and the first of the update.
+        scaled_under_reading: those of them that it writes while the reading is in flight.
         before_values, after_values: opcodes while some of the update is in flight, before and after
             values^T scores^T is issued.
     """
@@ -22,6 +23,7 @@ class Block:
     groups: list[str] = field(default_factory=list)
     state: set[int] = field(default_factory=set)
     scaled: set[int] = field(default_factory=set)
+    scaled_under_reading: set[int] = field(default_factory=set)
     before_values: Counter[str] = field(default_factory=Counter)
     after_values: Counter[str] = field(default_factory=Counter)
 
@@ -69,12 +71,13 @@ def walk_blocks(kernel: Any) -> list[Block]:
     in_flight: list[str] = []  # groups from their first wgmma on, the oldest first
     last, committed = "", True
     scaled: set[int] = set()
+    under_reading: set[int] = set()
     for (opcode, operands), kind in zip(kernel.instructions, kinds(kernel), strict=True):
         if kind:
             if kind == "update" and last == "read":
-                found.append(Block(scaled=scaled))
+                found.append(Block(scaled=scaled, scaled_under_reading=under_reading))
             if kind == "read":
-                scaled = set()
+                scaled, under_reading = set(), set()
             elif kind not in ("scores", "sums") and committed:
                 found[-1].groups.append(kind)
             if kind == "norm":  # of the update's group, its last
@@ -93,8 +96,11 @@ def walk_blocks(kernel: Any) -> list[Block]:
             assert committed
             left = int(operands.split(", ")[1], 16)
             in_flight = in_flight[max(0, len(in_flight) - left) :]
-        elif last == "read" and not in_flight and opcode.startswith("FMUL"):
-            scaled.add(int(operands.split(", ")[0].removeprefix("R")))
+        elif last == "read" and opcode.startswith("FMUL"):
+            register = int(operands.split(", ")[0].removeprefix("R"))
+            scaled.add(register)
+            if in_flight:
+                under_reading.add(register)
         if "update" in in_flight:
             block = found[-1]
             under = block.after_values if "values" in block.groups else block.before_values

@@ -255,10 +255,14 @@ def test_the_sums_of_the_wide_kernel_follow_the_scores(wide: Any) -> None:
 
 
 def test_the_state_of_the_wide_kernel_stays_in_registers(wide: Any) -> None:
-    """Every register of it decays in place, and what a warp of it stages in shared memory is h alone."""
+    """Every register of it decays in place, under the last GEMMs of the reading unless each is waited for.
+
+    What a warp of it stages in shared memory is h alone.
+    """
     for kernel in wide.kernels:
         (block,) = walk_blocks(kernel)
         assert len(block.state) == kernel.dim_qk // 2
         assert block.state <= block.scaled
+        assert (block.state <= block.scaled_under_reading) == (kernel.schedule != "sequential")
         staged = [opcode for opcode, _ in kernel.instructions if opcode.startswith("STSM")]
         assert Counter("MT88" in opcode for opcode in staged) == {True: 4, False: 4}  # h^T, and P
