@@ -222,8 +222,8 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     auto hand_over_before = [&](int block, int step) {
         block > 0 ? hand_over(block - 1, step) : hand_over(C::kBlocks - 1, step - 1);
     };
-    // out = state Q^T, and n's part of it. meanwhile: of multiply_in_turns.
-    auto read = [&](int block, int step, auto meanwhile) {
+    // out = state Q^T, and n's part of it.
+    auto read = [&](int block, int step) {
         constexpr int kNormSteps = C::kNormalizer ? 1 : 0;  // before the state's
         multiply_in_turns<kNormSteps + kStateSteps>(
             out, fragments,
@@ -245,7 +245,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 else
                     wgmma_step<false>(out, a, 0, b, k > 0);
             },
-            [] { warpgroup::mma_commit_group(); }, meanwhile);
+            [] { warpgroup::mma_commit_group(); }, [] {});
     };
 
     // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
@@ -343,19 +343,18 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
 #pragma unroll
         for (int block = 0; block < C::kBlocks; block++) {
             const bool last_block = block == C::kBlocks - 1;
-            read(block, step, [&] {
-                if (gates.decay != 1.f)
-#pragma unroll
-                    for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);
-                load_tokens(block, step, 0);
-                load_tokens(block, step, 1);
-            });
+            read(block, step);
             if (last_block)
                 for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[slot][part]);
+            if (gates.decay != 1.f)
+#pragma unroll
+                for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);
             if constexpr (C::kNormalizer) norm.scale(gates.decay);
 
             // The update's GEMMs are spread, so that the output's arithmetic is under some of them.
             static_assert(kSteps == 4 && C::kValueFragments == 2);
+            load_tokens(block, step, 0);
+            load_tokens(block, step, 1);
             scale_tokens(0, gates);
             issue_update(block, step, 0);
             bool out_there = C::kNormalizer && ask_for_out(block, step, completed);
