@@ -1,7 +1,7 @@
 """The registered mLSTM ops: one forward and one backward, with CPU, CUDA, fake and autograd implementations.
 
 They are the path of the tk backend. On a CPU they compute the reference, so that torch.compile, fake tensors
-and opcheck can be tested on any machine. Arguments are not validated here: the public functions do that.
+and opcheck can be tested on any machine. The public functions validate arguments and answer empty inputs.
 
 States and rows are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with cu_seqlens.
 

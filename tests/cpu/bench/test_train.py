@@ -118,6 +118,7 @@ def test_autocast_is_the_same_in_all_trainings_that_are_judged(tiny, tmp_path: P
     status, found = run(tmp_path / "run.json", *options, steps=3)
     assert status == 0
     baseline, _, plain, recurrent = found["trainings"]
+    assert [each["backend"] for each in found["trainings"]] == ["reference"] * 3 + ["reference:recurrent"]
     assert [(each["name"], each["dtype"]) for each in found["trainings"]] == [
         ("reference", "bf16"),
         ("reference, other order", "bf16"),
@@ -132,7 +133,10 @@ def test_autocast_is_the_same_in_all_trainings_that_are_judged(tiny, tmp_path: P
 def test_a_training_without_autocast_is_shown_and_not_judged() -> None:
     names = (train.BASELINE, train.OTHER_ORDER, train.NO_AUTOCAST, "tk")
     curves = ([1.0, 1.0], [1.1, 1.0], [2.0, 1.0], [2.0, 1.0])
-    trainings = [train.Training(name, "bf16", curve=curve) for name, curve in zip(names, curves, strict=True)]
+    trainings = [
+        train.Training(name, "tk" if name == "tk" else train.BASELINE, "bf16", curve=curve)
+        for name, curve in zip(names, curves, strict=True)
+    ]
     assert train.judge(trainings).max == pytest.approx(0.1)
     plain, tk = trainings[2:]
     assert plain.distance == tk.distance == Distance(1.0, math.sqrt(0.5))
