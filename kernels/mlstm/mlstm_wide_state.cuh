@@ -77,13 +77,9 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         commit();
     };
     // Whether a row of the chunk is still to be divided.
-    auto any_late = [&]() -> bool {
-        if constexpr (C::kDividesLate) {
-            const float2 factors = *reinterpret_cast<const float2*>(&smem.late_factor[2 * fresh_laneid()]);
-            return __any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f);
-        } else {
-            return false;
-        }
+    auto any_late = [&] {
+        const float2 factors = *reinterpret_cast<const float2*>(&smem.late_factor[2 * fresh_laneid()]);
+        return __any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f);
     };
     auto for_each_part = [&](auto body) {
 #pragma unroll
@@ -138,7 +134,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         issue_update(keys.slot, 0);
         // The output's arithmetic is under the update's GEMMs.
         scale_columns(out, smem.read_scale);
-        const bool late = any_late();
+        const bool late = C::kDividesLate && any_late();
         issue_intra(0);
 #pragma unroll
         for (int step = 1; step < kTokenSteps; step++) {
@@ -158,12 +154,11 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         pin(out);
 #pragma unroll
         for (auto& a : value_fragments) pin(a);
-        if constexpr (C::kDividesLate)
-            if (late) {
-                // NOTES: under the update ptxas has no registers for it (C7512)
-                warpgroup::mma_async_wait<0>();
-                scale_columns(out, smem.late_factor);
-            }
+        if (late) {
+            // NOTES: under the update ptxas has no registers for it (C7512)
+            warpgroup::mma_async_wait<0>();
+            scale_columns(out, smem.late_factor);
+        }
         arrive_warp_in_cta(smem.scores_free, ScoreTurns::maker(chunk + 1));
         // Each warp takes the place of its own columns of V, which none but it has read.
         store_transposed<T>(shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), out);
