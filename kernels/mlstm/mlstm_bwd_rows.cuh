@@ -6,6 +6,7 @@
 // pass for dv has left it. In both the grid's second dimension are the parts of V.
 #pragma once
 
+#include "tfla_tk/gates.cuh"
 #include "tfla_tk/params_bwd.h"
 #include "tfla_tk/tiles.cuh"
 
@@ -25,8 +26,7 @@ struct RowNorm {
 
     // NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes inf - inf.
     __device__ inline float log2_w(float eps) const {
-        const float w = (fabsf(d) <= floor ? floor : fabsf(d)) + eps;  // NaN of d stays
-        return isinf(floor) && !isnan(d) ? log2_floor : log2f(w);
+        return isinf(floor) && !isnan(d) ? log2_floor : log2f(row_normaliser(d, floor, eps));
     }
     __device__ inline float e(float dh_h) const { return fabsf(d) > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f; }
 };

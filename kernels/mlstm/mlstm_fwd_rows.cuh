@@ -55,9 +55,8 @@ __device__ inline float2 row_factor(const Globals& g, const Task& task, int chun
         const float2 d{factor.x * sums.x, factor.y * sums.y};
         if (g.row_n) store_row_pair(g, task, g.row_n, chunk * kChunk + row, d, stores);
         const float2 floor = g.sigmoid_gate ? one : unit;
-        // NaN of d stays: n beyond the range of fp16 is one
-        factor.x /= larger_or_nan(fabsf(d.x), floor.x) + g.eps;
-        factor.y /= larger_or_nan(fabsf(d.y), floor.y) + g.eps;
+        factor.x /= row_normaliser(d.x, floor.x, g.eps);
+        factor.y /= row_normaliser(d.y, floor.y, g.eps);
     }
     return factor;
 }

@@ -194,8 +194,8 @@ __device__ inline void consume(const Globals& g, SharedMemoryPlan<C>& smem) {
     // Normalise; all warps are done with Q, whose space h takes.
     const int row = thread_row(), warp_row = row / 16 * 16;
     const float* floors = g.floors(task.head_index) + first_row;
-    const float2 scale{1.f / (fmaxf(fabsf(quad_sum(sums.x)), floors[row]) + g.eps),
-                       1.f / (fmaxf(fabsf(quad_sum(sums.y)), floors[row + 8]) + g.eps)};
+    const float2 scale{1.f / row_normaliser(quad_sum(sums.x), floors[row], g.eps),
+                       1.f / row_normaliser(quad_sum(sums.y), floors[row + 8], g.eps)};
     named_sync<128>(static_cast<NamedBarrier>(3 + kConsumer));
     const uint32_t panels = shared_address(&smem.q[kConsumer]);
 #pragma unroll

@@ -255,10 +255,8 @@ __device__ inline void weigh_tokens(SequenceShared<C>& shared, const MlstmSequen
         float d = score;
 #pragma unroll
         for (int step = C::kTokens / 2; step > 0; step /= 2) d += __shfl_xor_sync(0xffffffff, d, step);
-        d = fabsf(d + gates.inter[t] * shared.query_n[t]);
-        const float floor = gates.floor[t];
-        if (j == 0)
-            shared.divisor[t] = g.normalize ? (d <= floor ? floor : d) + g.eps : 1.f;  // NaN of d stays
+        d += gates.inter[t] * shared.query_n[t];
+        if (j == 0) shared.divisor[t] = g.normalize ? row_normaliser(d, gates.floor[t], g.eps) : 1.f;
     }
     if (!g.normalize) return;
     float n = gates.decay * shared.n[threadIdx.x];

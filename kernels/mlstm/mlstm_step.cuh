@@ -146,10 +146,7 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
 #pragma unroll
         for (int n = 0; n < kStepWarps; n++) h += shared.sums[n][threadIdx.x], d += shared.norms[n];
         h *= g.scale;
-        if (g.normalize) {
-            const float size = fabsf(g.scale * d), floor = shared.gates.floor;
-            h /= (size <= floor ? floor : size) + shared.gates.eps;  // NaN of d stays
-        }
+        if (g.normalize) h /= row_normaliser(g.scale * d, shared.gates.floor, shared.gates.eps);
         store_number(g.h, g.h_dtype, static_cast<int64_t>(index) * g.dim_v + out, h);
     }
     if (g.in_place) wait_for_cluster();

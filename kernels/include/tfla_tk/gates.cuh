@@ -138,11 +138,11 @@ __device__ inline float warp_inclusive_max(float x) {
     return x;
 }
 
-// The larger one, and NaN where either is: fmaxf drops it.
-__device__ inline float larger_or_nan(float x, float y) {
+// w of a row, max(|d|, floor) + eps. NaN of d stays, as n beyond the range of fp16 is one: fmaxf drops it.
+__device__ inline float row_normaliser(float d, float floor, float eps) {
     float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
-    return larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(d)), "f"(floor));
+    return larger + eps;
 }
 
 // fmax without its care for NaN, which costs registers.
