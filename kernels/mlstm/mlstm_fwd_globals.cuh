@@ -66,7 +66,9 @@ struct FwdWalkGlobals {
 
 struct Globals : FwdWalkGlobals {
     TensorMap q;
-    TensorMap h, h_row;  // boxes of 16 rows and of one
+    Operand keys, values;        // where k and v lie
+    GateWords i_words, f_words;  // i and f again
+    TensorMap h, h_row;          // boxes of 16 rows and of one
     State last;
     float *row_n, *row_m, *chunk_m;
     float scale, eps;

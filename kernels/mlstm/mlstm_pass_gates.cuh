@@ -86,7 +86,7 @@ template <bool kSigmoid> struct ScannedGates {
     FloatPair end;  // b_L or -M_L
 
     __device__ inline ScannedGates(float2 i, float2 f, FloatPair m_in, int lane) {
-        sum_chunk_gates<kSigmoid>(b, a, f, lane, [&] { return i; }, [&] { return f; });
+        b = sum_forget(log2_forget(f), lane), a = input_over_forget<kSigmoid>(i, b);
         end = kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));
     }
 };

@@ -3,6 +3,7 @@
 
 #include "mlstm_fwd_globals.cuh"
 #include "mlstm_score_turns.cuh"
+#include "mlstm_wide_units.cuh"
 #include "mlstm_wide_values.cuh"
 #include "tfla_tk/sync.cuh"
 #include "tfla_tk/wgmma.cuh"
@@ -29,8 +30,9 @@ struct WideConfig {
     static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
     static_assert(kNormalize || kSigmoid, "the exponential gate comes with a normaliser");
 
-    // Warpgroups: 0 feeds the others (warp 0 Q and K, warps 1 and 2 gates, warp 3 V, and h on its way out), 1
-    // makes the scores and carries n, then the state's, each with 64 columns of V.
+    // Warpgroups: 0 feeds the others (warps 1 and 2 gates one after the other, warp 0 Q and K, and the gates'
+    // last step, warp 3 V, and h on its way out), 1 makes the scores and carries n, then the state's, each
+    // with 64 columns of V.
     static constexpr int kStateWarpgroups = kSliceV / 64, kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
@@ -44,7 +46,8 @@ struct WideConfig {
     static constexpr int kPartPanels = kPart / kPanelColumns;
     // Fragments of a state warpgroup's A operand: 16 columns of the state or 16 tokens of scaled V, one on
     // its way and the others in GEMMs; and of V as it is.
-    static constexpr int kFragments = 3, kValueFragments = 2;
+    static constexpr int kFragments = std::is_same_v<T, bf16> || kSchedule == Schedule::sequential ? 3 : 4;
+    static constexpr int kValueFragments = kSchedule == Schedule::sequential ? 1 : 2;
     static_assert(kValueFragments <= kFragments, "a fragment is waited for with its values");
 
     // P is divided by the normaliser before it is rounded. fp16 has no range for that where w is large: rows
@@ -70,10 +73,9 @@ struct WideConfig {
     // reads.
     static constexpr int kNormRows = kNormalize ? 8 : 0;
     using T2 = typename base_types::packing<T>::packed_type;
-    // All weights of a sigmoid gate may be small; the exponential gate's largest one is 1.
-    static constexpr bool kScalesInFloat = kSigmoid && std::is_same_v<T, kittens::half>;
-    using Scale = std::conditional_t<kScalesInFloat, FloatScale<T2>, PairScale<T2>>;
-    using Stage = WideStage<Scale>;
+    using Owed = std::conditional_t<std::is_same_v<T, bf16>, OwedDecay<T>,
+                                    std::conditional_t<kSigmoid, FollowedWeights, AheadOfDecay>>;
+    using Stage = WideStage<T2>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;
     using ValueTile = PanelTile<T, kChunk, kSliceV>;
@@ -90,6 +92,14 @@ template <class T> struct alignas(128) NormWeights {
     T data[kChunk / 8 + 1][kRows][8];
 };
 
+// What comes with P's rows that one warp makes.
+template <bool kDividesLate> struct alignas(16) RowFactors {
+    // Of what a query gets of C^T: inter over the normaliser. Their sign bits, of all 16, tell whether one of
+    // these rows is still to be divided.
+    float read[16];
+    float late[kDividesLate ? 16 : 0];  // what is left to multiply a row with
+};
+
 // The completion of the maker's scores_free, from 0 on, by which a chunk's scores find their place free.
 __device__ inline int scores_freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
 
@@ -99,11 +109,11 @@ template <class C> struct WideMemory {
     typename C::QueryTile queries[C::kStages];
     typename C::ValueTile values[C::kStages];  // then h, on its way to global memory
     typename C::ScoreTile scores;              // P, over the normaliser
-    float read_scale[kChunk];                  // of what a query gets of C^T: inter over the normaliser
-    float late_factor[C::kDividesLate ? kChunk : 0];  // what is left to multiply a row with
+    RowFactors<C::kDividesLate> row_factors[kChunk / 16];
     typename C::Stage gates[C::kGateStages];
     NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
     GateSums gate_sums[C::kSumStages];
+    bool may_run_ahead;  // as RunAhead's last look finds
     Task task;
 
     semaphore tiles_arrived[C::kKeyStages];  // keys and queries, and the chunk's gates
@@ -123,7 +133,7 @@ template <class C> struct WideMemory {
             for (auto& barrier : free) init_warp_barrier(barrier, reader_warps);
         };
         for (int stage = 0; stage < C::kKeyStages; stage++) {
-            init_semaphore(tiles_arrived[stage], 3);
+            init_semaphore(tiles_arrived[stage], 2 + kArrivalsPerWarp);
             init_warp_barrier(keys_free[stage], 4 + C::kStateWarps);
         }
         for (int stage = 0; stage < C::kStages; stage++) {
@@ -133,12 +143,19 @@ template <class C> struct WideMemory {
         }
         init_warp_barrier(scores_ready, 4);
         init_warp_barrier(scores_free, C::kStateWarps * cluster_ctas());
-        init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
+        init(gates_ready, gates_free, 1, 4 + C::kStateWarps + C::Owed::kRunsAhead);
         init(sums_ready, sums_free, 1, 1);
         init_semaphore(tail_landed, 1);
         init_semaphore(value_tail_landed, 1);
         publish_barriers();
     }
 };
+
+// What the state in registers is to be multiplied with after the last chunk.
+template <class C> __device__ inline float last_unit(const WideMemory<C>& smem) {
+    const int chunks = smem.task.chunks;
+    if (!C::Owed::kFollowsWeights || chunks == 0) return 1.f;
+    return exp2f(smem.gates[C::gate_stage(chunks - 1).slot].log2_unit);
+}
 
 }  // namespace tfla_tk::mlstm

@@ -28,9 +28,9 @@ template <class C> struct CarriedNorm {
         n = {decay * n.x + kUnit * (key_sums[0].x + key_sums[0].y),
              decay * n.y + kUnit * (key_sums[1].x + key_sums[1].y)};
     }
-    __device__ inline void store(float* last, int dim_qk) const {
-        if (column() < dim_qk) last[column()] = n.x;
-        if (column() + 8 < dim_qk) last[column() + 8] = n.y;
+    __device__ inline void store(float* last, int dim_qk, float unit) const {
+        if (column() < dim_qk) last[column()] = unit * n.x;
+        if (column() + 8 < dim_qk) last[column() + 8] = unit * n.y;
     }
 
     // As a high and a low part behind the keys of a stage, for the GEMM of the scores.
@@ -129,16 +129,14 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         }
     };
     // What this warp has stored of a chunk, to the other CTA.
-    constexpr uint32_t kSentRows = 16 * kPanelColumns * sizeof(T), kSentFactors = 16 * sizeof(float);
-    constexpr uint32_t kSentBytes = kSentRows + kSentFactors * (C::kDividesLate ? 2 : 1);
+    constexpr uint32_t kSentRows = 16 * kPanelColumns * sizeof(T), kSentFactors = sizeof(smem.row_factors[0]);
+    constexpr uint32_t kSentBytes = kSentRows + kSentFactors;
     auto send_scores = [&] {
         __syncwarp();
         if (cluster_ctas() == 1 || fresh_laneid() != 0) return;
         const int other = 1 - cta_in_cluster(), row = warp_row();
         send_to_cta(smem.scores.data[0][row], kSentRows, smem.scores_ready, other);
-        send_to_cta(&smem.read_scale[row], kSentFactors, smem.scores_ready, other);
-        if constexpr (C::kDividesLate)
-            send_to_cta(&smem.late_factor[row], kSentFactors, smem.scores_ready, other);
+        send_to_cta(&smem.row_factors[row / 16], kSentFactors, smem.scores_ready, other);
     };
     auto make_chunk = [&](int chunk) {
         const int query_slot = C::tile(chunk).slot;
@@ -160,16 +158,22 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         const bool in_first_cluster = task.column < cluster_ctas() * C::kSliceV;
         float2 factor = row_factor<C>(g, task, chunk, gates, row, sums, [&] { return in_first_cluster; });
         wait(smem.scores_free, scores_freed(chunk) & 1);
-        auto write_rows = [&](float (&rows)[kChunk], float2 x) {
-            if (lane % 4 == 0) rows[row] = x.x, rows[row + 8] = x.y;
+        // NOTES: addressed by `row`, which is there, not by the warp and the row in it: registers
+        auto write_rows = [&](int part, float2 x) {
+            constexpr int kApart = sizeof(smem.row_factors[0]) / sizeof(float) - 16;
+            float* at = smem.row_factors[0].read + (row + warp_row() * (kApart / 16) + part * 16);
+            if (lane % 4 == 0) at[0] = x.x, at[8] = x.y;
         };
+        int sign = 0;
         if constexpr (C::kDividesLate) {
             float2 left{1.f, 1.f};
             if (factor.x < C::kLeastFactor) left.x = factor.x, factor.x = 1.f;
             if (factor.y < C::kLeastFactor) left.y = factor.y, factor.y = 1.f;
-            write_rows(smem.late_factor, left);
+            write_rows(1, left);
+            if (__any_sync(0xffffffff, left.x != 1.f || left.y != 1.f)) sign = 0x80000000;
         }
-        write_rows(smem.read_scale, {inter.x * factor.x, inter.y * factor.y});
+        auto with_sign = [&](float x) { return __int_as_float(__float_as_int(x) | sign); };
+        write_rows(0, {with_sign(inter.x * factor.x), with_sign(inter.y * factor.y)});
         store_scores(factor);
         fence_async_proxy();
         send_scores();
@@ -208,7 +212,8 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
     }
 
     if constexpr (C::kNormalize)
-        if (g.last.n && task.last && task.column == 0) norm.store(g.last.n + task.index * g.dim_qk, g.dim_qk);
+        if (g.last.n && task.last && task.column == 0)
+            norm.store(g.last.n + task.index * g.dim_qk, g.dim_qk, last_unit<C>(smem));
 }
 
 }  // namespace tfla_tk::mlstm

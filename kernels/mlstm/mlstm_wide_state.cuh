@@ -23,7 +23,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
     rt_fl<16, kChunk> out;
     rt<T, 16, 16> value_fragments[C::kValueFragments];  // of V^T
     rt<T, 16, 16> fragments[C::kFragments];             // of C^T or of scaled V^T
-    ScaledValues<typename C::Scale> values;
+    ScaledValues<typename C::T2> values;
 
     auto wait_for_gemms = [&] {
         warpgroup::mma_async_wait<0>();
@@ -76,10 +76,25 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
                 keys.column_step(sixteen(step), part * C::kPartPanels * C::KeyTile::panel_bytes));
         commit();
     };
-    // Whether a row of the chunk is still to be divided.
-    auto any_late = [&] {
-        const float2 factors = *reinterpret_cast<const float2*>(&smem.late_factor[2 * fresh_laneid()]);
-        return __any_sync(0xffffffff, factors.x != 1.f || factors.y != 1.f);
+    // What the lane's two of eight queries are multiplied with, from factors of 16 on.
+    auto factors_of = [&](const float (&rows)[16], int half) {
+        return *reinterpret_cast<const float2*>(&rows[8 * half + 2 * (fresh_laneid() % 4)]);
+    };
+    // Returns whether a row is still to be divided.
+    auto scale_reading = [&] {
+        int signs = 0;  // all of 16 rows have the same, NaN too: so all lanes come to the same
+        scale_column_pairs(out, [&](int j, int half) {
+            const float2 x = factors_of(smem.row_factors[j].read, half);
+            if constexpr (!C::kDividesLate) return x;
+            if (half == 0) signs |= __float_as_int(x.x);
+            return float2{fabsf(x.x), fabsf(x.y)};
+        });
+        return C::kDividesLate && signs < 0;
+    };
+    auto divide_late = [&] {
+        if constexpr (C::kDividesLate)
+            scale_column_pairs(out,
+                               [&](int j, int half) { return factors_of(smem.row_factors[j].late, half); });
     };
     auto for_each_part = [&](auto body) {
 #pragma unroll
@@ -106,7 +121,8 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
     });
 
     if (warpgroup_id == 1 && task.chunks > 0) hand_on_turn();
-    for (int chunk = 0; chunk < task.chunks; chunk++) {
+    int chunks = task.chunks;
+    for (int chunk = 0; chunk < chunks; chunk++) {
         const bool last_chunk = chunk + 1 == task.chunks;
         const auto [slot, phase] = C::tile(chunk);
         const auto keys = C::key_tile(chunk);
@@ -133,8 +149,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         wait(smem.scores_ready, chunk & 1);
         issue_update(keys.slot, 0);
         // The output's arithmetic is under the update's GEMMs.
-        scale_columns(out, smem.read_scale);
-        const bool late = C::kDividesLate && any_late();
+        const bool late = scale_reading();
         issue_intra(0);
 #pragma unroll
         for (int step = 1; step < kTokenSteps; step++) {
@@ -150,6 +165,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             else  // h waits for the one of these
                 issue_intra(step), scale_values(step, gates), issue_update(keys.slot, step);
         }
+        arrive_warp(smem.gates_free[gate_slot]);
         warpgroup::mma_async_wait<1>();  // all but the last one of the update
         pin(out);
 #pragma unroll
@@ -157,23 +173,25 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if (late) {
             // NOTES: under the update ptxas has no registers for it (C7512)
             warpgroup::mma_async_wait<0>();
-            scale_columns(out, smem.late_factor);
+            divide_late();
         }
         arrive_warp_in_cta(smem.scores_free, ScoreTurns::maker(chunk + 1));
         // Each warp takes the place of its own columns of V, which none but it has read.
         store_transposed<T>(shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), out);
-        fence_async_proxy();
-        arrive_warp(smem.out_ready[slot][warpgroup_id]);
+        chunks = load_anew(shared_address(&task.chunks));  // NOTES: early, since it is asked for at once
         wait_for_gemms();
         arrive_warp(smem.keys_free[keys.slot]);
-        arrive_warp(smem.gates_free[gate_slot]);
+        fence_async_proxy();
+        arrive_warp(smem.out_ready[slot][warpgroup_id]);
         if (C::kSchedule == Schedule::sequential && !last_chunk)
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
     }
 
     if (!g.last.c || !task.last) return;
     float* last = g.last.c + task.index * g.dim_qk * g.dim_v;
+    const float unit = last_unit<C>(smem);
     for_each_part([&](auto& tile, int row, int column) {
+        if constexpr (C::Owed::kFollowsWeights) warp::mul(tile, tile, unit);
         store_state_transposed(last, tile, row, column, g.dim_qk, g.dim_v, g.dim_v);
     });
 }

@@ -68,6 +68,71 @@ struct GateRows {
     }
 };
 
+// A Gate as GateStream reads it: strides in bytes, and how a word of 32 bits that has a number of it becomes
+// one. NOTES: made on the host: the constant bank costs a lone warp no instructions and no registers.
+struct GateWords {
+    const char* data;
+    int64_t batch_bytes, head_bytes, row_bytes, chunk_bytes;
+    // Selectors of __byte_perm, 4 is a byte of zeros: of a number at the word's start, and what is added for
+    // one a byte later. fp32 all four bytes; bf16 its two as the upper half, fp16 as the lower one.
+    uint32_t bytes, a_byte_later;
+    bool is_half;
+
+    __host__ explicit GateWords(const Gate& gate)
+        : data(static_cast<const char*>(gate.data)), is_half(gate.dtype == DType::float16) {
+        const bool is_float = gate.dtype == DType::float32;
+        const int64_t size = is_float ? 4 : 2;
+        batch_bytes = gate.batch_stride * size, head_bytes = gate.head_stride * size;
+        row_bytes = gate.row_stride * size, chunk_bytes = kChunk * row_bytes;
+        bytes = is_float ? 0x3210 : is_half ? 0x4410 : 0x1044;
+        a_byte_later = is_half ? 0x11 : 0x1100;
+    }
+};
+
+// A gate's pre-activations of the lane's two tokens of chunk after chunk, loaded a chunk before they are
+// taken. NOTES: a load is waited for where its register is converted, or moved, as behind a branch it is. So
+// words are loaded, whatever is in them, and converted when they are taken. With a number of 16 bits comes
+// its neighbour, of a tensor's last one what lies behind it in the same word.
+struct GateStream {
+    const GateWords& gate;
+    const char* at;  // the first of the two tokens whose words are here
+    uint32_t first = 0, second = 0;
+
+    __device__ inline GateStream(const GateWords& gate, int batch, int head, int row, int tokens)
+        : gate(gate) {
+        const int t = 2 * fresh_laneid();
+        at = gate.data + batch * gate.batch_bytes + head * gate.head_bytes + (row + t) * gate.row_bytes;
+        load(t, tokens);
+    }
+
+    // `none` past `tokens`; starts to load the next chunk's.
+    __device__ inline float2 take(int chunk, int tokens, float none) {
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        const float2 taken{t < tokens ? number(first, at) : none,
+                           t + 1 < tokens ? number(second, at + gate.row_bytes) : none};
+        at += gate.chunk_bytes;
+        load(t + kChunk, tokens);
+        return taken;
+    }
+
+  private:
+    __device__ inline void load(int t, int tokens) {
+        auto load_word = [&](uint32_t& word, const char* at, int t) {
+            const uintptr_t address = reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3};
+            asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; @p ld.global.nc.b32 %0, [%1];}"
+                         : "+r"(word)
+                         : "l"(address), "r"(t), "r"(tokens));
+        };
+        load_word(first, at, t), load_word(second, at + gate.row_bytes, t + 1);
+    }
+    __device__ inline float number(uint32_t word, const char* at) const {
+        const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) & 2;  // 0 or 2
+        const uint32_t bits = __byte_perm(word, 0, gate.bytes + byte * gate.a_byte_later);
+        const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+        return gate.is_half ? of_half : __uint_as_float(bits);
+    }
+};
+
 // Pre-activations of a token that is not there: it adds nothing and forgets nothing.
 constexpr float kNoInput = -INFINITY, kNoForget = INFINITY;
 
@@ -225,16 +290,18 @@ struct alignas(16) TwoPairs {
     FloatPair x, y;
 };
 
-// b and a of the lane's two tokens. f: pre-activations, replaced by next_f() as soon as they are read, so
-// that loads there are in flight over the scan; take_i() is called once b is there.
-template <bool kSigmoid, class TakeI, class NextF>
-__device__ inline void sum_chunk_gates(TwoPairs& b, TwoPairs& a, float2& f, int lane, TakeI take_i,
-                                       NextF next_f) {
-    const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
-    f = next_f();
-    b.y = warp_inclusive_sum(log_f_x + log_f_y, lane), b.x = b.y - log_f_y;
-    const float2 i = take_i();
-    a = {log2_input<kSigmoid>(i.x) - b.x, log2_input<kSigmoid>(i.y) - b.y};
+// log2 of the forget gates of pre-activations.
+__device__ inline TwoPairs log2_forget(float2 f) { return {log2_sigmoid(f.x), log2_sigmoid(f.y)}; }
+
+// b, the sums of log2_forget over the chunk's tokens.
+__device__ inline TwoPairs sum_forget(const TwoPairs& log_f, int lane) {
+    const FloatPair b_y = warp_inclusive_sum(log_f.x + log_f.y, lane);
+    return {b_y - log_f.y, b_y};
+}
+
+// a. i: pre-activations.
+template <bool kSigmoid> __device__ inline TwoPairs input_over_forget(float2 i, const TwoPairs& b) {
+    return {log2_input<kSigmoid>(i.x) - b.x, log2_input<kSigmoid>(i.y) - b.y};
 }
 
 // The decay of a state in registers may be owed for some chunks, while what reads the state is scaled with
@@ -243,7 +310,11 @@ __device__ inline void sum_chunk_gates(TwoPairs& b, TwoPairs& a, float2& f, int 
 template <class T> constexpr float kLargestDebt = std::is_same_v<T, kittens::bf16> ? 32.f : 0.f;
 
 template <class T> struct OwedDecay {
+    static constexpr bool kFollowsWeights = false, kRunsAhead = false;
     float log2 = 0.f;
+
+    OwedDecay() = default;
+    __device__ inline explicit OwedDecay(bool) {}  // whether a state is given
 
     // Adds a chunk's decay, log2. Returns what the state is to be multiplied with: 1 while it is owed.
     // settle: nothing may be owed after this chunk. NOTES: little is owed where the decay is slow: a large
@@ -258,24 +329,24 @@ template <class T> struct OwedDecay {
     }
 };
 
-// Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk.
-template <class T, bool kSigmoid> struct GateScan {
+// Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk. Owed: the units
+// that the state is in, whose `log2` is to be 0 after the last chunk unless they follow the weights.
+template <class T, bool kSigmoid, class Owed = OwedDecay<T>> struct GateScan {
     FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
-    OwedDecay<T> owed{};
+    Owed owed{};
 
-    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f(), as in sum_chunk_gates.
-    // last: of the walk. Returns the tokens' m_t.
+    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f() as soon as they are
+    // read, so that loads there are in flight over the scan. last: of the walk. Returns the tokens' m_t.
     template <class NextI, class NextF>
     __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, FloatPair log2_scale,
                                    bool last, NextI next_i, NextF next_f) {
         const int lane = fresh_laneid();
-        TwoPairs a, b;
-        auto take_i = [&] {
-            const float2 taken = i;
-            i = next_i();
-            return taken;
-        };
-        sum_chunk_gates<kSigmoid>(b, a, f, lane, take_i, next_f);
+        const TwoPairs log_f = log2_forget(f);
+        f = next_f();
+        const TwoPairs b = sum_forget(log_f, lane);
+        const float2 taken_i = i;
+        i = next_i();
+        const TwoPairs a = input_over_forget<kSigmoid>(taken_i, b);
         return finish(out, b, a, scale, log2_scale, last);
     }
 
@@ -295,9 +366,14 @@ template <class T, bool kSigmoid> struct GateScan {
         write_pair(out.unit, exp2f(kSigmoid ? m_x : -m_x), exp2f(kSigmoid ? m_y : -m_y));
         // The state's gates are relative to the chunk's end.
         const FloatPair b_end = of_last_lane(b.y);
-        const FloatPair m_max = kSigmoid ? FloatPair{} : larger(m, warp_max(a.x, a.y));
+        const FloatPair a_max = kSigmoid && !Owed::kFollowsWeights ? FloatPair{} : warp_max(a.x, a.y);
+        const FloatPair m_max = kSigmoid ? FloatPair{} : larger(m, a_max);
         const FloatPair end = kSigmoid ? b_end : -m_max;
-        const float decay = owed.add(rounded_sum(m, end), last);
+        float decay = rounded_sum(m, end);
+        if constexpr (Owed::kFollowsWeights)
+            decay = owed.add(decay, rounded_sum(a_max, end));
+        else
+            decay = owed.add(decay, last);
         if (lane == 0) out.decay = decay;
         auto key_scale = [&](FloatPair a) { return exp2f(rounded_sum(a, end) - owed.log2); };
         write_pair(out.key_scale, key_scale(a.x), key_scale(a.y));

@@ -215,12 +215,12 @@ def test_scores_and_values_are_waited_for_when_the_state_has_been_read(wide: Any
 
 
 def test_scores_of_the_wide_kernel_are_sent_to_the_other_cta(wide: Any) -> None:
-    """P and its factors, of which fp16 has two, from shared memory to shared memory. No fence of the GPU's
-    scope stands in the walk, where a release to a cluster would have one.
+    """P and its factors, from shared memory to shared memory. No fence of the GPU's scope stands in the walk,
+    where a release to a cluster would have one.
     """
     for kernel in wide.kernels:
         opcodes = [opcode for opcode, _ in kernel.instructions]
-        assert sum(opcode.startswith("UBLKCP") for opcode in opcodes) == (3 if kernel.half else 2)
+        assert sum(opcode.startswith("UBLKCP") for opcode in opcodes) == 2
         fences = [n for n, opcode in enumerate(opcodes) if opcode.startswith("MEMBAR") and "GPU" in opcode]
         of_gemms = kinds(kernel)
         gemms = [n for n, kind in enumerate(of_gemms) if kind]
@@ -229,9 +229,7 @@ def test_scores_of_the_wide_kernel_are_sent_to_the_other_cta(wide: Any) -> None:
 
 
 def test_values_are_scaled_by_pairs(wide: Any) -> None:
-    """Of a chunk's V a lane has 32 numbers: five instructions for two, with what rounding takes of them. Not
-    so in fp16 with the sigmoid gate.
-    """
+    """Of a chunk's V a lane has 32 numbers: five instructions for two, with what rounding takes of them."""
     for kernel in wide.kernels:
         of_gemms = kinds(kernel)
         opcodes = [opcode.split(".")[0] for opcode, _ in kernel.instructions]
@@ -240,7 +238,7 @@ def test_values_are_scaled_by_pairs(wide: Any) -> None:
         paired = sum(opcode in ("HFMA2", "HMUL2") for opcode in in_chunk)
         pairs = CHUNK // 4
         # and what is given on to the next chunk decays
-        assert paired == (0 if kernel.half and kernel.sigmoid else 4 * pairs + 2)
+        assert paired == 4 * pairs + 2
 
 
 def test_the_sums_of_the_wide_kernel_follow_the_scores(wide: Any) -> None:

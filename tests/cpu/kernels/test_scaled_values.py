@@ -22,6 +22,92 @@ LEAST_FACTOR = {torch.bfloat16: 0.0, torch.float16: 1 / 512}  # WideConfig::kLea
 Inputs = dict[str, Tensor]
 
 
+class Units:
+    """C in its true scale, or relative to its stabiliser.
+
+    Attributes:
+        log2: C is 2^log2 times what the state holds.
+    """
+
+    log2 = 0.0
+
+    def add(self, decay: float, largest: float) -> float:
+        """What the state is multiplied with: for a chunk's decay and the largest weight it adds, log2."""
+        return 2.0**decay
+
+    def look(self, chunk: int, k: Tensor, v: Tensor, weights: Tensor) -> None:
+        """Looks at a chunk and what its keys and values were scaled with."""
+
+
+class Ahead(Units):
+    """Those of fp16, `mlstm_wide_units.cuh`: with the exponential gate AheadOfDecay.
+
+    Args:
+        run_ahead: whether it does, whatever looks find.
+
+    Attributes:
+        found: by looks, of chunks whose gates are still to come.
+        paid: times that the state was multiplied.
+    """
+
+    AHEAD, AHEAD_OF_SLOW = 10.0, 4.0
+    LEAST_RATIO, LEAST_KEY, EVERY, LAG = 0.25, 0.25, 16, 3
+
+    def __init__(self, run_ahead: bool | None = None) -> None:
+        self.always = run_ahead
+        self.found = [False] * self.LAG
+        self.ratio = 0.0
+        self.paid = 0
+
+    def ahead(self) -> float:
+        return self.log2
+
+    def most(self, decay: float) -> tuple[float, float]:
+        """How far the state may be ahead, and how far it is when it was multiplied."""
+        found = self.found.pop(0)
+        if not (found if self.always is None else self.always):
+            return 0.0, 0.0
+        return self.AHEAD, self.AHEAD_OF_SLOW if decay > -1 else self.AHEAD
+
+    def add(self, decay: float, largest: float) -> float:
+        self.log2 += decay
+        most, then = self.most(decay)
+        return 1.0 if 0 <= self.log2 <= most else self.multiplied(then)
+
+    def multiplied(self, log2: float) -> float:
+        self.paid += 1
+        before, self.log2 = self.log2, log2
+        return 2.0 ** min(before - log2, 15.0)
+
+    def look(self, chunk: int, k: Tensor, v: Tensor, weights: Tensor) -> None:
+        if chunk % self.EVERY == 0:
+            lane = torch.arange(32)
+            tokens, four = 2 * lane + chunk % 2, torch.arange(4)
+            keys = k[tokens[:, None], (4 * ((5 * lane + chunk) % 32))[:, None] + four].square().mean(1)
+            values = v[tokens[:, None], (lane * v.shape[1] // 128 * 4)[:, None] + four].square().mean(1)
+            relative = weights[tokens] * 2.0 ** self.ahead()
+            state = float((relative.square() * keys).max() * values.max())
+            self.ratio = max(state / max(float(keys.max()), self.LEAST_KEY), self.ratio / 4)
+        self.found.append(self.ratio >= self.LEAST_RATIO)
+
+
+class FollowedWeights(Ahead):
+    """With the sigmoid gate."""
+
+    largest_weight = -1e30
+
+    def ahead(self) -> float:
+        return self.log2 - self.largest_weight
+
+    def add(self, decay: float, largest: float) -> float:
+        self.log2 += decay
+        self.largest_weight = max(self.largest_weight + decay, largest)
+        most, then = self.most(decay)
+        return (
+            1.0 if 0 <= self.ahead() <= most + 1 else self.multiplied(math.ceil(self.largest_weight) + then)
+        )
+
+
 class Added(ABC):
     """What a chunk adds to C.
 
@@ -55,7 +141,7 @@ class ScaledValues(Added):
 
 class GivenOn(Added):
     """With values rounded together with what those of the tokens eight later have lost, where their weight is
-    not far less: `mlstm_wide_values.cuh`, for fp16 with the sigmoid gate, whose sums are of fp32.
+    not far less; exactly.
     """
 
     LEAST = 1 / 16
@@ -85,7 +171,7 @@ class GivenOn(Added):
 
 
 class GivenOnByPairs(GivenOn):
-    """The same by pairs of the operands' dtype, for all else; `lost` is negated."""
+    """The same by pairs of the operands' dtype, `mlstm_wide_values.cuh`; `lost` is negated."""
 
     def scaled(self, v: Tensor, weights: Tensor, take: Tensor) -> tuple[Tensor, Tensor]:
         high = self.rounded(weights)
@@ -98,7 +184,7 @@ class GivenOnByPairs(GivenOn):
         return self.rounded(lost * self.rounded(decay))
 
 
-def hidden(x: Inputs, added: Added, *, sigmoid: bool) -> Tensor:
+def hidden(x: Inputs, added: Added, units: Units, *, sigmoid: bool) -> Tensor:
     """h of one head, [S, V], of mLSTMexp or of mLSTMsig without normaliser, with the roundings of C, P and h,
     and of what `added` rounds.
     """
@@ -112,7 +198,7 @@ def hidden(x: Inputs, added: Added, *, sigmoid: bool) -> Tensor:
         a = (torch.nn.functional.logsigmoid(i) if sigmoid else i) * log2e - b
         row = a.cummax(0).values.maximum(m)
         p = ((q @ k.T) * scale * torch.exp2(a[None] - row[:, None]).nan_to_num(posinf=0.0)).tril()
-        inter = scale * torch.exp2(m - row)
+        inter = scale * torch.exp2(m - row + units.log2)
         if sigmoid:
             factor, end = torch.exp2(b + row), b[-1]
         else:
@@ -122,7 +208,9 @@ def hidden(x: Inputs, added: Added, *, sigmoid: bool) -> Tensor:
         before, after = factor.where(~late, 1.0)[:, None], factor.where(late, 1.0)[:, None]
         out = rounded(p * before) @ v + inter[:, None] * before * (q @ rounded(c))
         found.append(rounded(out * after))
-        decay, weights = torch.exp2(m + end), torch.exp2(a + end)
+        decay = torch.tensor(units.add(float(m + end), float(a.max() + end)), dtype=torch.float64)
+        weights = torch.exp2(a + end - units.log2)
+        units.look(start // CHUNK, k, v, weights)
         c = decay * c + added(k, v, weights, decay)
         n = decay * n + weights @ k
         if not sigmoid:
@@ -130,7 +218,7 @@ def hidden(x: Inputs, added: Added, *, sigmoid: bool) -> Tensor:
     return torch.cat(found)
 
 
-def error(x: Inputs, added: Added, *, sigmoid: bool = False) -> float:
+def error(x: Inputs, added: Added, units: Units | None = None, *, sigmoid: bool = False) -> float:
     x = x | {name: added.rounded(x[name]) for name in "qkv"}
     batched = {name: t[None, None] for name, t in x.items()}
     if sigmoid:
@@ -138,13 +226,13 @@ def error(x: Inputs, added: Added, *, sigmoid: bool = False) -> float:
     else:
         truth = mlstm_recurrent(**batched, eps=0.0)
     truth = (truth if isinstance(truth, Tensor) else truth[0])[0, 0]
-    return float((hidden(x, added, sigmoid=sigmoid) - truth).norm() / truth.norm())
+    return float((hidden(x, added, units or Units(), sigmoid=sigmoid) - truth).norm() / truth.norm())
 
 
-def draw(*, alike: bool = True, forget_bias: float = 3.0) -> Inputs:
+def draw(*, alike: bool = True, forget_bias: float = 3.0, seq: int = 512) -> Inputs:
     """Of one head. Keys are alike for all queries where no element of either is negative."""
     generator = torch.Generator().manual_seed(0)
-    seq, dims = 512, {"q": 256, "k": 256, "v": 32}
+    dims = {"q": 256, "k": 256, "v": 32}
     x = {name: torch.randn(seq, dim, generator=generator).double() for name, dim in dims.items()}
     x |= {name: torch.randn(seq, generator=generator).double() for name in "if"}
     x["f"] += forget_bias
@@ -196,8 +284,23 @@ def closed_at_start() -> Inputs:
     return x
 
 
+def scaled(name: str, by: float) -> Inputs:
+    x = random()
+    x[name] *= by
+    return x
+
+
+def small_values() -> Inputs:
+    return scaled("v", 0.01)
+
+
+def small_keys() -> Inputs:
+    return scaled("k", 0.01)
+
+
 Case = Callable[[], Inputs]
 CASES = [random, alike, nothing_forgotten, closed, masked, made_up_for, closed_at_start]
+CASES += [small_values, small_keys]
 
 
 @pytest.mark.parametrize("sigmoid", [False, True], ids=["exp", "sig"])
@@ -205,8 +308,9 @@ CASES = [random, alike, nothing_forgotten, closed, masked, made_up_for, closed_a
 @pytest.mark.parametrize("case", CASES)
 def test_scaled_values_are_as_good_as_scaled_keys(case: Case, dtype: torch.dtype, sigmoid: bool) -> None:
     x = case()
-    given_on = GivenOn if dtype == torch.float16 and sigmoid else GivenOnByPairs
-    assert error(x, given_on(dtype), sigmoid=sigmoid) <= 1.05 * error(x, ScaledKeys(dtype), sigmoid=sigmoid)
+    units = Units() if dtype == torch.bfloat16 else FollowedWeights() if sigmoid else Ahead()
+    found = error(x, GivenOnByPairs(dtype), units, sigmoid=sigmoid)
+    assert found <= 1.05 * error(x, ScaledKeys(dtype), sigmoid=sigmoid)
 
 
 @pytest.mark.parametrize("case", [nothing_forgotten, closed])
@@ -216,7 +320,49 @@ def test_values_rounded_one_by_one_are_not(case: Case) -> None:
     assert error(x, ScaledValues(dtype)) > 1.05 * error(x, ScaledKeys(dtype))
 
 
-def test_pairs_of_fp16_are_not_with_the_sigmoid_gate() -> None:
+def test_pairs_of_fp16_are_not_in_the_true_scale_of_the_sigmoid_gate() -> None:
     """Weights below 2^-14, and what is lost of their values, have few digits in fp16."""
     x, dtype = closed_at_start(), torch.float16
     assert error(x, GivenOnByPairs(dtype), sigmoid=True) > 1.05 * error(x, ScaledKeys(dtype), sigmoid=True)
+
+
+def test_pairs_round_as_fp32_does_in_units_of_the_largest_weight() -> None:
+    x, dtype = closed_at_start(), torch.float16
+    by_pairs = error(x, GivenOnByPairs(dtype), FollowedWeights(), sigmoid=True)
+    assert by_pairs <= 1.01 * error(x, GivenOn(dtype), sigmoid=True)
+
+
+UNITS = [pytest.param(Ahead, id="exp"), pytest.param(FollowedWeights, id="sig")]
+
+
+@pytest.mark.parametrize("kind", UNITS)
+@pytest.mark.parametrize("case", [random, alike])
+def test_a_state_of_fp16_runs_ahead_of_its_decay(case: Case, kind: type[Ahead]) -> None:
+    """It pays in fewer chunks then."""
+    paid = []
+    for run_ahead in (None, False):
+        units = kind(run_ahead)
+        error(case(), GivenOnByPairs(torch.float16), units, sigmoid=kind is FollowedWeights)
+        paid.append(units.paid)
+    assert paid[0] < paid[1]
+
+
+@pytest.mark.parametrize("kind", UNITS)
+@pytest.mark.parametrize("case", [small_values, made_up_for])
+def test_a_state_that_ran_ahead_without_looking_would_lose_digits(case: Case, kind: type[Ahead]) -> None:
+    x, dtype = case(), torch.float16
+    always, as_found = (
+        error(x, GivenOnByPairs(dtype), kind(run_ahead), sigmoid=kind is FollowedWeights)
+        for run_ahead in (True, None)
+    )
+    assert always > 1.02 * as_found
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_a_state_stops_running_ahead_where_values_get_small(kind: type[Ahead]) -> None:
+    """Within two looks after the first that sees it."""
+    x = draw(alike=False, seq=CHUNK * (3 * Ahead.EVERY + 1))
+    x["v"][CHUNK * Ahead.EVERY :] *= 1e-3
+    units = kind()
+    error(x, GivenOnByPairs(torch.float16), units, sigmoid=kind is FollowedWeights)
+    assert not units.found[-1]
