@@ -266,8 +266,9 @@ class Pair(NamedTuple):
 def pairs(rows: Iterable[Row]) -> list[Pair]:
     """Per problem the tk row of the shipped schedule and the best Triton row of its run, in the rows' order.
 
-    The tk row is that of the latest run; where there is none, the best Triton row of the latest run stands
-    alone. A problem with neither is left out.
+    The tk row is that of the latest run with a Triton row (schedules are compared without one), else of the
+    latest; where there is none, the best Triton row of the latest run stands alone. A problem with neither is
+    left out.
     """
     rows = list(rows)
     best = baselines(rows)
@@ -276,11 +277,12 @@ def pairs(rows: Iterable[Row]) -> list[Pair]:
         problems.setdefault(problem_of(row), []).append(row)
     found = []
     for group in problems.values():
-        ours = _latest(
+        shipped = [
             row
             for row in group
             if row["backend"] == "tk" and row["schedule"] in (None, instances.DEFAULT_SCHEDULE)
-        )
+        ]
+        ours = _latest(row for row in shipped if contest_of(row) in best) or _latest(shipped)
         if ours is None:
             theirs = _latest(row for row in group if row["backend"].startswith("triton"))
         else:

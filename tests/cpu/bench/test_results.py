@@ -187,6 +187,10 @@ def test_a_pair_is_of_the_latest_run(make_row, monkeypatch: pytest.MonkeyPatch) 
     (pair,) = results.pairs(rows)
     assert (pair.ours["ms"], pair.theirs["ms"], pair.speed_up) == (0.5, 3.0, pytest.approx(6.0))
     assert pair.shown is pair.ours
+    without_triton = make_row("tk", 0.6, schedule="overlapped", date="2027-01-01T00:00:00Z", run="schedules")
+    assert results.pairs([*rows, without_triton]) == [pair]
+    only_ours = [row for row in (*rows, without_triton) if row["backend"] == "tk"]
+    assert [(pair.ours["ms"], pair.theirs) for pair in results.pairs(only_ours)] == [(0.6, None)]
     (alone,) = results.pairs([row for row in rows if row["backend"] != "tk"])
     assert (alone.ours, alone.shown["ms"], alone.speed_up) == (None, 3.0, None)
     assert results.pairs([make_row("reference")]) == []
