@@ -99,11 +99,16 @@ def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accura
     assert_accurate(operator.run(x), operator.truth(x))
 
 
+@pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gates_of_any_dtype_and_strides(
-    operator: Any, gate_dtype: torch.dtype, make_inputs: Make, assert_accurate: Check
+    operator: Any,
+    gate_dtype: torch.dtype,
+    dims: tuple[int, int],
+    make_inputs: Make,
+    assert_accurate: Check,
 ) -> None:
-    x = make_inputs()
+    x = make_inputs(dims=dims)
     # i as a model's [B, S, NH] projection, f every second entry of a row
     i = x["i"].to(gate_dtype).transpose(1, 2).contiguous().transpose(1, 2)
     f = x["f"].to(gate_dtype).repeat_interleave(2, dim=-1)[..., ::2]
@@ -111,13 +116,21 @@ def test_gates_of_any_dtype_and_strides(
     assert_accurate(operator.run(x), operator.truth(x))
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_reads_gates_of_any_dtype(
-    gate_dtype: torch.dtype, exponential: Any, make_inputs: Make, assert_accurate: Check
+    gate_dtype: torch.dtype,
+    dims: tuple[int, int],
+    first: int,
+    exponential: Any,
+    make_inputs: Make,
+    assert_accurate: Check,
 ) -> None:
-    """The registered op takes gates as they are."""
-    x = make_inputs()
-    x |= {name: x[name].to(gate_dtype) for name in ("i", "f")}
+    """The registered op takes gates as they are, at addresses of their dtype's alignment."""
+    x = make_inputs(dims=dims)
+    for name in ("i", "f"):
+        x[name] = torch.cat([x[name][..., :first], x[name]], -1).to(gate_dtype)[..., first:]
     arguments = (*x.values(), *[None] * 4, False, True, 1e-6, True, False, "auto")
     found = dict(zip("hcnm", torch.ops.tfla_tk.mlstm_fwd(*arguments)[:4], strict=True))
     assert_accurate(found, exponential.truth(x))
