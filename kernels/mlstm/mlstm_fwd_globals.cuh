@@ -66,9 +66,9 @@ struct FwdWalkGlobals {
 
 struct Globals : FwdWalkGlobals {
     TensorMap q;
-    Operand keys, values;        // where k and v lie
-    GateWords i_words, f_words;  // i and f again
-    TensorMap h, h_row;          // boxes of 16 rows and of one
+    Operand keys, values;         // where k and v lie
+    GateWords i_words, f_words;   // i and f again
+    TensorMap h, h_row, h_chunk;  // boxes of 16 rows, of one and of a chunk's
     State last;
     float *row_n, *row_m, *chunk_m;
     float scale, eps;

@@ -44,11 +44,10 @@ struct WideConfig {
     // threads.
     static constexpr int kPart = 128, kParts = kDimQK / kPart;
     static constexpr int kPartPanels = kPart / kPanelColumns;
-    // Fragments of a state warpgroup's A operand: 16 columns of the state or 16 tokens of scaled V, one on
-    // its way and the others in GEMMs; and of V as it is.
+    // Fragments of a state warpgroup's A operand, 16 columns of the state: one on its way and the others in
+    // GEMMs. Then V takes their places.
     static constexpr int kFragments = std::is_same_v<T, bf16> || kSchedule == Schedule::sequential ? 3 : 4;
-    static constexpr int kValueFragments = kSchedule == Schedule::sequential ? 1 : 2;
-    static_assert(kValueFragments <= kFragments, "a fragment is waited for with its values");
+    static_assert(kFragments >= 3, "V has two of them as it is, one scaled");
 
     // P is divided by the normaliser before it is rounded. fp16 has no range for that where w is large: rows
     // whose factor is less than this are divided after the GEMM.

@@ -129,10 +129,11 @@ __device__ inline void load_values_and_store_outputs(const Globals& g, WideMemor
 #pragma unroll 1
         for (int id = 0; id < C::kStateWarpgroups; id++) {
             wait(smem.out_ready[slot][id], phase);
-            store_rows(task, g.packed(), g.h, g.h_row, smem.values[slot].data[id], chunk,
-                       [&](const TensorMap& map, uint32_t from, int row) {
-                           map.store_panel(from, task.column + id * 64, row, task.head, task.batch);
-                       });
+            fence_async_proxy();  // NOTES: here, not by the state's warps, who would wait for their stores
+            store_chunk(task, g.packed(), g.h_chunk, g.h, g.h_row, smem.values[slot].data[id], chunk,
+                        [&](const TensorMap& map, uint32_t from, int row) {
+                            map.store_panel(from, task.column + id * 64, row, task.head, task.batch);
+                        });
         }
         wait_stores_read();
         __syncwarp();  // each lane has waited for its own
@@ -144,7 +145,7 @@ __device__ inline void load_values_and_store_outputs(const Globals& g, WideMemor
             const SampledToken sample(g, task, chunk);
             wait(smem.gates_ready[slot], phase);
             const auto& gates = smem.gates[slot];
-            smem.may_run_ahead = run_ahead.look(sample, gates, gates.ahead, chunk);
+            smem.may_run_ahead = run_ahead.look(sample, gates, gates.ahead);
         }
         arrive_warp(smem.gates_free[slot]);
     };

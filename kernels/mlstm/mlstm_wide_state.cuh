@@ -13,7 +13,7 @@ namespace tfla_tk::mlstm {
 template <class C>
 __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, int warpgroup_id) {
     using T = typename C::T;
-    constexpr int kReadSteps = C::kDimQK / 16, kTokenSteps = kChunk / 16;
+    constexpr int kTokenSteps = kChunk / 16;
     const Task& task = smem.task;
     // NOTES: computed anew where needed: the state takes the registers
     auto warp = [] { return fresh_thread() % 128 / 32; };
@@ -21,16 +21,15 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
 
     rt_fl<16, C::kPart> state[C::kParts];
     rt_fl<16, kChunk> out;
-    rt<T, 16, 16> value_fragments[C::kValueFragments];  // of V^T
-    rt<T, 16, 16> fragments[C::kFragments];             // of C^T or of scaled V^T
+    rt<T, 16, 16> fragments[C::kFragments];    // of C^T, then of V^T
+    rt<T, 16, 16> first_values, first_scaled;  // of V^T, made while the last fragments of C^T are read
     ScaledValues<typename C::T2> values;
 
     auto wait_for_gemms = [&] {
         warpgroup::mma_async_wait<0>();
 #pragma unroll
         for (auto& a : fragments) pin(a);
-#pragma unroll
-        for (auto& a : value_fragments) pin(a);
+        pin(first_values), pin(first_scaled);
 #pragma unroll
         for (auto& tile : state) pin(tile);
     };
@@ -39,26 +38,34 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if constexpr (C::kSchedule == Schedule::sequential) wait_for_gemms(), pin(out);
     };
 
-    // The fragments go on in turn after those that read the state.
-    auto scaled_values = [&](int step) -> auto& { return fragments[(kReadSteps + step) % C::kFragments]; };
+    // V^T as it is has three places, loaded a step ahead while two are in GEMMs, and scaled two; where every
+    // GEMM is waited for, one each.
+    constexpr bool kLoadsAhead = C::kSchedule != Schedule::sequential;
+    auto values_of = [&](int step) -> auto& {
+        return !kLoadsAhead || step % 3 == 0 ? first_values : fragments[step % 3 - 1];
+    };
+    auto scaled_values = [&](int step) -> auto& {
+        return !kLoadsAhead || step % 2 == 0 ? first_scaled : fragments[2];
+    };
     // Which 16 tokens of values and scores a step takes: the last ones first.
     auto sixteen = [](int step) { return kTokenSteps - 1 - step; };
     auto load_values = [&](int slot, int step) {
         load_transposed(
-            value_fragments[step % C::kValueFragments],
+            values_of(step),
             shared_address(smem.values[slot].data[warpgroup_id][16 * sixteen(step)]) + lane_offset());
     };
     // out += V^T P^T over 16 tokens
     auto issue_intra = [&](int step) {
-        auto& a = value_fragments[step % C::kValueFragments];
+        auto& a = values_of(step);
         pin(a);
         if (step == 0) pin(out);
         wgmma_fence();
         wgmma_step<false>(out, a, 0, Operand128B::rows(&smem.scores).row_step(0, sixteen(step)));
         commit();
     };
-    auto scale_values = [&](int step, const typename C::Stage& gates) {
-        values.scale(scaled_values(step), value_fragments[step % C::kValueFragments], gates, sixteen(step));
+    using Scales = ValueScales<typename C::T2>;
+    auto scale_values = [&](int step, const Scales& scales) {
+        values.scale(scaled_values(step), values_of(step), scales);
     };
     // C^T += (V . key_scale)^T K over 16 tokens
     auto issue_update = [&](int key_slot, int step) {
@@ -80,16 +87,18 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
     auto factors_of = [&](const float (&rows)[16], int half) {
         return *reinterpret_cast<const float2*>(&rows[8 * half + 2 * (fresh_laneid() % 4)]);
     };
-    // Returns whether a row is still to be divided.
     auto scale_reading = [&] {
-        int signs = 0;  // all of 16 rows have the same, NaN too: so all lanes come to the same
         scale_column_pairs(out, [&](int j, int half) {
             const float2 x = factors_of(smem.row_factors[j].read, half);
             if constexpr (!C::kDividesLate) return x;
-            if (half == 0) signs |= __float_as_int(x.x);
             return float2{fabsf(x.x), fabsf(x.y)};
         });
-        return C::kDividesLate && signs < 0;
+    };
+    // Whether a row is still to be divided, of 16 rows by each of four lanes. NOTES: asked late: kept over
+    // the update it costs a register.
+    auto any_late = [&] {
+        return C::kDividesLate &&
+               __any_sync(0xffffffff, __float_as_int(smem.row_factors[fresh_laneid() % 4].read[0]) < 0);
     };
     auto divide_late = [&] {
         if constexpr (C::kDividesLate)
@@ -140,36 +149,40 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
                     for (auto& tile : state) warp::mul(tile, tile, gates.decay);
                     values.decay(gates.decay);
                 }
+                const Scales scales(gates, sixteen(0));
                 wait(smem.values_arrived[slot], phase);
                 load_values(slot, 0);
-                scale_values(0, gates);
+                scale_values(0, scales);
             });
+        if constexpr (kLoadsAhead) load_values(slot, 1);
         arrive_warp(smem.queries_free[slot]);
         if (warpgroup_id == 0 || !last_chunk) hand_on_turn();
         wait(smem.scores_ready, chunk & 1);
         issue_update(keys.slot, 0);
         // The output's arithmetic is under the update's GEMMs.
-        const bool late = scale_reading();
+        scale_reading();
         issue_intra(0);
+        bool late = false;
 #pragma unroll
         for (int step = 1; step < kTokenSteps; step++) {
-            if (step >= C::kValueFragments) {
-                constexpr int kLater = 2 * (C::kValueFragments - 1);  // two GEMMs a step
-                warpgroup::mma_async_wait<kLater>();
-                pin(value_fragments[step % C::kValueFragments]);
-                pin(scaled_values(step - C::kValueFragments));
+            if constexpr (!kLoadsAhead) load_values(slot, step);
+            const Scales scales(gates, sixteen(step));  // NOTES: early: its answer takes a while
+            if (step > 1) {
+                warpgroup::mma_async_wait<2>();  // all but the last step's two
+                pin(values_of(step - 2)), pin(scaled_values(step - 2));
             }
-            load_values(slot, step);
+            if (kLoadsAhead && step + 1 < kTokenSteps) load_values(slot, step + 1);
+            if (step + 2 == kTokenSteps) late = any_late();
             if (step + 1 < kTokenSteps)
-                scale_values(step, gates), issue_update(keys.slot, step), issue_intra(step);
+                scale_values(step, scales), issue_update(keys.slot, step), issue_intra(step);
             else  // h waits for the one of these
-                issue_intra(step), scale_values(step, gates), issue_update(keys.slot, step);
+                issue_intra(step), scale_values(step, scales), issue_update(keys.slot, step);
         }
         arrive_warp(smem.gates_free[gate_slot]);
         warpgroup::mma_async_wait<1>();  // all but the last one of the update
         pin(out);
 #pragma unroll
-        for (auto& a : value_fragments) pin(a);
+        for (int step = 1; step < kTokenSteps; step++) pin(values_of(step));
         if (late) {
             // NOTES: under the update ptxas has no registers for it (C7512)
             warpgroup::mma_async_wait<0>();
@@ -178,11 +191,10 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         arrive_warp_in_cta(smem.scores_free, ScoreTurns::maker(chunk + 1));
         // Each warp takes the place of its own columns of V, which none but it has read.
         store_transposed<T>(shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), out);
+        arrive_warp(smem.out_ready[slot][warpgroup_id]);
         chunks = load_anew(shared_address(&task.chunks));  // NOTES: early, since it is asked for at once
         wait_for_gemms();
         arrive_warp(smem.keys_free[keys.slot]);
-        fence_async_proxy();
-        arrive_warp(smem.out_ready[slot][warpgroup_id]);
         if (C::kSchedule == Schedule::sequential && !last_chunk)
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
     }

@@ -20,10 +20,10 @@ struct SampledToken {
     uint2 key{}, value{};
 
     // The lane's token of a chunk.
-    __device__ static inline int of_lane(int chunk) { return 2 * fresh_laneid() + chunk % 2; }
+    __device__ static inline int of_lane() { return 2 * fresh_laneid(); }
 
     __device__ inline SampledToken(const Globals& g, const Task& task, int chunk) {
-        const int lane = fresh_laneid(), row = chunk * kChunk + of_lane(chunk);
+        const int lane = fresh_laneid(), row = chunk * kChunk + of_lane();
         if (row >= task.tokens) return;
         auto load = [&](const Operand& x, int column) {
             const auto* rows = static_cast<const __half*>(x.data) + task.batch * x.batch_stride +
@@ -106,11 +106,11 @@ struct RunAhead {
     float ratio = 0.f;  // of squares of C, in units of its largest weight, to keys, as the last looks found
 
     // ahead: of the units, as the gates are written.
-    __device__ inline bool look(const SampledToken& x, const GateStage& gates, float ahead, int chunk) {
+    __device__ inline bool look(const SampledToken& x, const GateStage& gates, float ahead) {
         constexpr float kLeastKey = .25f;  // the state itself has to keep its digits
         constexpr float kLeastRatio = .25f;
         const float key = SampledToken::mean_square(x.key);
-        const float weight = gates.key_scale[SampledToken::of_lane(chunk)] * exp2f(ahead);
+        const float weight = gates.key_scale[SampledToken::of_lane()] * exp2f(ahead);
         const float state = warp_max(weight * weight * key) * warp_max(SampledToken::mean_square(x.value));
         const float now = state / fmaxf(warp_max(key), kLeastKey);
         ratio = fmaxf(now, .25f * ratio);  // a chunk may add less than there is

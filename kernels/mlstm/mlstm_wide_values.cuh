@@ -38,23 +38,28 @@ template <class T2> struct WideStage : GateStage {
     float log2_unit, ahead;  // of the units after it, where the state runs ahead (mlstm_wide_units.cuh)
 };
 
+// What the lane's tokens of 16 k .. 16 k + 15 are scaled with: two of the first eight and two of the others.
+template <class T2> struct ValueScales {
+    ValueScale<T2> of_eight[2];
+
+    __device__ inline ValueScales(const WideStage<T2>& gates, int k)
+        : of_eight{gates.value_scale[8 * k + fresh_laneid() % 4],
+                   gates.value_scale[8 * k + 4 + fresh_laneid() % 4]} {}
+};
+
 // A state warpgroup's (V . key_scale)^T as an A operand.
 template <class T2> struct ScaledValues {
     // of rows lane / 4 and + 8, at the lane's even and odd tokens
     T2 lost[2]{};
 
-    // a: of V^T as it is, the 16 tokens from 16 k on.
-    template <class A>
-    __device__ inline void scale(A& scaled, const A& a, const WideStage<T2>& gates, int k) {
+    // a: of V^T as it is, 16 tokens.
+    template <class A> __device__ inline void scale(A& scaled, const A& a, const ValueScales<T2>& scales) {
 #pragma unroll
-        for (int half = 1; half >= 0; half--) {
-            asm volatile("" ::: "memory");  // NOTES: factors are loaded when needed: registers
-            const auto scale = gates.value_scale[8 * k + 4 * half + fresh_laneid() % 4];
+        for (int half = 1; half >= 0; half--)
 #pragma unroll
             for (int row = 0; row < 2; row++)
                 scaled.tiles[0][0].data[2 * half + row] =
-                    scale.scaled(a.tiles[0][0].data[2 * half + row], lost[row]);
-        }
+                    scales.of_eight[half].scaled(a.tiles[0][0].data[2 * half + row], lost[row]);
     }
     // With the state.
     __device__ inline void decay(float by) {

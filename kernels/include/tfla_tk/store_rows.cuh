@@ -26,4 +26,17 @@ __device__ inline void store_rows(const Task& task, bool packed, const TensorMap
     commit_stores();
 }
 
+// The same as one box of `chunks`, by the first lane, where it does not reach into the next packed sequence.
+// NOTES: boxes by several lanes are issued one lane after the other, in a loop that takes longer than
+// everything else that such a warp does.
+template <class Task, class Put>
+__device__ inline void store_chunk(const Task& task, bool packed, const TensorMap& chunks,
+                                   const TensorMap& boxes, const TensorMap& single_rows, const void* panel,
+                                   int chunk, Put put) {
+    if (packed && task.tokens - chunk * kChunk < kChunk)
+        return store_rows(task, packed, boxes, single_rows, panel, chunk, put);
+    if (fresh_laneid() == 0) put(chunks, shared_address(panel), task.first_row + chunk * kChunk);
+    commit_stores();
+}
+
 }  // namespace tfla_tk
