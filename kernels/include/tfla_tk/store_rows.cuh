@@ -27,8 +27,7 @@ __device__ inline void store_rows(const Task& task, bool packed, const TensorMap
 }
 
 // The same as one box of `chunks`, by the first lane, where it does not reach into the next packed sequence.
-// NOTES: boxes by several lanes are issued one lane after the other, in a loop that takes longer than
-// everything else that such a warp does.
+// NOTES: boxes by several lanes are issued one lane after the other, in a loop of eight instructions each.
 template <class Task, class Put>
 __device__ inline void store_chunk(const Task& task, bool packed, const TensorMap& chunks,
                                    const TensorMap& boxes, const TensorMap& single_rows, const void* panel,
