@@ -54,13 +54,24 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             values_of(step),
             shared_address(smem.values[slot].data[warpgroup_id][16 * sixteen(step)]) + lane_offset());
     };
-    // out += V^T P^T over 16 tokens
+    // out += V^T P^T over 16 tokens. By halves of the queries, of which the first one sees nothing of tokens
+    // in the second.
     auto issue_intra = [&](int step) {
         auto& a = values_of(step);
         pin(a);
         if (step == 0) pin(out);
+        const auto scores = Operand128B::rows(&smem.scores);
+        auto multiply = [&](auto& queries, int first) {
+            constexpr uint32_t kRowBytes = kPanelColumns * sizeof(T);
+            wgmma_step<false>(queries, a, 0, scores.at(first * kRowBytes + sixteen(step) * 32));
+        };
         wgmma_fence();
-        wgmma_step<false>(out, a, 0, Operand128B::rows(&smem.scores).row_step(0, sixteen(step)));
+        if constexpr (C::kHalvesQueries) {
+            if (sixteen(step) < kTokenSteps / 2) multiply(half_of<0>(out), 0);
+            multiply(half_of<1>(out), kChunk / 2);
+        } else {
+            multiply(out, 0);
+        }
         commit();
     };
     using Scales = ValueScales<typename C::T2>;
@@ -105,10 +116,12 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             scale_column_pairs(out,
                                [&](int j, int half) { return factors_of(smem.row_factors[j].late, half); });
     };
+    // Each warp of the state, whom eight others precede, has 16 columns of V. NOTES: not by warpgroup_id: kept
+    // until the end it costs a register.
     auto for_each_part = [&](auto body) {
 #pragma unroll
         for (int part = 0; part < C::kParts; part++)
-            body(state[part], part * C::kPart, task.column + warpgroup_id * 64 + warp() * 16);
+            body(state[part], part * C::kPart, task.column + (fresh_thread() / 32 - 8) * 16);
     };
 
     // The turns at reading the state, of two state warpgroups.

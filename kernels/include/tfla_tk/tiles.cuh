@@ -115,6 +115,12 @@ template <class A> __device__ inline void load_transposed(A& a, uint32_t address
     }
 }
 
+// The first or second half of an fp32 tile's columns, in place.
+template <int kHalf, int kColumns> __device__ inline auto& half_of(kittens::rt_fl<16, kColumns>& tile) {
+    using Half = kittens::rt_fl<16, kColumns / 2>;
+    return reinterpret_cast<Half&>(tile.tiles[0][kHalf * Half::width]);
+}
+
 // Columns of a tile times a factor. pair(j, half): of the lane's two of the eight columns from 16 j + 8 half
 // on.
 template <class Tile, class Pair> __device__ inline void scale_column_pairs(Tile& tile, Pair pair) {
