@@ -49,7 +49,7 @@ struct WideConfig {
     static constexpr int kFragments = std::is_same_v<T, bf16> || kSchedule == Schedule::sequential ? 3 : 4;
     static_assert(kFragments >= 3, "V has two of them as it is, one scaled");
 
-    // Whether V^T P^T leaves out the quarter that is zero, by one wgmma more. NOTES: in fp16 nothing is gained.
+    // Whether V^T P^T leaves out the quarter that is zero, by one wgmma more. NOTES: no gain in fp16.
     static constexpr bool kHalvesQueries = std::is_same_v<T, bf16>;
 
     // P is divided by the normaliser before it is rounded. fp16 has no range for that where w is large: rows

@@ -116,8 +116,8 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             scale_column_pairs(out,
                                [&](int j, int half) { return factors_of(smem.row_factors[j].late, half); });
     };
-    // Each warp of the state, whom eight others precede, has 16 columns of V. NOTES: not by warpgroup_id: kept
-    // until the end it costs a register.
+    // Each warp of the state, whom eight others precede, has 16 columns of V. NOTES: not by warpgroup_id:
+    // kept until the end it costs a register.
     auto for_each_part = [&](auto body) {
 #pragma unroll
         for (int part = 0; part < C::kParts; part++)
