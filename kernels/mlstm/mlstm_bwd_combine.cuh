@@ -8,7 +8,7 @@
 
 namespace tfla_tk::mlstm {
 
-constexpr int kBwdCombineThreads = 256;
+constexpr int kBwdCombineThreads = 128;
 
 // In place, along the walk of a sequence: X' = 2^log2_decay X + own, X' being what arrives at a boundary. The
 // stabilisers at the boundaries are given, so no maximum runs along as it does in the forward's combine. One

@@ -80,7 +80,8 @@ __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
 // what its two factors follow from; factors(step, loaded), called in order, makes them.
 template <class Own, class Load, class Factors>
 __device__ inline void carry_over_boundaries(float4 x, int count, Own own, Load load, Factors factors) {
-    constexpr int kInFlight = 8;  // boundaries whose loads are
+    // boundaries whose loads are. NOTES: eight take registers, and fewer CTAs run at a time
+    constexpr int kInFlight = 4;
     for (int first = 0; first < count; first += kInFlight) {
         float4 added[kInFlight];
         decltype(load(0)) loaded[kInFlight];
