@@ -104,11 +104,11 @@ void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream) {
 }
 
 void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream) {
-    constexpr int kPerBlock = 4 * mlstm::kBwdCombineThreads;
+    constexpr int kPerBlock = 4 * kCombineThreads;
     const DeviceGuard guard(params.device, "mlstm_bwd_combine");
     const int elements = params.dim_qk * (params.dim_v + params.norm_parts);
     const dim3 grid(params.cut.sequences * params.heads, (elements + kPerBlock - 1) / kPerBlock);
-    launch<mlstm::mlstm_bwd_combine_kernel>(params, grid, mlstm::kBwdCombineThreads, params.device,
+    launch<mlstm::mlstm_bwd_combine_kernel>(params, grid, kCombineThreads, params.device,
                                             static_cast<cudaStream_t>(stream), "mlstm_bwd_combine");
 }
 

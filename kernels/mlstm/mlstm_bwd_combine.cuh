@@ -8,19 +8,17 @@
 
 namespace tfla_tk::mlstm {
 
-constexpr int kBwdCombineThreads = 128;
-
 // In place, along the walk of a sequence: X' = 2^log2_decay X + own, X' being what arrives at a boundary. The
 // stabilisers at the boundaries are given, so no maximum runs along as it does in the forward's combine. One
 // thread carries 4 elements of one head over all boundaries of a sequence; grid: a sequence's head, then
 // elements.
-__global__ __launch_bounds__(kBwdCombineThreads) void mlstm_bwd_combine_kernel(
+__global__ __launch_bounds__(kCombineThreads) void mlstm_bwd_combine_kernel(
     const __grid_constant__ MlstmBwdCombineParams g) {
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
     const int sequence = blockIdx.x / g.heads, head = blockIdx.x % g.heads;
     const int number = first_segment(g.cut, g.seq, sequence);
     const int count = find_segment(g.cut, g.seq, number).count - 1;  // boundaries
-    const int64_t element = (static_cast<int64_t>(blockIdx.y) * kBwdCombineThreads + threadIdx.x) * 4;
+    const int64_t element = (static_cast<int64_t>(blockIdx.y) * kCombineThreads + threadIdx.x) * 4;
     const bool exists = element < state_size + g.norm_parts * g.dim_qk;  // of c, then of n
     if (count <= 0 || !exists) return;
 

@@ -9,8 +9,6 @@ namespace tfla_tk::mlstm {
 //   m' = max(m + decay, own), C' = 2^{m + decay - m'} C + 2^{own - m'} C_own, n likewise.
 // One thread carries 4 elements of one head through all segments of a sequence; grid: a sequence's head, then
 // elements.
-constexpr int kCombineThreads = 128;
-
 template <bool kNormalize>
 __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
     const __grid_constant__ FwdWalkGlobals g) {

@@ -72,6 +72,8 @@ __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
     return {0, 0, 0, 0, -1};
 }
 
+constexpr int kCombineThreads = 128;  // of a CTA that carries states on
+
 // Carries four elements of a state on over the boundaries of a sequence, in place: what the segment before a
 // boundary adds by itself becomes what arrives there,
 //   X = decay X + weight own.
