@@ -148,8 +148,9 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
                     qn_rows = {of_first_lane(qn_parts[0].x + qn_parts[0].y),
                                of_first_lane(qn_parts[1].x + qn_parts[1].y)};
                 const float2 sums{intra.x + inter.x * qn_rows.x, intra.y + inter.y * qn_rows.y};
+                const float2 unit{gates.unit[row], gates.unit[row + 8]};
                 final_scale =
-                    row_factor<C>(g, task, chunk, gates, row, sums, [&] { return task.column == 0; });
+                    row_factor<C>(g, task, chunk, unit, row, sums, [&] { return task.column == 0; });
             }
             if (last_pass)
                 warpgroup::mma_async_wait<kScoresInFlight>();

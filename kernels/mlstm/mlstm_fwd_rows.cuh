@@ -45,11 +45,12 @@ __device__ inline void store_row_pair(const Globals& g, const Task& task, float*
 
 // 1 / w_t of rows `row` and `row + 8` of a chunk, with the sigmoid gate times the row's unit.
 //
-// sums: of P, and what they get of n. stores(): whether this CTA leaves q n of these rows, one does per head.
+// unit: GateStage::unit of the rows. sums: of P, and what they get of n. stores(): whether this CTA leaves
+// q n of these rows, one does per head.
 template <class C, class Stores>
-__device__ inline float2 row_factor(const Globals& g, const Task& task, int chunk, const GateStage& gates,
-                                    int row, float2 sums, Stores stores) {
-    const float2 unit{gates.unit[row], gates.unit[row + 8]}, one{1.f, 1.f};
+__device__ inline float2 row_factor(const Globals& g, const Task& task, int chunk, float2 unit, int row,
+                                    float2 sums, Stores stores) {
+    const float2 one{1.f, 1.f};
     float2 factor = g.sigmoid_gate ? unit : one;
     if constexpr (C::kNormalize) {
         const float2 d{factor.x * sums.x, factor.y * sums.y};

@@ -3,6 +3,7 @@
 
 #include "mlstm_fwd_globals.cuh"
 #include "mlstm_score_turns.cuh"
+#include "mlstm_wide_rows.cuh"
 #include "mlstm_wide_units.cuh"
 #include "mlstm_wide_values.cuh"
 #include "tfla_tk/sync.cuh"
@@ -49,17 +50,12 @@ struct WideConfig {
     static constexpr int kFragments = std::is_same_v<T, bf16> || kSchedule == Schedule::sequential ? 3 : 4;
     static_assert(kFragments >= 3, "V has two of them as it is, one scaled");
 
-    // Whether V^T P^T leaves out the quarter that is zero, by one wgmma more. NOTES: no gain in fp16.
-    static constexpr bool kHalvesQueries = std::is_same_v<T, bf16>;
-
-    // P is divided by the normaliser before it is rounded. fp16 has no range for that where w is large: rows
-    // whose factor is less than this are divided after the GEMM.
-    static constexpr float kLeastFactor = std::is_same_v<T, bf16> ? 0.f : 1.f / 512;
-    static constexpr bool kDividesLate = kLeastFactor > 0.f;
+    // Whether rows of h that gates make too small for fp16 are made larger at first (mlstm_wide_rows.cuh).
+    static constexpr bool kHoldsRowsLarger = !std::is_same_v<T, bf16>;
 
     // The scores are made a chunk ahead of the state, and a chunk's keys are free at its end, its queries
-    // early in it: so there are three stages of keys.
-    static constexpr int kKeyStages = 3, kStages = 2, kGateStages = 3, kSumStages = 2;
+    // early in it: so there are three stages of keys. Gates take as many as there is memory for.
+    static constexpr int kKeyStages = 3, kStages = 2, kGateStages = kNormalize ? 3 : 4, kSumStages = 2;
     __device__ static inline auto key_tile(int chunk) { return Use<kKeyStages>(chunk); }
     __device__ static inline auto tile(int chunk) { return Use<kStages>(chunk); }  // of queries, of values
     __device__ static inline auto gate_stage(int chunk) { return Use<kGateStages>(chunk); }
@@ -94,14 +90,6 @@ template <class T> struct alignas(128) NormWeights {
     T data[kChunk / 8 + 1][kRows][8];
 };
 
-// What comes with P's rows that one warp makes.
-template <bool kDividesLate> struct alignas(16) RowFactors {
-    // Of what a query gets of C^T: inter over the normaliser. Their sign bits, of all 16, tell whether one of
-    // these rows is still to be divided.
-    float read[16];
-    float late[kDividesLate ? 16 : 0];  // what is left to multiply a row with
-};
-
 // The completion of the maker's scores_free, from 0 on, by which a chunk's scores find their place free.
 __device__ inline int scores_freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
 
@@ -111,7 +99,7 @@ template <class C> struct WideMemory {
     typename C::QueryTile queries[C::kStages];
     typename C::ValueTile values[C::kStages];  // then h, on its way to global memory
     typename C::ScoreTile scores;              // P, over the normaliser
-    RowFactors<C::kDividesLate> row_factors[kChunk / 16];
+    alignas(16) float read_factors[kChunk];    // of what a query gets of C^T: inter over the normaliser
     typename C::Stage gates[C::kGateStages];
     NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
     GateSums gate_sums[C::kSumStages];

@@ -106,6 +106,9 @@ template <class C> __device__ inline void scale_wide_gates(const Globals& g, Wid
                                      chunk + 1 == task.chunks);
         if constexpr (Owed::kRunsAhead)
             if (lane == 0) gates.log2_unit = scan.owed.log2, gates.ahead = scan.owed.ahead();
+        if constexpr (C::kHoldsRowsLarger)
+            if (const bool any = __any_sync(0xffffffff, may_be_held_larger(fminf(m.x, m.y))); lane == 0)
+                gates.has_larger_rows = any;
         arrive_warp(smem.sums_free[sums.slot]);
         arrive_warp(smem.gates_ready[stage.slot]);
         if constexpr (!kSigmoid) store_row_stabilisers(g, task, chunk, m);

@@ -129,14 +129,14 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         }
     };
     // What this warp has stored of a chunk, to the other CTA.
-    constexpr uint32_t kSentRows = 16 * kPanelColumns * sizeof(T), kSentFactors = sizeof(smem.row_factors[0]);
+    constexpr uint32_t kSentRows = 16 * kPanelColumns * sizeof(T), kSentFactors = 16 * sizeof(float);
     constexpr uint32_t kSentBytes = kSentRows + kSentFactors;
     auto send_scores = [&] {
         __syncwarp();
         if (cluster_ctas() == 1 || fresh_laneid() != 0) return;
         const int other = 1 - cta_in_cluster(), row = warp_row();
         send_to_cta(smem.scores.data[0][row], kSentRows, smem.scores_ready, other);
-        send_to_cta(&smem.row_factors[row / 16], kSentFactors, smem.scores_ready, other);
+        send_to_cta(&smem.read_factors[row], kSentFactors, smem.scores_ready, other);
     };
     auto make_chunk = [&](int chunk) {
         const int query_slot = C::tile(chunk).slot;
@@ -156,24 +156,19 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
 
         const float2 sums = gate_scores(gates, of_norm);
         const bool in_first_cluster = task.column < cluster_ctas() * C::kSliceV;
-        float2 factor = row_factor<C>(g, task, chunk, gates, row, sums, [&] { return in_first_cluster; });
-        wait(smem.scores_free, scores_freed(chunk) & 1);
-        // NOTES: addressed by `row`, which is there, not by the warp and the row in it: registers
-        auto write_rows = [&](int part, float2 x) {
-            constexpr int kApart = sizeof(smem.row_factors[0]) / sizeof(float) - 16;
-            float* at = smem.row_factors[0].read + (row + warp_row() * (kApart / 16) + part * 16);
-            if (lane % 4 == 0) at[0] = x.x, at[8] = x.y;
-        };
-        int sign = 0;
-        if constexpr (C::kDividesLate) {
-            float2 left{1.f, 1.f};
-            if (factor.x < C::kLeastFactor) left.x = factor.x, factor.x = 1.f;
-            if (factor.y < C::kLeastFactor) left.y = factor.y, factor.y = 1.f;
-            write_rows(1, left);
-            if (__any_sync(0xffffffff, left.x != 1.f || left.y != 1.f)) sign = 0x80000000;
+        // NOTES: found anew: registers
+        const typename C::Stage& same_gates = smem.gates[C::gate_stage(anew(chunk)).slot];
+        const float2 unit{same_gates.unit[row], same_gates.unit[row + 8]};
+        float2 factor = row_factor<C>(g, task, chunk, unit, row, sums, [&] { return in_first_cluster; });
+        if constexpr (C::kHoldsRowsLarger) {
+            factor.x *= held_larger(unit.x, C::kSigmoid);
+            factor.y *= held_larger(unit.y, C::kSigmoid);
         }
-        auto with_sign = [&](float x) { return __int_as_float(__float_as_int(x) | sign); };
-        write_rows(0, {with_sign(inter.x * factor.x), with_sign(inter.y * factor.y)});
+        wait(smem.scores_free, scores_freed(chunk) & 1);
+        if (lane % 4 == 0) {
+            smem.read_factors[row] = same_gates.inter[row] * factor.x;
+            smem.read_factors[row + 8] = same_gates.inter[row + 8] * factor.y;
+        }
         store_scores(factor);
         fence_async_proxy();
         send_scores();

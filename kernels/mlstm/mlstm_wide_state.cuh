@@ -66,12 +66,8 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
             wgmma_step<false>(queries, a, 0, scores.at(first * kRowBytes + sixteen(step) * 32));
         };
         wgmma_fence();
-        if constexpr (C::kHalvesQueries) {
-            if (sixteen(step) < kTokenSteps / 2) multiply(half_of<0>(out), 0);
-            multiply(half_of<1>(out), kChunk / 2);
-        } else {
-            multiply(out, 0);
-        }
+        if (sixteen(step) < kTokenSteps / 2) multiply(half_of<0>(out), 0);
+        multiply(half_of<1>(out), kChunk / 2);
         commit();
     };
     using Scales = ValueScales<typename C::T2>;
@@ -93,28 +89,6 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
                 state[part], a, 0,
                 keys.column_step(sixteen(step), part * C::kPartPanels * C::KeyTile::panel_bytes));
         commit();
-    };
-    // What the lane's two of eight queries are multiplied with, from factors of 16 on.
-    auto factors_of = [&](const float (&rows)[16], int half) {
-        return *reinterpret_cast<const float2*>(&rows[8 * half + 2 * (fresh_laneid() % 4)]);
-    };
-    auto scale_reading = [&] {
-        scale_column_pairs(out, [&](int j, int half) {
-            const float2 x = factors_of(smem.row_factors[j].read, half);
-            if constexpr (!C::kDividesLate) return x;
-            return float2{fabsf(x.x), fabsf(x.y)};
-        });
-    };
-    // Whether a row is still to be divided, of 16 rows by each of four lanes. NOTES: asked late: kept over
-    // the update it costs a register.
-    auto any_late = [&] {
-        return C::kDividesLate &&
-               __any_sync(0xffffffff, __float_as_int(smem.row_factors[fresh_laneid() % 4].read[0]) < 0);
-    };
-    auto divide_late = [&] {
-        if constexpr (C::kDividesLate)
-            scale_column_pairs(out,
-                               [&](int j, int half) { return factors_of(smem.row_factors[j].late, half); });
     };
     // Each warp of the state, whom eight others precede, has 16 columns of V. NOTES: not by warpgroup_id:
     // kept until the end it costs a register.
@@ -144,7 +118,9 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
 
     if (warpgroup_id == 1 && task.chunks > 0) hand_on_turn();
     int chunks = task.chunks;
-    for (int chunk = 0; chunk < chunks; chunk++) {
+    uint32_t place;  // of h, as transposed_lane_offset has it
+    // Returns whether rows of h are still to be divided, and h to be handed over.
+    auto walk_chunk = [&](int chunk) {
         const bool last_chunk = chunk + 1 == task.chunks;
         const auto [slot, phase] = C::tile(chunk);
         const auto keys = C::key_tile(chunk);
@@ -173,9 +149,9 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         wait(smem.scores_ready, chunk & 1);
         issue_update(keys.slot, 0);
         // The output's arithmetic is under the update's GEMMs.
-        scale_reading();
+        scale_columns(out, smem.read_factors);
         issue_intra(0);
-        bool late = false;
+        bool larger = false;
 #pragma unroll
         for (int step = 1; step < kTokenSteps; step++) {
             if constexpr (!kLoadsAhead) load_values(slot, step);
@@ -185,31 +161,43 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
                 pin(values_of(step - 2)), pin(scaled_values(step - 2));
             }
             if (kLoadsAhead && step + 1 < kTokenSteps) load_values(slot, step + 1);
-            if (step + 2 == kTokenSteps) late = any_late();
+            if (C::kHoldsRowsLarger && step + 2 == kTokenSteps) larger = gates.has_larger_rows;
             if (step + 1 < kTokenSteps)
                 scale_values(step, scales), issue_update(keys.slot, step), issue_intra(step);
             else  // h waits for the one of these
                 issue_intra(step), scale_values(step, scales), issue_update(keys.slot, step);
         }
-        arrive_warp(smem.gates_free[gate_slot]);
+        arrive_warp_if(!larger, smem.gates_free[gate_slot]);
         warpgroup::mma_async_wait<1>();  // all but the last one of the update
         pin(out);
 #pragma unroll
         for (int step = 1; step < kTokenSteps; step++) pin(values_of(step));
-        if (late) {
-            // NOTES: under the update ptxas has no registers for it (C7512)
-            warpgroup::mma_async_wait<0>();
-            divide_late();
-        }
         arrive_warp_in_cta(smem.scores_free, ScoreTurns::maker(chunk + 1));
         // Each warp takes the place of its own columns of V, which none but it has read.
-        store_transposed<T>(shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset(), out);
-        arrive_warp(smem.out_ready[slot][warpgroup_id]);
+        place = shared_address(smem.values[slot].data[warpgroup_id]) + lane_offset();
+        store_transposed<T>(place, out);
+        arrive_warp_if(!larger, smem.out_ready[slot][warpgroup_id]);
         chunks = load_anew(shared_address(&task.chunks));  // NOTES: early, since it is asked for at once
         wait_for_gemms();
         arrive_warp(smem.keys_free[keys.slot]);
         if (C::kSchedule == Schedule::sequential && !last_chunk)
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
+        return larger;
+    };
+    int chunk = 0;
+    while (chunk < chunks) {
+        // NOTES: what is seldom done lies outside the inner loop: ptxas leaves it in there, and a jump over
+        // it costs 1 %
+        bool larger;
+        do larger = walk_chunk(chunk);
+        while (++chunk < chunks && !larger);
+        if constexpr (C::kHoldsRowsLarger)
+            if (larger) {
+                const int slot = C::tile(chunk - 1).slot, gate_slot = C::gate_stage(chunk - 1).slot;
+                multiply_back(place, smem.gates[gate_slot], C::kSigmoid);
+                arrive_warp(smem.gates_free[gate_slot]);
+                arrive_warp(smem.out_ready[slot][warpgroup_id]);
+            }
     }
 
     if (!g.last.c || !task.last) return;

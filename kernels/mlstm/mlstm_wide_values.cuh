@@ -36,6 +36,7 @@ template <class T2> struct alignas(16) ValueScale {
 template <class T2> struct WideStage : GateStage {
     ValueScale<T2> value_scale[kChunk / 2];
     float log2_unit, ahead;  // of the units after it, where the state runs ahead (mlstm_wide_units.cuh)
+    bool has_larger_rows;    // where the kernel holds rows larger: some may be (mlstm_wide_rows.cuh)
 };
 
 // What the lane's tokens of 16 k .. 16 k + 15 are scaled with: two of the first eight and two of the others.

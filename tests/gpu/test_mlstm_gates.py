@@ -116,6 +116,25 @@ def test_extreme_gates(
 
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("closed", [slice(0, 130), slice(200, 330), slice(600, 700)], ids=str)
+def test_gates_that_close_for_a_while_leave_fp16_its_digits(
+    operator: Any, closed: slice, dims: tuple[int, int], make_inputs: Make, rel_err: Callable[..., float]
+) -> None:
+    """What is small in h is as exact as fp16 can be, and so is what comes before and after."""
+    x = make_inputs(2, 2, 700, dims, torch.float16)
+    positive(x)
+    x["i"][..., closed] -= 12.0
+    x["f"][..., closed] = -10.0
+    h, truth = operator(x), operator.truth(x)["h"]
+    open_rows = torch.ones(700, dtype=torch.bool, device=h.device)
+    open_rows[closed] = False
+    for rows in (open_rows, ~open_rows):
+        found, exact = h[:, :, rows], truth[:, :, rows]
+        least = math.hypot(rel_err(exact.half(), exact), 2 * torch.finfo(torch.float16).eps)
+        assert rel_err(found, exact) <= 1.1 * least
+
+
+@pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 def test_n_beyond_the_range_of_fp16_shows(exponential: Any, dims: tuple[int, int], make_inputs: Make) -> None:
     """Where C stays within it: h is not finite then, and not wrong."""
     # At K = 256 n is kept in units of the state, which is up to 2^-10 of what it stands for.

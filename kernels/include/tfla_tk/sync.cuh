@@ -121,6 +121,11 @@ __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count =
     if (arrives_for_warp()) kittens::arrive(barrier, count);
 }
 
+// arrive_warp if `so`, which is one for all lanes. NOTES: a predicate, no branch.
+__device__ inline void arrive_warp_if(bool so, kittens::semaphore& barrier) {
+    if (arrives_for_warp() && so) kittens::arrive(barrier);
+}
+
 // arrive_warp, announcing `bytes` that will arrive without a thread.
 __device__ inline void arrive_warp_expecting(kittens::semaphore& barrier, uint32_t bytes) {
     __syncwarp();

@@ -121,15 +121,15 @@ template <int kHalf, int kColumns> __device__ inline auto& half_of(kittens::rt_f
     return reinterpret_cast<Half&>(tile.tiles[0][kHalf * Half::width]);
 }
 
-// Columns of a tile times a factor. pair(j, half): of the lane's two of the eight columns from 16 j + 8 half
-// on.
-template <class Tile, class Pair> __device__ inline void scale_column_pairs(Tile& tile, Pair pair) {
+// Column c of a tile times scale[c].
+template <class Tile> __device__ inline void scale_columns(Tile& tile, const float* scale) {
     using T2 = typename Tile::dtype;
+    scale += 2 * (fresh_laneid() % 4);
 #pragma unroll
     for (int j = 0; j < Tile::width; j++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float2 s = pair(j, half);
+            const float2 s = *reinterpret_cast<const float2*>(&scale[16 * j + 8 * half]);
 #pragma unroll
             for (int k = 2 * half; k < 2 * half + 2; k++) {
                 T2& data = tile.tiles[0][j].data[k];
@@ -137,13 +137,6 @@ template <class Tile, class Pair> __device__ inline void scale_column_pairs(Tile
                 data = from_float2<T2>({x.x * s.x, x.y * s.y});
             }
         }
-}
-
-// Column c of a tile times scale[c].
-template <class Tile> __device__ inline void scale_columns(Tile& tile, const float* scale) {
-    scale += 2 * (fresh_laneid() % 4);
-    scale_column_pairs(
-        tile, [&](int j, int half) { return *reinterpret_cast<const float2*>(&scale[16 * j + 8 * half]); });
 }
 
 // sums += the products of a 16 x 16 operand's rows lane / 4 and + 8 with `weights`, this lane's part.

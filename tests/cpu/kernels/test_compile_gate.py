@@ -168,7 +168,7 @@ def waits_at_barrier(kernel: Any, number: int) -> list[int]:
 def test_every_wgmma_of_the_wide_kernel_is_there(wide: Any) -> None:
     """Scores warpgroup: Q [K, n]^T, and K^T times the weights for n. State's: the other three.
 
-    Values meet the scores by halves of the queries in bf16, without the quarter that is zero.
+    Values meet the scores by halves of the queries, without the quarter that is zero.
     """
     steps = CHUNK // 16
     for (_, normalize, _), kernel in wide_kernels(wide).items():
@@ -176,7 +176,7 @@ def test_every_wgmma_of_the_wide_kernel_is_there(wide: Any) -> None:
         assert wgmmas(kernel) == of_norm | {
             ("64x72x16" if normalize else "64x64x16", "scores"): kernel.dim_qk // 16,
             ("64x64x16", "read"): kernel.dim_qk // 16,
-            ("64x64x16" if kernel.half else "64x32x16", "values"): steps if kernel.half else steps * 3 // 2,
+            ("64x32x16", "values"): steps * 3 // 2,
             ("64x128x16", "update"): steps * kernel.dim_qk // 128,
         }
 
@@ -190,11 +190,10 @@ def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
         (block,) = walk_blocks(kernel)
         sequential = kernel.schedule == "sequential"
         assert block.groups == ["update", "values"] * 3 + ["values", "update"]
-        # in bf16 the first half of the queries meets its values later
-        scaling = block.before_values["FMUL"] + (0 if kernel.half else block.after_values["FMUL"])
+        # the first half of the queries meets its values later
+        scaling = block.before_values["FMUL"] + block.after_values["FMUL"]
         assert (scaling >= CHUNK // 2) == (not sequential)
-        # in fp16 the wait of a rare branch stands before it
-        assert block.after_values["STSM"] == (0 if sequential or kernel.half else 4)
+        assert block.after_values["STSM"] == (0 if sequential else 4)
         assert len(waits_at_barrier(kernel, 1)) == sequential
         # by a register: the barrier of the warpgroup's own
         turns = sum(

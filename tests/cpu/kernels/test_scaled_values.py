@@ -17,7 +17,6 @@ from tfla_tk.reference import mlstm_recurrent, mlstm_siging_recurrent
 
 CHUNK = 64
 LANES = 8  # tokens whose roundings are independent: a lane has two of every eight, even and odd
-LEAST_FACTOR = {torch.bfloat16: 0.0, torch.float16: 1 / 512}  # WideConfig::kLeastFactor
 
 Inputs = dict[str, Tensor]
 
@@ -184,6 +183,14 @@ class GivenOnByPairs(GivenOn):
         return self.rounded(lost * self.rounded(decay))
 
 
+def held_larger(unit: Tensor, dtype: torch.dtype, *, sigmoid: bool) -> Tensor:
+    """By how much rows are, until h has been stored, `mlstm_wide_rows.cuh`. unit: that of GateStage."""
+    if dtype == torch.bfloat16:
+        return torch.ones_like(unit)
+    exponent = unit.log2().floor()
+    return torch.exp2(-exponent if sigmoid else exponent).div(512).clamp(1, 2.0**24)
+
+
 def hidden(x: Inputs, added: Added, units: Units, *, sigmoid: bool) -> Tensor:
     """h of one head, [S, V], of mLSTMexp or of mLSTMsig without normaliser, with the roundings of C, P and h,
     and of what `added` rounds.
@@ -199,15 +206,15 @@ def hidden(x: Inputs, added: Added, units: Units, *, sigmoid: bool) -> Tensor:
         row = a.cummax(0).values.maximum(m)
         p = ((q @ k.T) * scale * torch.exp2(a[None] - row[:, None]).nan_to_num(posinf=0.0)).tril()
         inter = scale * torch.exp2(m - row + units.log2)
+        unit = torch.exp2(b + row if sigmoid else -(b + row))
         if sigmoid:
-            factor, end = torch.exp2(b + row), b[-1]
+            factor, end = unit, b[-1]
         else:
-            w = (p.sum(1) + inter * (q @ n)).abs().maximum(torch.exp2(-(b + row)))
-            factor, end = 1 / w, -row[-1]
-        late = factor < LEAST_FACTOR[added.dtype]
-        before, after = factor.where(~late, 1.0)[:, None], factor.where(late, 1.0)[:, None]
-        out = rounded(p * before) @ v + inter[:, None] * before * (q @ rounded(c))
-        found.append(rounded(out * after))
+            factor, end = 1 / (p.sum(1) + inter * (q @ n)).abs().maximum(unit), -row[-1]
+        larger = held_larger(unit, added.dtype, sigmoid=sigmoid)[:, None]
+        held = factor[:, None] * larger
+        out = rounded(p * held) @ v + inter[:, None] * held * (q @ rounded(c))
+        found.append(rounded(rounded(out) / larger))
         decay = torch.tensor(units.add(float(m + end), float(a.max() + end)), dtype=torch.float64)
         weights = torch.exp2(a + end - units.log2)
         units.look(start // CHUNK, k, v, weights)
@@ -330,6 +337,18 @@ def test_pairs_round_as_fp32_does_in_units_of_the_largest_weight() -> None:
     x, dtype = closed_at_start(), torch.float16
     by_pairs = error(x, GivenOnByPairs(dtype), FollowedWeights(), sigmoid=True)
     assert by_pairs <= 1.01 * error(x, GivenOn(dtype), sigmoid=True)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True], ids=["exp", "sig"])
+def test_rows_of_fp16_that_are_not_held_larger_lose_digits(
+    sigmoid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where gates are nearly closed, more than h itself has to."""
+    x, units = draw(alike=False, forget_bias=-1.0), FollowedWeights if sigmoid else Ahead
+    x["i"] -= 12
+    held = error(x, GivenOnByPairs(torch.float16), units(), sigmoid=sigmoid)
+    monkeypatch.setitem(globals(), "held_larger", lambda unit, dtype, sigmoid: torch.ones_like(unit))
+    assert error(x, GivenOnByPairs(torch.float16), units(), sigmoid=sigmoid) > 1.5 * held
 
 
 UNITS = [pytest.param(Ahead, id="exp"), pytest.param(FollowedWeights, id="sig")]

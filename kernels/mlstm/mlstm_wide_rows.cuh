@@ -1,0 +1,44 @@
+// Rows of h at K = 256 whose factor is too small for fp16.
+//
+// P is divided by the normaliser before it is rounded. Where gates are nearly closed that makes it so small
+// that fp16 has few digits left, or none. So there P and what is read of the state are held larger by a power
+// of two, and so is h, until the state's warps have it in shared memory. (A large w beside open gates is a
+// sum of large P, which needs none of this.)
+#pragma once
+
+#include "mlstm_fwd_globals.cuh"
+#include "tfla_tk/tiles.cuh"
+
+namespace tfla_tk::mlstm {
+
+// By how much a row is held larger, at least 1. unit: GateStage::unit, so that all who need it come to the
+// same: the row's factor is at most the unit with the sigmoid gate and at most one over it with the
+// exponential one.
+__device__ inline float held_larger(float unit, bool sigmoid) {
+    constexpr float kLeastFactor = 1.f / 512, kMost = 1 << 24;  // what is smaller than 1 / kMost is no fp16
+    const int exponent = __float_as_int(unit) & 0x7f800000;
+    const float over_factor = __int_as_float(sigmoid ? 0x7f000000 - exponent : exponent);
+    return fminf(fmaxf(over_factor * kLeastFactor, 1.f), kMost);
+}
+
+// Whether it may be more than 1, of a row with the stabiliser m in natural units.
+__device__ inline bool may_be_held_larger(float m) { return m < -6.2f; }
+
+// This warp's 16 columns of h in shared memory over what their rows are held larger by. address: the panel
+// plus transposed_lane_offset, as store_transposed had it.
+__device__ inline void multiply_back(uint32_t address, const GateStage& gates, bool sigmoid) {
+    constexpr int kSteps = kChunk / 16, kStepBytes = 16 * kPanelColumns * sizeof(half);
+    const int row = fresh_laneid() % 8 + fresh_laneid() / 16 * 8;
+    float4 x[kSteps];  // eight columns of a row
+#pragma unroll
+    for (int k = 0; k < kSteps; k++) move<float4>::lds(x[k], address + k * kStepBytes);
+#pragma unroll
+    for (int k = 0; k < kSteps; k++) {
+        const half_2 back = __float2half2_rn(1.f / held_larger(gates.unit[row + 16 * k], sigmoid));
+        for (float* two : {&x[k].x, &x[k].y, &x[k].z, &x[k].w})
+            reinterpret_cast<half_2&>(*two) = __hmul2(reinterpret_cast<half_2&>(*two), back);
+        move<float4>::sts(address + k * kStepBytes, x[k]);
+    }
+}
+
+}  // namespace tfla_tk::mlstm
