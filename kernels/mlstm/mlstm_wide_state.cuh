@@ -185,9 +185,10 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         return larger;
     };
     int chunk = 0;
-    while (chunk < chunks) {
-        // NOTES: what is seldom done lies outside the inner loop: ptxas leaves it in there, and a jump over
-        // it costs 1 %
+    // NOTES: two loops, since ptxas leaves a branch's code where it is, and a jump over what is seldom done
+    // costs 1 %. The outer one asks shared memory: without work of its own ptxas takes both for one, and
+    // computes in every chunk what it could keep.
+    while (chunk < static_cast<int>(load_anew(shared_address(&task.chunks)))) {
         bool larger;
         do larger = walk_chunk(chunk);
         while (++chunk < chunks && !larger);
