@@ -21,12 +21,14 @@ struct ScoreGate {
           sums(sums) {}
 
     // upper, lower: S of the rows in the lane's two columns of the eight from `column` on, in place.
+    // kInPlace: of `gated`.
+    template <bool kInPlace = false>
     __device__ inline void apply(float2& upper, float2& lower, const GateStage& gates, int column) {
         const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
-        upper.x = gated(upper.x, a.x, a.y, reference.x, column <= diagonal);
-        upper.y = gated(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);
-        lower.x = gated(lower.x, a.x, a.y, reference.y, column <= diagonal + 8);
-        lower.y = gated(lower.y, a.z, a.w, reference.y, column + 1 <= diagonal + 8);
+        upper.x = gated<kInPlace>(upper.x, a.x, a.y, reference.x, column <= diagonal);
+        upper.y = gated<kInPlace>(upper.y, a.z, a.w, reference.x, column + 1 <= diagonal);
+        lower.x = gated<kInPlace>(lower.x, a.x, a.y, reference.y, column <= diagonal + 8);
+        lower.y = gated<kInPlace>(lower.y, a.z, a.w, reference.y, column + 1 <= diagonal + 8);
         sums.x += upper.x + upper.y;
         sums.y += lower.x + lower.y;
     }

@@ -53,6 +53,9 @@ struct WideConfig {
     // Whether rows of h that gates make too small for fp16 are made larger at first (mlstm_wide_rows.cuh).
     static constexpr bool kHoldsRowsLarger = !std::is_same_v<T, bf16>;
 
+    // Whether scores are gated in their own registers (`gated`). NOTES: these spill otherwise.
+    static constexpr bool kGatesInPlace = kHoldsRowsLarger && kSchedule != Schedule::overlapped;
+
     // The scores are made a chunk ahead of the state, and a chunk's keys are free at its end, its queries
     // early in it: so there are three stages of keys. Gates take as many as there is memory for.
     static constexpr int kKeyStages = 3, kStages = 2, kGateStages = kNormalize ? 3 : 4, kSumStages = 2;

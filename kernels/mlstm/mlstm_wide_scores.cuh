@@ -105,8 +105,9 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         for (int j = 0; j < scores.width; j++) {
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                gate.apply(scores.tiles[0][j].data[2 * half], scores.tiles[0][j].data[2 * half + 1], gates,
-                           16 * j + 8 * half);
+                gate.template apply<C::kGatesInPlace>(scores.tiles[0][j].data[2 * half],
+                                                      scores.tiles[0][j].data[2 * half + 1], gates,
+                                                      16 * j + 8 * half);
             asm volatile("" ::: "memory");  // NOTES: gates are loaded when needed: registers
         }
         return gate.row_sums();

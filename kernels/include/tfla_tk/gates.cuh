@@ -36,8 +36,20 @@ struct alignas(16) GateStage {
 };
 
 // A score of the chunk's P, from GateStage::column and GateStage::row.
+// kInPlace: NOTES: ptxas computes only what is visible, into a register beside the score's; this way into the
+// score's, always, which costs 0.4 % of the forward at K = 256.
+template <bool kInPlace = false>
 __device__ inline float gated(float score, float high, float low, float row, bool visible) {
-    return visible ? score * exp2f((high - row) + low) : 0.f;
+    if constexpr (!kInPlace) return visible ? score * exp2f((high - row) + low) : 0.f;
+    float p = score * exp2f((high - row) + low);
+    asm("{\n"
+        ".reg .pred visible;\n"
+        "setp.ne.s32 visible, %1, 0;\n"
+        "selp.f32 %0, %0, 0f00000000, visible;\n"
+        "}\n"
+        : "+f"(p)
+        : "r"(static_cast<int>(visible)));
+    return p;
 }
 
 __device__ inline float load_gate(const Gate& gate, int64_t offset) {
