@@ -28,7 +28,7 @@ __device__ inline bool may_be_held_larger(float m) { return m < -6.2f; }
 // plus transposed_lane_offset, as store_transposed had it.
 __device__ inline void multiply_back(uint32_t address, const GateStage& gates, bool sigmoid) {
     constexpr int kSteps = kChunk / 16, kStepBytes = 16 * kPanelColumns * sizeof(half);
-    const int row = fresh_laneid() % 8 + fresh_laneid() / 16 * 8;
+    const int row = transposed_row(fresh_laneid());
     float4 x[kSteps];  // eight columns of a row
 #pragma unroll
     for (int k = 0; k < kSteps; k++) move<float4>::lds(x[k], address + k * kStepBytes);

@@ -97,11 +97,13 @@ __device__ inline uint32_t panel_offset(uint32_t row, uint32_t unit) {
     return row * (kPanelColumns * 2) + ((unit ^ (row % 8)) * 16);
 }
 
-// This lane's row address for ldmatrix and stmatrix, transposed, relative to the panel: columns [16 warp,
-// 16 warp + 16).
+// The row, of 16, that a lane's address names for ldmatrix and stmatrix, transposed.
+template <class Lane> __device__ inline Lane transposed_row(Lane lane) { return lane % 8 + lane / 16 * 8; }
+
+// This lane's row address for them, relative to the panel: columns [16 warp, 16 warp + 16).
 __device__ inline uint32_t transposed_lane_offset(int warp) {
     const uint32_t lane = kittens::laneid();
-    return panel_offset(lane % 8 + (lane / 16) * 8, 2 * warp + (lane / 8) % 2);
+    return panel_offset(transposed_row(lane), 2 * warp + (lane / 8) % 2);
 }
 
 // A = X^T for all 16 A::width rows of a panel of X and this warp's 16 columns. `address` is the panel plus
