@@ -29,15 +29,19 @@ __device__ inline bool may_be_held_larger(float m) { return m < -6.2f; }
 __device__ inline void multiply_back(uint32_t address, const GateStage& gates, bool sigmoid) {
     constexpr int kSteps = kChunk / 16, kStepBytes = 16 * kPanelColumns * sizeof(half);
     const int row = transposed_row(fresh_laneid());
-    float4 x[kSteps];  // eight columns of a row
+    half_2 back[kSteps], h[kSteps][4];  // eight columns of a row each
 #pragma unroll
-    for (int k = 0; k < kSteps; k++) move<float4>::lds(x[k], address + k * kStepBytes);
+    for (int k = 0; k < kSteps; k++) load_shared(h[k], address + k * kStepBytes);
 #pragma unroll
     for (int k = 0; k < kSteps; k++) {
-        const half_2 back = __float2half2_rn(1.f / held_larger(gates.unit[row + 16 * k], sigmoid));
-        for (float* two : {&x[k].x, &x[k].y, &x[k].z, &x[k].w})
-            reinterpret_cast<half_2&>(*two) = __hmul2(reinterpret_cast<half_2&>(*two), back);
-        move<float4>::sts(address + k * kStepBytes, x[k]);
+        const int larger = __float_as_int(held_larger(gates.unit[row + 16 * k], sigmoid));
+        back[k] = __float2half2_rn(__int_as_float(0x7f000000 - larger));  // 1 over a power of two
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; k++) {
+#pragma unroll
+        for (auto& pair : h[k]) pair = __hmul2(pair, back[k]);
+        store_shared(address + k * kStepBytes, h[k]);
     }
 }
 

@@ -266,15 +266,28 @@ __device__ inline void zero_rows(PanelTile<T, kRows, kColumns, kMoreRows>& tile,
     }
 }
 
-// Writes one or two registers of pairs to shared memory, aligned to their size.
+// Writes one, two or four registers of pairs to shared memory, aligned to their size.
 template <class T2, int kPairs> __device__ inline void store_shared(uint32_t address, const T2 (&x)[kPairs]) {
-    static_assert(kPairs == 1 || kPairs == 2);
+    static_assert(kPairs == 1 || kPairs == 2 || kPairs == 4);
     const auto* bits = reinterpret_cast<const uint32_t*>(x);
     if constexpr (kPairs == 1)
         asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(bits[0]) : "memory");
+    else if constexpr (kPairs == 4)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(bits[0]), "r"(bits[1]),
+                     "r"(bits[2]), "r"(bits[3])
+                     : "memory");
     else
         asm volatile("st.shared.v2.b32 [%0], {%1, %2};\n" ::"r"(address), "r"(bits[0]), "r"(bits[1])
                      : "memory");
+}
+
+// Reads what store_shared has written of four registers. NOTES: volatile: several calls before what uses them
+// stay there, where ptxas would wait for one after the other.
+template <class T2> __device__ inline void load_shared(T2 (&x)[4], uint32_t address) {
+    auto* bits = reinterpret_cast<uint32_t*>(x);
+    asm volatile("ld.volatile.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(bits[0]), "=r"(bits[1]), "=r"(bits[2]), "=r"(bits[3])
+                 : "r"(address));
 }
 
 // Visits this thread's column pairs of a tile: body(pair, row, column) for an fp32 tile whose rows start at
