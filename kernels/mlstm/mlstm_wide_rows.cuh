@@ -11,17 +11,23 @@
 
 namespace tfla_tk::mlstm {
 
-// By how much a row is held larger, at least 1. unit: GateStage::unit, so that all who need it come to the
-// same: the row's factor is at most the unit with the sigmoid gate and at most one over it with the
-// exponential one.
+constexpr float kLeastFactor = 1.f / 512;  // a row whose factor may be less is held larger
+
+__device__ inline float over_power_of_two(float power) {
+    return __int_as_float(0x7f000000 - __float_as_int(power));
+}
+
+// By how much a row is held larger, at least 1, a power of two. unit: GateStage::unit, so that all who need
+// it come to the same: the row's factor is at most the unit with the sigmoid gate and at most one over it
+// with the exponential one.
 __device__ inline float held_larger(float unit, bool sigmoid) {
-    constexpr float kLeastFactor = 1.f / 512, kMost = 1 << 24;  // what is smaller than 1 / kMost is no fp16
-    const int exponent = __float_as_int(unit) & 0x7f800000;
-    const float over_factor = __int_as_float(sigmoid ? 0x7f000000 - exponent : exponent);
+    constexpr float kMost = 1 << 24;  // what is smaller than 1 / kMost is no fp16
+    const float power = __int_as_float(__float_as_int(unit) & 0x7f800000);
+    const float over_factor = sigmoid ? over_power_of_two(power) : power;
     return fminf(fmaxf(over_factor * kLeastFactor, 1.f), kMost);
 }
 
-// Whether it may be more than 1, of a row with the stabiliser m in natural units.
+// Whether it may be more than 1, of a row with the stabiliser m in natural units: below ln kLeastFactor.
 __device__ inline bool may_be_held_larger(float m) { return m < -6.2f; }
 
 // This warp's 16 columns of h in shared memory over what their rows are held larger by. address: the panel
@@ -33,10 +39,8 @@ __device__ inline void multiply_back(uint32_t address, const GateStage& gates, b
 #pragma unroll
     for (int k = 0; k < kSteps; k++) load_shared(h[k], address + k * kStepBytes);
 #pragma unroll
-    for (int k = 0; k < kSteps; k++) {
-        const int larger = __float_as_int(held_larger(gates.unit[row + 16 * k], sigmoid));
-        back[k] = __float2half2_rn(__int_as_float(0x7f000000 - larger));  // 1 over a power of two
-    }
+    for (int k = 0; k < kSteps; k++)
+        back[k] = __float2half2_rn(over_power_of_two(held_larger(gates.unit[row + 16 * k], sigmoid)));
 #pragma unroll
     for (int k = 0; k < kSteps; k++) {
 #pragma unroll
