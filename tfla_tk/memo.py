@@ -38,9 +38,14 @@ Result = TypeVar("Result")
 
 
 class Memo(Generic[Result]):
-    """Results by signature, at most LIMIT of them: when it is full it starts afresh."""
+    """Results by signature, at most LIMIT of them: when it is full it starts afresh.
 
-    def __init__(self) -> None:
+    Args:
+        strided: strides are part of the signature.
+    """
+
+    def __init__(self, strided: bool = False) -> None:
+        self._strided = strided
         self._results: dict[Hashable, Result] = {}
         self.get = self._results.get
         self.clear = self._results.clear
@@ -53,7 +58,7 @@ class Memo(Generic[Result]):
 
         eager says that the call is such a one: nothing traces or intercepts it.
         """
-        key = signature(tensors, options)
+        key = signature(tensors, options, self._strided)
         if key is None:
             return make(tensors, options, eager=False)
         result = self.get(key)
@@ -69,7 +74,7 @@ class Memo(Generic[Result]):
         self._results[key] = result
 
 
-def signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Hashable | None:
+def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool = False) -> Hashable | None:
     """All that validation, choice and dispatch of a call depend on, but for the machine.
 
     None for anything but a plain eager call: while something traces, transforms or intercepts torch
@@ -77,19 +82,25 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Hashable | 
 
     Args:
         tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
+        strided: whether strides count.
     """
     types = tuple(map(type, options))
     if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
         return None
-    recorded = records(tensors)
-    parts: list[Hashable] = [options, types, _profiler_enabled(), recorded]
+    parts: list[Hashable] = [options, types, _profiler_enabled()]
+    grad_mode = torch.is_grad_enabled()
     for x in tensors:
         if x is None:
             parts.append(None)
             continue
-        parts.append((x.shape, x.dtype, x.device, x.layout, x.is_neg()))
-        if recorded:
-            parts.append((x.requires_grad, x.is_leaf))
+        if x.layout is not torch.strided:
+            return None
+        if strided:
+            parts.append((x.shape, x.dtype, x.device, x.is_neg(), x.stride()))
+        else:
+            parts.append((x.shape, x.dtype, x.device, x.is_neg()))
+        if grad_mode and x.requires_grad:
+            parts.append(x.is_leaf)
     if _is_any_autocast_enabled():
         parts.append(autocast_dtype(tensors[0], None))
     return tuple(parts)

@@ -5,6 +5,7 @@ Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -194,17 +195,19 @@ def _check(
 class _Plan(NamedTuple):
     """How a call is served.
 
-    casts: q, k, v are not all of the call's dtype (autocast); direct: the kernels are called without the op.
+    Attributes:
+        casts: q, k, v are not all of the call's dtype (autocast).
+        kernels: what serves it on the tk backend without the op, from tensors of the call's dtype; or None.
     """
 
     call: MLSTMCall
     backend: str
     variant: str | None
     casts: bool
-    direct: bool
+    kernels: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None
 
 
-_plans: Memo[_Plan] = Memo()
+_plans: Memo[_Plan] = Memo(strided=True)
 
 
 def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -214,11 +217,13 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
         op: name of the public function.
         tensors: in the order of _TENSORS. options: in the order of _OPTIONS; they tell the operators apart.
     """
-    call, name, variant, casts, direct = _plans.of(tensors, options, partial(_make_plan, op))
+    call, name, variant, casts, kernels = _plans.of(tensors, options, partial(_make_plan, op))
     if casts:
-        tensors = (*(x.to(call.dtype) for x in tensors[:3]), *tensors[3:])
+        tensors = _cast(tensors, call.dtype)
+    if kernels is not None:
+        return kernels(*tensors)
     if name == "tk":
-        return ops.mlstm(call, variant or "auto", *tensors, direct=direct)
+        return ops.mlstm(call, variant or "auto", *tensors)
     result: tuple[Tensor, tuple[Tensor, ...]]
     if name == "triton":
         recompute = options[_OPTIONS.index("recompute_states_in_bw")]
@@ -237,4 +242,12 @@ def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, e
         # nothing to launch: the reference carries the initial state and the graph through
         name, variant = "reference", None
     casts = any(x.dtype != call.dtype for x in tensors[:3])
-    return _Plan(call, name, variant, casts, direct=eager and name == "tk" and is_plain(tensors))
+    kernels = None
+    if eager and name == "tk" and is_plain(tensors):
+        kernels = ops.prepare_mlstm(call, variant or "auto", _cast(tensors, call.dtype) if casts else tensors)
+    return _Plan(call, name, variant, casts, kernels)
+
+
+def _cast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The tensors with q, k, v in the given dtype."""
+    return *(x.to(dtype) for x in tensors[:3]), *tensors[3:]

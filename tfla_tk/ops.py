@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -78,19 +78,55 @@ def mlstm(
     n_initial: MaybeTensor,
     m_initial: MaybeTensor,
     cu_seqlens: MaybeTensor,
-    *,
-    direct: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The tk backend: tfla_tk::mlstm_fwd, float64 gates and the initial state cast to what the kernels read.
-
-    Args:
-        direct: call the kernels, not the op: for plain eager calls.
 
     Returns:
         h and the last state, (c, n, m) or with the sigmoid gate (c, n); of use only if asked for.
     """
+    tensors = _as_read(call, (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens))
+    h, c, n, m, *_ = _fwd(*tensors, *_options(call), call.return_last_states, False, schedule)
+    return h, (c, n) if call.sigmoid_gate else (c, n, m)
+
+
+def prepare_mlstm(
+    call: MLSTMCall, schedule: str, tensors: tuple[Any, ...]
+) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+    """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these.
+
+    Like these are tensors with the same metadata, strides included, that autograd records or not as these.
+
+    Returns:
+        A function of the tensors that `mlstm` takes.
+    """
+    from tfla_tk.backends import tk_forward
+
+    options, last, sigmoid_gate = _options(call), call.return_last_states, call.sigmoid_gate
+    read = _as_read(call, tensors)
+    reads_all_as_given = all(x is given for x, given in zip(read, tensors, strict=True))
+    if records(read):
+
+        def forward(*tensors: Any) -> Any:
+            return _DirectMLSTM.apply(*tensors, (options, last, schedule))
+    else:
+        forward = tk_forward.prepare(read, tk_forward.Options(*options, last, False, schedule))
+
+    def run(*tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        h, c, n, m, *_ = forward(*(tensors if reads_all_as_given else _as_read(call, tensors)))
+        return h, (c, n) if sigmoid_gate else (c, n, m)
+
+    return run
+
+
+def _options(call: MLSTMCall) -> tuple[bool, bool, float]:
+    return call.sigmoid_gate, call.normalize, call.eps
+
+
+def _as_read(call: MLSTMCall, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors of mlstm_fwd in dtypes that the kernels read, None for those that do not count."""
+    q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens = tensors
     dtype = state_dtype(q)
-    tensors = (
+    return (
         q,
         k,
         v,
@@ -101,13 +137,6 @@ def mlstm(
         None if call.sigmoid_gate else _cast(m_initial, dtype),
         cu_seqlens,
     )
-    options = (call.sigmoid_gate, call.normalize, call.eps)
-    if direct and records(tensors):
-        h, c, n, m = _DirectMLSTM.apply(*tensors, (options, call.return_last_states, schedule))
-    else:
-        forward = _kernels_fwd if direct else _fwd
-        h, c, n, m, *_ = forward(*tensors, *options, call.return_last_states, False, schedule)
-    return h, (c, n) if call.sigmoid_gate else (c, n, m)
 
 
 def _cast(x: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
@@ -235,9 +264,9 @@ def _bwd_cuda(*args: Any) -> Grads:
 
 
 def _kernels_fwd(*args: Any) -> Any:
-    from tfla_tk.backends import tk
+    from tfla_tk.backends import tk_forward
 
-    return tk.mlstm_fwd(*args)
+    return tk_forward.mlstm_fwd(*args)
 
 
 def _kernels_bwd(*args: Any) -> MaybeGrads:

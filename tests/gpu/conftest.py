@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk.backends import segments
+from tfla_tk import mlstm
+from tfla_tk.backends import segments, tk_forward
 
 DEVICE = "cuda"
 
@@ -278,8 +279,22 @@ def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
     return draw
 
 
+def forget_calls() -> None:
+    """Have the next calls worked out anew, whatever calls like them there were."""
+    mlstm._plans.clear()
+    tk_forward._forwards.clear()
+
+
 @pytest.fixture
-def cut_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def new_calls() -> Iterator[None]:
+    """No call of the test is like one before or after it."""
+    forget_calls()
+    yield
+    forget_calls()
+
+
+@pytest.fixture
+def cut_every(monkeypatch: pytest.MonkeyPatch, new_calls: None) -> Callable[[int], None]:
     """Cuts every sequence into segments of so many chunks, forward and backward."""
 
     def cut_every(chunks: int) -> None:
@@ -291,5 +306,6 @@ def cut_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
         monkeypatch.setattr(segments, "cut", cut)
         monkeypatch.setattr(segments, "cut_packed", cut_packed)
+        forget_calls()
 
     return cut_every

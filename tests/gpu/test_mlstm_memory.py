@@ -38,7 +38,7 @@ def fuse(x: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def uncut(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncut(monkeypatch: pytest.MonkeyPatch, new_calls: None) -> None:
     """No sequence is cut, so that no state needs memory between kernels."""
     monkeypatch.setattr(
         segments, "cut", lambda sequences, tokens, *_: segments.Cut(sequences, -(-tokens // segments.CHUNK))
@@ -89,6 +89,21 @@ def test_what_tma_cannot_address_is_copied_once(
     # one more for h where its rows cannot be addressed either
     copies += found["h"].nbytes if layout is head_last else 0
     assert peak_bytes(lambda: operator(view)) == copies + found["h"].nbytes
+
+
+@pytest.mark.parametrize("names", [("q", "k", "v"), ("c_initial", "n_initial", "m_initial")], ids="_".join)
+def test_a_call_like_the_last_one_at_odd_addresses(
+    names: tuple[str, ...], operator: Any, make_inputs: Make
+) -> None:
+    """What is kept of calls does not tell where their tensors start."""
+    x = make_inputs(states=operator.states)
+    plain = operator.run(x)
+    late = {n: torch.empty(t.numel() + 1, dtype=t.dtype, device="cuda")[1:].view_as(t) for n, t in x.items()}
+    odd = x | {name: late[name].copy_(x[name]) for name in names if name in x}
+    assert all(odd[name].stride() == x[name].stride() for name in x)
+    for inputs in (odd, x, odd):
+        found = operator.run(inputs)
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
 def test_heads_that_share_memory(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:

@@ -4,41 +4,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends import segments, tk_passes
 from tfla_tk.backends.tk_intra import GRID_LIMIT
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
-from tfla_tk.ops import SCHEDULES, MaybeTensor, chunk_slots
+from tfla_tk.ops import SCHEDULES, MaybeTensor
 from tfla_tk.validation import MLSTMCall, fail
 
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
 Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
-
-# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the workspace that a backward can use.
-FwdResult = tuple[
-    Tensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-    MaybeTensor,
-]
 
 HOPPER = (9, 0)
 _log = logging.getLogger("tfla_tk")
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _GATE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class DType of params.h
 _MOST_HEADS = 2**31 - 1  # that an int of the kernels counts
+ADDRESS_ALIGNMENT = 16  # bytes: of what TMA and vector loads read
 _ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
 
 
@@ -158,131 +144,6 @@ def _probe_device(index: int | None) -> tuple[str, str]:
     return "", ""
 
 
-def mlstm_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None,
-    n_initial: Tensor | None,
-    m_initial: Tensor | None,
-    cu_seqlens: Tensor | None,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    return_last_states: bool,
-    return_rows: bool,
-    schedule: str,
-    keep_states: bool = False,
-) -> FwdResult:
-    """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
-
-    What was not asked for is None. One launch, or three where sequences are cut (`segments`).
-    q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
-
-    Args:
-        keep_states: where the backward will cut the sequences, cut them the same way and return the
-            workspace, which has the states at the cuts (`states_at_cuts`), as the last result.
-
-    Raises:
-        BuildError: The kernel is not compiled yet and cannot be.
-        RuntimeError: The launch was refused.
-    """
-    batch, heads, seq, dim_qk = q.shape
-    dim_v = v.shape[-1]
-    device = q.get_device()
-    instance, slices = _instance(dim_qk, dim_v, schedule)
-    kernel = build.load(instance)
-    operands = Operands()
-    offsets = operands.offsets(cu_seqlens, batch)
-    *_, sequences = offsets
-    sizes = (batch, heads, seq, dim_qk, dim_v)
-    multiprocessors, packed = _multiprocessors(device), cu_seqlens is not None
-    kept = False
-    if keep_states:
-        cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
-        kept = cut.segments > sequences
-    if not kept:
-        find = segments.cut_packed if packed else segments.cut
-        cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
-    keys_and_values = operands.read(k), operands.read(v)
-    gates = _gate(i), _gate(f)
-    initial = operands.state(c_initial), operands.state(n_initial), operands.state(m_initial)
-    cut_of_offsets = (*offsets, *cut)
-    options = (q.dtype == torch.float16, sigmoid_gate, normalize, device, _current_stream(device))
-    workspace = None
-    if cut.segments > sequences:
-        slots = (cut.segments - sequences) * heads
-        workspace = _fp32(q, (_workspace_floats(kernel, slots, dim_qk, dim_v),))
-        # before the results are allocated, so that a GPU that waits for the host has work early
-        kernel.mlstm_fwd_states(
-            *keys_and_values, *gates, initial, cut_of_offsets, workspace.data_ptr(), sizes, *options
-        )
-    h = torch.empty_like(v)
-    c = n = m = row_n = row_m = chunk_m = None
-    if return_last_states:
-        c = _fp32(q, (sequences, heads, dim_qk, dim_v))
-        n = _fp32(q, (sequences, heads, dim_qk))
-        if not normalize:
-            n.zero_()
-        if not sigmoid_gate:
-            m = _fp32(q, (sequences, heads, 1))
-    if return_rows:
-        row_n = _fp32(q, (batch, heads, seq)) if normalize else None
-        if not sigmoid_gate:
-            row_m = _fp32(q, (batch, heads, seq))
-            slots = chunk_slots(seq, cu_seqlens)
-            chunk_m = _fp32(q, (batch, heads, slots, 2))
-    kernel.mlstm_fwd(
-        operands.read(q),
-        *keys_and_values,
-        operands.write(h),
-        *gates,
-        initial,
-        (_pointer(c), _pointer(n) if normalize else 0, _pointer(m)),
-        (_pointer(row_n), _pointer(row_m), _pointer(chunk_m)),
-        cut_of_offsets,
-        _pointer(workspace),
-        sizes,
-        dim_qk**-0.5,
-        eps,
-        *options,
-    )
-    operands.copy_back()
-    return h, c, n, m, row_n, row_m, chunk_m, workspace if kept else None
-
-
-@functools.cache
-def _instance(dim_qk: int, dim_v: int, schedule: str) -> tuple[build.Instance, int]:
-    """The kernel instance and in how many slices of V its CTAs share a head."""
-    instance = instances.mlstm_fwd(
-        dim_qk, dim_v, instances.DEFAULT_SCHEDULE if schedule == "auto" else schedule
-    )
-    slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])
-    return instance, -(-dim_v // slice_v)
-
-
-@functools.lru_cache(maxsize=1024)
-def _workspace_floats(kernel: ModuleType, slots: int, dim_qk: int, dim_v: int) -> int:
-    """Size of the memory between the kernels of a cut call, for so many states."""
-    return -(-int(kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v)) // 4)
-
-
-def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int] | None:
-    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; None if it has not so many slots.
-
-    n is written with a normaliser only.
-    """
-    # struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
-    c = 2 * tk_passes.DOUBLE * slots
-    n = c + tk_passes.FLOAT * slots * dim_qk * dim_v
-    if tk_passes.FLOAT * workspace.numel() != n + tk_passes.FLOAT * slots * (dim_qk + 1):
-        return None
-    address = workspace.data_ptr()
-    return address + c, address + n
-
-
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -291,10 +152,6 @@ def _multiprocessors(device: int) -> int:
 def _current_stream(device: int) -> int:
     """The raw handle of the device's current stream; torch.cuda.current_stream would wrap it in an object."""
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-def _fp32(like: Tensor, shape: Sequence[int]) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
 
 
 def _pointer(x: Tensor | None) -> int:
@@ -307,7 +164,7 @@ def _gate(x: Tensor) -> Gate:
 
 
 @functools.lru_cache(maxsize=4096)
-def _descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
+def descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Strides of B, NH and S for a TMA descriptor, or None where it cannot address the rows.
 
     The strides of dimensions of size 1 do not matter, but TMA wants multiples of 16 bytes there too.
@@ -326,8 +183,24 @@ def _descriptor_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tup
 def _operand(x: Tensor) -> Operand | None:
     """Address of x [B, NH, S, D] and its strides for a TMA descriptor; None where it cannot address x."""
     pointer = x.data_ptr()
-    strides = _descriptor_strides(x.shape, x.stride())
-    return None if strides is None or pointer % 16 else (pointer, *strides)
+    strides = descriptor_strides(x.shape, x.stride())
+    return None if strides is None or pointer % ADDRESS_ALIGNMENT else (pointer, *strides)
+
+
+def as_operand(x: Tensor) -> Tensor:
+    """x [B, NH, S, D] as it lies where a TMA descriptor can address it, else a copy."""
+    return _dense(x) if _operand(x) is None else x
+
+
+def as_state(x: MaybeTensor) -> MaybeTensor:
+    """x as it lies where it is contiguous and vector loads can take it, else a copy."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % ADDRESS_ALIGNMENT == 0):
+        return x
+    return _dense(x)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class Operands:
@@ -343,7 +216,7 @@ class Operands:
     def read(self, x: Tensor) -> Operand:
         """x [B, NH, S, D]."""
         found = _operand(x)
-        return self._operand_of(x.clone(memory_format=torch.contiguous_format)) if found is None else found
+        return self._operand_of(_dense(x)) if found is None else found
 
     def write(self, result: Tensor) -> Operand:
         """A result [B, NH, S, D] to be written."""
@@ -352,13 +225,10 @@ class Operands:
 
     def state(self, x: Tensor | None) -> int:
         """Address of x, contiguous and where 16-byte loads can take it; 0 for None."""
-        if x is None:
-            return 0
-        pointer = x.data_ptr()
-        if x.is_contiguous() and pointer % 16 == 0:
-            return pointer
-        self._copies.append(x.clone(memory_format=torch.contiguous_format))
-        return self._copies[-1].data_ptr()
+        readable = as_state(x)
+        if readable is not None and readable is not x:
+            self._copies.append(readable)
+        return _pointer(readable)
 
     def state_result(self, result: Tensor | None) -> Tensor | None:
         """A state to be written, contiguous."""

@@ -30,7 +30,6 @@ from tfla_tk.backends.tk import (
     _gate,
     _multiprocessors,
     _pointer,
-    states_at_cuts,
 )
 from tfla_tk.backends.tk_backward_launches import (
     Call,
@@ -46,6 +45,7 @@ from tfla_tk.backends.tk_backward_launches import (
     launch_segments_of_dk,
     launch_segments_of_dq,
 )
+from tfla_tk.backends.tk_forward import states_at_cuts
 from tfla_tk.backends.tk_passes import Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.ops import MaybeGrads, MaybeTensor, chunk_slots, grads_like
 
@@ -81,7 +81,8 @@ def mlstm_bwd(
     forward's alone.
 
     Args:
-        states: the last result of `tk.mlstm_fwd`: what enters the segments of "dq" is then not made again.
+        states: the last result of `tk_forward.mlstm_fwd`: what enters the segments of "dq" is then not made
+            again.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.

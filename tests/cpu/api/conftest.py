@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tfla_tk.backends
 from tfla_tk import Support, decode, mlstm, ops, step_ops
-from tfla_tk.backends import tk
+from tfla_tk.backends import tk, tk_forward
 from tfla_tk.validation import MLSTMCall
 
 Inputs = dict[str, Tensor]
@@ -83,11 +83,30 @@ def chosen_verdict(supports: Callable[..., Support]) -> Callable[..., Support]:
     return supports_by_choice
 
 
+class FakeForward(ModuleType):
+    """tk_forward with the op's CPU code as its kernel; what is prepared calls `mlstm_fwd`, too."""
+
+    Options = tk_forward.Options
+    mlstm_fwd = staticmethod(forward_kernel)
+
+    def prepare(self, tensors: tuple[Any, ...], options: tk_forward.Options) -> Callable[..., Any]:
+        def layouts(tensors: tuple[Any, ...]) -> list[Any]:
+            return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+
+        expected = layouts(tensors)
+
+        def forward(*tensors: Any) -> Any:
+            assert layouts(tensors) == expected and not options.keep_states
+            return self.mlstm_fwd(*tensors, *options[:-1])
+
+        return forward
+
+
 class FakeTk(ModuleType):
-    """The tk backend's module with a verdict that a test chooses; its kernel is the op's CPU code."""
+    """The tk backend's module with a verdict that a test chooses."""
 
     verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
-    mlstm_fwd = staticmethod(forward_kernel)
+    forward: FakeForward
     states_left = LEFT
 
     supports_mlstm = chosen_verdict(tk.supports_mlstm)
@@ -101,7 +120,9 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
     mlstm._plans.clear()
     decode._plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
-    fakes: dict[str, ModuleType] = {"tk": module, "tk_backward": ModuleType("tfla_tk.backends.tk_backward")}
+    module.forward = FakeForward("tfla_tk.backends.tk_forward")
+    fakes: dict[str, ModuleType] = {"tk": module, "tk_forward": module.forward}
+    fakes["tk_backward"] = ModuleType("tfla_tk.backends.tk_backward")
     fakes["tk_backward"].mlstm_bwd = backward_kernels  # type: ignore[attr-defined]
     for kernel in ("step", "sequence"):
         fakes[f"tk_{kernel}"] = ModuleType(f"tfla_tk.backends.tk_{kernel}")

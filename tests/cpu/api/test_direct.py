@@ -36,7 +36,7 @@ class Calls:
         self.last: tuple[Any, ...] = ()
         self.more: tuple[Any, ...] = ()
         fake_tk.verdict = Support(True)
-        for name, module in (("fwd", fake_tk), ("bwd", tfla_tk.backends.tk_backward)):
+        for name, module in (("fwd", fake_tk.forward), ("bwd", tfla_tk.backends.tk_backward)):
             kernel, op = getattr(module, f"mlstm_{name}"), getattr(ops, f"_{name}")
             monkeypatch.setattr(module, f"mlstm_{name}", self._noting(name, self.kernels.append, kernel))
             monkeypatch.setattr(ops, f"_{name}", self._noting(name, self.ops.add, op))

@@ -30,9 +30,9 @@ class Served:
         self.checked = 0
         self.direct = 0
         self.dispatched = 0
-        self.real, self.kernel = ops.mlstm, fake_tk.mlstm_fwd
+        self.real, self.kernel = ops.mlstm, fake_tk.forward.mlstm_fwd
         fake_tk.supports_mlstm = self._supports
-        fake_tk.mlstm_fwd = self._kernel
+        fake_tk.forward.mlstm_fwd = self._kernel
         monkeypatch.setattr(ops, "mlstm", self._serve)
 
     def _supports(self, call: MLSTMCall, variant: str | None = None) -> Support:
@@ -43,9 +43,9 @@ class Served:
         self.direct += 1
         return self.kernel(*args)
 
-    def _serve(self, *args: Any, direct: bool) -> Any:
-        self.dispatched += not direct
-        return self.real(*args, direct=direct)
+    def _serve(self, *args: Any) -> Any:
+        self.dispatched += 1
+        return self.real(*args)
 
 
 @pytest.fixture
@@ -56,10 +56,14 @@ def served(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
 def test_an_equal_call_is_checked_once(served: Served, make_inputs: Make) -> None:
     expected = mlstm_chunkwise(**make_inputs(), backend="reference")
     for _ in range(3):
-        # other tensors, other memory, other strides
+        # other tensors, other memory
+        torch.testing.assert_close(mlstm_chunkwise(**make_inputs()), expected)
+    assert (served.checked, served.direct, served.dispatched) == (1, 3, 0)
+    for _ in range(2):
+        # other strides
         x = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in make_inputs().items()}
         torch.testing.assert_close(mlstm_chunkwise(**x), expected)
-    assert (served.checked, served.direct, served.dispatched) == (1, 3, 0)
+    assert (served.checked, served.direct, served.dispatched) == (2, 5, 0)
 
 
 @contextmanager
@@ -97,11 +101,11 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def key_of(x: dict[str, Any], sigmoid_gate: bool = False) -> Any:
+def key_of(x: dict[str, Any], sigmoid_gate: bool = False, strided: bool = False) -> Any:
     defaults = {"return_last_states": False, "eps": 1e-6, "chunk_size": 64, "recompute_states_in_bw": True}
     defaults |= {"autocast_kernel_dtype": None, "backend": "auto"}
     options = (sigmoid_gate, True, *(x.get(name, default) for name, default in defaults.items()))
-    return memo.signature(tuple(x.get(name) for name in mlstm._TENSORS), options)
+    return memo.signature(tuple(x.get(name) for name in mlstm._TENSORS), options, strided)
 
 
 def test_every_ingredient_makes_a_new_key(make_inputs: Make) -> None:
@@ -119,6 +123,20 @@ def test_every_ingredient_makes_a_new_key(make_inputs: Make) -> None:
     assert None not in keys.values()
     assert len(set(keys.values())) == len(keys)
     assert key_of(make_inputs(states=STATES, seed=1)) == keys[""]
+
+
+def test_strides_are_part_of_the_key_where_they_are_asked_for(make_inputs: Make) -> None:
+    x = make_inputs()
+    other = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in x.items()}
+    assert key_of(other) == key_of(x)
+    assert key_of(other, strided=True) != key_of(x, strided=True)
+    assert key_of(make_inputs(seed=1), strided=True) == key_of(x, strided=True)
+
+
+def test_what_is_not_strided_has_no_key(make_inputs: Make) -> None:
+    x = make_inputs()
+    x["k"] = x["k"].to_sparse()
+    assert key_of(x) is None and key_of(x, strided=True) is None
 
 
 def test_grad_mode_is_part_of_the_key_where_it_matters(make_inputs: Make) -> None:

@@ -231,7 +231,7 @@ def test_gates_reach_the_op_as_they_are(dtype: torch.dtype, make_inputs: Make, f
         seen.append({args[3].dtype, args[4].dtype})
         return ops._fwd_cpu(*args)
 
-    fake_tk.mlstm_fwd = record
+    fake_tk.forward.mlstm_fwd = record
     x = make_inputs(dtype=torch.bfloat16)
     x |= {n: x[n].to(dtype) for n in "if"}
     mlstm_chunkwise(**x, backend="tk")

@@ -1,10 +1,12 @@
-"""What tk.mlstm_fwd hands to a kernel: read in place or copied, strides, pointers; no GPU is touched."""
+"""What tk_forward hands to a kernel: read in place or copied, strides, pointers; no GPU is touched."""
 
 from __future__ import annotations
 
+import gc
 import math
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import ops
-from tfla_tk.backends import segments, tk, tk_passes
+from tfla_tk.backends import segments, tk_forward, tk_passes
 from tfla_tk.build import Instance, sources
 
 from .addresses import tensor_at
@@ -23,27 +25,23 @@ from .stand_in import launch_instead
 B, NH, S, K, V = 2, 3, 40, 64, 128
 
 
-# of a module's functions, as bindings.cpp names them
-ARGUMENTS = {
-    "mlstm_fwd": (
-        *("q", "k", "v", "h", "i", "f", "initial", "last", "rows", "cut", "workspace", "sizes", "scale"),
-        *("eps", "half", "sigmoid_gate", "normalize", "device", "stream"),
-    ),
-    "mlstm_fwd_states": (
-        *("k", "v", "i", "f", "initial", "cut", "workspace", "sizes", "half", "sigmoid_gate", "normalize"),
-        *("device", "stream"),
-    ),
-}
+# of the class Forward, as bindings.cpp names them
+OF_ALL = (
+    *("q", "k", "v", "h", "i", "f", "cut", "sizes", "scale", "eps", "half", "sigmoid_gate", "normalize"),
+    "device",
+)
+OF_A_LAUNCH = (*("q", "k", "v", "h", "i", "f", "initial", "last", "rows", "offsets", "workspace", "stream"),)
 
 
 class Launches(list[SimpleNamespace]):
     """Stands for a kernel module and records its launches, with the instance they were loaded for.
 
-    What a launch of mlstm_fwd follows is its `states`: the one of mlstm_fwd_states before it, or None.
+    A launch has what a `Forward` was made with and, as q, k, v, h, i, f, addresses before the strides.
     """
 
     instance: Instance
-    states: SimpleNamespace | None = None
+    forwards = 0
+    write: Callable[[SimpleNamespace], None] | None = None
 
     def load(self, instance: Instance) -> Launches:
         self.instance = instance
@@ -51,28 +49,30 @@ class Launches(list[SimpleNamespace]):
 
     CTAS_PER_MULTIPROCESSOR = 1
 
-    def __hash__(self) -> int:
-        return id(self)  # as a module
-
     def mlstm_fwd_workspace_bytes(self, slots: int, dim_qk: int, dim_v: int) -> int:
         return 4 * slots * (dim_qk * dim_v + dim_qk + 5)
 
-    def mlstm_fwd_states(self, *arguments: Any) -> None:
-        assert self.states is None
-        names = ARGUMENTS["mlstm_fwd_states"]
-        self.states = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+    def Forward(self, *arguments: Any) -> SimpleNamespace:
+        self.forwards += 1
+        of_all = dict(zip(OF_ALL, arguments, strict=True))
 
-    def mlstm_fwd(self, *arguments: Any) -> None:
-        launch = SimpleNamespace(**dict(zip(ARGUMENTS["mlstm_fwd"], arguments, strict=True)))
-        launch.states, self.states = self.states, None
-        self.append(launch)
+        def launch(*arguments: Any) -> None:
+            given = dict(zip(OF_A_LAUNCH, arguments, strict=True))
+            operands = {name: (given[name], *of_all[name]) for name in ("q", "k", "v", "h", "i", "f")}
+            self.append(SimpleNamespace(**(of_all | given | operands)))
+            if self.write is not None:
+                self.write(self[-1])
+
+        return SimpleNamespace(launch=launch)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     recorder = Launches()
-    launch_instead(monkeypatch, tk, recorder)
-    return recorder
+    launch_instead(monkeypatch, tk_forward, recorder)
+    tk_forward._forwards.clear()
+    yield recorder
+    tk_forward._forwards.clear()
 
 
 def operands(dim: int) -> dict[str, Callable[[], Tensor]]:
@@ -100,11 +100,11 @@ COPIED = ("head_last", "expanded", "shifted", "shifted_transposed", "odd_rows")
 def run(
     q: Tensor, k: Tensor, v: Tensor, states: tuple[Tensor | None, ...] = (None,) * 3, **changed: Any
 ) -> tuple[Any, ...]:
-    """tk.mlstm_fwd with fp32 gates and the options of a plain call, but for those in ``changed``."""
+    """tk_forward.mlstm_fwd with fp32 gates and the options of a plain call, but for those in ``changed``."""
     gates = [changed.pop(name, torch.empty(q.shape[:3])) for name in ("i", "f")]
     options: dict[str, Any] = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6}
     options |= {"cu_seqlens": None, "return_last_states": False, "return_rows": False, "schedule": "auto"}
-    return tk.mlstm_fwd(q, k, v, *gates, *states, **(options | changed))
+    return tk_forward.mlstm_fwd(q, k, v, *gates, *states, **(options | changed))
 
 
 @pytest.mark.parametrize("layout", IN_PLACE)
@@ -129,16 +129,14 @@ def test_anything_else_is_copied(layout: str, launches: Launches) -> None:
 
 
 @pytest.mark.parametrize(("layout", "value"), [("contiguous", 2.0), ("head_last", 3.0)])
-def test_h_is_what_the_kernel_writes(
-    layout: str, value: float, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_h_is_what_the_kernel_writes(layout: str, value: float, launches: Launches) -> None:
     """In place or, where the kernel cannot write h as it lies, copied."""
 
-    def write(*arguments: Any) -> None:
-        pointer, *strides = arguments[ARGUMENTS["mlstm_fwd"].index("h")]
+    def write(launch: SimpleNamespace) -> None:
+        pointer, *strides = launch.h
         tensor_at(pointer, torch.bfloat16, (B, NH, S, V), *strides, 1).fill_(value)
 
-    monkeypatch.setattr(launches, "mlstm_fwd", write)
+    launches.write = write
     q = operands(K)["contiguous"]()
     h, *_ = run(q, q, operands(V)[layout]())
     assert (h == value).all()
@@ -227,17 +225,14 @@ def test_a_long_sequence_is_cut_and_gets_a_workspace(launches: Launches) -> None
         return launches[-1]
 
     short = launch(S)
-    assert short.cut == (0, False, 1, 1, 1)
-    assert short.workspace == 0 and short.states is None
+    assert short.cut == (False, 1, 1, 1)
+    assert short.workspace == 0
     long = launch(10_000)
-    pointer, _, sequences, count, chunks = long.cut
-    assert (pointer, sequences) == (0, 1)
+    wide, sequences, count, chunks = long.cut
+    assert (wide, sequences, long.offsets) == (False, 1, 0)
     assert count > 1
     assert count == -(-10_000 // (64 * chunks))
     assert long.workspace > 0
-    # before it, from the same
-    seen = vars(long.states)
-    assert seen == {name: vars(long)[name] for name in seen}
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -254,10 +249,10 @@ def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
     assert cut.segments > 1
     slots = 2 * (cut.segments - 1)
     assert launch.workspace == states.data_ptr()
-    c, n = (address - launch.workspace for address in tk.states_at_cuts(states, slots, K, V))
+    c, n = (address - launch.workspace for address in tk_forward.states_at_cuts(states, slots, K, V))
     assert (c, n) == (16 * slots, 16 * slots + 4 * slots * K * V)  # of struct Workspace
     assert bool(states.isnan().all())  # nothing is written but by the kernels
-    assert tk.states_at_cuts(states, slots + 2, K, V) is None
+    assert tk_forward.states_at_cuts(states, slots + 2, K, V) is None
 
 
 def test_short_sequences_leave_no_states(launches: Launches) -> None:
@@ -271,26 +266,9 @@ def test_a_forward_that_keeps_nothing_has_a_cut_of_its_own(launches: Launches) -
     q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
     *_, states = run(q, q, v, return_rows=True)
     (launch,) = launches
-    _, slices = tk._instance(K, V, "auto")
+    _, slices = tk_forward._instance(K, V, "auto")
     assert launch.cut[-2:] == segments.cut(1, seq, 2 * slices, 132)
     assert launch.workspace > 0 and states is None
-
-
-def test_states_are_launched_before_h_is_allocated(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU that waits for the host gets work first."""
-    launched = []
-    empty_like = torch.empty_like
-
-    def allocate(x: Tensor) -> Tensor:
-        launched.append(launches.states is not None)
-        return empty_like(x)
-
-    monkeypatch.setattr(torch, "empty_like", allocate)
-    q, v = (torch.empty(1, 2, 65_536, dim, dtype=torch.bfloat16) for dim in (K, V))
-    run(q, q, v)
-    assert launched == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -300,8 +278,8 @@ def test_packed_sequences(dtype: torch.dtype, launches: Launches) -> None:
     q, v = (torch.empty(1, NH, 2 * S, dim, dtype=torch.bfloat16) for dim in (K, V))
     _, c, n, m, *_ = run(q, q, v, cu_seqlens=offsets, return_last_states=True)
     assert [t.shape[0] for t in (c, n, m)] == [3, 3, 3]
-    pointer, wide, sequences, count, _ = launches[-1].cut
-    assert pointer not in (0, offsets.data_ptr())
+    wide, sequences, count, _ = launches[-1].cut
+    assert launches[-1].offsets not in (0, offsets.data_ptr())
     assert (wide, sequences, count) == (dtype == torch.int64, 3, 3)
 
 
@@ -317,12 +295,106 @@ def test_initial_states_are_aligned_for_vector_loads(launches: Launches) -> None
     assert launches[-1].initial[0] % 8 == 0
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_are_those_of_the_bindings(name: str) -> None:
+OPTIONS = tk_forward.Options(False, True, 1e-6, False, False, "auto")
+
+
+def tensors_of(
+    layout: str = "contiguous", states: bool = False, seq: int = S, first: int = 0
+) -> tk_forward.Tensors:
+    """What a forward takes: q, k, v in a layout of `operands`, they and states `first` elements late."""
+
+    def starting_late(x: Tensor) -> Tensor:
+        memory = torch.empty(first + 4 * x.numel(), dtype=x.dtype)
+        return memory.as_strided(x.shape, x.stride(), first + x.storage_offset())
+
+    q, k, v = (starting_late(operands(dim)[layout]()[:, :, :seq]) for dim in (K, K, V))
+    gates = torch.empty(B, NH, seq), torch.empty(B, NH, seq)
+    c, n, m = (
+        starting_late(torch.empty(shape)) if states else None
+        for shape in ((B, NH, K, V), (B, NH, K), (B, NH, 1))
+    )
+    return q, k, v, *gates, c, n, m, None
+
+
+@pytest.mark.parametrize("layout", IN_PLACE)
+def test_what_is_prepared_serves_every_call_like_it(layout: str, launches: Launches) -> None:
+    """And holds no tensor."""
+    first = tensors_of(layout, states=True)
+    forward = tk_forward.prepare(first, OPTIONS)
+    references = [weakref.ref(x) for x in first if x is not None]
+    del first
+    gc.collect()
+    assert not any(reference() for reference in references)
+    for _ in range(3):
+        x = tensors_of(layout, states=True)
+        h, *_ = forward(*x)
+        launch = launches[-1]
+        for operand, tensor in ((launch.q, x[0]), (launch.k, x[1]), (launch.v, x[2]), (launch.h, h)):
+            assert operand == (tensor.data_ptr(), *tensor.stride()[:3])
+        assert (launch.i[0], launch.f[0]) == (x[3].data_ptr(), x[4].data_ptr())
+        assert launch.initial == tuple(t.data_ptr() for t in x[5:8] if t is not None)
+    assert launches.forwards == 1
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_addresses_are_looked_at_in_every_call(states: bool, launches: Launches) -> None:
+    """One element later nothing is where TMA or vector loads can take it."""
+    forward = tk_forward.prepare(tensors_of(states=states), OPTIONS)
+    x = tensors_of(states=states, first=1)
+    forward(*x)
+    read = [launches[-1].q[0], launches[-1].k[0], launches[-1].v[0], *launches[-1].initial]
+    assert not any(address % 16 for address in read)
+    given = {t.data_ptr() for t in x if t is not None}
+    assert not given & set(read)
+    # a state alone
+    if states:
+        x = *tensors_of()[:5], *x[5:]
+        forward(*x)
+        assert [launches[-1].q[0], launches[-1].k[0]] == [x[0].data_ptr(), x[1].data_ptr()]
+        assert not any(address % 16 for address in launches[-1].initial)
+
+
+@pytest.mark.parametrize("layout", COPIED)
+def test_what_has_to_be_copied_is_copied_in_every_call(layout: str, launches: Launches) -> None:
+    forward = tk_forward.prepare(tensors_of(layout), OPTIONS)
+    for _ in range(2):
+        x = tensors_of(layout)
+        h, *_ = forward(*x)
+        assert launches[-1].q[0] not in (0, x[0].data_ptr())
+        assert h.stride() == torch.empty_like(x[2]).stride()
+    assert launches.forwards == 1
+
+
+def test_calls_alike_share_a_forward(launches: Launches) -> None:
+    """Everything that a launch has but addresses makes another one."""
+    x = tensors_of()
+    changes: list[tuple[tk_forward.Tensors, tk_forward.Options]] = [
+        (x, OPTIONS),
+        (tensors_of("transposed"), OPTIONS),
+        (tensors_of("fused"), OPTIONS),
+        (tensors_of(seq=S - 1), OPTIONS),
+        ((*x[:3], x[3].bfloat16(), *x[4:]), OPTIONS),
+        ((*x[:3], x[3], x[4].mT.contiguous().mT, *x[5:]), OPTIONS),
+        (tensors_of(states=True), OPTIONS),
+        ((*(t.half() for t in x[:3]), *x[3:]), OPTIONS),
+        *((x, OPTIONS._replace(**{name: True})) for name in ("return_last_states", "return_rows")),
+        (x, OPTIONS._replace(eps=1e-5)),
+        (x, OPTIONS._replace(sigmoid_gate=True)),
+        (x, OPTIONS._replace(sigmoid_gate=True, normalize=False)),
+        (x, OPTIONS._replace(schedule="pingpong")),
+    ]
+    for _ in range(2):
+        for tensors, options in changes:
+            tk_forward.mlstm_fwd(*tensors, *options)  # type: ignore[call-arg]
+    assert launches.forwards == len(changes)
+    assert len(launches) == 2 * len(changes)
+
+
+def test_arguments_are_those_of_the_bindings() -> None:
     text = (sources.kernels_root() / "bindings.cpp").read_text()
-    definition = text[text.index(f'm.def("{name}",') :]
-    definition = definition[: definition.index(");")]
-    assert tuple(re.findall(r'py::arg\("(\w+)"\)', definition)) == ARGUMENTS[name]
+    definition = text[text.index("py::class_<Forward>") :]
+    definition = definition[: definition.index(");\n")]
+    assert tuple(re.findall(r'py::arg\("(\w+)"\)', definition)) == (*OF_ALL, *OF_A_LAUNCH)
 
 
 def test_instance_and_options(launches: Launches) -> None:

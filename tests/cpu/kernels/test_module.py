@@ -39,36 +39,32 @@ def test_the_workspace_holds_a_state_and_two_doubles_per_slot(module: ModuleType
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the launch would be real")
-def test_a_launch_without_a_driver_is_an_error(module: ModuleType) -> None:
-    operand, gate, none = (16, 4096, 4096, 64), (16, 64, 64, 1, 0), (0, 0, 0)
+@pytest.mark.parametrize("segments", [1, 2])
+def test_a_launch_without_a_driver_is_an_error(segments: int, module: ModuleType) -> None:
+    """The first of one, or of three."""
+    strides, gate, none = (8192, 8192, 64), (128, 128, 1, 0), (0, 0, 0)
+    forward = module.Forward(
+        *([strides] * 4),
+        *([gate] * 2),
+        (False, 1, segments, 2 // segments),
+        (1, 1, 128, 64, 64),
+        0.125,
+        1e-6,
+        False,
+        False,
+        True,
+        0,
+    )
     with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
-        module.mlstm_fwd(
-            *([operand] * 4),
-            *([gate] * 2),
-            none,
-            none,
-            none,
-            (0, False, 1, 1, 1),
-            0,
-            (1, 1, 64, 64, 64),
-            0.125,
-            1e-6,
-            False,
-            False,
-            True,
-            0,
-            0,
-        )
+        forward.launch(*[16] * 6, none, none, none, 0, 0 if segments == 1 else 16, 0)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the launch would be real")
-def test_a_launch_of_states_without_a_driver_is_an_error(module: ModuleType) -> None:
-    operand, gate = (16, 4096, 4096, 64), (16, 64, 64, 1, 0)
-    cut, sizes = (0, False, 1, 2, 1), (1, 1, 128, 64, 64)
-    with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
-        module.mlstm_fwd_states(
-            operand, operand, gate, gate, (0, 0, 0), cut, 16, sizes, False, False, True, 0, 0
-        )
+def test_modules_of_two_instances_in_one_process(
+    module: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each has a Forward of its own."""
+    other = load_afresh(mlstm_fwd(64, 128), tmp_path_factory)
+    assert other.Forward is not module.Forward
 
 
 def test_the_module_around_the_backward_passes(
