@@ -3,7 +3,8 @@
 The Triton mLSTM kernels leave out the gradient through the normaliser: under a random output gradient their
 dq, dk and di are far off. They are checked with an output gradient orthogonal to h (each row dh_t.h_t = 0),
 under which that part is zero, as it is in a model with a scale-invariant norm behind h. Everything else is
-checked with a random one.
+checked with a random one, but that it is zero in rows where the gradient jumps (`Operator.at_kink`): one of
+them can be all of the error.
 """
 
 from __future__ import annotations
@@ -136,6 +137,9 @@ def compute_truth(
             if backward:
                 if kind == ORTHOGONAL:
                     _orthogonalise(cotangents[kind], results["h"], b, h)
+                elif operator.at_kink is not None:
+                    jumps = operator.at_kink(*(leaf.detach() for leaf in leaves))[0]
+                    cotangents[kind][b, h] = cotangents[kind][b, h].masked_fill(jumps[..., None], 0)
                 given = cotangents[kind][b, h].double().unsqueeze(0)
                 grads = torch.autograd.grad(output, leaves, given, retain_graph=kind != kinds[-1])
                 results |= {f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}

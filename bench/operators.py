@@ -15,6 +15,9 @@ from tfla_tk import reference
 from .inputs import mlstm_inputs
 from .shapes import Cost, Shape, cost
 
+# |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
+KINK = 1e-3
+
 MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[str, Tensor]]
 
 
@@ -28,6 +31,8 @@ class Operator:
         options: its keyword arguments besides the inputs and the backend.
         inputs: makes the inputs, in the order of the function's parameters.
         truth: the reference's chunkwise form; it is called with fp64 inputs and `options`.
+        at_kink: of the inputs in fp64, the rows [B, NH, S] where the gradient jumps and rounding decides it;
+            None where it never does.
         forms: variants of the reference backend, all of which are compared where there is no GPU.
         baseline_omits_normaliser: the Triton backward leaves out the gradient through the normaliser; it can
             only be checked with an output gradient that is orthogonal to the output (see `accuracy`).
@@ -41,6 +46,7 @@ class Operator:
     inputs: MakeInputs
     truth: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
+    at_kink: Callable[..., Tensor] | None = None
     forms: tuple[str, ...] = ("recurrent", "parallel", "chunkwise")
     baseline_omits_normaliser: bool = False
     baseline_tolerances: dict[str, float] = field(default_factory=dict)
@@ -56,6 +62,13 @@ class Operator:
         return cost(self.name, shape, which, itemsize)
 
 
+def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+    """Rows of mLSTMexp whose max(|s q.n|, e^-m) is of nearly equals."""
+    # one column of v: it takes no part
+    terms = reference.mlstm_forward_terms(q, k, v[..., :1], i, f)
+    return (terms.d.abs() * terms.m_t.exp() - 1).abs() < KINK
+
+
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
@@ -64,6 +77,7 @@ OPERATORS: dict[str, Operator] = {
             "mlstm_chunkwise",
             mlstm_inputs,
             reference.mlstm_chunkwise,
+            at_kink=_normaliser_at_floor,
             baseline_omits_normaliser=True,
         ),
         Operator(

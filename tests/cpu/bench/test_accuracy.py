@@ -66,6 +66,32 @@ def test_gradients_are_those_of_the_cotangent(inputs) -> None:
     assert max(errors.values()) < 1e-10
 
 
+def test_no_gradient_is_taken_where_it_jumps() -> None:
+    """In one row |s q.n| is brought to its floor, where rounding of q decides dq and dk."""
+    inputs = mlstm_inputs(SHAPE, torch.float32, CPU, seed=3)
+    usual = compute_truth(EXP, inputs, SHAPE, "fwdbwd", seed=9).cotangents[RANDOM]
+    terms = reference.mlstm_forward_terms(*(x.double() for x in inputs.values()))
+    relative = terms.d.abs() * terms.m_t.exp()
+    row = tuple(int(x) for x in torch.unravel_index(relative.argmax(), relative.shape))
+    inputs["q"][row] /= relative[row]  # m does not depend on q
+    found = compute_truth(EXP, inputs, SHAPE, "fwdbwd", seed=9).cotangents[RANDOM]
+    assert usual[row].any()
+    assert torch.equal(found, usual.index_put(tuple(map(torch.tensor, row)), torch.zeros(())))
+
+    def jump(cotangent: torch.Tensor) -> float:
+        """How far dq is from itself across the floor."""
+        sides = []
+        for factor in (1 - 1e-6, 1 + 1e-6):
+            q, *others = (x.double() for x in inputs.values())
+            q = (q * factor).requires_grad_()
+            h = reference.mlstm_recurrent(q, *others)
+            sides += torch.autograd.grad(h, q, cotangent.double())
+        return ((sides[0] - sides[1]).norm() / sides[0].norm()).item()
+
+    assert jump(usual) > 1e-2
+    assert jump(found) < 1e-4
+
+
 def test_orthogonal_cotangent_hides_the_normaliser(inputs) -> None:
     truth = compute_truth(EXP, inputs, SHAPE, "fwdbwd", kinds=(RANDOM, ORTHOGONAL))
     along = (truth.cotangents[ORTHOGONAL].double() * truth.values[RANDOM]["h"].unflatten(0, (2, 3))).sum(-1)
