@@ -14,6 +14,7 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk import mlstm
 from tfla_tk.backends import segments, tk_forward
+from tfla_tk.bench.operators import KINK
 
 DEVICE = "cuda"
 
@@ -24,9 +25,6 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.25e-3}
 NORM_TOLERANCE = 1e-5
 # relative Frobenius error of the gradient of q, k, v and the states, and of the gates
 GRADIENT_TOLERANCE = {torch.bfloat16: (8e-3, 1e-2), torch.float16: (2e-3, 2.5e-3)}
-# |q.n| relative to its floor, closer to 1 than which no gradient is taken through the normaliser: 1e-3 is ten
-# times the error of q.n.
-KINK = 1e-3
 # Size of a row of h relative to v beyond which the row's dh is drawn smaller: without that one row has half
 # of dq's squared norm in a tenth of all draws, and its rounding does not average out.
 LARGE_H = 4

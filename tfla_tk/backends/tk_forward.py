@@ -197,7 +197,7 @@ class Forward:
             return _run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
         h = torch.empty_like(v if h_like is None else h_like)
         written = h if self._h_in_place else torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        # of q's dtype because that need not be said: a third of the time
+        # of q's dtype because that need not be said, which is half of the time
         workspace = q.new_empty(self._workspace_size) if self._workspace_size else None
         c = n = m = row_n = row_m = chunk_m = None
         last = rows = _NONE
