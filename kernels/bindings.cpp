@@ -72,7 +72,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
         .def("launch", &Forward::launch, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("h"), py::arg("i"),
              py::arg("f"), py::arg("initial"), py::arg("last"), py::arg("rows"), py::arg("offsets"),
              py::arg("workspace"), py::arg("stream"),
-             "Launches one kernel on a stream, or three where sequences are cut.");
+             "Launches one kernel on a stream, or three where sequences are cut.",
+             py::call_guard<py::gil_scoped_release>());
     m.attr("CTAS_PER_MULTIPROCESSOR") = tfla_tk::mlstm_fwd_ctas_per_multiprocessor();
     m.def("mlstm_fwd_workspace_bytes", &tfla_tk::mlstm_fwd_workspace_bytes, py::arg("slots"),
           py::arg("dim_qk"), py::arg("dim_v"), "Bytes of the workspace of a call whose sequences are cut.");

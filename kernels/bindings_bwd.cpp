@@ -40,14 +40,15 @@ tfla_tk::RowFactorPointers row_factors(const Pair& rows, const FactorsTuple& fac
 }
 
 void mlstm_bwd_scan(const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f, const Pair& rows,
-                    std::int64_t chunk_m, std::int64_t gates, const OffsetsTuple& offsets,
-                    const std::array<int, 3>& sizes, float eps, float scale, bool sigmoid_gate, int device,
-                    std::uintptr_t stream) {
+                    std::int64_t chunk_m, std::int64_t gates, std::int64_t tickets,
+                    const OffsetsTuple& offsets, const std::array<int, 3>& sizes, float eps, float scale,
+                    bool sigmoid_gate, int device, std::uintptr_t stream) {
     const tfla_tk::MlstmBwdScanParams params{tfla_tk::gate(i),
                                              tfla_tk::gate(f),
                                              row_norms(rows, eps),
                                              pointer(chunk_m),
                                              reinterpret_cast<tfla_tk::ChunkGates*>(gates),
+                                             reinterpret_cast<int*>(tickets),
                                              offsets_of(offsets),
                                              sizes[0],
                                              sizes[1],
@@ -136,32 +137,37 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     m.def(
         "mlstm_bwd_scan", &mlstm_bwd_scan, py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("chunk_m"),
-        py::arg("gates"), py::arg("offsets"), py::arg("sizes"), py::arg("eps"), py::arg("scale"),
-        py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
-        "Launches the gates of every chunk as the passes take them. rows: row_n, row_m; sizes: batch, heads, "
-        "seq.");
+        py::arg("gates"), py::arg("tickets"), py::arg("offsets"), py::arg("sizes"), py::arg("eps"),
+        py::arg("scale"), py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
+        "Launches the gates of every chunk as the passes take them. rows: row_n, row_m; tickets: pointer to "
+        "two ints or 0; sizes: batch, heads, seq.",
+        py::call_guard<py::gil_scoped_release>());
     m.def("chunk_gates_bytes", &tfla_tk::chunk_gates_bytes, "Bytes of one chunk's.");
     m.def(
         "mlstm_bwd_rows", &mlstm_bwd_rows, py::arg("dh"), py::arg("h"), py::arg("rows"), py::arg("factors"),
         py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
         "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e, e_stride; sizes: batch, "
-        "heads, seq, dim_v, columns of a part of V.");
+        "heads, seq, dim_v, columns of a part of V.",
+        py::call_guard<py::gil_scoped_release>());
     m.def(
         "mlstm_bwd_factors", &mlstm_bwd_factors, py::arg("dots"), py::arg("rows"), py::arg("factors"),
         py::arg("count"), py::arg("eps"), py::arg("device"), py::arg("stream"),
         "Launches e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
         "and number of its slices, slices of a part of V; rows, factors: as in mlstm_bwd_rows; count: of the "
-        "rows.");
+        "rows.",
+        py::call_guard<py::gil_scoped_release>());
     m.def("mlstm_bwd_combine", &mlstm_bwd_combine, py::arg("boundaries"), py::arg("norm_parts"),
           py::arg("entering"), py::arg("cut"), py::arg("sizes"), py::arg("backward"), py::arg("device"),
           py::arg("stream"),
           "Launches what arrives at the boundaries between segments. boundaries: c, n, log2_decay; sizes: "
-          "heads, seq, dim_qk, dim_v.");
+          "heads, seq, dim_qk, dim_v.",
+          py::call_guard<py::gil_scoped_release>());
     m.def("mlstm_bwd_gates", &mlstm_bwd_gates, py::arg("q_dq"), py::arg("k_dk"), py::arg("anchors"),
           py::arg("i"), py::arg("f"), py::arg("di"), py::arg("df"), py::arg("chunk_m"), py::arg("initial"),
           py::arg("last"), py::arg("workspace"), py::arg("offsets"), py::arg("sizes"),
           py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
-          "Launches the gradients of the gates. sizes: batch, heads, seq, dim_qk, dim_v.");
+          "Launches the gradients of the gates. sizes: batch, heads, seq, dim_qk, dim_v.",
+          py::call_guard<py::gil_scoped_release>());
     m.def("mlstm_bwd_gates_workspace_bytes", &tfla_tk::mlstm_bwd_gates_workspace_bytes, py::arg("heads"),
           py::arg("sequences"), "Bytes of the workspace of mlstm_bwd_gates.");
 }

@@ -33,5 +33,6 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def("mlstm_intra", &mlstm_intra, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("h"), py::arg("i"),
           py::arg("f"), py::arg("workspace"), py::arg("sizes"), py::arg("scale"), py::arg("eps"),
           py::arg("device"), py::arg("stream"),
-          "Launches the intra-chunk mLSTM on a stream. sizes: batch, heads, seq, dim_qk, dim_v.");
+          "Launches the intra-chunk mLSTM on a stream. sizes: batch, heads, seq, dim_qk, dim_v.",
+          py::call_guard<py::gil_scoped_release>());
 }

@@ -53,8 +53,8 @@ void mlstm_pass_segments(int gradient, const OperandTuple& keys, const OperandTu
 void mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& keys,
                 const OperandTuple& values, const OperandTuple& out, const OperandTuple& factor,
                 const GatesTuple& gates, const Pair& entering, const Pair& leaving,
-                const BoundariesTuple& boundaries, const Pair& sums, const Pair& anchors, const CutTuple& cut,
-                const Sizes& sizes, bool half, int device, std::uintptr_t stream) {
+                const BoundariesTuple& boundaries, const Pair& sums, const Pair& anchors, std::int64_t ticket,
+                const CutTuple& cut, const Sizes& sizes, bool half, int device, std::uintptr_t stream) {
     const tfla_tk::MlstmPassParams params{
         walk(gradient, keys, values, gates[1], gates[2], boundaries, cut, sizes, half, device),
         reinterpret_cast<tfla_tk::ChunkGates*>(gates[0]),
@@ -68,7 +68,8 @@ void mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& k
         pointer(sums[0]),
         reinterpret_cast<tfla_tk::FlowSum*>(sums[1]),
         reinterpret_cast<void*>(anchors[0]),
-        pointer(anchors[1])};
+        pointer(anchors[1]),
+        reinterpret_cast<int*>(ticket)};
     tfla_tk::mlstm_pass(params, reinterpret_cast<void*>(stream));
 }
 
@@ -78,17 +79,19 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     m.def("mlstm_pass", &mlstm_pass, py::arg("gradient"), py::arg("queries"), py::arg("keys"),
           py::arg("values"), py::arg("out"), py::arg("factor"), py::arg("gates"), py::arg("entering"),
-          py::arg("leaving"), py::arg("boundaries"), py::arg("sums"), py::arg("anchors"), py::arg("cut"),
-          py::arg("sizes"), py::arg("half"), py::arg("device"), py::arg("stream"),
+          py::arg("leaving"), py::arg("boundaries"), py::arg("sums"), py::arg("anchors"), py::arg("ticket"),
+          py::arg("cut"), py::arg("sizes"), py::arg("half"), py::arg("device"), py::arg("stream"),
           "Launches one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; gates: those of the chunks "
           "from mlstm_bwd_scan, e, e_stride; boundaries: c, n, log2_decay; sums: whole, inter; anchors: "
-          "states, flows; sizes: batch, heads, seq, dim_keys, dim_values.");
+          "states, flows; ticket: pointer or 0; sizes: batch, heads, seq, dim_keys, dim_values.",
+          py::call_guard<py::gil_scoped_release>());
     m.def(
         "mlstm_pass_segments", &mlstm_pass_segments, py::arg("gradient"), py::arg("keys"), py::arg("values"),
         py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("boundaries"), py::arg("cut"), py::arg("sizes"),
         py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
         "Launches what each segment of a pass adds by itself at the boundary behind it; as mlstm_pass. rows: "
-        "log2_w, e, e_stride, chunk_m.");
+        "log2_w, e, e_stride, chunk_m.",
+        py::call_guard<py::gil_scoped_release>());
     m.def("anchor_bytes", &tfla_tk::pass_anchor_bytes, py::arg("batch"), py::arg("heads"), py::arg("slots"),
           py::arg("dim_keys"), py::arg("dim_values"), "Bytes of the states that dq leaves for dk.");
     m.def("flow_parts", &tfla_tk::pass_flow_parts, py::arg("dim_keys"), py::arg("dim_values"),

@@ -52,5 +52,6 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("sizes"), py::arg("scale"), py::arg("eps"), py::arg("sigmoid_gate"), py::arg("normalize"),
           py::arg("in_place"), py::arg("device"), py::arg("stream"),
           "Launches a few tokens. dtype: of q, k, v and h; before, after: pointers to c, n, m and their "
-          "DTypes; tiling: warps, width; sizes: batch, heads, tokens, dim_qk, dim_v.");
+          "DTypes; tiling: warps, width; sizes: batch, heads, tokens, dim_qk, dim_v.",
+          py::call_guard<py::gil_scoped_release>());
 }

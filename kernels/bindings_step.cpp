@@ -44,5 +44,6 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("scale"), py::arg("eps"), py::arg("sigmoid_gate"), py::arg("normalize"),
           py::arg("in_place"), py::arg("device"), py::arg("stream"),
           "Launches one token. before, after: pointers to c, n, m and their DTypes; tiling: lanes, width; "
-          "sizes: batch, heads, dim_qk, dim_v.");
+          "sizes: batch, heads, dim_qk, dim_v.",
+          py::call_guard<py::gil_scoped_release>());
 }

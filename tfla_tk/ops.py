@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.segments import CHUNK
+from tfla_tk.backends.segments import CHUNK, KeptStates
 from tfla_tk.build import instances
 from tfla_tk.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
 from tfla_tk.validation import MLSTMCall
@@ -399,15 +399,17 @@ class _DirectMLSTM(torch.autograd.Function):
         keep_states = not are_saved_tensors_hooked()
         found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, keep_states)
         h, c, n, m, *rows, states = found
-        _save(ctx, tensors, h, rows, (c, n), options, schedule, states)
+        workspace, ctx.cut = (None, None) if states is None else states
+        _save(ctx, tensors, h, rows, (c, n), options, schedule, workspace)
         ctx.mark_non_differentiable(*(() if m is None else (m,)))
         return h, c, n, m
 
     @staticmethod
     def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        *saved, states = ctx.saved_tensors
+        *saved, workspace = ctx.saved_tensors
         tensors = _backward_tensors(saved, *grads[:3])
-        if is_eager((*tensors, states)) and is_direct(tensors) and dispatch_like(tensors[0], grads):
+        if is_eager((*tensors, workspace)) and is_direct(tensors) and dispatch_like(tensors[0], grads):
+            states = None if workspace is None else KeptStates(workspace, ctx.cut)
             return _needed(ctx, _kernels_bwd(*tensors, *ctx.options, states))
         return _needed(ctx, _bwd(*tensors, *ctx.options))
 

@@ -41,11 +41,15 @@ template <class Params> TileGlobals tile_globals(const Params& p) {
             chunk_slots(p.seq, sequences, offsets != nullptr)};
 }
 
+dim3 grid(const TileGlobals& g, const char* name) {
+    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads, 1, name);
+}
+
 template <bool kSigmoid> void run_scan(const MlstmBwdScanParams& p, cudaStream_t stream) {
-    const ScanGlobals g{
-        tile_globals(p), p.i,     p.f,     p.norms,
-        p.chunk_m,       p.gates, p.scale, high_and_low(std::log2(static_cast<double>(p.scale)))};
-    launch<mlstm_bwd_scan_kernel<kSigmoid>>(g, g.cut.segments * g.heads, kTileThreads, p.device, stream,
+    const ScanGlobals g{tile_globals(p), p.i,       p.f,
+                        p.norms,         p.chunk_m, p.gates,
+                        p.tickets,       p.scale,   high_and_low(std::log2(static_cast<double>(p.scale)))};
+    launch<mlstm_bwd_scan_kernel<kSigmoid>>(g, grid(g, "mlstm_bwd_scan"), kTileThreads, p.device, stream,
                                             "mlstm_bwd_scan");
 }
 
@@ -67,9 +71,10 @@ template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream
                          static_cast<int64_t>(p.dim_qk) * p.dim_v,
                          p.dim_qk};
     if (p.initial.c || p.initial.n || p.last.c || p.last.n)
-        launch<mlstm_bwd_flows_kernel>(g, 2 * kStateParts * p.offsets.sequences * p.heads, kTileThreads,
-                                       p.device, stream, "mlstm_bwd_flows");
-    launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, g.cut.segments * g.heads, kTileThreads, p.device, stream,
+        launch<mlstm_bwd_flows_kernel>(
+            g, grid_of(std::int64_t{2} * kStateParts * p.offsets.sequences * p.heads, 1, "mlstm_bwd_flows"),
+            kTileThreads, p.device, stream, "mlstm_bwd_flows");
+    launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, grid(g, "mlstm_bwd_gates"), kTileThreads, p.device, stream,
                                              "mlstm_bwd_gates");
 }
 
@@ -107,7 +112,8 @@ void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream) {
     constexpr int kPerBlock = 4 * kCombineThreads;
     const DeviceGuard guard(params.device, "mlstm_bwd_combine");
     const int elements = params.dim_qk * (params.dim_v + params.norm_parts);
-    const dim3 grid(params.cut.sequences * params.heads, (elements + kPerBlock - 1) / kPerBlock);
+    const dim3 grid = grid_of(static_cast<std::int64_t>(carrying_ctas(params.cut)) * params.heads,
+                              (elements + kPerBlock - 1) / kPerBlock, "mlstm_bwd_combine");
     launch<mlstm::mlstm_bwd_combine_kernel>(params, grid, kCombineThreads, params.device,
                                             static_cast<cudaStream_t>(stream), "mlstm_bwd_combine");
 }

@@ -10,14 +10,13 @@ namespace tfla_tk::mlstm {
 
 // In place, along the walk of a sequence: X' = 2^log2_decay X + own, X' being what arrives at a boundary. The
 // stabilisers at the boundaries are given, so no maximum runs along as it does in the forward's combine. One
-// thread carries 4 elements of one head over all boundaries of a sequence; grid: a sequence's head, then
-// elements.
+// thread carries 4 elements of one head over all boundaries of a sequence; grid: a head of what find_carried
+// finds, then elements.
 __global__ __launch_bounds__(kCombineThreads) void mlstm_bwd_combine_kernel(
     const __grid_constant__ MlstmBwdCombineParams g) {
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
-    const int sequence = blockIdx.x / g.heads, head = blockIdx.x % g.heads;
-    const int number = first_segment(g.cut, g.seq, sequence);
-    const int count = find_segment(g.cut, g.seq, number).count - 1;  // boundaries
+    const int head = blockIdx.x % g.heads;
+    const auto [sequence, count, first_slot] = find_carried(g.cut, g.seq, blockIdx.x / g.heads);
     const int64_t element = (static_cast<int64_t>(blockIdx.y) * kCombineThreads + threadIdx.x) * 4;
     const bool exists = element < state_size + g.norm_parts * g.dim_qk;  // of c, then of n
     if (count <= 0 || !exists) return;
@@ -38,9 +37,8 @@ __global__ __launch_bounds__(kCombineThreads) void mlstm_bwd_combine_kernel(
         if (g.entering_n && part == 0)
             entering = *reinterpret_cast<const float4*>(&g.entering_n[index * g.dim_qk + at]);
     }
-    const int64_t first = static_cast<int64_t>(number - sequence) * g.heads + head;
-    auto slot = [&](int step) {
-        return first + static_cast<int64_t>(g.backward ? count - 1 - step : step) * g.heads;
+    auto slot = [&, first = first_slot, last = first_slot + count - 1](int step) {
+        return static_cast<int64_t>(g.backward ? last - step : first + step) * g.heads + head;
     };
     carry_over_boundaries(
         entering, count,

@@ -15,12 +15,14 @@ struct ScanGlobals : TileGlobals {
     RowNorms norms;
     const float* chunk_m;
     ChunkGates* gates;
+    int* tickets;
     float scale;
     FloatPair log2_scale;
 };
 
 template <bool kSigmoid>
 __global__ __launch_bounds__(kTileThreads) void mlstm_bwd_scan_kernel(const __grid_constant__ ScanGlobals g) {
+    if (g.tickets != nullptr && blockIdx.x == 0 && threadIdx.x < 2) g.tickets[threadIdx.x] = 0;
     const Tile tile = Tile::of_block(g, blockIdx.x);
     const int chunk = threadIdx.x / 32;
     if (chunk >= tile.chunks) return;  // none of a tile without tokens

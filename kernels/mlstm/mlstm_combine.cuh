@@ -7,18 +7,17 @@ namespace tfla_tk::mlstm {
 
 // Turns what each segment adds into the state that arrives at it, in place, from the first segment on:
 //   m' = max(m + decay, own), C' = 2^{m + decay - m'} C + 2^{own - m'} C_own, n likewise.
-// One thread carries 4 elements of one head through all segments of a sequence; grid: a sequence's head, then
-// elements.
+// One thread carries 4 elements of one head through all segments of a sequence; grid: a head of what
+// find_carried finds, then elements.
 template <bool kNormalize>
 __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
     const __grid_constant__ FwdWalkGlobals g) {
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
     const int64_t all = state_size + (kNormalize ? g.dim_qk : 0);  // elements of C, then of n
-    const int sequence = blockIdx.x / g.heads, head = blockIdx.x % g.heads;
-    const int number = first_segment(g.cut, g.seq, sequence);
-    const Segment segment = find_segment(g.cut, g.seq, number);
+    const int head = blockIdx.x % g.heads;
+    const auto [sequence, boundaries, first_slot] = find_carried(g.cut, g.seq, blockIdx.x / g.heads);
     const int64_t element = (static_cast<int64_t>(blockIdx.y) * kCombineThreads + threadIdx.x) * 4;
-    if (segment.count <= 1 || element >= all) return;
+    if (boundaries <= 0 || element >= all) return;
 
     const bool of_c = element < state_size;
     const int64_t at = of_c ? element : element - state_size, stride = of_c ? state_size : g.dim_qk;
@@ -29,9 +28,11 @@ __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
     float m = g.initial.m ? g.initial.m[index] : 0.f;  // natural log units, as it is stored
     float4 entering{0.f, 0.f, 0.f, 0.f};
     if (initial) entering = *reinterpret_cast<const float4*>(&initial[index * stride + at]);
-    auto slot = [&](int step) { return Workspace::slot(segment, number + 1 + step, g.heads) + head; };
+    auto slot = [&, first = first_slot](int step) {
+        return static_cast<int64_t>(first + step) * g.heads + head;
+    };
     carry_over_boundaries(
-        entering, segment.count - 1,
+        entering, boundaries,
         [&](int step) { return reinterpret_cast<float4*>(&arriving[slot(step) * stride + at]); },
         [&](int step) { return g.workspace.gates[slot(step)]; },
         [&](int step, double2 gates) {

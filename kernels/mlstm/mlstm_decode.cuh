@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -97,13 +98,48 @@ template <class T> __device__ inline void advance(T*& pointer, int64_t elements)
     asm volatile("" : "+l"(pointer));
 }
 
-// Launches one CTA per slice of every head; in place the slices of a head are one cluster.
-template <auto kKernel, class Params>
-void launch_slices(const Params& p, int slices, int threads, cudaStream_t stream, const char* name) {
+inline std::int64_t bytes_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+template <class X> void move(X*& data, std::int64_t bytes) {
+    using Byte = std::conditional_t<std::is_const_v<X>, const char, char>;
+    if (data != nullptr) data = reinterpret_cast<Byte*>(data) + bytes;
+}
+inline void move(Gate& x, std::int64_t batch, std::int64_t head) {
+    move(x.data, (batch * x.batch_stride + head * x.head_stride) * bytes_of(x.dtype));
+}
+
+// Turns a call into one of a part of its heads, but for q, k, v and h.
+template <class Params>
+void take_part(Params& p, std::int64_t batch, std::int64_t head, int batches, int heads) {
+    const std::int64_t index = batch * p.heads + head, keys = p.dim_qk;
+    move(p.i, batch, head), move(p.f, batch, head);
+    for (StoredState* state : {&p.before, &p.after}) {
+        move(state->c, index * keys * p.dim_v * bytes_of(state->c_dtype));
+        move(state->n, index * keys * bytes_of(state->n_dtype));
+        move(state->m, index * bytes_of(state->m_dtype));
+    }
+    p.batch = batches, p.heads = heads;
+}
+
+// Launches one CTA per slice of every head; in place the slices of a head are one cluster. A grid holds
+// 65,535 heads and batch entries: more of them take several launches. move_tokens(p, batch, head, index)
+// makes q, k, v and h begin with a head, the `index`-th of all.
+template <auto kKernel, class Params, class MoveTokens>
+void launch_slices(const Params& p, int slices, int threads, cudaStream_t stream, const char* name,
+                   MoveTokens move_tokens) {
+    constexpr int kMost = 65535;
     if (p.in_place && slices > kDecodeMaxSlices)
         throw std::invalid_argument(std::string(name) + ": too many slices");
-    launch<kKernel>(p, dim3(slices, p.heads, p.batch), threads, p.device, stream, name,
-                    p.in_place ? slices : 1);
+    const int batches = p.heads > kMost ? 1 : kMost;
+    for (int batch = 0; batch < p.batch; batch += batches) {
+        for (int head = 0; head < p.heads; head += kMost) {
+            Params part = p;
+            move_tokens(part, batch, head, static_cast<std::int64_t>(batch) * p.heads + head);
+            take_part(part, batch, head, std::min(batches, p.batch - batch), std::min(kMost, p.heads - head));
+            launch<kKernel>(part, dim3(slices, part.heads, part.batch), threads, p.device, stream, name,
+                            p.in_place ? slices : 1);
+        }
+    }
 }
 
 // Calls run<Before, After>() with the types of C: it keeps its dtype, or changes between fp32 and 16 bits.

@@ -37,7 +37,8 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (!begin_task<C>(g, smem, [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch(); }))
+    if (!begin_task<C>(g, smem, blockIdx.x,
+                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch(); }))
         return;
 
     if (warpgroup_id == 0) {
@@ -83,22 +84,27 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
 }
 
 // CTAs of the kernels that walk segments.
-int grid(const FwdWalkGlobals& g) { return g.cut.segments * g.heads * g.slices; }
+dim3 grid(const FwdWalkGlobals& g, const char* name) {
+    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices, 1, name);
+}
 
 template <class T, bool kNormalize> void run_states(const MlstmFwdWalk& p, cudaStream_t stream) {
     using C = StatesConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
-    const FwdWalkGlobals g = fwd_walk_globals(p);
     const DeviceGuard guard(p.device, "mlstm_states");
-    launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid(g), C::kThreads, p.device, stream,
-                                                            "mlstm_states");
+    const FwdWalkGlobals g = fwd_walk_globals(p);
+    launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid(g, "mlstm_states"), C::kThreads, p.device,
+                                                            stream, "mlstm_states");
     const int elements = p.dim_qk * (p.dim_v + 1), per_block = 4 * kCombineThreads;
     launch<mlstm_combine_kernel<kNormalize>>(
-        g, dim3(p.cut.sequences * p.heads, (elements + per_block - 1) / per_block), kCombineThreads, p.device,
-        stream, "mlstm_combine");
+        g,
+        grid_of(static_cast<std::int64_t>(carrying_ctas(p.cut)) * p.heads,
+                (elements + per_block - 1) / per_block, "mlstm_combine"),
+        kCombineThreads, p.device, stream, "mlstm_combine");
 }
 
 template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     const MlstmFwdWalk& walk = p.walk;
+    const DeviceGuard guard(walk.device, "mlstm_fwd");
     auto map = [&](const Operand& x, int dim, int box_rows) {
         return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
     };
@@ -118,9 +124,9 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
                     p.scale,
                     p.eps,
                     high_and_low(std::log2(static_cast<double>(p.scale)))};
-    const DeviceGuard guard(walk.device, "mlstm_fwd");
     auto start = [&]<auto kKernel, int kSharedBytes>(int threads, int cluster = 1) {
-        launch<kKernel, kSharedBytes>(g, grid(g), threads, walk.device, stream, "mlstm_fwd", cluster);
+        launch<kKernel, kSharedBytes>(g, grid(g, "mlstm_fwd"), threads, walk.device, stream, "mlstm_fwd",
+                                      cluster);
     };
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
     if constexpr (kWide) {

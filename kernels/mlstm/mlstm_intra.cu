@@ -78,6 +78,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void mlstm_intra_kernel(const __gri
 
 void run_mlstm_intra(const MlstmIntraParams& p, cudaStream_t stream) {
     using C = Config<bf16, TFLA_DIM_QK, TFLA_SLICE_V, static_cast<Schedule>(TFLA_SCHEDULE)>;
+    const DeviceGuard guard(p.device, "mlstm_intra");
     const int slices = (p.dim_v + C::kSliceV - 1) / C::kSliceV;
     const int query_tiles = (p.seq + kPadding - 1) / kPadding;
     const Globals g{TensorMap(p.q, p.batch, p.heads, p.seq, p.dim_qk, kTile, false),
@@ -93,7 +94,6 @@ void run_mlstm_intra(const MlstmIntraParams& p, cudaStream_t stream) {
                     p.eps,
                     std::log2(static_cast<double>(p.scale)),
                     0};
-    const DeviceGuard guard(p.device, "mlstm_intra");
     const int heads = p.batch * p.heads;
     launch<mlstm_intra_gates<C>>(g, heads, kScanThreads, p.device, stream, "mlstm_intra_gates");
     launch<mlstm_intra_kernel<C>, sizeof(SharedMemoryPlan<C>)>(g, dim3(slices, query_tiles, heads),

@@ -37,7 +37,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
 
     if (warpgroup_id == 2)
         smem.lane_offsets[threadIdx.x % 128] = transposed_lane_offset(threadIdx.x % 128 / 32);
-    begin_task<C>(g, smem,
+    begin_task<C>(g, smem, block_of_pass<C>(g, smem),
                   [&] { g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch(); });
     if (cluster_ctas() > 1) cluster_sync();  // before another CTA writes to this one's shared memory
     if (smem.task.tokens < 0) return;
@@ -90,6 +90,10 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
             slices(p.dim_values)};
 }
 
+dim3 grid(const WalkGlobals& g, const char* name) {
+    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.shares, 1, name);
+}
+
 template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
     using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
     const PassWalk& walk = p.walk;
@@ -98,6 +102,7 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
     auto map = [&](const Operand& x, int dim, int box_rows) {
         return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
     };
+    const DeviceGuard guard(walk.device, "mlstm_pass");
     const WalkGlobals common = walk_globals<C>(walk);
     if (common.shares > 1 && common.slices > kMostSlices)
         throw std::runtime_error("mlstm_pass: more slices than take turns");
@@ -117,12 +122,12 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
                         int64_t{walk.batch} * walk.heads * common.slots,
                         p.states,
                         p.flows,
+                        common.shares > 1 ? p.ticket : nullptr,
                         pass_flow_parts(walk.dim_keys, walk.dim_values),
                         anchor_slots(common.slots)};
-    const DeviceGuard guard(walk.device, "mlstm_pass");
-    launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(
-        g, walk.cut.segments * walk.heads * common.slices * common.shares, C::kThreads, walk.device, stream,
-        "mlstm_pass", ScoreTurns::cluster(common.slices));
+    launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, grid(common, "mlstm_pass"), C::kThreads,
+                                                        walk.device, stream, "mlstm_pass",
+                                                        ScoreTurns::cluster(common.slices));
 }
 
 template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
@@ -138,11 +143,10 @@ template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t st
 template <class T, Gradient kGradient> void run_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
     using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
     const PassWalk& walk = p.walk;
-    const SegmentsGlobals g{walk_globals<C>(walk), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.sigmoid_gate};
     const DeviceGuard guard(walk.device, "mlstm_pass_segments");
+    const SegmentsGlobals g{walk_globals<C>(walk), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.sigmoid_gate};
     launch<mlstm_pass_segments_kernel<C>, sizeof(SegmentsMemory<C>)>(
-        g, walk.cut.segments * walk.heads * g.slices * g.shares, C::kThreads, walk.device, stream,
-        "mlstm_pass_segments");
+        g, grid(g, "mlstm_pass_segments"), C::kThreads, walk.device, stream, "mlstm_pass_segments");
 }
 
 template <class T> void run_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {

@@ -48,6 +48,7 @@ struct PassGlobals : WalkGlobals {
     int64_t whole_stride, inter_stride;  // from one slice to the next
     void* states;
     float* flows;
+    int* ticket;  // how many clusters of CTAs have started; null where shares do not wait for each other
     int flow_parts, anchor_slots;
 
     // Whether the rows of a factor are wanted: of dq and dk with the gradient's, of dv with those of the
@@ -187,6 +188,9 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct Pass
     static constexpr bool kBackward = kGradient != Gradient::dq;    // in time
     static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
+    // scores_free of a stage is kept by the CTA that makes the step's scores, every second one (ScoreTurns):
+    // a stage must have one maker for the whole walk
+    static_assert(kTiling.stages % 2 == 0);
 
     // Warpgroups: 0 feeds the others (warp 0 TMA, 1 gates, 2 factor and gradient, 3 row sums), 1 makes the
     // scores, then the state's.
@@ -255,6 +259,7 @@ template <class C> struct PassMemory {
     typename C::Stage gates[C::kTiling.gate_stages];
     PassTask task;
     uint32_t lane_offsets[128];  // transposed_lane_offset of a state warpgroup's threads
+    int ticket;                  // of the cluster, in its first CTA
 
     semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];

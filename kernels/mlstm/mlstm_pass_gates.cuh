@@ -16,6 +16,7 @@
 namespace tfla_tk {
 
 constexpr int kMostSlices = 4;  // of K in a pass for dq or dk
+constexpr int kMostKeys = 256;  // columns of keys of one share
 
 // One chunk, of whatever debt the state in a pass has.
 struct alignas(16) ChunkGates {

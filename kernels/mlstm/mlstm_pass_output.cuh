@@ -22,8 +22,20 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
                });
 }
 
-// Shares take turns at a chunk of the gradient: the first one stores, each later one adds to that. NOTES: a
-// CTA waits for one of a lower number in the grid, which has been started before it.
+// The block that a CTA works on. Shares wait for each other, so the CTAs of several shares take numbers in
+// the order in which they start: a share waits for a lower number, whose CTA runs already.
+template <class C> __device__ inline int block_of_pass(const PassGlobals& g, PassMemory<C>& smem) {
+    if constexpr (C::kNormalizer && C::kDimKeys == kMostKeys) {  // else there is one share
+        if (g.ticket != nullptr) {
+            if (threadIdx.x == 0 && cta_in_cluster() == 0) smem.ticket = atomicAdd(g.ticket, 1);
+            cluster_sync();
+            return of_first_cta(smem.ticket) * cluster_ctas() + cta_in_cluster();
+        }
+    }
+    return blockIdx.x;
+}
+
+// Shares take turns at a chunk of the gradient: the first one stores, each later one adds to that.
 template <class C>
 __device__ inline int* shares_stored(const PassGlobals& g, const PassTask& task, int chunk) {
     ChunkGates& gates = g.gates[task.batch_head * g.slots + task.slot + chunk];

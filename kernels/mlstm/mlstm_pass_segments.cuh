@@ -231,7 +231,9 @@ __global__ __launch_bounds__(C::kThreads,
     auto& smem = *reinterpret_cast<SegmentsMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (!begin_task<C>(g, smem, [&] { g.keys.prefetch(), g.values.prefetch(); }) || smem.task.last) return;
+    if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.keys.prefetch(), g.values.prefetch(); }) ||
+        smem.task.last)
+        return;
 
     if (warpgroup_id == 0) {
         set_registers<kSegmentRegisters.producer, C::kThreads, 1>();

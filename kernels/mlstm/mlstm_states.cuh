@@ -198,7 +198,8 @@ __global__ __launch_bounds__(C::kThreads,
     auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (!begin_task<C>(g, smem, [&] { g.k.prefetch(), g.v.prefetch(); }) || smem.task.last) return;
+    if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.k.prefetch(), g.v.prefetch(); }) || smem.task.last)
+        return;
 
     if (warpgroup_id == 0) {
         if constexpr (C::kStateWarpgroups == 2) warpgroup::decrease_registers<C::kProducerRegisters>();

@@ -7,11 +7,16 @@ namespace tfla_tk::mlstm {
 
 constexpr const char* kStepName = "mlstm_step";
 
+void move_tokens(MlstmStepParams& p, std::int64_t batch, std::int64_t head, std::int64_t index) {
+    for (TokenRow* x : {&p.q, &p.k, &p.v}) move(*x, batch, head);
+    move(p.h, index * p.dim_v * bytes_of(p.h_dtype));
+}
+
 template <class Before, class After, int kWidth>
 void launch_step(const MlstmStepParams& p, cudaStream_t stream) {
     const int columns = p.tiling.lanes * kWidth;
     launch_slices<mlstm_step_kernel<Before, After, kWidth>>(p, (p.dim_v + columns - 1) / columns,
-                                                            kStepThreads, stream, kStepName);
+                                                            kStepThreads, stream, kStepName, move_tokens);
 }
 
 template <class Before, class After> void run_step(const MlstmStepParams& p, cudaStream_t stream) {

@@ -24,7 +24,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void mlstm_wide_kernel(const __grid
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<WideMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem,
+    if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h_chunk.prefetch(); }))
         return;
     if (cluster_ctas() > 1) cluster_sync();  // the other CTA's barriers are there

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from torch import Tensor
+
 CHUNK = 64  # kChunk of gates.cuh
 
 # Shorter segments would make the states between them larger than the inputs.
@@ -21,12 +23,25 @@ class Cut(NamedTuple):
     """How the sequences of a call are cut, as the kernels take it.
 
     Attributes:
-        segments: of all sequences together; with packed sequences an upper bound.
+        segments: of all sequences together; with packed sequences the numbers that there are for them
+            (segments.cuh): one for each sequence and one for every whole segment of tokens.
         chunks: per segment; the last segment of a sequence may have fewer.
     """
 
     segments: int
     chunks: int
+
+
+class KeptStates(NamedTuple):
+    """The states at the cuts of a forward's sequences, for its backward.
+
+    Attributes:
+        workspace: of the forward's kernels (`tk_forward.states_at_cuts`).
+        cut: of the forward's sequences.
+    """
+
+    workspace: Tensor
+    cut: Cut
 
 
 class Costs(NamedTuple):
@@ -81,8 +96,8 @@ def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, cos
     GPU, and sequences of equal length are rarely cut at all.
     """
     length = cut(1, tokens, ctas, multiprocessors, costs).chunks
-    if length * CHUNK >= tokens:
-        return Cut(sequences, length)
+    if length * CHUNK >= tokens:  # uncut: a segment that no sequence fills
+        return Cut(sequences, tokens // CHUNK + 1)
     return Cut(sequences + tokens // (length * CHUNK), length)
 
 

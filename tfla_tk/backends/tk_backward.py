@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.segments import Cut
+from tfla_tk.backends.segments import Cut, KeptStates
 from tfla_tk.backends.tk import (
     Operands,
     _current_stream,
@@ -73,7 +73,7 @@ def mlstm_bwd(
     normalize: bool,
     eps: float,
     schedule: str,
-    states: MaybeTensor = None,
+    states: KeptStates | None = None,
 ) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
 
@@ -187,9 +187,9 @@ def _of_no_token(grads: MaybeGrads, dc_last: MaybeTensor, dn_last: MaybeTensor) 
 
 
 def _cut(
-    sizes: Sizes, offsets: tuple[int, bool, int], device: int, states: MaybeTensor
+    sizes: Sizes, offsets: tuple[int, bool, int], device: int, states: KeptStates | None
 ) -> tuple[Cut, Pair | None]:
-    """The cut, and the addresses of the forward's states at its boundaries if these are they.
+    """The cut, and the addresses of the forward's states at its boundaries if it was cut in the same way.
 
     Args:
         offsets: of packed sequences, as the kernels take them.
@@ -198,7 +198,9 @@ def _cut(
     pointer, _, sequences = offsets
     cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
     slots = (cut.segments - sequences) * heads
-    return cut, None if states is None else states_at_cuts(states, slots, *dims)
+    if states is None or states.cut != cut:
+        return cut, None
+    return cut, states_at_cuts(states.workspace, slots, *dims)
 
 
 def _given(x: MaybeTensor) -> int:

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from tfla_tk.backends.tk import Gate, Operand
-from tfla_tk.backends.tk_passes import PART_COLUMNS, Memory, Plan, Sizes
+from tfla_tk.backends.tk_passes import INT, PART_COLUMNS, Memory, Plan, Sizes
 
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
 
@@ -105,6 +105,7 @@ def launch_scan(x: Call) -> None:
         (x.row_n, x.row_m),
         x.chunk_m,
         x.memory.gates,
+        x.memory.tickets if x.plan.parts > 1 else 0,
         x.cut[:3],
         x.sizes[:3],
         x.eps,
@@ -195,14 +196,14 @@ def launch_dq_and_dk(x: Call, written: Grads, dn: int) -> None:
         x, "dq", x.plan.dq_and_dk, x.dh, x.v, x.k, written.dq, sizes,
         entering=(x.c_initial, x.n_initial),
         boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
-        factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors,
+        factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
     )  # fmt: skip
     _run_pass(
         x, "dk", x.plan.dq_and_dk, x.v, x.dh, x.q, written.dk, sizes,
         entering=(x.dc_last, x.dn_last),
         leaving=(0, dn),
         boundary=_boundary(x, memory.grad_c, memory.grad_n, memory.grad_decay),
-        factor=x.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors,
+        factor=x.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors, ticket=memory.tickets + INT,
     )  # fmt: skip
 
 
@@ -239,6 +240,7 @@ def _run_pass(
     factor: Operand,
     sums: Pair = (0, 0),
     anchors: Pair = (0, 0),
+    ticket: int = 0,
 ) -> None:
     """One pass over the chunks, on the current stream.
 
@@ -255,6 +257,7 @@ def _run_pass(
         factor: like `out`, what its rows are multiplied with for the row sums, those of `values` for "dv".
         sums: where these are written, whole and inter; "dv" has no inter, and none at all where whole is 0.
         anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them.
+        ticket: by which the CTAs of several parts of V count themselves.
     """
     kernel.mlstm_pass(
         GRADIENTS[name],
@@ -269,6 +272,7 @@ def _run_pass(
         boundary,
         sums,
         anchors,
+        ticket,
         x.cut,
         sizes,
         x.half,

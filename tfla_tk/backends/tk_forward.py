@@ -24,6 +24,7 @@ from tfla_tk.backends.tk import (
     as_state,
     descriptor_strides,
 )
+from tfla_tk.backends.segments import KeptStates
 from tfla_tk.build import instances
 from tfla_tk.memo import Memo
 from tfla_tk.ops import MaybeTensor, chunk_slots
@@ -41,7 +42,7 @@ Tensors: TypeAlias = tuple[
     MaybeTensor,
 ]
 
-# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the workspace that a backward can use.
+# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the states that a backward can use.
 FwdResult: TypeAlias = tuple[
     Tensor,
     MaybeTensor,
@@ -50,7 +51,7 @@ FwdResult: TypeAlias = tuple[
     MaybeTensor,
     MaybeTensor,
     MaybeTensor,
-    MaybeTensor,
+    KeptStates | None,
 ]
 
 _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
@@ -60,8 +61,8 @@ class Options(NamedTuple):
     """The arguments of tfla_tk::mlstm_fwd that are no tensors, and one more.
 
     Attributes:
-        keep_states: where the backward will cut the sequences, cut them the same way and return the
-            workspace, which has the states at the cuts (`states_at_cuts`), as the last result.
+        keep_states: where the backward will cut the sequences, cut them the same way and return the states
+            at the cuts as the last result.
     """
 
     sigmoid_gate: bool
@@ -158,7 +159,7 @@ class Forward:
         self._has_initial = any(x is not None for x in initial)
         self._h_in_place = strides_of_h is not None
         self._workspace_size = -(-kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
-        self._workspace_kept = kept
+        self._kept_cut = cut if kept else None
         self._sequences = sequences
         self._launch = kernel.Forward(
             *(descriptor_strides(x.shape, x.stride()) for x in (q, k, v)),
@@ -223,7 +224,10 @@ class Forward:
         )
         if written is not h:
             h.copy_(written)
-        return h, c, n, m, row_n, row_m, chunk_m, workspace if self._workspace_kept else None
+        states = None
+        if self._kept_cut is not None and workspace is not None:
+            states = KeptStates(workspace, self._kept_cut)
+        return h, c, n, m, row_n, row_m, chunk_m, states
 
     def _last_states(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, MaybeTensor]:
         """Memory for c, n and m; without normaliser, n is what it will be: zeros."""
@@ -269,18 +273,11 @@ def _instance(dim_qk: int, dim_v: int, schedule: str) -> tuple[build.Instance, i
     return instance, -(-dim_v // slice_v)
 
 
-def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int] | None:
-    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; None if it has not so many slots.
-
-    n is written with a normaliser only.
-    """
+def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int]:
+    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; n is written with a normaliser only."""
     # struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
-    c = 2 * tk_passes.DOUBLE * slots
-    n = c + tk_passes.FLOAT * slots * dim_qk * dim_v
-    if workspace.nbytes != n + tk_passes.FLOAT * slots * (dim_qk + 1):
-        return None
-    address = workspace.data_ptr()
-    return address + c, address + n
+    c = workspace.data_ptr() + 2 * tk_passes.DOUBLE * slots
+    return c, c + tk_passes.FLOAT * slots * dim_qk * dim_v
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

@@ -17,7 +17,7 @@ from tfla_tk.backends.segments import Cut
 from tfla_tk.build import instances
 
 ALIGNMENT = 256  # bytes
-FLOAT, DOUBLE = 4, 8  # bytes
+INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
 ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 # Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
 PART_COLUMNS = instances.MAX_DIM_QK
@@ -49,6 +49,7 @@ class Memory(NamedTuple):
         flows: the exact flow of gradient over these boundaries, [B, NH, anchor slots, flow parts], to be
             summed over its parts; slots without an anchor are not written.
         workspace: of the kernels for the gates.
+        tickets: by which the CTAs of "dq" and of "dk" count themselves, [2] int32; none with one part of V.
     """
 
     gates: int
@@ -68,6 +69,7 @@ class Memory(NamedTuple):
     anchors: int
     flows: int
     workspace: int
+    tickets: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ def make_plan(
         anchors=dq_and_dk.anchor_bytes(batch, heads, chunk_slots, dim_v, dim_qk),
         flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
         workspace=around.mlstm_bwd_gates_workspace_bytes(heads, sequences),
+        tickets=2 * INT if parts > 1 else 0,
     )
     *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
     return Plan(

@@ -42,6 +42,16 @@ __device__ inline uint32_t address_in_cta(const void* own, int cta) {
     return address;
 }
 
+// A number in the shared memory of the cluster's first CTA, which still runs.
+__device__ inline int of_first_cta(const int& own) {
+    int value;
+    asm volatile("ld.shared::cluster.b32 %0, [%1];\n"
+                 : "=r"(value)
+                 : "r"(address_in_cta(&own, 0))
+                 : "memory");
+    return value;
+}
+
 // arrive_warp on the barrier of the cluster's `cta`, this one or another. NOTES: of the CTA's scope, since a
 // release to the cluster is a MEMBAR.GPU: enough for readers, whose wgmmas are done, not for writers.
 __device__ inline void arrive_warp_in_cta(const kittens::semaphore& own, int cta) {

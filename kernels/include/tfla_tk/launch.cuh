@@ -5,6 +5,8 @@
 
 #include <array>
 #include <atomic>
+#include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -36,6 +38,13 @@ template <auto kKernel, cudaFuncAttribute kAttribute> void allow(int value, int 
     if (allowed.at(device)) return;
     check_launch(cudaFuncSetAttribute(kKernel, kAttribute, value), name);
     allowed[device] = true;
+}
+
+// A grid of `x` times `y` CTAs; throws std::runtime_error where a launch cannot have so many.
+inline dim3 grid_of(std::int64_t x, int y, const char* name) {
+    if (x > std::numeric_limits<std::int32_t>::max())
+        throw std::runtime_error(std::string(name) + ": more CTAs than a launch can have");
+    return dim3(static_cast<unsigned>(x), y);
 }
 
 // Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory. `cluster`

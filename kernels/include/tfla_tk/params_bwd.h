@@ -34,6 +34,7 @@ struct MlstmBwdScanParams {
     RowNorms norms;
     const float* chunk_m;  // [B, H, slots, 2]: as the forward leaves it; null with the sigmoid gate
     ChunkGates* gates;     // [B, H, slots], chunk_gates_bytes of each
+    int* tickets;          // [2]: set to 0, for the passes of dq and dk; null: not wanted
     Offsets offsets;
     int batch, heads, seq;
     float scale;  // of q k^T

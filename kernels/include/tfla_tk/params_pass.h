@@ -56,6 +56,7 @@ struct MlstmPassParams {
     // flow of gradient over that boundary. pass_anchor_bytes of it; null for dv.
     void* states;
     float* flows;  // [B, H, anchor_slots, pass_flow_parts], dk only
+    int* ticket;   // 0 when the pass starts, from mlstm_bwd_scan; of dq and dk where there are several shares
 };
 
 // Bytes of `states`, and the parts of a flow.

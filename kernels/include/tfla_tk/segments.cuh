@@ -1,7 +1,12 @@
 // Which stretch of which sequence a CTA works on.
 //
-// Sequences are cut into segments of `segment_chunks` chunks; their numbers run through all sequences. A
-// sequence has at least one segment, also when it has no token.
+// Sequences are cut into segments of `segment_chunks` chunks. A sequence has at least one segment, also when
+// it has no token. Segments are numbered through all sequences. Those of a packed sequence that starts at
+// token t begin at number t / segment_tokens + sequence: a number that follows from its own offset alone and
+// leaves room for the segments of all sequences before it. So some numbers have no segment.
+//
+// Offsets are clamped to the tokens that there are, and every number, slot and row follows from one
+// sequence's two offsets alone. So no offsets, whatever they hold, lead out of the memory of a call.
 #pragma once
 
 #include "kittens.cuh"
@@ -24,52 +29,90 @@ __device__ inline int sequence_start(const Cut& cut, int seq, int sequence) {
     return static_cast<int>(min(max(at, int64_t{0}), static_cast<int64_t>(seq)));
 }
 
-// How many segments a packed sequence has.
-__device__ inline int packed_segments(const Cut& cut, int seq, int sequence) {
-    const int length = sequence_start(cut, seq, sequence + 1) - sequence_start(cut, seq, sequence);
-    const int segment_tokens = cut.segment_chunks * kChunk;
-    return max((length + segment_tokens - 1) / segment_tokens, 1);
+__device__ inline int segment_tokens(const Cut& cut) { return cut.segment_chunks * kChunk; }
+
+// A packed sequence: its first token, its tokens, its segments and the number of the first of them.
+struct PackedSequence {
+    int start, tokens, segments, first_segment;
+
+    __device__ inline PackedSequence(const Cut& cut, int seq, int sequence) {
+        start = sequence_start(cut, seq, sequence);
+        tokens = max(sequence_start(cut, seq, sequence + 1) - start, 0);
+        segments = max((tokens + segment_tokens(cut) - 1) / segment_tokens(cut), 1);
+        first_segment = start / segment_tokens(cut) + sequence;
+    }
+};
+
+// The last sequence of `count` for which `precedes`, which holds for the first ones alone; -1 where it holds
+// for none. Called by whole warps: every step asks for 32 of them.
+template <class Precedes> __device__ inline int last_sequence(int count, Precedes precedes) {
+    const int lane = kittens::laneid();
+    int first = 0, step = count;
+    do {
+        const int candidates = step;
+        step = (candidates + 31) / 32;
+        const int sequence = first + lane * step;
+        const bool holds = lane * step < candidates && sequence < count && precedes(sequence);
+        const int found = __popc(__ballot_sync(0xffffffff, holds));
+        if (found == 0) return -1;
+        first += (found - 1) * step;
+    } while (step > 1);
+    return first;
 }
 
-// The number of a sequence's first segment. Called by whole warps.
-__device__ inline int first_segment(const Cut& cut, int seq, int sequence) {
-    if (cut.offsets == nullptr) return sequence * (cut.segments / cut.sequences);
-    int before = 0;
-    for (int other = kittens::laneid(); other < sequence; other += 32)
-        before += packed_segments(cut, seq, other);
-    return warp_sum(before);
-}
-
-// The `index`-th segment. Called by whole warps: 32 packed sequences are looked at at a time.
+// The segment of a number. Called by whole warps.
 __device__ inline Segment find_segment(const Cut& cut, int seq, int index) {
-    const int segment_tokens = cut.segment_chunks * kChunk;
-    auto piece = [&](int sequence, int number, int count, int start, int length) {
-        const int first = number * segment_tokens;
-        return Segment{sequence, number, count, start + first, min(length - first, segment_tokens)};
+    auto piece = [&](int sequence, int number, int count, int start, int tokens) {
+        const int first = number * segment_tokens(cut);
+        return Segment{sequence, number, count, start + first, min(tokens - first, segment_tokens(cut))};
     };
     if (cut.offsets == nullptr) {
         const int count = cut.segments / cut.sequences;
         return piece(index / count, index % count, count, 0, seq);
     }
-    int before = 0;  // segments of the sequences before `base`
-    for (int base = 0; base < cut.sequences; base += 32) {
-        const int sequence = base + kittens::laneid();
-        const bool exists = sequence < cut.sequences;
-        const int start = exists ? sequence_start(cut, seq, sequence) : 0;
-        const int length = exists ? max(sequence_start(cut, seq, sequence + 1) - start, 0) : 0;
-        const int count = exists ? packed_segments(cut, seq, sequence) : 0;
-        const int end =
-            warp_inclusive_sum(count, kittens::laneid());  // segments up to and with this sequence
-        const unsigned later = __ballot_sync(0xffffffff, index < before + end);
-        if (later != 0) {
-            const int owner = __ffs(later) - 1;
-            auto of_owner = [&](int x) { return __shfl_sync(0xffffffff, x, owner); };
-            return piece(base + owner, index - before - of_owner(end - count), of_owner(count),
-                         of_owner(start), of_owner(length));
-        }
-        before += __shfl_sync(0xffffffff, end, 31);
+    const int sequence = last_sequence(cut.sequences, [&](int other) {
+        return sequence_start(cut, seq, other) / segment_tokens(cut) + other <= index;
+    });
+    if (sequence >= 0) {
+        const PackedSequence found(cut, seq, sequence);
+        const int number = index - found.first_segment;
+        if (number >= 0 && number < found.segments)
+            return piece(sequence, number, found.segments, found.start, found.tokens);
     }
     return {0, 0, 0, 0, -1};
+}
+
+// A sequence whose state is carried over the boundaries between its segments.
+struct CarriedSequence {
+    int sequence;
+    int boundaries;  // 0: nothing to do
+    int first_slot;  // of the boundaries, times heads; the others follow
+};
+
+// How many CTAs look for a sequence to carry: one for each, or one for each boundary where those are fewer.
+inline int carrying_ctas(const Cut& cut) {
+    const int boundaries = cut.segments - cut.sequences;
+    return cut.offsets != nullptr && boundaries < cut.sequences ? boundaries : cut.sequences;
+}
+
+// What the `index`-th of them carries. Called by whole warps.
+__device__ inline CarriedSequence find_carried(const Cut& cut, int seq, int index) {
+    if (cut.offsets == nullptr) {
+        const int boundaries = cut.segments / cut.sequences - 1;
+        return {index, boundaries, index * boundaries};
+    }
+    int sequence = index;
+    const bool by_boundary = cut.segments - cut.sequences < cut.sequences;
+    if (by_boundary)  // the sequence that the boundary is in: of those that start before it the last one
+        sequence = last_sequence(cut.sequences, [&](int other) {
+            return sequence_start(cut, seq, other) / segment_tokens(cut) <= index;
+        });
+    if (sequence < 0) return {0, 0, 0};
+    const PackedSequence found(cut, seq, sequence);
+    const int first_slot = found.first_segment - sequence;
+    // another CTA has the sequence where this boundary is not its first
+    if (by_boundary && first_slot != index) return {0, 0, 0};
+    return {sequence, found.segments - 1, first_slot};
 }
 
 constexpr int kCombineThreads = 128;  // of a CTA that carries states on

@@ -132,12 +132,11 @@ def sequences_of(cut: tuple[int, ...], heads: int, seq: int) -> list[Sequence]:
     packed = pointer != 0
     batch = 1 if packed else count
     found = []
-    behind = 0  # the boundaries of the sequences before
     for number, (start, end) in enumerate(bounds_at(cut, seq)):
         chunks = -(-(end - start) // CHUNK)
         pieces = [range(at, min(at + chunks_of, chunks)) for at in range(0, max(chunks, 1), chunks_of)]
-        own = slice(behind, behind + batch * (len(pieces) - 1))
-        behind = own.stop
+        first = start // (CHUNK * chunks_of) if packed else 0
+        own = slice(first, first + batch * (len(pieces) - 1))
         which = slice(number, number + 1) if packed else slice(None)
         slot = start // CHUNK + (number if packed else 0)
         found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))

@@ -44,8 +44,8 @@ SLOW_TOKENS = 16  # of a slow chunk, whose squares are summed
 # of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
 ARGUMENTS = {
     "mlstm_bwd_scan": (
-        *("i", "f", "rows", "chunk_m", "gates", "offsets", "sizes", "eps", "scale", "sigmoid_gate"),
-        *("device", "stream"),
+        *("i", "f", "rows", "chunk_m", "gates", "tickets", "offsets", "sizes", "eps", "scale"),
+        *("sigmoid_gate", "device", "stream"),
     ),
     "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream"),
     "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "eps", "device", "stream"),
@@ -58,7 +58,7 @@ ARGUMENTS = {
     ),
     "mlstm_pass": (
         *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "cut", "sizes", "half", "device", "stream"),
+        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "half", "device", "stream"),
     ),
     "mlstm_pass_segments": (
         *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),

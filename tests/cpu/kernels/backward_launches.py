@@ -191,7 +191,8 @@ def memory_of(x: SimpleNamespace) -> set[tuple[int, int]]:
         return {(log2_w, 4 * math.prod(x.sizes[:3])), (e, 4 * e_stride * parts_of(x.sizes[3]))}
     if x.name == "scan":
         batch, heads, seq = x.sizes
-        return {(x.gates, 4 * CHUNK_GATES * batch * heads * chunk_slots(x.offsets, seq))}
+        gates = (x.gates, 4 * CHUNK_GATES * batch * heads * chunk_slots(x.offsets, seq))
+        return {gates, (x.tickets, 8)} if x.tickets else {gates}
     if x.name == "dv" and x.sums[0]:
         return {(x.sums[0], 4 * slices_of(x)[1] * math.prod(x.sizes[:3]))}
     if x.name == "combine":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import ops, reference
+from tfla_tk.backends.segments import Cut, KeptStates
 
 from .addresses import CHUNK
 
@@ -125,19 +126,20 @@ def test_cut_sequences(
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 
 
-def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> Tensor:
-    """Its workspace, in fp64: C and n at the cuts, and what is no number where nothing is read."""
+def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> KeptStates:
+    """With its workspace in fp64: C and n at the cuts, and what is no number where nothing is read."""
     heads, seq, dim_qk, dim_v = *x["q"].shape[1:], x["v"].shape[-1]
     offsets = x["cu_seqlens"].tolist() if "cu_seqlens" in x else None
     count, length = x["c_initial"].shape[0], chunks * CHUNK
-    slots = heads * (count * (-(-seq // length) - 1) if offsets is None else seq // length)
+    segments = count * -(-seq // length) if offsets is None else count + seq // length
+    slots = heads * (segments - count)
     workspace = torch.full((slots * (2 + dim_qk * dim_v + dim_qk + 1),), math.nan, dtype=torch.float64)
     c, n = workspace[2 * slots :].split([slots * dim_qk * dim_v, slots * (dim_qk + 1)])
     c, n = c.view(slots, dim_qk, dim_v), n[: slots * dim_qk].view(slots, dim_qk)
     options = (gate != "exp", gate != "sig_unnormalised", EPS)
-    slot = 0
     for row in range(count):
         batch, start, end = (row, 0, seq) if offsets is None else (0, *offsets[row : row + 2])
+        slot = heads * (row * (-(-seq // length) - 1) if offsets is None else start // length)
         initial = [x[name][row : row + 1] if name in x else None for name in NAMES[5:8]]
         for at in range(start + length, end, length):
             before = [x[name][batch : batch + 1, :, start:at] for name in TOKENS]
@@ -146,7 +148,7 @@ def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> Tensor:
             )
             c[slot : slot + heads], n[slot : slot + heads] = left_c[0], left_n[0]
             slot += heads
-    return workspace
+    return KeptStates(workspace, Cut(segments, chunks))
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:4]], ids=["batch", "packed", "long"])

@@ -246,20 +246,21 @@ def test_the_states_of_the_forward_are_not_made_again(
     x, normalize = named(given), gate != "sig_unnormalised"
     sequences = x.c_initial.shape[0]
     slots = NH * (x.q.shape[2] // CHUNK if packed else sequences * (-(-S // CHUNK) - 1))
-    states = torch.empty(slots * (4 + K * dim_v + K + 1))
+    workspace = torch.empty(slots * (4 + K * dim_v + K + 1))
+    cut = segments.Cut(slots // NH + sequences, 1)
 
-    tk_backward.mlstm_bwd(*given, states)
+    tk_backward.mlstm_bwd(*given, segments.KeptStates(workspace, cut))
     expected = [*["rows"] * normalize, "scan", "segments_dk", "combine", "dv", "dq", "dk", "gates"]
     assert [launch.name for launch in launches] == expected
     (of_dq,) = launches.of("dq")
     c, n, _ = of_dq.boundaries
-    assert c - states.data_ptr() == 16 * slots
+    assert c - workspace.data_ptr() == 16 * slots
     # which without normaliser no kernel has written
-    assert n == (states.data_ptr() + 4 * slots * (4 + K * dim_v) if normalize else 0)
+    assert n == (workspace.data_ptr() + 4 * slots * (4 + K * dim_v) if normalize else 0)
 
-    # those of another cut do not fit
+    # those of another cut do not fit, though they are as many
     launches.clear()
-    tk_backward.mlstm_bwd(*given, states[1:])
+    tk_backward.mlstm_bwd(*given, segments.KeptStates(workspace, cut._replace(chunks=2)))
     assert len(launches.of("segments_dq")) == 1
 
 
@@ -365,7 +366,8 @@ def test_memory_between_kernels(
     )
     (memory,) = allocated
     taken = sorted(set().union(*map(memory_of, launches)))
-    assert len(taken) == 2 + (1 + 6 if cut else 1) + 7  # gates and e; log2_w and states, or dots; the rest
+    # gates and e; log2_w and states, or dots; tickets of several parts; the rest
+    assert len(taken) == 2 + (1 + 6 if cut else 1) + (parts_of(dim_v) > 1) + 7
     behind = memory.data_ptr()
     for address, bytes_taken in taken:
         assert address == behind

@@ -248,11 +248,11 @@ def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
     assert launch.cut[-2:] == cut
     assert cut.segments > 1
     slots = 2 * (cut.segments - 1)
-    assert launch.workspace == states.data_ptr()
-    c, n = (address - launch.workspace for address in tk_forward.states_at_cuts(states, slots, K, V))
+    assert launch.workspace == states.workspace.data_ptr()
+    assert states.cut == cut
+    c, n = (a - launch.workspace for a in tk_forward.states_at_cuts(states.workspace, slots, K, V))
     assert (c, n) == (16 * slots, 16 * slots + 4 * slots * K * V)  # of struct Workspace
-    assert bool(states.isnan().all())  # nothing is written but by the kernels
-    assert tk_forward.states_at_cuts(states, slots + 2, K, V) is None
+    assert bool(states.workspace.isnan().all())  # nothing is written but by the kernels
 
 
 def test_short_sequences_leave_no_states(launches: Launches) -> None:

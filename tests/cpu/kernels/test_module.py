@@ -84,7 +84,7 @@ def test_the_module_around_the_backward_passes(
         module.mlstm_bwd_factors((16, 64, 1, 1), (16, 0), (0, 16, 64), 64, 1e-6, 0, 0)
     gate = (16, 64, 64, 1, 0)
     with pytest.raises(RuntimeError, match="mlstm_bwd_scan: CUDA driver version is insufficient"):
-        module.mlstm_bwd_scan(gate, gate, (16, 16), 16, 16, (0, 0, 1), (1, 1, 64), 1e-6, 0.125, False, 0, 0)
+        module.mlstm_bwd_scan(gate, gate, (16, 16), 16, 16, 0, (0, 0, 1), (1, 1, 64), 1e-6, 0.125, False, 0, 0)
     cut = (0, False, 1, 2, 1)
     with pytest.raises(RuntimeError, match="mlstm_bwd_combine: CUDA driver version is insufficient"):
         module.mlstm_bwd_combine((16, 16, 16), 1, (0, 0), cut, (1, 128, 64, 64), False, 0, 0)
@@ -112,7 +112,7 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
     operand, none = (16, 4096, 4096, 64), (0, 0)
     gates_and_rows = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 64, 16))
     cut, sizes = (0, False, 1, 1, 1), (1, 1, 64, 64, 64)
-    of_passes = (*([operand] * 5), (16, 16, 64), none, none, (0, 0, 0), none, none, cut)
+    of_passes = (*([operand] * 5), (16, 16, 64), none, none, (0, 0, 0), none, none, 0, cut)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="no CUDA driver is installed"):
             module.mlstm_pass(gradient, *of_passes, sizes, False, 0, 0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
 from tfla_tk.backends.segments import BACKWARD, CHUNK, FORWARD, Costs, Cut, cut, cut_packed
@@ -79,11 +82,30 @@ def test_costs_decide() -> None:
     assert cut(1, 4096, 60, H200, FORWARD).segments > 1
     for costs in (Costs(1.0, 4.0, 6.0), Costs(0.5, 4.0, 100.0)):
         assert cut(1, 4096, 60, H200, costs) == Cut(1, 64)
-        assert cut_packed(1, 4096, 60, H200, costs) == Cut(1, 64)
+        assert cut_packed(1, 4096, 60, H200, costs).segments == 1
 
 
 def test_one_packed_sequence_is_cut_like_a_batch_of_one() -> None:
     whole, packed = cut(1, 65536, 16, H200), cut_packed(1, 65536, 16, H200)
     assert packed.chunks == whole.chunks
     # never cut: no workspace, one launch
-    assert cut_packed(40, 4096, 200, H200) == Cut(40, 64)
+    assert cut_packed(40, 4096, 200, H200).segments == 40
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 4096, 10_000, 65_536])
+@pytest.mark.parametrize("costs", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_every_segment_of_packed_sequences_has_a_number_of_its_own(tokens: int, costs: Costs) -> None:
+    """The numbering of segments.cuh, which follows from a sequence's own offset, for any rising offsets."""
+    generator = random.Random(tokens)
+    for sequences in (1, 2, 7, 100):
+        ends = sorted(generator.choice((0, tokens, generator.randint(0, tokens))) for _ in range(sequences - 1))
+        found = cut_packed(sequences, tokens, generator.choice((1, 4, 64)), H200, costs)
+        length = found.chunks * CHUNK
+        numbers, slots = [], []
+        for number, (start, end) in enumerate(itertools.pairwise([0, *ends, tokens])):
+            first, count = start // length + number, max(-(-(end - start) // length), 1)
+            numbers += range(first, first + count)
+            slots += range(start // length, start // length + count - 1)
+        assert len(set(numbers)) == len(numbers) and max(numbers) < found.segments
+        assert len(set(slots)) == len(slots)
+        assert all(slot < found.segments - sequences for slot in slots)
