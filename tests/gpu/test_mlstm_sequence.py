@@ -171,6 +171,14 @@ def test_any_number_of_heads(sequence: Sequence, heads: int, dims: tuple[int, in
         assert_close(sequence(clone(x), inplace=True), sequence.truth(x))
 
 
+@pytest.mark.parametrize(("batch", "heads"), [(70_000, 1), (1, 70_000), (2, 66_000)])
+def test_more_heads_than_a_grid_has_rows(sequence: Sequence, batch: int, heads: int, draw: Draw) -> None:
+    x = draw(3, batch, heads, (16, 24))
+    tokens = x["q"].transpose(0, 1).contiguous().transpose(0, 1)
+    assert_close(sequence(x | {"q": tokens}), sequence.truth(x))
+    assert_close(sequence(clone(x), inplace=True), sequence.truth(x))
+
+
 @pytest.mark.parametrize("warps", [1, 2, 4])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_every_tiling(

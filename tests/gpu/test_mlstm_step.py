@@ -142,6 +142,14 @@ def test_any_number_of_heads(step: Step, heads: int, dims: tuple[int, int], draw
         assert_close(step(clone(x), inplace=True), step.truth(x))
 
 
+@pytest.mark.parametrize(("batch", "heads"), [(70_000, 1), (1, 70_000), (2, 66_000)])
+def test_more_heads_than_a_grid_has_rows(step: Step, batch: int, heads: int, draw: Draw) -> None:
+    x = draw(batch, heads, (16, 24))
+    token = x["q"].transpose(0, 1).contiguous().transpose(0, 1)
+    assert_close(step(x | {"q": token}), step.truth(x))
+    assert_close(step(clone(x), inplace=True), step.truth(x))
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_every_tiling(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends import segments, tk_passes
+from tfla_tk.backends.segments import KeptStates
 from tfla_tk.backends.tk import (
     _GATE_DTYPES,
     ADDRESS_ALIGNMENT,
@@ -24,7 +25,6 @@ from tfla_tk.backends.tk import (
     as_state,
     descriptor_strides,
 )
-from tfla_tk.backends.segments import KeptStates
 from tfla_tk.build import instances
 from tfla_tk.memo import Memo
 from tfla_tk.ops import MaybeTensor, chunk_slots

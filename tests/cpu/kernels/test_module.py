@@ -84,7 +84,9 @@ def test_the_module_around_the_backward_passes(
         module.mlstm_bwd_factors((16, 64, 1, 1), (16, 0), (0, 16, 64), 64, 1e-6, 0, 0)
     gate = (16, 64, 64, 1, 0)
     with pytest.raises(RuntimeError, match="mlstm_bwd_scan: CUDA driver version is insufficient"):
-        module.mlstm_bwd_scan(gate, gate, (16, 16), 16, 16, 0, (0, 0, 1), (1, 1, 64), 1e-6, 0.125, False, 0, 0)
+        module.mlstm_bwd_scan(
+            gate, gate, (16, 16), 16, 16, 0, (0, 0, 1), (1, 1, 64), 1e-6, 0.125, False, 0, 0
+        )
     cut = (0, False, 1, 2, 1)
     with pytest.raises(RuntimeError, match="mlstm_bwd_combine: CUDA driver version is insufficient"):
         module.mlstm_bwd_combine((16, 16, 16), 1, (0, 0), cut, (1, 128, 64, 64), False, 0, 0)

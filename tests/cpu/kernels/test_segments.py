@@ -98,7 +98,9 @@ def test_every_segment_of_packed_sequences_has_a_number_of_its_own(tokens: int, 
     """The numbering of segments.cuh, which follows from a sequence's own offset, for any rising offsets."""
     generator = random.Random(tokens)
     for sequences in (1, 2, 7, 100):
-        ends = sorted(generator.choice((0, tokens, generator.randint(0, tokens))) for _ in range(sequences - 1))
+        ends = sorted(
+            generator.choice((0, tokens, generator.randint(0, tokens))) for _ in range(sequences - 1)
+        )
         found = cut_packed(sequences, tokens, generator.choice((1, 4, 64)), H200, costs)
         length = found.chunks * CHUNK
         numbers, slots = [], []
