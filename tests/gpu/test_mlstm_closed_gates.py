@@ -61,7 +61,7 @@ def with_initial(x: Tensors, kind: str) -> Tensors:
 
 
 def assert_same_memory(found: Tensors, truth: Tensors, error: Error, tolerance: float) -> None:
-    """c e^m and n e^m relative to the truth's e^m, and m; where that is 0 even in fp64, that it is here too."""
+    """c e^m and n e^m relative to the truth's e^m, and m; 0 where that is 0 even in fp64."""
     ratio = weight = torch.ones(truth["n"].shape[:2] if "n" in truth else truth["c"].shape[:2], device="cuda")
     if "m" in truth:
         m, exact = found["m"].double()[..., 0], truth["m"][..., 0]
