@@ -10,6 +10,13 @@ Attention" (2025). One head, with lf_t = logsigmoid(f_t) and s = K^-1/2::
 
 m is a stabiliser: differentiation takes it as a constant, which is exact for h and for whatever is computed
 from e^m C and e^m n. The initial state is C = 0, n = 0, m = 0.
+
+A gate of -inf is closed: f_t = -inf forgets the state, i_t = -inf adds nothing to it. A state to which
+nothing has been added since it was forgotten is empty: e^m C = 0 and e^m n = 0. Its m is -inf, its C and n
+are zeros, h is 0 there, and no gradient passes through it. A given state with m = -inf is empty too,
+whatever numbers its C and n hold, so an empty last state serves as an initial state; the next token with a
+finite i starts afresh. In the equations e^{-inf - m} is 0 for every m, -inf included, and e^{-m} is inf for
+m = -inf.
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from .common import (
     scan_tokens,
     sequence_count,
 )
-from .mlstm_chunk import mlstm_chunk
+from .mlstm_chunk import finite_stabiliser, mlstm_chunk
 
 MLSTMState = tuple[Tensor, Tensor, Tensor]
 
@@ -53,7 +60,7 @@ def mlstm_step(
     Args:
         q, k: [B, NH, K]. v: [B, NH, V]. Any float dtype.
         i, f: [B, NH, 1] gate pre-activations.
-        c: [B, NH, K, V]. n: [B, NH, K]. m: [B, NH, 1].
+        c: [B, NH, K, V]. n: [B, NH, K]. m: [B, NH, 1], -inf of an empty state.
         eps: added to the normaliser after the maximum.
 
     Returns:
@@ -65,13 +72,14 @@ def mlstm_step(
     log_f = logsigmoid(f)
 
     m_old, m = m.detach(), torch.maximum(log_f + m, i).detach()
-    forget = torch.exp(log_f + m_old - m)
-    write = torch.exp(i - m)
+    base = finite_stabiliser(m)
+    forget = torch.exp(log_f + m_old - base)
+    write = torch.exp(i - base)
     c = forget[..., None] * c + einsum("bhk,bhv->bhkv", write * k, v)
     n = forget * n + write * k
 
     d = scale * einsum("bhk,bhk->bh", q, n)[..., None]
-    floor = torch.exp(-m)
+    floor = torch.exp(-base)
     w = torch.where(d.abs() > floor, d.abs(), floor) + eps
     h = scale * einsum("bhk,bhkv->bhv", q, c) / w
     return h.to(dtype), (c, n, m)
@@ -96,10 +104,11 @@ def mlstm_recurrent(
 
     Args:
         q, k: [B, NH, S, K]. v: [B, NH, S, V]. Any float dtype; computed in their common dtype, at least fp32.
-        i, f: [B, NH, S] gate pre-activations.
-        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1]. All three or none (zeros);
-            N is B, or the number of sequences with ``cu_seqlens``.
-        return_last_states: also return the state after the last token.
+        i, f: [B, NH, S] gate pre-activations; -inf closes a gate.
+        c_initial: [N, NH, K, V]. n_initial: [N, NH, K]. m_initial: [N, NH, 1], -inf of an empty state. All
+            three or none (zeros); N is B, or the number of sequences with ``cu_seqlens``.
+        return_last_states: also return the state after the last token; of an empty one m is -inf, c and n
+            are zeros.
         eps: added to the normaliser after the maximum.
         cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
 

@@ -13,7 +13,8 @@ With s = K^-1/2, R_t = s e^{b_t + m_in - m_t}, and W, w^end of :class:`~.mlstm_c
     dlf_t = sum_{u >= t} (q_u.dq_u - k_u.dk_u) + <dC_T, C_T> + <dn_T, n_T>        df_t = dlf_t sigmoid(-f_t)
 
 This is the exact gradient, the stabiliser m being a constant: dm = 0. The sigmoid gate has m = 0; without
-normalisation w = 1 and dd = 0.
+normalisation w = 1 and dd = 0. Where the state is empty (m_t = -inf) W, R and w^end are 0 and w is inf: all
+terms of such a token are 0.
 """
 
 from __future__ import annotations

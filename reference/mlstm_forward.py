@@ -22,7 +22,7 @@ class MLSTMForward(NamedTuple):
     n: Tensor  #: [N, NH, K], zeros without normalisation
     m: Tensor  #: [N, NH, 1], zeros with the sigmoid gate
     d: Tensor  #: [B, NH, S] s q_t.n_t in units of e^{m_t}, or 0 without normalisation
-    m_t: Tensor  #: [B, NH, S] stabiliser of every token, 0 with the sigmoid gate
+    m_t: Tensor  #: [B, NH, S] stabiliser of every token, -inf of an empty state, 0 with the sigmoid gate
 
 
 @full_precision

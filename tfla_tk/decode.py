@@ -61,11 +61,11 @@ def mlstm_step(
         v: value [B, NH, DHHV], q's dtype.
         i, f: pre-activations of input and forget gate [B, NH, 1], any floating dtype.
         c, n, m: state before the token [B, NH, DHQK, DHHV], [B, NH, DHQK], [B, NH, 1], any floating dtype;
-            not modified, unless `inplace`.
+            not modified, unless `inplace`. m = -inf is an empty state, as in `mlstm_chunkwise`.
         eps: added to the normaliser after the maximum; positive.
         dtype_state: dtype of the state returned; None for fp32 (fp64 for fp64 q, k, v). A state in 16 bits
             has its m rounded, and c and n rescaled to it: c e^m and n e^m, all that matters, keep their
-            value up to their own rounding.
+            value up to their own rounding. There m is no less than -16384, or -inf.
         inplace: overwrite c, n and m with the state after the token and return them, each in its own dtype;
             dtype_state is then None or theirs. Not where a gradient is recorded.
         backend: "auto" takes the first of tk, triton, reference that serves the call exactly

@@ -70,6 +70,13 @@ def mlstm_chunkwise(
 
     Source: Beck et al., "Tiled Flash Linear Attention" (2025).
 
+    A gate of -inf is closed: h = 0 and no gradient passes where nothing has been added since the state was
+    forgotten. m = -inf, given or returned, is an empty state, whatever numbers c and n hold; the tk kernels
+    return an m below -1e5 there, and Triton NaN (docs/triton-baselines.md). A NaN or inf in a token may
+    make h of earlier tokens of its chunk NaN (of 64 tokens in the tk kernels), and gradients in all of its
+    sequence and head; tokens of earlier chunks, other heads and sequences, packed or not, and later calls
+    stay as they were.
+
     Args:
         q, k: queries and keys [B, NH, S, DHQK], any view, of one dtype: float16, bfloat16, float32 or
             float64.

@@ -90,11 +90,17 @@ def apply(
     return h, (c, n) if m is None else (c, n, m_next)
 
 
+# The least finite m of a state in 16 bits. e^m is 0 far above it, and numbers below it are so far apart that
+# the rounding error of m would take c beyond the range of its dtype.
+_LEAST_M = -16384.0
+
+
 def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """The same state with an m that dtype holds exactly; what m loses in rounding goes into c and n.
 
     Rounding m alone would scale everything remembered by e^(error): 3 % at m = 8 in bfloat16, and a decay of
-    less than that would never happen.
+    less than that would never happen. A finite m below -16384 becomes -16384; m = -inf, of an empty state,
+    stays.
 
     Args:
         c: [B, NH, DHQK, DHHV]. n: [B, NH, DHQK]. m: [B, NH, 1]. dtype: a dtype of 16 bits.
@@ -102,7 +108,8 @@ def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[
     Returns:
         (c, n, m) in the dtypes they came in.
     """
-    kept = m.to(dtype).to(m.dtype)
+    kept = m.clamp(min=_LEAST_M).to(dtype).to(m.dtype)
+    kept = torch.where(m == -torch.inf, m, kept)
     scale = torch.where(kept == m, 1.0, torch.exp(m - kept)).to(c.dtype)
     return c * scale[..., None], n * scale, kept
 

@@ -291,6 +291,31 @@ def fla(op: str, seq: int, dtype: torch.dtype) -> Numbers:
     }
 
 
+def closed_gates(gate: str, variant: str) -> Numbers:
+    """Rows of h that are NaN with one token's input gate at -inf, its forget gate at -inf, both at -1e4."""
+    numbers = {}
+    for name, gates, value in (("i", "i", -torch.inf), ("f", "f", -torch.inf), ("both at -1e4", "if", -1e4)):
+        inputs = mlstm_inputs(128)
+        for which in gates:
+            inputs[INPUTS.index(which)][..., 70] = value
+        numbers[name] = float(MLSTM[gate](*inputs, backend=variant)[0, 0].isnan().any(-1).sum())
+    return numbers
+
+
+def closed_step() -> Numbers:
+    """Whether h of a step is NaN, likewise; and for both gates at -inf."""
+    c, n, m = mlstm_state("exp")
+    numbers = {}
+    for name, gates, value in (
+        ("f", "f", -torch.inf), ("both", "if", -torch.inf), ("both at -1e4", "if", -1e4),
+    ):  # fmt: skip
+        q, k, v, i, f = (x[:, :, 0] for x in mlstm_inputs(16))
+        i, f = (torch.full_like(x, value) if which in gates else x for which, x in (("i", i), ("f", f)))
+        h, _ = tfla_tk.mlstm_step(q, k, v, i[..., None], f[..., None], c, n, m, backend="triton")
+        numbers[name] = float(h.isnan().any())
+    return numbers
+
+
 CASES: dict[str, Callable[[], Numbers]] = {
     "refused": refused,
     "auto": auto_choice,
@@ -330,6 +355,8 @@ for gate, variant in (
     ("sig", "triton:siging_xl_64"),
 ):
     CASES[f"last_c/{gate}/{variant}"] = lambda g=gate, v=variant: mlstm_last_state_gradients(g, v, 0)
+    CASES[f"closed/{variant}"] = lambda g=gate, v=variant: closed_gates(g, v)
+CASES["closed step"] = closed_step
 CASES["step/16/32"] = lambda: mlstm_step((16, 32), torch.float32)
 CASES["step/64/128"] = lambda: mlstm_step((64, 128), torch.float32)
 CASES["step/64/64, fp16 state"] = lambda: mlstm_step((64, 64), torch.float16)

@@ -115,6 +115,15 @@ def test_gradient_of_the_last_normaliser_state_is_dropped(numbers: Numbers) -> N
     assert [errors[g] for g in ("dk", "di", "df")] == [1.0, 1.0, 1.0]
 
 
+def test_a_forget_gate_of_minus_infinity_gives_nan(numbers: Numbers) -> None:
+    """Of all tokens from it to the end of the chunk; -1e4 is right, and so is an input gate of -inf."""
+    cases = group(numbers, "closed/")
+    assert len(cases) == 3
+    for name, rows in cases.items():
+        assert rows == {"i": 0, "f": 128 - 70, "both at -1e4": 0}, name
+    assert numbers["closed step"] == {"f": 0, "both": 1, "both at -1e4": 0}
+
+
 def test_odd_head_dimensions_write_out_of_bounds(numbers: Numbers) -> None:
     """Defect: at DHQK = 48 a 64-wide store of n runs past the end of its tensor; at 64 nothing does."""
     assert numbers["out_of_bounds/48"]["elements"] > 0

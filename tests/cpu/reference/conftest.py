@@ -158,6 +158,12 @@ def operator(request: pytest.FixtureRequest) -> Operator:
     return request.param
 
 
+@pytest.fixture(params=[x for x in OPERATORS if x.name not in ("mlstm_exp", "delta_rule")], ids=str)
+def decaying_operator(request: pytest.FixtureRequest) -> Operator:
+    """Those whose decay is a gate without a stabiliser."""
+    return request.param
+
+
 @pytest.fixture
 def mlstm_inputs() -> Callable[..., tuple[Tensors, Tensors]]:
     """Draws (q, k, v, i, f) and (c, n, m) in fp64."""
