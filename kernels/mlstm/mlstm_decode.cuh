@@ -30,14 +30,18 @@ template <class T> __device__ inline T narrowed(float x) {
         return x;
 }
 
-__device__ inline float rounded_to(DType dtype, float x) {
+// A stabiliser as it is stored. Of 16 bits one far below zero counts as kLeast: its rounding, by which C and
+// n are multiplied, would be beyond the range of fp32.
+__device__ inline float stored_stabiliser(DType dtype, float m) {
+    constexpr float kLeast = -16384.f;
+    const float x = m < kLeast ? kLeast : m;  // NaN stays
     switch (dtype) {
         case DType::bfloat16:
             return widened(narrowed<__nv_bfloat16>(x));
         case DType::float16:
             return widened(narrowed<__half>(x));
         default:
-            return x;
+            return m;
     }
 }
 

@@ -41,7 +41,8 @@ __device__ inline void scan_gates(SequenceGates<kTokens>& out, const MlstmSequen
 
     const double exact = __shfl_sync(0xffffffff, b + row, g.tokens - 1);
     const double b_end = __shfl_sync(0xffffffff, b, g.tokens - 1);
-    const float stored = g.sigmoid_gate ? 0.f : rounded_to(g.after.m_dtype, static_cast<float>(exact * kLn2));
+    const float stored =
+        g.sigmoid_gate ? 0.f : stored_stabiliser(g.after.m_dtype, static_cast<float>(exact * kLn2));
     const double end = b_end - static_cast<double>(stored) * kLog2eDouble;
     if (lane < kTokens) {
         out.column[lane] = a;

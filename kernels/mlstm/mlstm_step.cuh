@@ -38,7 +38,7 @@ __device__ inline StepFactors step_factors(const MlstmStepParams& g, float i, fl
         return {exp2_of(log_f), exp2_of(static_cast<double>(log2_sigmoid(i))), 1.f, g.eps, 0.f};
     const auto before = static_cast<double>(m) * kLog2eDouble, log_i = static_cast<double>(log2_exp(i));
     const double exact = larger(log_f + before, log_i);
-    const float stored = rounded_to(g.after.m_dtype, static_cast<float>(exact * kLn2));
+    const float stored = stored_stabiliser(g.after.m_dtype, static_cast<float>(exact * kLn2));
     const double unit = static_cast<double>(stored) * kLog2eDouble;
     return {exp2_of(log_f + before - unit), exp2_of(log_i - unit), exp2_of(-unit),
             g.eps * exp2_of(exact - unit), stored};
