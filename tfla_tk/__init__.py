@@ -14,6 +14,7 @@ operator in pure PyTorch.
 
 from __future__ import annotations
 
+from tfla_tk import packed_ops as packed_ops
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
 from tfla_tk.dispatch import Choice, Support, which
 from tfla_tk.errors import UnsupportedError

@@ -226,7 +226,7 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
         return ops.mlstm(call, variant or "auto", *tensors)
     result: tuple[Tensor, tuple[Tensor, ...]]
     if name == "triton":
-        recompute = options[_OPTIONS.index("recompute_states_in_bw")]
+        recompute = bool(options[_OPTIONS.index("recompute_states_in_bw")])
         result = load_backend(name).mlstm(call, variant, *tensors, recompute_states_in_bw=recompute)
     else:
         result = load_backend(name).mlstm(call, variant, *tensors)
