@@ -1,8 +1,9 @@
 """The torch library of this package's ops.
 
-torch keeps an op for the life of the process and takes its definition and each implementation once. Modules are
-loaded again all the same: by importlib.reload, by autoreload, by an import after sys.modules was cleared. So the
-library outlives the modules, and what it registers with torch looks up the newest implementation at each call.
+torch keeps an op for the life of the process and takes its definition and each implementation once. Modules
+are loaded again all the same: by importlib.reload, by autoreload, by an import after sys.modules was cleared.
+So the library outlives the modules, and what it registers with torch looks up the newest implementation at
+each call.
 """
 
 from __future__ import annotations

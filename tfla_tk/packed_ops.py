@@ -1,15 +1,15 @@
 """The registered ops of the reference over packed sequences, for traced calls.
 
-The reference reads cu_seqlens on the host. torch.compile, torch.export and fake tensors have no values to read, so
-they call these ops, which read them when they run. Eager calls do not come here.
+The reference reads cu_seqlens on the host. torch.compile, torch.export and fake tensors have no values to
+read, so they call these ops, which read them when they run. Eager calls do not come here.
 
 tfla_tk::packed_mlstm takes the inputs of `mlstm_chunkwise` with cu_seqlens [N + 1], the form of the reference
-    ("chunkwise", "parallel" or "recurrent") and its chunk_size. It returns (h, c, n, m): h [1, NH, S, V] in q's
-    dtype, and the last states [N, NH, K, V], [N, NH, K], [N, NH, 1] in the common dtype of the inputs, at least
-    fp32; m is an empty tensor [0] with the sigmoid gate. m has no gradient.
-tfla_tk::packed_mlstm_bwd takes the same inputs and the gradients of h, c and n (None for zero), and returns (dq,
-    dk, dv, di, df, dc_initial, dn_initial) by the explicit formulas, each like its input; the last two are empty
-    tensors [0] where no initial state was given.
+    ("chunkwise", "parallel" or "recurrent") and its chunk_size. It returns (h, c, n, m): h [1, NH, S, V] in
+    q's dtype, and the last states [N, NH, K, V], [N, NH, K], [N, NH, 1] in the common dtype of the inputs, at
+    least fp32; m is an empty tensor [0] with the sigmoid gate. m has no gradient.
+tfla_tk::packed_mlstm_bwd takes the same inputs and the gradients of h, c and n (None for zero), and returns
+    (dq, dk, dv, di, df, dc_initial, dn_initial) by the explicit formulas, each like its input; the last two
+    are empty tensors [0] where no initial state was given.
 """
 
 from __future__ import annotations

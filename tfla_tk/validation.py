@@ -80,8 +80,8 @@ def _check_subclass(name: str, value: Tensor) -> None:
     kind = type(value).__name__
     if kind == "DTensor":
         expected = (
-            "a local tensor (shard over batch and heads alone, pass x.to_local() of every tensor, and make the "
-            "results DTensors again by DTensor.from_local(result, x.device_mesh, x.placements))"
+            "a local tensor (shard over batch and heads alone, pass x.to_local() of every tensor, and make "
+            "the results DTensors again by DTensor.from_local(result, x.device_mesh, x.placements))"
         )
         fail(name, expected, "a DTensor", TypeError)
     if kind == "MaskedTensor":
