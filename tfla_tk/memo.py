@@ -60,7 +60,11 @@ class Memo(Generic[Result]):
 
         eager says that the call is such a one: nothing traces or intercepts it.
         """
-        key = signature(tensors, options, self._strided)
+        try:
+            key = signature(tensors, options, self._strided)
+        except RuntimeError:
+            # a nested tensor has no shape; `make` refuses it, and to ask every tensor here would take time
+            key = None
         if key is None:
             return make(tensors, options, eager=False)
         result = self.get(key)
