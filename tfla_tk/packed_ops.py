@@ -94,10 +94,11 @@ def _forward_fake(*args: Any) -> Output:
 def _backward(*args: Any) -> Grads:
     import tfla_tk.reference as forms
 
-    (*inputs, cu_seqlens), (dh, dc_last, dn_last) = args[:9], args[9:12]
-    _, chunk_size, sigmoid_gate, normalize, eps = args[12:]
+    q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens, dh, dc_last, dn_last, *options = args
+    _, chunk_size, sigmoid_gate, normalize, eps = options
+    dh = torch.zeros_like(v) if dh is None else dh
     terms = forms.mlstm_backward_terms(
-        *inputs, torch.zeros_like(inputs[2]) if dh is None else dh, dc_last, dn_last, eps, chunk_size,
+        q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps, chunk_size,
         sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     out = _backward_fake(*args)

@@ -120,7 +120,7 @@ def check_eps(value: Any) -> float:
     """A positive finite number, Python's or NumPy's; returned as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         fail("eps", "a number", f"{value!r} of type {type(value).__name__}", TypeError)
-    if not 0 < value < math.inf:
+    if not 0 < float(value) < math.inf:
         fail("eps", "a positive finite number", value)
     return float(value)
 

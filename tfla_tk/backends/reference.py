@@ -70,14 +70,15 @@ def apply(
     Args:
         tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens. form: one of VARIANTS.
     """
-    *inputs, m_initial, cu_seqlens = tensors
+    q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens = tensors
     options: dict[str, Any] = {"return_last_states": True, "eps": eps, "cu_seqlens": cu_seqlens}
     if form == "chunkwise":
         options["chunk_size"] = chunk_size
     if sigmoid_gate:
-        h, last = _MLSTM_SIGING[form](*inputs, normalize=normalize, **options)
+        options["normalize"] = normalize
+        h, last = _MLSTM_SIGING[form](q, k, v, i, f, c_initial, n_initial, **options)
     else:
-        h, last = _MLSTM[form](*inputs, m_initial, **options)
+        h, last = _MLSTM[form](q, k, v, i, f, c_initial, n_initial, m_initial, **options)
     return h, last
 
 

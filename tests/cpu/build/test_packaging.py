@@ -31,11 +31,10 @@ def test_every_package_is_listed_in_pyproject() -> None:
 
 def test_one_version() -> None:
     """Of the package, of what is installed, and of what pyproject.toml builds."""
-    from setuptools.config.pyprojecttoml import read_configuration
-
+    config = pytest.importorskip("setuptools.config.pyprojecttoml")
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", tfla_tk.__version__)
     assert importlib.metadata.version("tfla_tk") == tfla_tk.__version__
-    assert read_configuration(ROOT / "pyproject.toml")["project"]["version"] == tfla_tk.__version__
+    assert config.read_configuration(ROOT / "pyproject.toml")["project"]["version"] == tfla_tk.__version__
 
 
 def test_the_readme_names_every_environment_variable() -> None:
