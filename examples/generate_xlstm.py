@@ -1,6 +1,7 @@
 """Continue a prompt with a model that examples/train_xlstm.py saved, on tfla_tk's kernels.
 
     python examples/generate_xlstm.py model.pt --prompt "Kernels are " --tokens 200
+    python examples/generate_xlstm.py    # with a model that it trains first, as train_xlstm.py does by itself
 
 The prompt goes through the chunkwise kernel in one pass, whatever its length, every further byte through the
 step. The state that comes back carries on: the second call of `generate` reads no byte twice.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from xlstm.xlstm_large.model import xLSTMLarge, xLSTMLargeConfig
@@ -19,6 +21,17 @@ from tfla_tk.integrations.xlstm import replace, which
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+@torch.enable_grad()
+def trained() -> xLSTMLarge:
+    """A model that train_xlstm.py trains now, with its own defaults."""
+    import train_xlstm  # the file beside this one
+
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "model.pt"
+        train_xlstm.main(["--save", str(path)])
+        return load(path)
 
 
 def load(path: Path) -> xLSTMLarge:
@@ -31,7 +44,7 @@ def load(path: Path) -> xLSTMLarge:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Generate bytes with an xLSTM on tfla_tk's kernels.")
-    parser.add_argument("model", type=Path, help="what train_xlstm.py --save wrote")
+    parser.add_argument("model", type=Path, nargs="?", help="of train_xlstm.py --save; none: train one")
     parser.add_argument("--prompt", default="The ")
     parser.add_argument("--tokens", type=int, default=200, help="bytes to generate, in two calls")
     parser.add_argument("--original", action="store_true", help="keep mlstm_kernels' own kernels")
@@ -42,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> str:
     """Generate and return prompt and continuation."""
     args = parse(argv)
-    model = load(args.model)
+    model = trained() if args.model is None else load(args.model)
     prompt = torch.tensor([list(args.prompt.encode())], device=DEVICE)
     if not args.original:
         replace(model)

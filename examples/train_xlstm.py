@@ -1,12 +1,14 @@
 """Train a byte-level xLSTM language model on a text file, its mLSTM layers on tfla_tk's kernels.
 
     pip install '.[xlstm]'
+    python examples/train_xlstm.py                                     # on this repository's README.md
     python examples/train_xlstm.py README.md --steps 200 --save model.pt
     python examples/train_xlstm.py README.md --steps 200 --original    # on mlstm_kernels' own kernels
     python examples/generate_xlstm.py model.pt --prompt "Kernels are "
 
 On a GPU the model is configured for mlstm_kernels' Triton kernels, as xlstm's models are, elsewhere for its
-native PyTorch kernels; the one line that switches is `replace(model)`.
+native PyTorch kernels; the one line that switches is `replace(model)`. Without a GPU the default sizes are
+smaller, so that a run takes seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from tfla_tk.integrations.xlstm import replace, which
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+TEXT = Path(__file__).parents[1] / "README.md"
+SIZES = {"steps": 200, "batch": 8, "seq": 256, "width": 256, "heads": 2, "blocks": 4}
+if not ON_GPU:
+    SIZES |= {"steps": 100, "batch": 4, "seq": 128, "width": 128, "blocks": 2}
 TRITON = {
     "chunkwise_kernel": "chunkwise--triton_xl_chunk",
     "sequence_kernel": "native_sequence__triton",
@@ -68,14 +74,10 @@ def batches(text: Path, args: argparse.Namespace) -> Iterator[Tensor]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level xLSTM on tfla_tk's kernels.")
-    parser.add_argument("text", type=Path, help="the file to train on")
+    parser.add_argument("text", type=Path, nargs="?", default=TEXT, help="the file to train on: README.md")
     parser.add_argument("--original", action="store_true", help="keep mlstm_kernels' own kernels")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=4)
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="where to write configuration and weights")

@@ -190,7 +190,7 @@ def _sequence_backward(
     c_last, n_last = states.pop()
     state_term = ((dc * c_last).sum((-1, -2)) + (dn * n_last).sum(-1))[..., None]
     backward: list[MLSTMChunkGrads] = []
-    pieces = list(zip(*(x.split(size, dim=2) for x in (q, k, v, dh)), strict=True))
+    pieces = list(zip(*(x.split(int(size), dim=2) for x in (q, k, v, dh)), strict=True))
     for place, out in reversed(list(enumerate(forward))):
         (q_c, k_c, v_c, dh_c), (c_in, n_in) = pieces[place], states[place]
         back = mlstm_chunk_backward(out, q_c, k_c, v_c, c_in, n_in, dh_c, dc, dn)

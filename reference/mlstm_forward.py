@@ -99,7 +99,7 @@ def scan_mlstm(
         return []
     gates = (logsigmoid(i) if sigmoid_gate else i), logsigmoid(f)
     chunks: list[MLSTMChunk] = []
-    for pieces in zip(*(x.split(size, dim=2) for x in (q, k, v, *gates)), strict=True):
+    for pieces in zip(*(x.split(int(size), dim=2) for x in (q, k, v, *gates)), strict=True):
         chunks.append(mlstm_chunk(*pieces, *state, stabilise=not sigmoid_gate, normalize=normalize, eps=eps))
         state = chunks[-1][-3:]
     return chunks

@@ -6,6 +6,7 @@ Importing this package touches no GPU and compiles nothing. Public names:
     mlstm_step, mlstm_siging_step              one token of them, for decoding
     mlstm_sequence, mlstm_siging_sequence      a few tokens of them, for decoding
     which                                      the backend that a call would use, and why
+    __version__                                the version of this package
     UnsupportedError                           a backend asked for by name cannot serve the call
 
 Imported by name: tfla_tk.integrations.xlstm puts the kernels into xLSTM models, tfla_tk.reference holds every
@@ -14,15 +15,19 @@ operator in pure PyTorch.
 
 from __future__ import annotations
 
+from tfla_tk import packed_ops as packed_ops
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
 from tfla_tk.dispatch import Choice, Support, which
 from tfla_tk.errors import UnsupportedError
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
 
+__version__ = "0.1.0"  # pyproject.toml reads it from here
+
 __all__ = [
     "Choice",
     "Support",
     "UnsupportedError",
+    "__version__",
     "mlstm_chunkwise",
     "mlstm_sequence",
     "mlstm_siging_chunkwise",

@@ -44,7 +44,7 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tfla-tk", description=(tfla_tk.__doc__ or "").splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"tfla_tk {doctor.version('tfla_tk')}")
+    parser.add_argument("--version", action="version", version=f"tfla_tk {tfla_tk.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     command = commands.add_parser(

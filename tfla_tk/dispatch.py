@@ -72,7 +72,8 @@ class Operator:
     describe: Callable[..., tuple[str, Any]]
 
 
-OPERATORS: dict[str, Operator] = {}
+# a reload of this module alone keeps what other modules have registered
+OPERATORS: dict[str, Operator] = globals().get("OPERATORS", {})
 
 
 def operator(describe: Callable[..., tuple[str, Any]]) -> Callable[[Function], Function]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_loaded_before = globals().get("UnsupportedError")
+
 
 class UnsupportedError(RuntimeError):
     """A backend asked for by name cannot serve the call.
@@ -15,3 +17,8 @@ class UnsupportedError(RuntimeError):
         self.reason = reason
         self.remedy = remedy
         super().__init__(f"{what}: {reason}" + (f" ({remedy})" if remedy else ""))
+
+
+# after a reload of this module too, what `except UnsupportedError` elsewhere names is what is raised
+if _loaded_before is not None:
+    UnsupportedError = _loaded_before  # type: ignore[misc]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C import (
@@ -33,6 +34,7 @@ _top_saved_tensors_hooks = getattr(
 
 _TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 _OPTION_TYPES = {type(None), bool, int, float, str, torch.dtype}
+_OPTION_TYPES |= {np.bool_, np.int32, np.int64, np.float32, np.float64}
 
 Result = TypeVar("Result")
 
@@ -58,7 +60,11 @@ class Memo(Generic[Result]):
 
         eager says that the call is such a one: nothing traces or intercepts it.
         """
-        key = signature(tensors, options, self._strided)
+        try:
+            key = signature(tensors, options, self._strided)
+        except RuntimeError:
+            # a nested tensor has no shape; `make` refuses it, and to ask every tensor here would take time
+            key = None
         if key is None:
             return make(tensors, options, eager=False)
         result = self.get(key)

@@ -86,7 +86,7 @@ def mlstm_chunkwise(
             [B, NH, DHQK], [B, NH, 1]; all or none (zeros). m_initial is a constant of the differentiation.
             With cu_seqlens, N stands in place of B.
         return_last_states: also return the state after the last step.
-        eps: added to the normaliser after the maximum; positive.
+        eps: added to the normaliser after the maximum; positive. Numbers and bools may be NumPy's.
         chunk_size: time steps per chunk, a positive multiple of 16. The result does not depend on it beyond
             rounding. Used by the reference and by the Triton variants named without a size; the tk kernels
             and backend="triton" choose their own.
@@ -109,7 +109,8 @@ def mlstm_chunkwise(
         the initial state.
 
     Raises:
-        TypeError, ValueError: bad arguments, before anything is computed.
+        TypeError, ValueError: bad arguments, before anything is computed. DTensors are among them: every
+            process calls with its local tensors, sharded over batch and heads.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
     h, state = _run(
@@ -233,7 +234,7 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
         return ops.mlstm(call, variant or "auto", *tensors)
     result: tuple[Tensor, tuple[Tensor, ...]]
     if name == "triton":
-        recompute = options[_OPTIONS.index("recompute_states_in_bw")]
+        recompute = bool(options[_OPTIONS.index("recompute_states_in_bw")])
         result = load_backend(name).mlstm(call, variant, *tensors, recompute_states_in_bw=recompute)
     else:
         result = load_backend(name).mlstm(call, variant, *tensors)

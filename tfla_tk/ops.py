@@ -34,6 +34,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tfla_tk import library
 from tfla_tk.backends.segments import CHUNK, KeptStates
 from tfla_tk.build import instances
 from tfla_tk.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
@@ -50,7 +51,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
     "Tensor? c_initial, Tensor? n_initial, Tensor? m_initial, Tensor? cu_seqlens, "
 )
-_library = torch.library.Library("tfla_tk", "DEF")
+_library = library.get()
 _library.define(
     f"mlstm_fwd({_INPUTS}bool sigmoid_gate, bool normalize, float eps, "
     "bool return_last_states, bool return_rows, str schedule)"
@@ -492,5 +493,5 @@ _library.impl("mlstm_fwd", _fwd_cuda, "CUDA")
 _library.impl("mlstm_bwd", _bwd_cuda, "CUDA")
 _library.impl("mlstm_fwd", _fwd_autograd, "Autograd")
 _library.impl("mlstm_bwd", _bwd_autograd, "Autograd")
-torch.library.register_fake("tfla_tk::mlstm_fwd", _fwd_fake, lib=_library)
-torch.library.register_fake("tfla_tk::mlstm_bwd", _bwd_fake, lib=_library)
+_library.register_fake("mlstm_fwd", _fwd_fake)
+_library.register_fake("mlstm_bwd", _bwd_fake)

@@ -253,8 +253,8 @@ def register(name: str, kernel: Any, kernel_in_place: Any) -> None:
     _library.impl(f"{name}_", in_place_on_cpu, "CPU")
     _library.impl(name, on_cuda, "CUDA")
     _library.impl(f"{name}_", kernel_in_place, "CUDA")
-    torch.library.register_fake(f"tfla_tk::{name}", as_fake, lib=_library)
-    torch.library.register_fake(f"tfla_tk::{name}_", in_place_as_fake, lib=_library)
+    _library.register_fake(name, as_fake)
+    _library.register_fake(f"{name}_", in_place_as_fake)
 
 
 register("mlstm_step", _kernel_step, _kernel_step_in_place)

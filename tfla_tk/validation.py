@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,12 +62,30 @@ def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
     """A dense floating-point tensor of the given rank; `layout` spells its dimensions for the message."""
     if not isinstance(value, Tensor):
         fail(name, f"a tensor {layout}", type(value).__name__, TypeError)
+    _check_subclass(name, value)
     if value.dtype not in FLOAT_DTYPES:
         fail(name, "dtype float16, bfloat16, float32 or float64", value.dtype, TypeError)
     if value.layout is not torch.strided:
         fail(name, "a dense (strided) tensor", value.layout, TypeError)
     if value.dim() != rank:
         fail(name, f"{rank} dimensions {layout}", f"{value.dim()} with shape {tuple(value.shape)}")
+
+
+def _check_subclass(name: str, value: Tensor) -> None:
+    """No tensor that holds something else than its shape says; other subclasses of Tensor may come."""
+    if value.is_nested:
+        expected = "a dense (strided) tensor; cu_seqlens packs sequences of several lengths"
+        fail(name, expected, "a nested tensor", TypeError)
+    # by name: importing torch.distributed.tensor or torch.masked would cost every process its time
+    kind = type(value).__name__
+    if kind == "DTensor":
+        expected = (
+            "a local tensor (shard over batch and heads alone, pass x.to_local() of every tensor, and make "
+            "the results DTensors again by DTensor.from_local(result, x.device_mesh, x.placements))"
+        )
+        fail(name, expected, "a DTensor", TypeError)
+    if kind == "MaskedTensor":
+        fail(name, "a plain tensor, such as x.to_tensor(0)", "a MaskedTensor", TypeError)
 
 
 def check_shape(name: str, value: Tensor, expected: tuple[int, ...], layout: str) -> None:
@@ -80,26 +100,29 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
         fail(name, f"device {device}, the device of q", value.device)
 
 
-def check_bool(name: str, value: Any) -> None:
-    """A bool, not merely something truthy."""
-    if not isinstance(value, bool):
+def check_bool(name: str, value: Any) -> bool:
+    """A bool, Python's or NumPy's, not merely something truthy; returned as Python's."""
+    if not isinstance(value, (bool, np.bool_)):
         fail(name, "a bool", f"{value!r} of type {type(value).__name__}", TypeError)
+    return bool(value)
 
 
-def check_chunk_size(value: Any) -> None:
-    """A positive multiple of CHUNK_MULTIPLE."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_chunk_size(value: Any) -> int:
+    """A positive multiple of CHUNK_MULTIPLE, of Python's or NumPy's integers; returned as Python's."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
         fail("chunk_size", "an int", f"{value!r} of type {type(value).__name__}", TypeError)
     if value <= 0 or value % CHUNK_MULTIPLE != 0:
         fail("chunk_size", f"a positive multiple of {CHUNK_MULTIPLE}", value)
+    return int(value)
 
 
-def check_eps(value: Any) -> None:
-    """A positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def check_eps(value: Any) -> float:
+    """A positive finite number, Python's or NumPy's; returned as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         fail("eps", "a number", f"{value!r} of type {type(value).__name__}", TypeError)
-    if not 0 < value < math.inf:
+    if not 0 < float(value) < math.inf:
         fail("eps", "a positive finite number", value)
+    return float(value)
 
 
 def check_cu_seqlens(value: Any, q: Tensor) -> None:
@@ -107,6 +130,7 @@ def check_cu_seqlens(value: Any, q: Tensor) -> None:
     name = "cu_seqlens"
     if not isinstance(value, Tensor):
         fail(name, "a tensor [N + 1]", type(value).__name__, TypeError)
+    _check_subclass(name, value)
     if value.dtype not in OFFSET_DTYPES:
         fail(name, "dtype int32 or int64", value.dtype, TypeError)
     if value.layout is not torch.strided:
@@ -190,15 +214,15 @@ def check_mlstm(
                 fail(name, f"dtype {q.dtype}, the dtype of q", value.dtype, TypeError)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
+    normalize = check_bool("normalize", normalize)
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     rows, label = (sequences, heads, dim_qk, dim_v), "B" if cu_seqlens is None else "N"
     _check_initial_state(
         q, rows, label, c_initial, n_initial, m_initial, needs_n=normalize, needs_m=not sigmoid_gate
     )
-    check_bool("normalize", normalize)
-    check_bool("return_last_states", return_last_states)
-    check_eps(eps)
-    check_chunk_size(chunk_size)
+    return_last_states = check_bool("return_last_states", return_last_states)
+    eps = check_eps(eps)
+    chunk_size = check_chunk_size(chunk_size)
     inputs = (q, k, v, i, f, c_initial, n_initial)
     return MLSTMCall(
         device=q.device,
@@ -215,7 +239,7 @@ def check_mlstm(
         varlen=cu_seqlens is not None,
         requires_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs),
         chunk_size=chunk_size,
-        eps=float(eps),
+        eps=eps,
     )
 
 
@@ -325,8 +349,8 @@ def _check_decoding(
     for name, size in (("q", dim_qk), ("v", dim_v)):
         if size == 0:
             fail(name, "a head dimension of at least 1", size)
-    check_bool("normalize", normalize)
-    check_eps(eps)
+    normalize = check_bool("normalize", normalize)
+    eps = check_eps(eps)
     if dtype_state is not None and dtype_state not in FLOAT_DTYPES:
         fail("dtype_state", "None or one of float16, bfloat16, float32, float64", dtype_state)
     requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, i, f, c, n))
@@ -356,7 +380,7 @@ def _check_decoding(
         varlen=False,
         requires_grad=requires_grad,
         chunk_size=CHUNK_MULTIPLE,
-        eps=float(eps),
+        eps=eps,
     )
 
 

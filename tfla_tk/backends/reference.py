@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 import tfla_tk.reference as forms
+from tfla_tk import packed_ops
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.validation import MLSTMCall, fail
 
@@ -46,11 +49,33 @@ def mlstm(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n)."""
     form = variant or "chunkwise"
-    options: dict[str, Any] = {"return_last_states": True, "eps": call.eps, "cu_seqlens": cu_seqlens}
+    tensors = (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens)
+    if cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
+        return packed_ops.packed_mlstm(call, form, tensors)
+    return apply(
+        tensors,
+        form=form,
+        chunk_size=call.chunk_size,
+        sigmoid_gate=call.sigmoid_gate,
+        normalize=call.normalize,
+        eps=call.eps,
+    )
+
+
+def apply(
+    tensors: tuple[Any, ...], *, form: str, chunk_size: int, sigmoid_gate: bool, normalize: bool, eps: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One form of the reference; arguments and result as of `mlstm`, without its description of the call.
+
+    Args:
+        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens. form: one of VARIANTS.
+    """
+    q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens = tensors
+    options: dict[str, Any] = {"return_last_states": True, "eps": eps, "cu_seqlens": cu_seqlens}
     if form == "chunkwise":
-        options["chunk_size"] = call.chunk_size
-    if call.sigmoid_gate:
-        options["normalize"] = call.normalize
+        options["chunk_size"] = chunk_size
+    if sigmoid_gate:
+        options["normalize"] = normalize
         h, last = _MLSTM_SIGING[form](q, k, v, i, f, c_initial, n_initial, **options)
     else:
         h, last = _MLSTM[form](q, k, v, i, f, c_initial, n_initial, m_initial, **options)

@@ -129,7 +129,12 @@ _device_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def _probe_device(index: int | None) -> tuple[str, str]:
-    capability = torch.cuda.get_device_capability(index)
+    try:
+        capability = torch.cuda.get_device_capability(index)
+    except (AssertionError, RuntimeError) as error:
+        # fake tensors may be on a GPU that this machine does not have
+        reason = str(error).partition("\n")[0]
+        return f"torch cannot use GPU {index or 0}: {reason}", "run on a machine that has it"
     if capability != HOPPER:
         name = torch.cuda.get_device_name(index)
         found = ".".join(map(str, capability))

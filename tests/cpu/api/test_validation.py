@@ -6,16 +6,20 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tfla_tk
+import tfla_tk.reference
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise
 
 STATES = ("c_initial", "n_initial", "m_initial")
 meta = torch.device("meta")
 
 Case = tuple[dict[str, Any], type[Exception], str]
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of")  # nested and masked tensors
 
 # argument replacements (a callable takes the good inputs), exception, pattern of the message
 CASES: dict[str, Case] = {
@@ -164,6 +168,31 @@ CASES: dict[str, Case] = {
         ValueError,
         "autocast_kernel_dtype: .* got torch.float64",
     ),
+    "NumPy chunk_size 40": ({"chunk_size": np.int64(40)}, ValueError, "chunk_size: .* got 40"),
+    "NumPy chunk_size 64.0": ({"chunk_size": np.float32(64)}, TypeError, "chunk_size: expected an int"),
+    "NumPy eps nan": ({"eps": np.float32("nan")}, ValueError, "eps: expected a positive finite number"),
+    "NumPy eps True": ({"eps": np.bool_(True)}, TypeError, "eps: expected a number"),
+    "array for eps": ({"eps": np.full(1, 1e-6)}, TypeError, "eps: expected a number.* of type ndarray"),
+    "return_last_states is a NumPy 1": (
+        {"return_last_states": np.int64(1)},
+        TypeError,
+        "return_last_states: expected a bool, got .*1",
+    ),
+    "nested v": (
+        {"v": lambda x: torch.nested.nested_tensor(list(x["v"]))},
+        TypeError,
+        "v: expected a dense .* tensor; cu_seqlens packs .*, got a nested tensor",
+    ),
+    "jagged v": (
+        {"v": lambda x: torch.nested.nested_tensor(list(x["v"]), layout=torch.jagged)},
+        TypeError,
+        "v: expected a dense .* tensor; cu_seqlens packs .*, got a nested tensor",
+    ),
+    "masked k": (
+        {"k": lambda x: torch.masked.masked_tensor(x["k"], x["k"] > 0)},
+        TypeError,
+        r"k: expected a plain tensor, such as x.to_tensor\(0\), got a MaskedTensor",
+    ),
     "backend cuda": (
         {"backend": "cuda"},
         ValueError,
@@ -276,3 +305,67 @@ def test_messages_name_all_three(make_inputs: Callable[..., dict[str, Any]]) -> 
         with pytest.raises(error) as caught:
             mlstm_chunkwise(**replaced(make_inputs(states=STATES), changes))
         assert re.fullmatch(r"[\w ]+: expected .+, got .+", str(caught.value)), str(caught.value)
+
+
+def test_numpy_scalars_count_as_python_numbers(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    inputs = make_inputs(1)
+    options = {"eps": 0.25, "chunk_size": 16, "normalize": False, "return_last_states": True}
+    for eps in (np.float16(0.25), np.float32(0.25), np.float64(0.25)):
+        for chunk_size in (np.int32(16), np.int64(16), np.uint8(16)):
+            of_numpy = {"eps": eps, "chunk_size": chunk_size, "return_last_states": np.True_}
+            h, (c, n, m) = mlstm_chunkwise(**inputs, **of_numpy, recompute_states_in_bw=np.False_)
+            expected, last = mlstm_chunkwise(**inputs, eps=0.25, chunk_size=16, return_last_states=True)
+            assert torch.equal(h, expected) and all(map(torch.equal, (c, n, m), last))
+    of_numpy = {name: np.array(value)[()] for name, value in options.items()}
+    assert {type(value).__module__ for value in of_numpy.values()} == {"numpy"}
+    h, last = mlstm_siging_chunkwise(**inputs, **of_numpy)
+    expected, expected_last = mlstm_siging_chunkwise(**inputs, **options)
+    assert torch.equal(h, expected) and all(map(torch.equal, last, expected_last))
+    token = {name: x[:, :, 0] if name in "qkv" else x[:, :, :1] for name, x in inputs.items()}
+    for function, tokens in ((tfla_tk.mlstm_siging_step, token), (tfla_tk.mlstm_siging_sequence, inputs)):
+        state = {"c": torch.ones(1, 3, 16, 32), "n": torch.ones(1, 3, 16)}
+        plain = function(**tokens, **state, eps=0.25, normalize=False)
+        found = function(**tokens, **state, eps=np.float32(0.25), normalize=np.False_, inplace=np.True_)
+        assert torch.equal(found[0], plain[0]) and torch.equal(state["c"], plain[1][0])
+
+
+def test_numpy_scalars_in_the_reference(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    """Its functions for themselves, with the sizes that they cut by."""
+    inputs = make_inputs(1, dtype=torch.float64)
+    size, eps = np.int64(32), np.float32(0.25)
+    of_python, of_numpy = {"chunk_size": 32, "eps": 0.25}, {"chunk_size": size, "eps": eps}
+    for function in (
+        tfla_tk.reference.mlstm_chunkwise,
+        tfla_tk.reference.mlstm_siging_chunkwise,
+        lambda **arguments: tfla_tk.reference.mlstm_forward_terms(**arguments).h,
+        lambda **arguments: (
+            tfla_tk.reference.mlstm_backward_terms(
+                **arguments, c_initial=None, n_initial=None, m_initial=None, dh=torch.ones_like(inputs["v"])
+            ).grads.f
+        ),
+    ):
+        assert torch.equal(function(**inputs, **of_numpy), function(**inputs, **of_python))
+
+
+class Tagged(torch.Tensor):
+    """A subclass as packages make them: a tensor with another name."""
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.Parameter, torch.nn.Buffer, lambda x: x.as_subclass(Tagged)])
+def test_other_subclasses_may_come(wrap: Any, make_inputs: Callable[..., dict[str, Any]]) -> None:
+    inputs = make_inputs(states=("c_initial", "n_initial"))
+    expected = mlstm_siging_chunkwise(**inputs)
+    found = mlstm_siging_chunkwise(**{name: wrap(x) for name, x in inputs.items()})
+    assert isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
+    assert torch.equal(found.detach().as_subclass(torch.Tensor), expected)
+
+
+def test_functorch_wrappers_may_come(make_inputs: Callable[..., dict[str, Any]]) -> None:
+    """vmap and grad of the reference."""
+    inputs = make_inputs(3)
+    expected = mlstm_chunkwise(**inputs)
+    found = torch.vmap(lambda x: mlstm_chunkwise(**{name: t[None] for name, t in x.items()})[0])(inputs)
+    torch.testing.assert_close(found, expected)
+    dq = torch.func.grad(lambda q: mlstm_chunkwise(**inputs | {"q": q}).sum())(inputs["q"])
+    q = inputs["q"].requires_grad_()
+    torch.testing.assert_close(dq, torch.autograd.grad(mlstm_chunkwise(**inputs).sum(), q)[0])

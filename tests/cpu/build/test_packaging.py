@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from pathlib import Path
 
@@ -26,6 +27,14 @@ def test_every_package_is_listed_in_pyproject() -> None:
         for init in (ROOT / top).rglob("__init__.py")
     }
     assert set(listed) == found | {"tfla_tk._kernels"}
+
+
+def test_one_version() -> None:
+    """Of the package, of what is installed, and of what pyproject.toml builds."""
+    config = pytest.importorskip("setuptools.config.pyprojecttoml")
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", tfla_tk.__version__)
+    assert importlib.metadata.version("tfla_tk") == tfla_tk.__version__
+    assert config.read_configuration(ROOT / "pyproject.toml")["project"]["version"] == tfla_tk.__version__
 
 
 def test_the_readme_names_every_environment_variable() -> None:

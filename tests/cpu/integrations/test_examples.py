@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,33 @@ def test_train_and_generate(load: Load, tmp_path: Path, capsys: pytest.CaptureFi
     assert written == generate.main([*options, "--original"])
     printed = capsys.readouterr().out
     assert "mLSTM layers on" in printed and "decoding on" in printed
+
+
+def test_without_arguments(
+    load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both run on a file of the repository; a few steps stand for their own number of them."""
+    train, generate = load("train_xlstm"), load("generate_xlstm")
+    assert train.TEXT == ROOT / "README.md" and train.parse([]).steps == train.SIZES["steps"]
+    monkeypatch.setitem(train.SIZES, "steps", 6)
+    monkeypatch.setitem(train.SIZES, "width", 32)
+    losses = train.main([])
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    monkeypatch.setitem(sys.modules, "train_xlstm", train)  # as beside a script that is run
+    written = generate.main([])
+    assert written.startswith("The ") and len(written) > 50
+    printed = capsys.readouterr().out
+    assert printed.count("step     5  loss") == 2 and "decoding on" in printed
+
+
+@pytest.mark.parametrize("name", ["train_xlstm", "generate_xlstm"])
+def test_as_scripts(mlstm_kernels: Any, name: str) -> None:
+    pytest.importorskip("xlstm", reason="xlstm is not installed")
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / f"{name}.py")]
+    # from anywhere; the number of steps is theirs where none is given
+    steps = ["--steps", "2"] if name == "train_xlstm" else []
+    done = subprocess.run([*command, *steps], capture_output=True, text=True, cwd="/", timeout=400)
+    assert done.returncode == 0 and "mLSTM layers on" in done.stdout, done.stderr[-2000:]
 
 
 def test_the_readme_shows_the_code_of_the_examples() -> None:

@@ -285,3 +285,70 @@ def test_hf_configurations_check_names(make_hf: Make) -> None:
     xlstm.unregister()
     with pytest.raises(Exception, match="expected one of"):
         config.step_kernel = "tfla_tk"
+
+
+QUANTISED = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+@pytest.mark.parametrize("make", ["make_large", "make_hf"])
+def test_which_of_quantised_projections(
+    make: str, dtype: torch.dtype, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operands have the dtype of the weights that are not quantised, never that of a scale."""
+    model = request.getfixturevalue(make)().to(torch.bfloat16)
+    for module in model.modules():
+        for name in ("q", "k", "v", "out_proj"):
+            linear = getattr(module, name, None)
+            if isinstance(linear, nn.Linear):
+                linear.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
+                linear.register_parameter("weight_scale", nn.Parameter(torch.ones(1)))
+    for seq in (1, 40):
+        assert xlstm.which(model, seq=seq).backend == "reference"
+    monkeypatch.setattr(explain.dispatch, "which", lambda op, *args, **options: args)
+    for seq in (1, 40):
+        operands = xlstm.which(model, seq=seq)
+        assert {x.dtype for x in operands} == {torch.bfloat16} and operands[0].requires_grad
+
+
+def test_which_where_the_weight_is_a_method(make_large: Make) -> None:
+    """As in torch.ao's dynamically quantised Linear, which has no parameters at all."""
+    model = make_large()
+    layer = model.backbone.blocks[0].mlstm_layer
+    shapes = {name: x.shape for name, x in layer.named_parameters()}
+    assert "out_proj.weight" in shapes
+    for name in ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact", "out_proj"):
+        replacement = nn.Module()
+        replacement.weight = lambda: None
+        setattr(layer, name, replacement)
+    for seq in (1, 40):
+        assert xlstm.which(model, seq=seq).backend == "reference"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "make, mode", [("make_large", "train"), ("make_large", "inference"), ("make_hf", "")]
+)
+def test_models_on_meta(make: str, mode: str, autocast: bool, request: pytest.FixtureRequest) -> None:
+    """Built without memory, to plan with: switched or not, `which` answers and a pass gives shapes."""
+    fields = {"mode": mode} if mode else {}
+    with torch.device("meta"):
+        model = request.getfixturevalue(make)(**fields)
+        tokens = torch.zeros(2, 64, dtype=torch.long)
+    assert next(model.parameters()).device.type == "meta"
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for seq in (1, 3, 64):
+            assert xlstm.which(model, seq=seq).backend == "reference"
+        xlstm.replace(model)
+        for seq in (1, 3, 64):
+            choice = xlstm.which(model, seq=seq)
+            assert choice.backend == "reference" and "on meta" in choice.reasons["tk"].reason
+        logits = model(tokens)[0]
+    assert logits.shape == (2, 64, 50) and logits.device.type == "meta"
+    logits.sum().backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert grads and all(grad.device.type == "meta" for grad in grads)
+    if mode == "inference":
+        with torch.no_grad():
+            logits, state = model(tokens[:, :1])
+            assert model(tokens[:, :3], state)[0].shape == (2, 3, 50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -76,6 +77,70 @@ def test_replace_and_restore(mlstm_kernels: Any) -> None:
     assert xlstm.restore() == switched
     assert xlstm.restore() == []
     assert before.items() <= resolved(mlstm_kernels).items()
+
+
+RELOADED = ("registry", "modules", "kernels", "explain", "")
+
+
+@pytest.mark.parametrize("hf", [False, True])
+def test_reload(mlstm_kernels: Any, make_backend: Make, hf: bool) -> None:
+    """Nothing is registered twice, models follow, the way back leads to what was there at first."""
+    if hf:
+        pytest.importorskip("transformers.models.xlstm.configuration_xlstm")
+    config = getattr(sys.modules.get("transformers.models.xlstm.configuration_xlstm"), "xLSTMConfig", None)
+    module = sys.modules["mlstm_kernels.torch.backend_module"]
+
+    def state() -> Any:
+        validators = {k: list(v) for k, v in config.__validators__.items()} if config else None
+        types = get_args(module.ChunkwiseKernelType), get_args(module.StepKernelType)
+        return resolved(mlstm_kernels), types, module.mLSTMBackend.__init__, validators
+
+    before = state()
+    xlstm.replace(backend="reference")
+    old = make_backend()
+    registered = state()
+    for name in RELOADED:
+        full = f"tfla_tk.integrations.xlstm.{name}".rstrip(".")
+        importlib.reload(sys.modules[full])
+        xlstm.register()
+        assert state() == registered, full
+    new = make_backend()
+    for made in (old, new):
+        assert is_ours(made.chunkwise_kernel_fn) and is_ours(made.step_kernel_fn)
+    if config is not None:
+        config(chunkwise_kernel="chunkwise--tfla_tk", step_kernel="tfla_tk")
+    with pytest.warns(UserWarning, match="built before restore"):
+        assert XL in xlstm.restore()
+    assert before[0].items() <= resolved(mlstm_kernels).items()
+    for made in (old, new):
+        xlstm.restore(made)
+        assert made.chunkwise_kernel_fn is before[0]["chunkwise--native_autograd"]
+    xlstm.unregister()
+    assert state() == before
+
+
+def test_import_afresh(mlstm_kernels: Any, make_backend: Make) -> None:
+    """sys.modules without this package, as some notebooks reload: the same."""
+    module = sys.modules["mlstm_kernels.torch.backend_module"]
+    before = resolved(mlstm_kernels), module.mLSTMBackend.__init__
+    xlstm.replace(backend="reference")
+    kept = {name: x for name, x in sys.modules.items() if name.startswith("tfla_tk.integrations")}
+    for name in kept:
+        del sys.modules[name]
+    try:
+        afresh = importlib.import_module("tfla_tk.integrations.xlstm")
+        assert afresh is not xlstm
+        afresh.register()
+        made = make_backend()
+        assert is_ours(made.chunkwise_kernel_fn)
+        with pytest.warns(UserWarning, match="built before restore"):
+            assert XL in afresh.restore()
+        afresh.restore(made)
+        assert made.chunkwise_kernel_fn is before[0]["chunkwise--native_autograd"]
+        afresh.unregister()
+        assert (resolved(mlstm_kernels), module.mLSTMBackend.__init__) == before
+    finally:
+        sys.modules.update(kept)
 
 
 def test_replace_some(mlstm_kernels: Any) -> None:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tfla_tk
 from tfla_tk import build
 from tfla_tk.backends import tk, tk_intra
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
@@ -124,3 +126,28 @@ def test_the_intra_chunk_kernel_refuses(change: dict[str, tuple[int, ...]], mess
     with pytest.raises(ValueError, match=message):
         tk_intra.mlstm_intra(*tensors)
     assert tk.mlstm_intra is tk_intra.mlstm_intra
+
+
+def test_a_gpu_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`which` answers about fake tensors on one, with a build of torch without CUDA too."""
+    monkeypatch.undo()
+    tk._probe_device.cache_clear()
+    with FakeTensorMode():
+
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(1, 2, *shape, dtype=torch.bfloat16, device="cuda:77")
+
+        state = empty(64, 64), empty(64), empty(1)
+        calls: dict[str, list[torch.Tensor]] = {
+            "mlstm_chunkwise": [empty(128, 64)] * 3 + [empty(128)] * 2,
+            "mlstm_step": [empty(64)] * 3 + [empty(1)] * 2,
+            "mlstm_sequence": [empty(4, 64)] * 3 + [empty(4)] * 2,
+        }
+        for name, tokens in calls.items():
+            with_state = [] if name == "mlstm_chunkwise" else state
+            for op in (name, name.replace("mlstm", "mlstm_siging")):
+                given = with_state[:2] if "siging" in op else with_state
+                choice = tfla_tk.which(op, *tokens, *given)
+                verdict = choice.reasons["tk"]
+                assert choice.backend != "tk" and not verdict.ok
+                assert verdict.reason.startswith("torch cannot use GPU 77: ") and verdict.remedy

@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import dispatch
 from tfla_tk.dispatch import Choice
 from tfla_tk.integrations.xlstm import modules
+from tfla_tk.validation import FLOAT_DTYPES, autocast_dtype
 
 
 def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:
     """Say which backend of tfla_tk a model's mLSTM layers would use, and why not the others.
 
     Head dims, gate, dtype and device are those of the first layer, the modes are the caller's:
-    torch.no_grad(), torch.autocast. Nothing is computed. The layer need not be switched yet; one
-    that is switched is asked with its own backend=.
+    torch.no_grad(), torch.autocast. Where its projections are quantised (int8, uint8, fp8), the dtype is that
+    of the weights beside them, since such projections return the dtype that they are given. Nothing is
+    computed. The layer need not be switched yet; one that is switched is asked with its own backend=.
 
     Args:
         model: xLSTMLarge, transformers' xLSTM, or another module with such layers.
@@ -44,23 +46,22 @@ def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:
     sigmoid_gate = "siging" in getattr(config, "chunkwise_kernel", "")
     heads = layer.config.num_heads
     dim_qk, dim_v = layer.qk_dim // heads, layer.v_dim // heads
-    weight = layer.out_proj.weight
+    dtype, device = _computes_in(model, layer)
     options: dict[str, Any] = {"eps": config.eps}
     if modules.is_ours(backend):
         options["backend"] = backend.keywords["backend"]
     if sigmoid_gate:
         options["normalize"] = getattr(config, "normalize_siging", True)
-    grad = torch.is_grad_enabled() and weight.requires_grad
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in layer.parameters())
     with FakeTensorMode():
 
-        def empty(*shape: int, dtype: torch.dtype = weight.dtype) -> torch.Tensor:
-            return torch.empty(batch, heads, *shape, dtype=dtype, device=weight.device, requires_grad=grad)
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(batch, heads, *shape, dtype=dtype, device=device, requires_grad=grad)
 
         if seq == 1:
             # the step itself casts nothing: it gets what the projections return
-            autocast = torch.is_autocast_enabled(weight.device.type)
-            dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-            tokens = [empty(*shape, dtype=dtype) for shape in ((dim_qk,), (dim_qk,), (dim_v,), (1,), (1,))]
+            cast = autocast_dtype(empty(), None) or dtype
+            tokens = [empty(*shape, dtype=cast) for shape in ((dim_qk,), (dim_qk,), (dim_v,), (1,), (1,))]
             state = (empty(dim_qk, dim_v), empty(dim_qk), *(() if sigmoid_gate else (empty(1).detach(),)))
             if "backend" in options:
                 options["backend"] = options["backend"].partition(":")[0]
@@ -71,3 +72,16 @@ def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:
         options["autocast_kernel_dtype"] = getattr(torch, config.autocast_kernel_dtype)
         op = "mlstm_siging_chunkwise" if sigmoid_gate else "mlstm_chunkwise"
         return dispatch.which(op, *operands, **options)
+
+
+def _computes_in(model: nn.Module, layer: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """dtype and device of what a layer's projections return."""
+    own: Any = getattr(getattr(layer, "out_proj", None), "weight", None)
+    tensors = [("out_proj.weight", own)] if isinstance(own, Tensor) else []  # some packages make it a method
+    for module in (layer, model):
+        tensors += [*module.named_parameters(), *module.named_buffers()]
+    device = tensors[0][1].device if tensors else torch.device("cpu")
+    # weights and biases alone: the scales of quantised weights have dtypes of their own
+    weights = [x for name, x in tensors if name.rpartition(".")[2] in ("weight", "bias")]
+    dtypes = (x.dtype for x in weights if x.dtype in FLOAT_DTYPES)
+    return next(dtypes, torch.get_default_dtype()), device

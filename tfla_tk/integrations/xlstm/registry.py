@@ -115,8 +115,6 @@ def put_back(found: list[dict[str, Any]]) -> None:
 
 # Kernel names in types: dataclasses do not check them, Hugging Face's configuration does
 
-_validators: dict[str, list[Callable[[Any], None]]] = {}
-
 
 def _names(kind: Kind) -> tuple[str, ...]:
     return tuple(kind.prefix + key for key in kind.registry if key in OURS or key.endswith(ORIGINAL))
@@ -129,10 +127,8 @@ def _widen(kind: Kind) -> None:
         known = get_args(getattr(module, kind.literal))
         setattr(module, kind.literal, Literal[known + names])
     validators = _hf_validators()
-    if validators is not None and kind.field not in _validators:
-        original = validators[kind.field]
-        _validators[kind.field] = original
-        validators[kind.field] = [_accepting(kind, original)]
+    if validators is not None and _original_validators(validators[kind.field]) is None:
+        validators[kind.field] = [_accepting(kind, validators[kind.field])]
 
 
 def _accepting(kind: Kind, validators: list[Callable[[Any], None]]) -> Callable[[Any], None]:
@@ -142,7 +138,13 @@ def _accepting(kind: Kind, validators: list[Callable[[Any], None]]) -> Callable[
         for validator in validators:
             validator(value)
 
+    validate.tfla_tk_original = validators  # type: ignore[attr-defined]
     return validate
+
+
+def _original_validators(validators: list[Callable[[Any], None]]) -> list[Callable[[Any], None]] | None:
+    """Those that `_accepting` stands for; kept there, as what it is installed in outlives this module."""
+    return getattr(validators[0], "tfla_tk_original", None) if validators else None
 
 
 def _narrow(kind: Kind) -> None:
@@ -151,8 +153,9 @@ def _narrow(kind: Kind) -> None:
         known = get_args(getattr(module, kind.literal))
         setattr(module, kind.literal, Literal[tuple(name for name in known if name not in names)])
     validators = _hf_validators()
-    if validators is not None and kind.field in _validators:
-        validators[kind.field] = _validators.pop(kind.field)
+    original = None if validators is None else _original_validators(validators[kind.field])
+    if validators is not None and original is not None:
+        validators[kind.field] = original
 
 
 def _types_modules() -> list[ModuleType]:
@@ -170,12 +173,10 @@ def _hf_validators() -> dict[str, list[Callable[[Any], None]]] | None:
 
 # Backend modules being built
 
-_built: weakref.WeakSet[Any] = weakref.WeakSet()
-
 
 def built() -> list[Any]:
-    """The mLSTMBackends that are alive."""
-    return list(_built)
+    """The mLSTMBackends that are alive, while the hook is in."""
+    return list(getattr(_backend_class().__init__, "tfla_tk_built", ()))
 
 
 def _backend_class() -> Any:
@@ -192,17 +193,19 @@ def _hook() -> None:
     if hasattr(original, "tfla_tk_original"):
         return
     # those built so far are known to the garbage collector alone, which takes its time to tell
-    _built.update(x for x in gc.get_objects() if issubclass(type(x), cls))
+    alive = weakref.WeakSet(x for x in gc.get_objects() if issubclass(type(x), cls))
 
     @wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _built.add(self)
+        alive.add(self)
         if modules.is_ours(self.chunkwise_kernel_fn):
             backend = self.chunkwise_kernel_fn.keywords["backend"]
             modules.bind(self, backend, step=self.step_kernel_fn)
 
+    # kept here: the hook outlives this module where that is loaded again
     build.tfla_tk_original = original  # type: ignore[attr-defined]
+    build.tfla_tk_built = alive  # type: ignore[attr-defined]
     cls.__init__ = build
 
 

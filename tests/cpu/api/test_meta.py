@@ -1,0 +1,153 @@
+"""Tensors without data, meta and fake ones: every reference function gives shapes and gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tfla_tk
+from tfla_tk import reference
+
+Inputs = dict[str, Tensor]
+HEADS, SEQ, DIM_QK, DIM_V = 2, 70, 16, 32
+BACKENDS = ("auto", "reference", "reference:parallel", "reference:recurrent")
+
+
+def leaves(device: str, heads_first: bool, batch: int, rows: int) -> Inputs:
+    """Every argument that is a tensor of some reference function, by name."""
+    layout = (batch, HEADS, SEQ) if heads_first else (batch, SEQ, HEADS)
+    shapes = {
+        "q": (*layout, DIM_QK),
+        "k": (*layout, DIM_QK),
+        "v": (*layout, DIM_V),
+        "i": layout,
+        "f": layout,
+        "g": layout,
+        "beta": layout,
+        "g_gamma": (HEADS,),
+        "c_initial": (rows, HEADS, DIM_QK, DIM_V),
+        "n_initial": (rows, HEADS, DIM_QK),
+        "m_initial": (rows, HEADS, 1),
+        "initial_state": (rows, HEADS, DIM_QK, DIM_V),
+    }
+    return {
+        name: torch.randn(shape, device=device, requires_grad=name != "m_initial")
+        for name, shape in shapes.items()
+    }
+
+
+def shapes_of(out: Any) -> list[tuple[torch.Size, torch.dtype]]:
+    tensors = [out[0], *(out[1] if isinstance(out[1], tuple) else [out[1]])]
+    return [(x.shape, x.dtype) for x in tensors]
+
+
+def differentiate(out: Any, inputs: Inputs) -> None:
+    """Through the output and the last c; gradients arrive, on the inputs' device."""
+    last = out[1][0] if isinstance(out[1], tuple) else out[1]
+    (out[0].sum() + last.sum()).backward()
+    for name, x in inputs.items():
+        assert not x.requires_grad or (x.grad is not None and x.grad.device == x.device), name
+
+
+def offsets(device: str) -> Tensor:
+    return torch.tensor([0, 20, 20, SEQ], dtype=torch.int32, device="cpu").to(device)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("function", [tfla_tk.mlstm_chunkwise, tfla_tk.mlstm_siging_chunkwise])
+@pytest.mark.parametrize("without_data", ["meta", "fake"])
+def test_public_functions(without_data: str, function: Any, backend: str, packed: bool) -> None:
+    def call(device: str) -> tuple[Any, Inputs]:
+        names = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
+        found = leaves(device, True, *((1, 3) if packed else (2, 2)))
+        inputs = {name: found[name] for name in names}
+        cu_seqlens = offsets(device) if packed else None
+        out = function(**inputs, return_last_states=True, cu_seqlens=cu_seqlens, backend=backend)
+        return out, inputs
+
+    expected = shapes_of(call("cpu")[0])
+    if without_data == "meta":
+        out, inputs = call("meta")
+        assert out[0].device.type == "meta"
+        differentiate(out, inputs)
+    else:
+        with FakeTensorMode():
+            out, inputs = call("cpu")
+            differentiate(out, inputs)
+    assert shapes_of(out) == expected
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "name", ["mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence"]
+)
+def test_decoding(name: str, inplace: bool) -> None:
+    def call(device: str) -> tuple[Any, Inputs]:
+        found = leaves(device, True, 2, 2)
+        token = (slice(None), slice(None), 0 if "step" in name else slice(5))
+        inputs = {x: found[x].detach()[token].requires_grad_(not inplace) for x in ("q", "k", "v", "i", "f")}
+        if "step" in name:
+            gates = {x: inputs[x].detach()[..., None].requires_grad_(not inplace) for x in "if"}
+            inputs |= gates
+        state = {x: found[f"{x}_initial"].detach() for x in ("c", "n", "m")}
+        if "siging" in name:
+            del state["m"]
+        out = getattr(tfla_tk, name)(**inputs, **state, inplace=inplace, backend="reference")
+        return out, inputs
+
+    out, inputs = call("meta")
+    assert shapes_of(out) == shapes_of(call("cpu")[0]) and out[0].device.type == "meta"
+    if not inplace:
+        differentiate(out, inputs)
+
+
+FORMS = [name for name in reference.__all__ if name.endswith(("_recurrent", "_parallel", "_chunkwise"))]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_reference_functions(name: str, packed: bool) -> None:
+    """The functions of tfla_tk.reference themselves, of every operator."""
+    function = getattr(reference, name)
+    taken = inspect.signature(function).parameters
+    option = "return_last_states" if "return_last_states" in taken else "output_final_state"
+
+    def call(device: str) -> tuple[Any, Inputs]:
+        found = leaves(device, "mlstm" in name, *((1, 3) if packed else (2, 2)))
+        inputs = {x: t for x, t in found.items() if x in taken}
+        if name.startswith("gla"):  # a gate per channel
+            inputs["g"] = torch.randn(inputs["k"].shape, device=device, requires_grad=True)
+        out = function(**inputs, **{option: True}, cu_seqlens=offsets(device) if packed else None)
+        return out, inputs
+
+    out, inputs = call("meta")
+    assert shapes_of(out) == shapes_of(call("cpu")[0]) and out[0].device.type == "meta"
+    differentiate(out, inputs)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sigmoid_gate", [False, True])
+def test_explicit_backward(sigmoid_gate: bool, packed: bool) -> None:
+    def call(device: str) -> list[tuple[torch.Size, torch.dtype]]:
+        x = leaves(device, True, *((1, 3) if packed else (2, 2)))
+        states = [x["c_initial"], x["n_initial"], x["m_initial"]]
+        grads = reference.mlstm_backward_terms(
+            *(x[name] for name in "qkvif"), *states, torch.ones_like(x["v"]), sigmoid_gate=sigmoid_gate,
+            cu_seqlens=offsets(device) if packed else None,
+        ).grads  # fmt: skip
+        return [(grad.shape, grad.dtype) for grad in grads]
+
+    assert call("meta") == call("cpu")
+
+
+def test_offsets_on_meta_are_checked_as_far_as_they_can_be(make_inputs: Callable[..., Inputs]) -> None:
+    inputs = {name: x.to("meta") for name, x in make_inputs(2).items()}
+    with pytest.raises(ValueError, match="expected batch 1"):
+        reference.mlstm_chunkwise(**inputs, cu_seqlens=offsets("meta"))
