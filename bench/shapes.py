@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-CHUNK = 64  # L of the FLOP formulas
+from tfla_tk import flops
+
+CHUNK = flops.CHUNK
 PASSES = ("fwd", "fwdbwd")
 PHASES = ("train", "prefill", "decode")  # of a whole model, in place of passes
 
@@ -159,10 +161,9 @@ def _scalar_decay(numbers: int) -> PerToken:
     """
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-        intra = (CHUNK + 64) * (shape.K + shape.V)
-        state = shape.K * shape.V
         dims = itemsize * (shape.K + shape.V)
-        return Cost(intra + 4 * state, 2 * dims + 4 * numbers), Cost(3 * intra + 10 * state, 5 * dims)
+        forward = Cost(flops.forward(shape.K, shape.V), 2 * dims + 4 * numbers)
+        return forward, Cost(flops.backward(shape.K, shape.V), 5 * dims)
 
     return per_token
 
@@ -172,7 +173,7 @@ def _gla(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
 
     Backward: q, k, g, v, do and the gradients of the four inputs once.
     """
-    intra = (CHUNK + 64) * (shape.K + shape.V)
+    intra = flops.intra_chunk(shape.K, shape.V)
     state = shape.K * shape.V
     forward = Cost(intra + 4 * state, itemsize * (3 * shape.K + 2 * shape.V))
     return forward, Cost(3 * intra + 8 * state, itemsize * (6 * shape.K + 3 * shape.V))
@@ -193,7 +194,7 @@ def _intra(shape: Shape, itemsize: int) -> tuple[Cost, None]:
 def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
     """Formulas per head and step of decoding: the state once in and once out, a token, two fp32 gates."""
     state = shape.K * (shape.V + 1) + 1
-    return Cost(5 * shape.K * shape.V, 2 * itemsize * (state + shape.K + shape.V) + 8), None
+    return Cost(flops.step(shape.K, shape.V), 2 * itemsize * (state + shape.K + shape.V) + 8), None
 
 
 # three numbers: i, f and m; one: the log decay of the token; none: one decay per head

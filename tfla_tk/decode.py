@@ -67,7 +67,8 @@ def mlstm_step(
             has its m rounded, and c and n rescaled to it: c e^m and n e^m, all that matters, keep their
             value up to their own rounding. There m is no less than -16384, or -inf.
         inplace: overwrite c, n and m with the state after the token and return them, each in its own dtype;
-            dtype_state is then None or theirs. Not where a gradient is recorded.
+            dtype_state is then None or theirs. Not where a gradient is recorded, and not under vmap. As after
+            any write in place, a backward that would read what autograd has saved of them raises.
         backend: "auto" takes the first of tk, triton, reference that serves the call exactly
             (`tfla_tk.which` says which and why). "triton" has no gradients. "tk" takes them from the
             chunkwise kernel over a sequence of one token, by name only; "tk:<schedule>" chooses that

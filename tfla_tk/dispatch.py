@@ -115,6 +115,8 @@ def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Su
     """The verdict of one backend on one call."""
     supports = getattr(load_backend(name), f"supports_{kernel}")
     verdict: Support = supports(call, variant)
+    if verdict.ok and name != "reference" and call.forward_mode:
+        return Support(False, "its kernels have no forward-mode derivative", "use backend='reference'")
     return verdict
 
 

@@ -54,6 +54,12 @@ class Library(torch.library.Library):
         if newest is not None:
             torch.library.register_fake(f"{NAMESPACE}::{op_name}", newest, lib=self)
 
+    def register_vmap(self, op_name: str, fn: Callable[..., Any]) -> None:
+        """Have an op under torch.vmap call `fn` from now on."""
+        newest = self._newest(op_name, "vmap", fn)
+        if newest is not None:
+            torch.library.register_vmap(f"{NAMESPACE}::{op_name}", newest, lib=self)
+
     def _newest(self, name: str, key: str, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """What calls the newest function for a key, for torch to keep; None where torch has it already."""
         functions, place = self._functions, (name, key)

@@ -23,6 +23,7 @@ from torch._C import (
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import _profiler_enabled
 
+from tfla_tk.transforms import is_forward_mode_on
 from tfla_tk.validation import autocast_dtype
 
 LIMIT = 1024
@@ -157,4 +158,5 @@ def _is_intercepted() -> bool:
         or _len_torch_function_stack() > 0
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
+        or is_forward_mode_on()
     )

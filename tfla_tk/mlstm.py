@@ -101,12 +101,13 @@ def mlstm_chunkwise(
             effect.
         backend: "auto" takes the first of tk, triton, reference that serves the call exactly
             (`tfla_tk.which` says which and why); a name, or name:variant such as "triton:xl_chunk_128" or
-            "tk:pingpong", takes that one or raises.
+            "tk:pingpong", takes that one or raises. Forward-mode and second derivatives are the reference's
+            alone: "auto" takes it where an input has a tangent, and a second derivative through tk raises.
 
     Returns:
         h [B, NH, S, DHHV] in q's dtype, or (h, (c, n, m)) with the state after the last step (of every
-        sequence), shaped as above, fp32 (fp64 for fp64 inputs). Empty inputs give an empty h and, for S = 0,
-        the initial state.
+        sequence), shaped as above, in fp32 (fp64 for fp64 q, k, v), whatever dtypes gates and initial state
+        have. Empty inputs give an empty h and, for S = 0, the initial state.
 
     Raises:
         TypeError, ValueError: bad arguments, before anything is computed. DTensors are among them: every
@@ -169,7 +170,8 @@ def mlstm_siging_chunkwise(
 
     Returns:
         h [B, NH, S, DHHV] in q's dtype, or (h, (c, n)) with c [B, NH, DHQK, DHHV] and n [B, NH, DHQK] (N in
-        place of B with cu_seqlens), fp32 (fp64 for fp64 inputs); n is zeros with normalize=False.
+        place of B with cu_seqlens) in fp32 (fp64 for fp64 q, k, v), whatever dtypes gates and initial state
+        have; n is zeros with normalize=False.
     """
     h, state = _run(
         "mlstm_siging_chunkwise",
@@ -238,7 +240,10 @@ def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[T
         result = load_backend(name).mlstm(call, variant, *tensors, recompute_states_in_bw=recompute)
     else:
         result = load_backend(name).mlstm(call, variant, *tensors)
-    return result
+    h, last = result
+    # the reference computes in the widest dtype of its inputs
+    dtype = ops.state_dtype(tensors[0])
+    return h, tuple(x if x.dtype == dtype else x.to(dtype) for x in last)
 
 
 def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> _Plan:

@@ -34,7 +34,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tfla_tk import library
+from tfla_tk import flops, library, transforms
 from tfla_tk.backends.segments import CHUNK, KeptStates
 from tfla_tk.build import instances
 from tfla_tk.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
@@ -370,10 +370,10 @@ class _MLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Output:
         *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
-        with torch._C._AutoDispatchBelowAutograd():
+        with transforms.below_autograd():
             h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
-        last = (c, n) if return_last_states else (None, None)
-        _save(ctx, tensors, h, rows, last, (sigmoid_gate, normalize, eps), schedule)
+            last = (c, n) if return_last_states else (None, None)
+            _save(ctx, tensors, h, rows, last, (sigmoid_gate, normalize, eps), schedule)
         if not return_rows:
             rows = [x.new_empty(0) for x in rows]
         # the stabiliser is a constant of the differentiation
@@ -458,7 +458,7 @@ class _MLSTMBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Grads:
-        with torch._C._AutoDispatchBelowAutograd():
+        with transforms.below_autograd():
             out: Grads = _bwd(*args)
         return out
 
@@ -470,8 +470,9 @@ class _MLSTMBackward(torch.autograd.Function):
 
 
 def _fwd_autograd(*args: Any) -> Output:
+    transforms.refuse_tangents("mlstm_fwd", args)
     if records(args):
-        out: Output = _MLSTM.apply(*args)
+        out: Output = transforms.apply(_MLSTM, *args)
         return out
     with torch._C._AutoDispatchBelowAutograd():
         out = _fwd(*args)
@@ -479,8 +480,9 @@ def _fwd_autograd(*args: Any) -> Output:
 
 
 def _bwd_autograd(*args: Any) -> Grads:
+    transforms.refuse_tangents("mlstm_bwd", args)
     if records(args):
-        out: Grads = _MLSTMBackward.apply(*args)
+        out: Grads = transforms.apply(_MLSTMBackward, *args)
         return out
     with torch._C._AutoDispatchBelowAutograd():
         out = _bwd(*args)
@@ -495,3 +497,7 @@ _library.impl("mlstm_fwd", _fwd_autograd, "Autograd")
 _library.impl("mlstm_bwd", _bwd_autograd, "Autograd")
 _library.register_fake("mlstm_fwd", _fwd_fake)
 _library.register_fake("mlstm_bwd", _bwd_fake)
+_library.register_vmap("mlstm_fwd", transforms.merge_into_batch(_fwd, cu_seqlens=8))
+_library.register_vmap("mlstm_bwd", transforms.merge_into_batch(_bwd, cu_seqlens=8))
+flops.register("mlstm_fwd", flops.forward)
+flops.register("mlstm_bwd", flops.backward)

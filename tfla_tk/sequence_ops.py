@@ -25,7 +25,7 @@ def mlstm_sequence(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The tk backend's sequence; arguments and results as of `step_ops.mlstm_step`."""
     if direct:
-        return step_ops.apply(call, dtype_state, tensors, _kernel_sequence, _kernel_sequence_in_place)
+        return step_ops.apply(call, dtype_state, tensors, _kernel_sequence, _direct_sequence_in_place)
     return step_ops.apply(call, dtype_state, tensors, _sequence, _sequence_in_place)
 
 
@@ -43,6 +43,9 @@ def _kernel_sequence_in_place(*args: Any) -> Tensor:
     from tfla_tk.backends import tk_sequence
 
     return tk_sequence.mlstm_sequence_(*args)
+
+
+_direct_sequence_in_place = step_ops.noting_writes(_kernel_sequence_in_place)
 
 
 step_ops.register("mlstm_sequence", _kernel_sequence, _kernel_sequence_in_place)

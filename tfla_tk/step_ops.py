@@ -1,4 +1,4 @@
-"""The registered ops of one token of mLSTM, for CPU, CUDA and fake tensors; no gradients.
+"""The registered ops of one token of mLSTM, for CPU, CUDA and fake tensors; they refuse to record gradients.
 
 Like those of whole sequences (ops.py) they are the path of the tk backend and the reference on a CPU, and
 their arguments are not validated here.
@@ -12,11 +12,15 @@ tfla_tk::mlstm_step_ writes the state over the one it read, each part in its own
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from tfla_tk import flops, transforms
+from tfla_tk.memo import records
 from tfla_tk.ops import MaybeTensor, _library
 from tfla_tk.validation import MLSTMCall
 
@@ -68,7 +72,7 @@ def mlstm_step(
     """
     tensors = (q, k, v, i, f, c, n, m)
     if direct:
-        return apply(call, dtype_state, tensors, _kernel_step, _kernel_step_in_place)
+        return apply(call, dtype_state, tensors, _kernel_step, _direct_step_in_place)
     return apply(call, dtype_state, tensors, _step, _step_in_place)
 
 
@@ -93,6 +97,28 @@ def apply(
 # The least finite m of a state in 16 bits. e^m is 0 far above it, and numbers below it are so far apart that
 # the rounding error of m would take c beyond the range of its dtype.
 _LEAST_M = -16384.0
+
+
+def noting_writes(in_place: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """in_place, after which autograd knows that the state was written.
+
+    A kernel writes by address, so nothing else would tell autograd that what it may have saved has changed.
+
+    Args:
+        in_place: takes the arguments of mlstm_step_, and returns h.
+    """
+
+    def call(*args: Any) -> Tensor:
+        h = in_place(*args)
+        c, n, m, sigmoid_gate, normalize = args[5:10]
+        if not sigmoid_gate:
+            increment_version((c, n, m))
+        else:
+            # without normaliser n stays as it is
+            increment_version((c, n) if normalize else (c,))
+        return h
+
+    return call
 
 
 def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,6 +225,9 @@ def _kernel_step_in_place(*args: Any) -> Tensor:
     return tk_step.mlstm_step_(*args)
 
 
+_direct_step_in_place = noting_writes(_kernel_step_in_place)
+
+
 # Fake: shapes, dtypes and strides alone
 
 
@@ -238,6 +267,39 @@ def _outputs_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.d
     )
 
 
+# Autograd: no gradients, and what is written is noted
+
+
+def _refusing_gradients(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op below autograd; m is a constant of the differentiation."""
+
+    def call(*args: Any) -> Any:
+        transforms.refuse_tangents(name, args)
+        if records(args[:7]):
+            raise RuntimeError(
+                f"tfla_tk::{name} has no gradients; "
+                "use backend='reference', which has them, or torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return call
+
+
+def _below_versions(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op below the key that counts the versions of tensors."""
+
+    def call(*args: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op(*args)
+
+    return call
+
+
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    raise RuntimeError("vmap of a step in place: expected inplace=False, got True")
+
+
 def register(name: str, kernel: Any, kernel_in_place: Any) -> None:
     """Give the ops `name` and `name_` their implementations.
 
@@ -249,12 +311,20 @@ def register(name: str, kernel: Any, kernel_in_place: Any) -> None:
         h, c, n, m = kernel(*args)
         return h, c, n, c.new_empty(0) if m is None else m
 
+    op, op_in_place = (getattr(torch.ops.tfla_tk, x).default for x in (name, f"{name}_"))
     _library.impl(name, on_cpu, "CPU")
     _library.impl(f"{name}_", in_place_on_cpu, "CPU")
     _library.impl(name, on_cuda, "CUDA")
     _library.impl(f"{name}_", kernel_in_place, "CUDA")
     _library.register_fake(name, as_fake)
     _library.register_fake(f"{name}_", in_place_as_fake)
+    _library.impl(name, _refusing_gradients(name, op), "Autograd")
+    _library.impl(f"{name}_", _refusing_gradients(f"{name}_", op_in_place), "Autograd")
+    _library.impl(f"{name}_", noting_writes(_below_versions(op_in_place)), "ADInplaceOrView")
+    _library.register_vmap(name, transforms.merge_into_batch(op))
+    _library.register_vmap(f"{name}_", _refuse_vmap)
+    for each in (name, f"{name}_"):
+        flops.register(each, flops.step)
 
 
 register("mlstm_step", _kernel_step, _kernel_step_in_place)

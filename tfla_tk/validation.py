@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tfla_tk import transforms
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OFFSET_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,6 +48,8 @@ class MLSTMCall:
     requires_grad: bool
     chunk_size: int
     eps: float
+    forward_mode: bool = False
+    transformed: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -237,9 +241,12 @@ def check_mlstm(
         normalize=normalize,
         return_last_states=return_last_states,
         varlen=cu_seqlens is not None,
-        requires_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs),
+        requires_grad=torch.is_grad_enabled()
+        and any(t is not None and transforms.requires_grad(t) for t in inputs),
         chunk_size=chunk_size,
         eps=eps,
+        forward_mode=transforms.has_tangent((*inputs, m_initial)),
+        transformed=any(t is not None and transforms.is_transformed(t) for t in (*inputs, m_initial)),
     )
 
 
@@ -353,7 +360,7 @@ def _check_decoding(
     eps = check_eps(eps)
     if dtype_state is not None and dtype_state not in FLOAT_DTYPES:
         fail("dtype_state", "None or one of float16, bfloat16, float32, float64", dtype_state)
-    requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, i, f, c, n))
+    requires_grad = torch.is_grad_enabled() and any(map(transforms.requires_grad, (q, k, v, i, f, c, n)))
     check_bool("inplace", inplace)
     if inplace and requires_grad:
         fail("inplace", "False where a gradient is recorded (torch.no_grad() records none)", inplace)
@@ -381,6 +388,8 @@ def _check_decoding(
         requires_grad=requires_grad,
         chunk_size=CHUNK_MULTIPLE,
         eps=eps,
+        forward_mode=transforms.has_tangent(tensors),
+        transformed=any(t is not None and transforms.is_transformed(t) for t in tensors),
     )
 
 

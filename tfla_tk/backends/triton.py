@@ -34,6 +34,9 @@ INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 _INSTALL = "pip install 'tfla_tk[baselines]'"
 if sys.version_info < (3, 11):
     _INSTALL += ", on Python 3.11 or newer"
+_TRANSFORMED = Support(
+    False, "mlstm_kernels has no rules for torch.func transforms", "use backend 'tk' or 'reference'"
+)
 _MIN_TILE = 16
 _MAX_TILE = 64
 
@@ -158,6 +161,8 @@ def default_variant(call: MLSTMCall) -> tuple[str, int]:
 def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     """Whether mlstm_kernels serves the call correctly; gradients that are not exact are "by name only"."""
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
+    if call.transformed:
+        return _TRANSFORMED
     refusal = _refusal(call, name, chunk_size)
     if refusal is not None:
         return refusal
@@ -233,6 +238,8 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
         fail("backend", "'triton' for a step", repr(f"triton:{variant}"))
     if call.sigmoid_gate:
         return Support(False, "mlstm_kernels has no step with sigmoid input gate", "use backend='reference'")
+    if call.transformed:
+        return _TRANSFORMED
     unusable = _unusable(call.device, MLSTM_KERNELS_MISSING)
     if unusable is not None:
         return unusable

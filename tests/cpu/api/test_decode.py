@@ -266,6 +266,21 @@ def test_dtype_of_the_state_returned(token: Token, backend: str, dtype_state: to
     torch.testing.assert_close(state, expected)
 
 
+@pytest.mark.parametrize("wider", ["if", "cnm", "n", "ifcnm"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_default_dtype_of_the_state_follows_q(
+    token: Token, backend: str, dtype: torch.dtype, wider: str
+) -> None:
+    """Of a step and of a few tokens, as of whole sequences."""
+    inputs = {name: x.double() if name in wider else x for name, x in token(dtype).items()}
+    expected = torch.float64 if dtype == torch.float64 else torch.float32
+    h, state = mlstm_step(**inputs, backend=backend)
+    assert h.dtype == dtype and {x.dtype for x in state} == {expected}
+    inputs |= {name: inputs[name].unsqueeze(2) for name in "qkv"}
+    h, state = tfla_tk.mlstm_sequence(**inputs, backend=backend)
+    assert h.dtype == dtype and {x.dtype for x in state} == {expected}
+
+
 def test_in_place_is_refused(token: Token) -> None:
     with pytest.raises(TypeError, match="inplace: expected a bool"):
         mlstm_step(**token(), inplace=1)

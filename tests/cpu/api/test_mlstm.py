@@ -53,6 +53,34 @@ def test_positional_order_is_that_of_mlstm_kernels(make_inputs: Make) -> None:
     assert torch.equal(named_sig[0], positional_sig[0])
 
 
+WIDER = {
+    "gates": ("i", "f"),
+    "forget gate": ("f",),
+    "initial state": STATES,
+    "one part of it": ("n_initial",),
+    "all but q, k, v": ("i", "f", *STATES),
+}
+
+
+@pytest.mark.parametrize("seq", [0, 40])
+@pytest.mark.parametrize("wider", WIDER)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "backend", ["auto", "tk", "reference:chunkwise", "reference:parallel", "reference:recurrent"]
+)
+@pytest.mark.parametrize("gate", ["exp", "sig"])
+def test_last_states_have_one_dtype(
+    gate: str, backend: str, dtype: torch.dtype, wider: str, seq: int, make_inputs: Make, fake_tk: Any
+) -> None:
+    """fp32, or fp64 for fp64 q, k, v, whatever dtypes gates and initial state have, on every backend."""
+    fake_tk.verdict = Support(backend == "tk")
+    x = make_inputs(seq=seq, dtype=dtype, states=STATES)
+    x |= {name: x[name].double() for name in WIDER[wider]}
+    h, last = GATES[gate](**x, return_last_states=True, backend=backend)
+    assert h.dtype == dtype
+    assert {t.dtype for t in last} == {torch.float64 if dtype == torch.float64 else torch.float32}
+
+
 def test_return_types(make_inputs: Make) -> None:
     x = make_inputs(dtype=torch.bfloat16)
     assert isinstance(mlstm_chunkwise(**x), Tensor)
