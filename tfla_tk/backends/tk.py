@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk_intra import GRID_LIMIT
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import instances
 from tfla_tk.dispatch import SUPPORTED, Support
@@ -23,7 +22,8 @@ HOPPER = (9, 0)
 _log = logging.getLogger("tfla_tk")
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _GATE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class DType of params.h
-_MOST_HEADS = 2**31 - 1  # that an int of the kernels counts
+_DECODING_SLICES = 16  # of V at most, each a CTA: kDecodeMaxSlices of params_decode.h
+_MOST_HEADS = (2**31 - 1) // _DECODING_SLICES  # of all sequences: their CTAs lie along the grid's x
 ADDRESS_ALIGNMENT = 16  # bytes: of what TMA and vector loads read
 _ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
 
@@ -104,11 +104,11 @@ def _supports_decoding(call: MLSTMCall) -> Support:
             f"head dims are {call.dim_qk}/{call.dim_v}",
             f"use at most {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
-    if max(call.batch, call.heads) > GRID_LIMIT or call.batch * call.heads > _MOST_HEADS:
+    if call.batch * call.heads > _MOST_HEADS:
         return Support(
             False,
-            f"batch and heads are {call.batch} and {call.heads}",
-            f"use at most {GRID_LIMIT} of each and {_MOST_HEADS} together",
+            f"batch x heads = {call.batch * call.heads:,}, the kernels take {_MOST_HEADS:,}",
+            "split the batch or the heads",
         )
     reason, remedy = _device_fault(call.device.index)
     return Support(False, reason, remedy) if reason else SUPPORTED

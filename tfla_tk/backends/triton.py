@@ -29,6 +29,7 @@ from tfla_tk.errors import UnsupportedError
 from tfla_tk.validation import MLSTMCall, fail
 
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
+GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
 INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 
 _INSTALL = "pip install 'tfla_tk[baselines]'"
@@ -36,6 +37,15 @@ if sys.version_info < (3, 11):
     _INSTALL += ", on Python 3.11 or newer"
 _MIN_TILE = 16
 _MAX_TILE = 64
+# chunk sizes in the order in which `default_variant` tries them: the fastest, the smaller ones for lengths that
+# it does not divide, the larger ones for more chunks than a grid or an int32 offset reaches. With chunks of 4096
+# every tensor that int32 offsets reach fits the grid: 2^31 elements are 2^27 tokens of 16, 32,768 chunks.
+# limit_chunk holds a whole chunk in a block, so it has no larger ones
+_CHUNK_SIZES = {
+    "xl_chunk": (128, 64, 32, 16, 256, 512, 1024, 2048, 4096),
+    "siging_xl": (128, 64, 32, 16, 256, 512, 1024, 2048, 4096),
+    "limit_chunk": (64, 32, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -145,10 +155,10 @@ def parse_variant(variant: str, call: MLSTMCall) -> tuple[str, int]:
 
 
 def default_variant(call: MLSTMCall) -> tuple[str, int]:
-    """The fastest family and chunk size that are correct for the call: 128 where the length allows."""
+    """The fastest family and chunk size that are correct for the call: 128 where length and grid allow."""
     families = ["siging_xl"] if call.sigmoid_gate else ["xl_chunk", "limit_chunk"]
     for name in families:
-        for size in (128, 64, 32, 16):
+        for size in _CHUNK_SIZES[name]:
             if _refusal(call, name, size) is None:
                 return name, size
     # none: the smallest chunk tells what is wrong
@@ -250,6 +260,9 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     elements = call.batch * call.heads * call.dim_qk * call.dim_v
     if elements > INT32_LIMIT:
         return Support(False, f"its int32 offsets wrap: {elements:,} elements in c", "split the batch")
+    rows = call.batch * call.heads
+    if rows > GRID_LIMIT:
+        return _too_many("batch x heads", rows, "split the batch or the heads")
     if INTERPRETED and call.device.type == "cpu":
         return Support(True, "runs in Triton's interpreter", auto=False)
     return SUPPORTED
@@ -330,6 +343,8 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
     if seq % chunk_size != 0:
         return Support(False, f"S = {seq} is no multiple of the chunk size {chunk_size}", "pad S")
     rows = call.batch * call.heads
+    if rows > GRID_LIMIT:
+        return _too_many("batch x heads", rows, "split the batch or the heads")
     states = rows * (seq // chunk_size + 1) * call.dim_qk * call.dim_v
     # limit_chunk sums dv over slices of the query head dimension
     slices = call.dim_qk // _MAX_TILE if name == "limit_chunk" and call.requires_grad else 1
@@ -340,7 +355,34 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
             f"its int32 offsets wrap: {largest:,} elements in one tensor",
             "split the batch or the heads",
         )
+    return _grid_refusal(name, rows, seq // chunk_size, chunk_size)
+
+
+def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support | None:
+    """Whether a launch exceeds CUDA's grid by its chunks: its blocks along y and z, forward and backward.
+
+    The kernels over the states have batch x heads along z, as every kernel at least. Those over the outputs and gradients have, in
+    limit_chunk, the chunks along y and batch x heads along z; in the others the tiles of a chunk along y and
+    chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64.
+
+    Args:
+        rows: batch times heads. chunks: of one sequence.
+    """
+    if name == "limit_chunk":
+        if chunks > GRID_LIMIT:
+            return _too_many("chunks", chunks, "use larger chunks")
+        return None
+    if chunks * rows > GRID_LIMIT:
+        remedy = "use larger chunks, or split the batch or the heads"
+        return _too_many("chunks x batch x heads", chunks * rows, remedy)
+    tiles = chunk_size // min(chunk_size, _MAX_TILE)
+    if tiles > GRID_LIMIT:
+        return _too_many("tiles of a chunk", tiles, "use smaller chunks")
     return None
+
+
+def _too_many(what: str, count: int, remedy: str) -> Support:
+    return Support(False, f"{what} = {count:,}, a CUDA grid takes {GRID_LIMIT:,} there", remedy)
 
 
 def _gradient_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:

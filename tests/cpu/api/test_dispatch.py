@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, which
+from tfla_tk import Support, UnsupportedError, dispatch, mlstm_chunkwise, which
 from tfla_tk.backends import triton
 from tfla_tk.validation import MLSTMCall
 
@@ -195,6 +196,27 @@ def test_triton_gradients_that_are_not_exact_are_by_name_only(
             "int32 offsets wrap",
         ),
         ({"batch": 64, "heads": 16, "seq": 16384}, None, "int32 offsets wrap"),
+        # grids: (x, tiles of a chunk, chunks x batch x heads) in xl_chunk and siging_xl, (x, chunks, batch x
+        # heads) in limit_chunk, of at most 65,535 along y and z
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "dim_v": 128},
+            "xl_chunk_128",
+            "chunks x batch x heads = 65,536, a CUDA grid takes 65,535",
+        ),
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "dim_v": 128, "sigmoid_gate": True},
+            "siging_xl_128",
+            "chunks x batch x heads = 65,536",
+        ),
+        ({"batch": 1, "heads": 1, "seq": 2**20, "dim_qk": 16}, "limit_chunk_16", "chunks = 65,536"),
+        ({"batch": 70000, "heads": 1, "seq": 128, "dim_qk": 64, "dim_v": 64}, None, "batch x heads = 70,000"),
+        ({"batch": 1, "heads": 70000, "seq": 128, "dim_qk": 64, "dim_v": 64}, None, "batch x heads = 70,000"),
+        ({"batch": 65536, "heads": 1, "seq": 16, "dim_v": 64}, "limit_chunk_16", "batch x heads = 65,536"),
+        (
+            {"batch": 70000, "heads": 1, "seq": 128, "sigmoid_gate": True, "dim_qk": 64, "dim_v": 64},
+            None,
+            "batch x heads = 70,000",
+        ),
     ],
 )
 def test_triton_refuses(changes: dict[str, Any], variant: str | None, reason: str, gpu_triton: None) -> None:
@@ -214,6 +236,11 @@ def test_triton_refuses(changes: dict[str, Any], variant: str | None, reason: st
         ({"requires_grad": True, "sigmoid_gate": True}, "siging_xl_256"),
         ({"batch": 1, "heads": 8, "seq": 131072 - 64, "dim_qk": 256, "dim_v": 512}, "limit_chunk_64"),
         ({"batch": 1, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}, "xl_chunk_128"),
+        # the largest grids
+        ({"batch": 1, "heads": 1, "seq": 65535 * 128}, "xl_chunk_128"),
+        ({"batch": 1, "heads": 1, "seq": 65535 * 128, "sigmoid_gate": True}, "siging_xl_128"),
+        ({"batch": 1, "heads": 1, "seq": 65535 * 16, "dim_qk": 16}, "limit_chunk_16"),
+        ({"batch": 65535, "heads": 1, "seq": 64, "dim_v": 64}, "limit_chunk_64"),
     ],
 )
 def test_triton_accepts(changes: dict[str, Any], variant: str | None, gpu_triton: None) -> None:
@@ -228,6 +255,54 @@ def test_triton_default_follows_the_length(gpu_triton: None) -> None:
         48: ("limit_chunk", 16),
     }
     assert {seq: triton.default_variant(gpu_call(seq=seq)) for seq in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant"),
+    [
+        # 512 chunks of 128 for each of 128 heads are one too many
+        ({"batch": 8, "heads": 16, "seq": 65536}, ("xl_chunk", 256)),
+        ({"batch": 8, "heads": 16, "seq": 65536, "sigmoid_gate": True}, ("siging_xl", 256)),
+        ({"batch": 257, "heads": 255, "seq": 1024, "dim_qk": 16, "dim_v": 16}, ("xl_chunk", 1024)),
+        ({"batch": 257, "heads": 255, "seq": 1088, "dim_qk": 16, "dim_v": 16}, ("limit_chunk", 64)),
+        ({"batch": 32, "heads": 1, "seq": 2**22, "dim_qk": 16, "dim_v": 16}, ("xl_chunk", 4096)),
+        # the chunk states of 128 exceed int32 offsets
+        ({"batch": 2, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}, ("xl_chunk", 256)),
+        # gradients: xl_chunk's are wrong with larger chunks, limit_chunk has the chunks along y
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "dim_qk": 64, "dim_v": 64, "requires_grad": True},
+            ("limit_chunk", 64),
+        ),
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "requires_grad": True, "sigmoid_gate": True},
+            ("siging_xl", 256),
+        ),
+    ],
+)
+def test_triton_default_follows_the_grid(
+    changes: dict[str, Any], variant: tuple[str, int], gpu_triton: None
+) -> None:
+    assert triton.default_variant(gpu_call(**changes)) == variant
+    assert triton.supports_mlstm(gpu_call(**changes)).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000), (256, 256)])
+def test_triton_steps_follow_the_grid(batch: int, heads: int, dtype: torch.dtype, gpu_triton: None) -> None:
+    """(1, V / 64, batch x heads)."""
+    call = gpu_call(batch=batch, heads=heads, seq=1, dtype=dtype, dim_qk=64, dim_v=64)
+    verdict = triton.supports_mlstm_step(call)
+    assert not verdict.ok and verdict.remedy == "split the batch or the heads"
+    assert verdict.reason == f"batch x heads = {batch * heads:,}, a CUDA grid takes 65,535 there"
+    assert triton.supports_mlstm_step(replace(call, batch=257, heads=255)).ok
+
+
+def test_auto_moves_on_where_no_grid_holds_the_call(gpu_triton: None) -> None:
+    for changes in ({"batch": 70000, "heads": 1, "seq": 128}, {"batch": 1, "heads": 70000, "seq": 128}):
+        call = gpu_call(**changes, dtype=torch.float32, dim_qk=16, dim_v=16)
+        assert dispatch.choose("mlstm_chunkwise", "mlstm", call, "auto") == ("reference", None)
+        step = replace(call, seq=1)
+        assert dispatch.choose("mlstm_step", "mlstm_step", step, "auto") == ("reference", None)
 
 
 def test_triton_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
