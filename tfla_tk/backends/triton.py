@@ -10,9 +10,10 @@ it takes the call's chunk_size. Plain "triton" is `default_variant`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
-import importlib.util
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -26,8 +27,10 @@ from torch import Tensor
 from tfla_tk import env
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.errors import UnsupportedError
+from tfla_tk.installed import find_package
 from tfla_tk.validation import MLSTMCall, fail
 
+_log = logging.getLogger("tfla_tk")
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
 GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
 INTERPRETED = env.TRITON_INTERPRET.get() == "1"
@@ -37,10 +40,10 @@ if sys.version_info < (3, 11):
     _INSTALL += ", on Python 3.11 or newer"
 _MIN_TILE = 16
 _MAX_TILE = 64
-# chunk sizes in the order in which `default_variant` tries them: the fastest, the smaller ones for lengths that
-# it does not divide, the larger ones for more chunks than a grid or an int32 offset reaches. With chunks of 4096
-# every tensor that int32 offsets reach fits the grid: 2^31 elements are 2^27 tokens of 16, 32,768 chunks.
-# limit_chunk holds a whole chunk in a block, so it has no larger ones
+# Chunk sizes in the order in which `default_variant` tries them: the fastest, the smaller ones for lengths
+# that it does not divide, the larger ones for more chunks than a grid or an int32 offset reaches. With chunks
+# of 4096 every tensor that int32 offsets reach fits the grid: 2^31 elements are 2^27 tokens of 16, which are
+# 32,768 chunks. limit_chunk has no larger ones: a block holds a whole chunk.
 _CHUNK_SIZES = {
     "xl_chunk": (128, 64, 32, 16, 256, 512, 1024, 2048, 4096),
     "siging_xl": (128, 64, 32, 16, 256, 512, 1024, 2048, 4096),
@@ -64,6 +67,8 @@ FAMILIES = {
     "siging_xl": Family("triton_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", True, (64, 128, 256)),
 }
 
+_STEP_MODULE = "mlstm_kernels.torch.recurrent.triton_step"
+
 # public name -> module of fla
 FLA_OPS = {
     "chunk_gla": "fla.ops.gla",
@@ -77,12 +82,15 @@ FLA_OPS = {
 
 def triton_version() -> str | None:
     """The version of Triton, or None where it is not installed. It is imported only where metadata fails."""
-    if importlib.util.find_spec("triton") is None:
+    if find_package("triton") is None:
         return None
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # pytorch-triton and others bring the module too
-        version: str = importlib.import_module("triton").__version__
+        try:
+            version: str | None = getattr(importlib.import_module("triton"), "__version__", None)
+        except Exception:  # whatever a package of others does on import
+            return None
         return version
 
 
@@ -91,9 +99,9 @@ def _missing(package: str, distribution: str) -> Support | None:
     version = triton_version()
     if version is None:
         return Support(False, "triton is not installed", _INSTALL)
-    if importlib.util.find_spec(package) is None:
+    if find_package(package) is None:
         return Support(False, f"{distribution} is not installed", _INSTALL)
-    if tuple(int(x) for x in version.split(".")[:2]) >= (3, 9):
+    if tuple(int(x) for x in re.findall(r"\d+", version)[:2]) >= (3, 9):
         return Support(False, f"triton {version} has no block pointers, which {distribution} uses", _INSTALL)
     return None
 
@@ -211,9 +219,7 @@ def mlstm(
     """
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
     family = FAMILIES[name]
-    function = getattr(
-        importlib.import_module(f"mlstm_kernels.torch.chunkwise.{family.module}"), family.function
-    )
+    function = getattr(importlib.import_module(_module_of(name)), family.function)
     if c_initial is not None and n_initial is None:
         # the unnormalised kernel takes an n and ignores it
         n_initial = c_initial.new_zeros(c_initial.shape[:3])
@@ -235,6 +241,34 @@ def mlstm(
         # comes back uninitialised
         last = (last[0], torch.zeros_like(last[1]))
     return h, last
+
+
+def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+    """Import what serves a call that is supported: an installed package may still fail to import."""
+    if kernel == "mlstm":
+        name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
+        fault = _import_fault(_module_of(name))
+    else:
+        fault = _import_fault(_STEP_MODULE)
+    return Support(False, fault, _INSTALL, failed=True) if fault else SUPPORTED
+
+
+def _module_of(name: str) -> str:
+    return f"mlstm_kernels.torch.chunkwise.{FAMILIES[name].module}"
+
+
+@functools.cache
+def _import_fault(module: str) -> str:
+    """Why a module cannot be imported; empty when it is."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package of others does on import
+        _log.warning("the Triton kernels cannot be used: %s does not import", module, exc_info=True)
+        return f"{module} does not import: {type(error).__name__}: {error}"
+    return ""
+
+
+_import_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -280,7 +314,7 @@ def mlstm_step(
     m: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, V] and the next state (c, n, m) in fp32, by mlstm_kernels' Triton step."""
-    module = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")
+    module = importlib.import_module(_STEP_MODULE)
     device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
     with device:
         h, state = module.mlstm_recurrent_step__triton(
@@ -361,7 +395,7 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
 def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support | None:
     """Whether a launch exceeds CUDA's grid by its chunks: its blocks along y and z, forward and backward.
 
-    The kernels over the states have batch x heads along z, as every kernel at least. Those over the outputs and gradients have, in
+    The kernels over the states have batch x heads along z. Those over the outputs and gradients have, in
     limit_chunk, the chunks along y and batch x heads along z; in the others the tiles of a chunk along y and
     chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64.
 

@@ -1,4 +1,4 @@
-"""The error that every step of the kernel build raises."""
+"""The errors that the steps of the kernel build raise."""
 
 from __future__ import annotations
 
@@ -15,3 +15,7 @@ class BuildError(RuntimeError):
         self.reason = reason
         self.remedy = remedy
         super().__init__(f"{reason}\nRemedy: {remedy}" if remedy else reason)
+
+
+class CaptureError(BuildError):
+    """A kernel would have to be compiled while a CUDA graph is being captured: it loads at any other time."""

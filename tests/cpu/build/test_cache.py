@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tfla_tk.build import BuildError, Instance, cache
+from tfla_tk.build import BuildError, Instance, all_instances, cache, sources
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
@@ -43,6 +44,10 @@ def compiler(isolated_environment: Path) -> Compiler:
     return Compiler()
 
 
+def edit(path: Path) -> None:
+    path.write_text(path.read_text() + "// changed")
+
+
 # each edit changes one thing that the compiled module depends on
 EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
     "name": lambda a, root, mp: a.update(instance=dataclasses.replace(a["instance"], name="other")),
@@ -51,7 +56,12 @@ EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
     ),
     "kernel": lambda a, root, mp: (root / "toy/toy.cu").write_text("changed"),
     "family header": lambda a, root, mp: (root / "toy/config.cuh").write_text("changed"),
-    "new family header": lambda a, root, mp: (root / "toy/new.cuh").write_text(""),
+    "header in a folder": lambda a, root, mp: edit(root / "toy/parts/part.cuh"),
+    "another family's header": lambda a, root, mp: edit(root / "other/shared.cuh"),
+    "header of a header": lambda a, root, mp: edit(root / "include/tfla_tk/deep.h"),
+    "header under a condition": lambda a, root, mp: edit(root / "toy/parts/conditional.cuh"),
+    "header that hides another": lambda a, root, mp: (root / "toy/cuda_runtime.h").write_text(""),
+    "lost header": lambda a, root, mp: (root / "other/shared.cuh").unlink(),
     "shared header": lambda a, root, mp: (root / "include/tfla_tk/params.h").write_text("changed"),
     "bindings": lambda a, root, mp: (root / "bindings.cpp").write_text("changed"),
     "driver shim": lambda a, root, mp: (root / "driver_shim.cpp").write_text("changed"),
@@ -93,9 +103,37 @@ def test_the_key_ignores_other_families_and_places(
     kittens: ThunderKittens,
 ) -> None:
     before = cache.cache_key(toy, toolchain, kittens)
-    (kernel_sources / "other/other.cu").write_text("changed")
+    for name in ("other/other.cu", "toy/unused.cuh", "toy/parts/new.cuh", "include/tfla_tk/unused.h"):
+        (kernel_sources / name).write_text("changed")
     moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
     assert cache.cache_key(toy, moved, kittens) == before
+
+
+def test_the_key_follows_every_include_of_the_kernels() -> None:
+    """Each instance's files are those that the compiler opens, but for what lies outside kernels/."""
+    root = sources.kernels_root()
+    for instance in all_instances():
+        found = {name for name, _ in cache._source_digests(instance)}
+        assert {instance.source, instance.bindings, "driver_shim.cpp", "include/tfla_tk/params.h"} <= found
+        for name in found:
+            quoted = re.findall(r'#include "([^"]+)"', (root / name).read_text(encoding="utf-8"))
+            for included in quoted:
+                ends = [other for other in found if f"/{other}".endswith(f"/{included}")]
+                outside = included.startswith(("kittens", "pybind11", "cuda"))
+                assert ends or outside, (name, included)
+
+
+def test_an_include_that_cannot_be_followed_is_refused(
+    kernel_sources: Path, toy: Instance, toolchain: Toolchain, kittens: ThunderKittens
+) -> None:
+    (kernel_sources / "toy/config.cuh").write_text("#include CONFIG_OF_THE_DAY\n")
+    with pytest.raises(
+        BuildError, match=r"config\.cuh: the include of 'CONFIG_OF_THE_DAY' cannot be followed"
+    ):
+        cache.cache_key(toy, toolchain, kittens)
+    (kernel_sources / "toy/toy.cu").unlink()
+    with pytest.raises(BuildError, match=r"the kernel source .*toy\.cu cannot be read"):
+        cache.cache_key(toy, toolchain, kittens)
 
 
 def test_an_entry_is_compiled_once_and_private(compiler: Compiler, toy: Instance) -> None:
