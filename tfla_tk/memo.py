@@ -36,6 +36,24 @@ except ImportError:
 else:
     KNOWS_EAGER_CALLS = True
 
+
+class _ExcludeAutograd:
+    """What _AutoDispatchBelowAutograd does, by another private name of torch."""
+
+    def __enter__(self) -> None:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+            keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        self._guard = torch._C._ExcludeDispatchKeyGuard(keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._guard.__exit__(*error)
+
+
+# a context in which ops are dispatched below autograd: autograd's implementations call the others in it
+below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", _ExcludeAutograd)
+
 _TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 _OPTION_TYPES = {type(None), bool, int, float, str, torch.dtype}
 

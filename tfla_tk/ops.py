@@ -36,7 +36,14 @@ from torch import Tensor
 
 from tfla_tk.backends.segments import CHUNK
 from tfla_tk.build import instances
-from tfla_tk.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
+from tfla_tk.memo import (
+    are_saved_tensors_hooked,
+    below_autograd,
+    dispatch_like,
+    is_direct,
+    is_eager,
+    records,
+)
 from tfla_tk.validation import MLSTMCall
 
 SCHEDULES = ("auto", *instances.SCHEDULES)
@@ -369,7 +376,7 @@ class _MLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Output:
         *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
         last = (c, n) if return_last_states else (None, None)
         _save(ctx, tensors, h, rows, last, (sigmoid_gate, normalize, eps), schedule)
@@ -455,7 +462,7 @@ class _MLSTMBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Grads:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out: Grads = _bwd(*args)
         return out
 
@@ -470,7 +477,7 @@ def _fwd_autograd(*args: Any) -> Output:
     if records(args):
         out: Output = _MLSTM.apply(*args)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         out = _fwd(*args)
     return out
 
@@ -479,7 +486,7 @@ def _bwd_autograd(*args: Any) -> Grads:
     if records(args):
         out: Grads = _MLSTMBackward.apply(*args)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         out = _bwd(*args)
     return out
 

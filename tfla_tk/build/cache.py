@@ -70,10 +70,19 @@ def check_cache() -> bool:
             check_directory(modules)
     if is_writable(modules):
         return True
-    if not any(modules.glob(f"*/{MANIFEST}")):
+    if count_modules() == 0:
         reason = f"the cache directory {modules} cannot be written, and no kernel can be read from it"
         raise BuildError(reason, UNUSABLE_REMEDY)
     return False
+
+
+def count_modules() -> int:
+    """How many compiled modules the cache holds, as far as it can be read."""
+    modules = modules_dir()
+    try:
+        return sum(1 for _ in modules.glob(f"*/{MANIFEST}"))
+    except OSError:
+        return 0
 
 
 def cache_key(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens) -> str:

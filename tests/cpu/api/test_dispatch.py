@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -318,6 +321,66 @@ def test_triton_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     too_new = triton._missing("torch", "mlstm-kernels")
     if triton.importlib.util.find_spec("triton") is not None:
         assert too_new is not None and "triton 3.9.0 has no block pointers" in too_new.reason
+
+
+STAND_INS = ("triton", "mlstm_kernels", "fla", "nvidia", "xlstm", "transformers")
+CALL_WITH_STAND_INS = """
+import sys, types, torch
+for name in sys.argv[1:]:
+    sys.modules[name] = types.ModuleType(name)
+import tfla_tk
+from tfla_tk.backends import tk, triton
+from tfla_tk.build.toolchain import pip_toolkits
+x = [torch.ones(1, 1, 16, 16) for _ in range(3)] + [torch.ones(1, 1, 16) for _ in range(2)]
+assert tfla_tk.mlstm_chunkwise(*x).shape == x[2].shape
+print(tfla_tk.which("mlstm_chunkwise", *x))
+print(triton.MLSTM_KERNELS_MISSING, triton.FLA_MISSING, pip_toolkits(), sep="; ")
+"""
+
+
+def test_modules_that_stand_for_packages_are_not_installed() -> None:
+    """As test suites and documentation builds put them into sys.modules, without a spec."""
+    command = [sys.executable, "-c", CALL_WITH_STAND_INS, *STAND_INS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    choice, *_, missing = done.stdout.splitlines()
+    assert choice == "reference"
+    assert missing.startswith("no: triton is not installed (pip install") and missing.endswith("; []")
+
+
+def test_one_stand_in_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mlstm_kernels", "fla"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(triton, "triton_version", lambda: "3.6.0")
+        missing = triton._missing(name, "its-distribution")
+        assert missing is not None and missing.reason == "its-distribution is not installed"
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert triton.triton_version() is None
+
+
+def test_auto_moves_on_where_the_triton_kernels_do_not_import(
+    gpu_triton: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Installed, but made for another release of what they import; logged once."""
+
+    def broken(name: str) -> ModuleType:
+        raise ImportError(f"cannot import something in {name}")
+
+    triton._import_fault.cache_clear()
+    monkeypatch.setattr(triton.importlib, "import_module", broken)
+    try:
+        for kernel, seq in (("mlstm", 128), ("mlstm_step", 1)) * 2:
+            call = gpu_call(batch=1, heads=1, seq=seq, dtype=torch.float32)
+            assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
+            with pytest.raises(
+                UnsupportedError, match="does not import: ImportError: cannot import"
+            ) as caught:
+                dispatch.choose(kernel, kernel, call, "triton")
+            assert caught.value.failed and caught.value.remedy
+    finally:
+        triton._import_fault.cache_clear()
+    assert len(caplog.records) == 2
 
 
 def test_triton_variants() -> None:

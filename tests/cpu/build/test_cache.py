@@ -153,6 +153,58 @@ def test_a_lax_directory_is_made_private(compiler: Compiler, toy: Instance) -> N
     assert stat.S_IMODE(cache.modules_dir().stat().st_mode) == 0o700
 
 
+# what can be said of the cache without writing to it
+
+
+def test_a_cache_that_does_not_exist_can_be_made(isolated_environment: Path) -> None:
+    assert cache.check_cache()
+    assert not isolated_environment.exists()
+
+
+def test_a_file_in_place_of_the_cache(isolated_environment: Path) -> None:
+    isolated_environment.write_text("")
+    with pytest.raises(BuildError, match=r"cannot be used: .*the cache is not a directory") as caught:
+        cache.check_cache()
+    assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+def test_no_home_for_the_cache(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, no_home: None
+) -> None:
+    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
+    for ask in (cache.check_cache, cache.modules_dir):
+        with pytest.raises(BuildError, match="no home directory for the cache") as caught:
+            ask()
+        assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o500])
+def test_a_cache_without_kernels_that_cannot_be_written(
+    mode: int, monkeypatch: pytest.MonkeyPatch, of_nobody: Path
+) -> None:
+    (of_nobody / "cache/modules").mkdir(parents=True)
+    (of_nobody / "cache/modules").chmod(0o500)
+    (of_nobody / "cache").chmod(mode)
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    with pytest.raises(BuildError, match="cannot be written, and no kernel can be read from it") as caught:
+        cache.check_cache()
+    assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+def test_kernels_of_a_cache_that_can_only_be_read_are_used(
+    toy: Instance, monkeypatch: pytest.MonkeyPatch, of_nobody: Path
+) -> None:
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    compiler = Compiler()
+    assert cache.find_or_build(toy, KEY, compiler).built and cache.check_cache()
+    for folder in (cache.modules_dir(), of_nobody / "cache"):
+        folder.chmod(0o500)
+    assert not cache.check_cache()
+    assert not cache.find_or_build(toy, KEY, compiler).built
+    with pytest.raises(BuildError, match=r"cannot be used: .*Permission denied"):
+        cache.find_or_build(toy, "1" * 32, compiler)
+
+
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "truncated module": lambda module: module.write_bytes(module.read_bytes()[:100]),
     "emptied module": lambda module: module.write_bytes(b""),
