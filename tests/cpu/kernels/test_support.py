@@ -13,7 +13,7 @@ import torch
 
 from tfla_tk import UnsupportedError, build, dispatch
 from tfla_tk.backends import tk, tk_intra, tk_passes
-from tfla_tk.build import Instance, instances
+from tfla_tk.build import Instance, cache, instances
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.build.toolchain import Toolchain
 from tfla_tk.dispatch import Support
@@ -172,6 +172,51 @@ def test_no_compiler_or_no_thunderkittens(
     assert [record.message for record in caplog.records] == [
         f"the tk kernels cannot be used: {finder} found nothing\nRemedy: install it"
     ]
+
+
+UNUSABLE: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
+    "a file": ("is not a directory", lambda cache, patch: cache.touch()),
+    "closed": ("cannot be written, and no kernel can be read", lambda cache, patch: cache.mkdir(mode=0)),
+    "not writable": ("cannot be written, and no kernel", lambda cache, patch: cache.mkdir(mode=0o500)),
+    "below a file": (
+        "is not a directory",
+        lambda cache, patch: (cache.touch(), patch.setenv("TFLA_TK_CACHE_DIR", str(cache / "below"))),
+    ),
+}
+
+
+def serves_nothing(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Auto moves on from each kernel, by name it is an error, and both tell the reason."""
+    for kernel, (call, _) in KINDS.items():
+        assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
+        with pytest.raises(UnsupportedError, match=reason) as caught:
+            dispatch.choose(kernel, kernel, call, "tk")
+        assert "set TFLA_TK_CACHE_DIR to a directory that you own" in caught.value.remedy
+    assert len(caplog.records) == 1 and reason in caplog.text
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_cache_that_cannot_be_used(
+    case: str, of_nobody: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason, make = UNUSABLE[case]
+    monkeypatch.setattr(build, "check_cache", cache.check_cache)
+    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    make(of_nobody / "cache", monkeypatch)
+    serves_nothing(reason, caplog)
+
+
+def test_no_home_for_the_cache(
+    isolated_environment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_home: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(build, "check_cache", cache.check_cache)
+    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
+    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
+    serves_nothing("there is no home directory for the cache", caplog)
 
 
 # a cache that can only be read, and kernels that cannot be loaded
