@@ -241,8 +241,9 @@ def _device_fault(index: int | None) -> tuple[str, str]:
 
 
 # what torch.compiler.assume_constant_result sets; calling that here would import torch._dynamo and triton
-for _function in (_device_fault, _kernel_fault, _load_fault):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_CONSTANT: tuple[Any, ...] = (_device_fault, _kernel_fault, _load_fault)
+for _function in _CONSTANT:
+    _function._dynamo_marked_constant = True
 
 
 @functools.cache

@@ -316,6 +316,30 @@ def test_a_call_that_records_gradients_loads_the_backward_too(monkeypatch: pytes
     assert loaded == []
 
 
+@pytest.mark.parametrize("kernel", KINDS)
+def test_the_choice_is_made_while_a_call_is_compiled(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are loaded then: a graph cannot move on later. Sizes may be symbols."""
+    loaded: list[Instance] = []
+    monkeypatch.setattr(build, "load", loaded.append)
+
+    def serve(x: torch.Tensor) -> torch.Tensor:
+        batch, heads, seq, dim = x.shape
+        sizes = {"batch": batch, "sequences": batch, "heads": heads, "seq": seq, "dim_qk": dim, "dim_v": dim}
+        name, _ = dispatch.choose(kernel, kernel, replace(CALL, **sizes), "auto")
+        return x + 1 if name == "tk" else x - 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(serve, fullgraph=True, backend="eager", dynamic=True)
+    for seq, dim in ((9, 128), (12, 64)):
+        assert (compiled(torch.zeros(2, 3, seq, dim)) == 1).all()
+    expected = {
+        "mlstm": {instances.mlstm_fwd(128, 128), instances.mlstm_fwd(64, 64)},
+        "mlstm_step": {instances.mlstm_step()},
+        "mlstm_sequence": {instances.mlstm_sequence(9)},
+    }
+    assert set(loaded) == expected[kernel]
+
+
 def test_a_capture_is_no_reason_to_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph would hold another backend's kernels for good; before the capture the kernel can be had."""
 
