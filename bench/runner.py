@@ -309,7 +309,8 @@ def verdict_on(error: Exception) -> tuple[str, str]:
     """Status and reason of a variant that raised: UNSUPPORTED or FAILED."""
     if isinstance(error, (UnsupportedError, BuildError)):  # a build's lines are the compiler's
         told = error.reason + (f" ({error.remedy})" if error.remedy else "")
-        return (UNSUPPORTED, told) if isinstance(error, UnsupportedError) else (FAILED, f"BuildError: {told}")
+        failed = isinstance(error, BuildError) or error.failed
+        return (FAILED, f"BuildError: {told}") if failed else (UNSUPPORTED, told)
     text = str(error).strip().splitlines()
     return FAILED, f"{type(error).__name__}: {text[0] if text else 'no message'}"
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +47,35 @@ def isolated_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pat
     cache = tmp_path / "the cache"
     monkeypatch.setenv(env.CACHE_DIR.name, str(cache))
     return cache
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No HOME, and a user without a passwd entry, as in containers that run as any user id."""
+
+    def unknown(user: object) -> None:
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwnam", unknown)
+
+
+@pytest.fixture
+def of_nobody() -> Iterator[Path]:
+    """A directory that anybody can enter, while this process is not root: root could read and write all."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        if root:
+            os.seteuid(0)
+        subprocess.run(["chmod", "-R", "u+rwx", str(folder)], check=True)
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

@@ -30,12 +30,14 @@ class Support:
         reason: what stands in the way; with ok, what to know about the result.
         remedy: what to change; empty where nothing helps.
         auto: "auto" may take it too. False for results that are not exact: those are never chosen silently.
+        failed: the backend takes such calls, but what serves them could not be built or loaded here.
     """
 
     ok: bool
     reason: str = ""
     remedy: str = ""
     auto: bool = True
+    failed: bool = False
 
     def __str__(self) -> str:
         verdict = "no" if not self.ok else "yes" if self.auto else "by name only"
@@ -120,27 +122,47 @@ def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Su
     return verdict
 
 
-def choose(op: str, kernel: str, call: Any, backend: str) -> tuple[str, str | None]:
+def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
+    """The verdict of one backend after it has loaded what a call that it supports needs."""
+    load = getattr(load_backend(name), "load", None)
+    if load is None:
+        return SUPPORTED
+    verdict: Support = load(kernel, call, variant)
+    return verdict
+
+
+def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) -> tuple[str, str | None]:
     """The backend and variant that serve the call.
+
+    Args:
+        load: have the backend load what the call needs, as a call does before it is computed; "auto" goes on
+            to the next one where that fails.
 
     Raises:
         UnsupportedError: a backend asked for by name cannot serve it, or under "auto" none can.
+        CaptureError: a kernel would have to be compiled while a CUDA graph is being captured.
     """
     name, variant = split_backend(backend)
     if name == "auto":
         for candidate in BACKENDS:
             verdict = support(candidate, kernel, call)
-            if verdict.ok and verdict.auto:
+            if verdict.ok and verdict.auto and (not load or loaded(candidate, kernel, call).ok):
                 return candidate, None
         raise UnsupportedError(op, "no backend serves this call", f"see tfla_tk.which({op!r}, ...)")
     verdict = support(name, kernel, call, variant)
+    if verdict.ok and load:
+        verdict = loaded(name, kernel, call, variant)
     if not verdict.ok:
-        raise UnsupportedError(f"{op} on backend {backend!r}", verdict.reason, verdict.remedy)
+        what = f"{op} on backend {backend!r}"
+        raise UnsupportedError(what, verdict.reason, verdict.remedy, failed=verdict.failed)
     return name, variant
 
 
 def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
-    """Say which backend a call would use, and why not the others. Nothing is computed.
+    """Say which backend a call would use, and why not the others. Nothing is computed, loaded or compiled.
+
+    The machine is looked at once in a process. What only shows when a kernel is compiled, for instance a full
+    disk, is known after the first call that needs the kernel.
 
     Args:
         op: a public function of this package or its name, for example "mlstm_chunkwise".
@@ -160,7 +182,7 @@ def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     bound.apply_defaults()
     backend = bound.arguments["backend"]
     kernel, call = entry.describe(**bound.arguments)
-    chosen, variant = choose(name, kernel, call, backend)
+    chosen, variant = choose(name, kernel, call, backend, load=False)
     reasons = {candidate: support(candidate, kernel, call) for candidate in BACKENDS}
     label = chosen if variant is None else f"{chosen}:{variant}"
     reasons.setdefault(label, support(chosen, kernel, call, variant))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +14,13 @@ from torch import Tensor
 
 from tfla_tk import env
 from tfla_tk.backends.triton import triton_version
-from tfla_tk.build.cache import modules_dir
+from tfla_tk.build.cache import count_modules
 from tfla_tk.build.errors import BuildError
+from tfla_tk.build.locking import cache_root, is_writable
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
 from tfla_tk.dispatch import OPERATORS, which
+from tfla_tk.errors import UnsupportedError
 
 LIBRARIES = ("torch", "triton", "einops", "pybind11", "mlstm_kernels", "fla-core", "xlstm")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
@@ -30,19 +30,20 @@ _SMI_TIMEOUT_S = 30
 def report() -> dict[str, Any]:
     """Everything that ``tfla-tk doctor`` prints, as plain values that JSON can hold.
 
-    Nothing is compiled or fetched. What cannot be found is an entry with ``error`` and ``remedy``.
+    Nothing is compiled or fetched, and nothing is raised: what cannot be found, or fails, is an entry with
+    ``error`` and ``remedy`` in place of its value.
     """
     return {
-        "tfla_tk": version("tfla_tk"),
+        "tfla_tk": _told(version, "tfla_tk"),
         "python": platform.python_version(),
-        "platform": platform.platform(),
-        "gpus": _gpus(),
+        "platform": _told(platform.platform),
+        "gpus": _told(_gpus),
         "torch_cuda": torch.version.cuda,
-        "torch_sees_gpu": torch.cuda.is_available(),
-        "libraries": {name: version(name) for name in LIBRARIES},
-        "nvcc": _described(_nvcc),
-        "thunderkittens": _described(_thunderkittens),
-        "cache": _cache(),
+        "torch_sees_gpu": _told(torch.cuda.is_available),
+        "libraries": {name: _told(version, name) for name in LIBRARIES},
+        "nvcc": _told(_nvcc),
+        "thunderkittens": _told(_thunderkittens),
+        "cache": _told(_cache),
         "environment": {variable.name: variable.get() for variable in env.VARIABLES},
         "operators": {name: _choices(name) for name in sorted(OPERATORS)},
     }
@@ -50,23 +51,24 @@ def report() -> dict[str, Any]:
 
 def render(found: dict[str, Any]) -> str:
     """A report as text, one fact per line."""
-    lines = [
-        _line("tfla_tk", f"{found['tfla_tk']}, Python {found['python']}, {found['platform']}"),
-        *(_line("GPU", _gpu_text(gpu)) for gpu in found["gpus"]),
-    ]
-    if not found["gpus"]:
-        lines.append(_line("GPU", "none (nvidia-smi is absent or reports no device)"))
+    ours = ", ".join(_text(found[name], str) for name in ("tfla_tk", "platform"))
+    lines = [_line("tfla_tk", f"{ours}, Python {found['python']}")]
+    gpus = found["gpus"] or ["none (nvidia-smi is absent or reports no device)"]
+    for gpu in [gpus] if _is_error(gpus) else gpus:
+        lines.append(_line("GPU", gpu if isinstance(gpu, str) else _text(gpu, _gpu_text)))
     cuda = found["torch_cuda"] or "none, a CPU build"
-    sees = "sees a GPU" if found["torch_sees_gpu"] else "sees no GPU"
+    sees = _text(found["torch_sees_gpu"], lambda sees: "sees a GPU" if sees else "sees no GPU")
     lines.append(_line("torch CUDA", f"{cuda}; torch {sees}"))
-    lines += [_line(name, version or "not installed") for name, version in found["libraries"].items()]
-    lines += [_line(name, _found_text(found[name])) for name in ("nvcc", "thunderkittens")]
-    cache = found["cache"]
-    state = "writable" if cache["writable"] else "not writable"
-    lines.append(_line("cache", f"{cache['path']} ({state}, {cache['modules']} compiled kernels)"))
+    for name, version in found["libraries"].items():
+        lines.append(_line(name, _text(version, lambda version: version or "not installed")))
+    lines += [_line(name, _text(found[name], _found_text)) for name in ("nvcc", "thunderkittens")]
+    lines.append(_line("cache", _text(found["cache"], _cache_text)))
     lines += [_line(name, value) for name, value in found["environment"].items() if value]
     for name, uses in found["operators"].items():
         for use, choice in uses.items():
+            if _is_error(choice):
+                lines += ["", f"{name}, {use}: {_text(choice, str)}"]
+                continue
             lines += ["", f"{name}, {use}: {choice['backend']}"]
             lines += [f"  {backend:<10} {verdict}" for backend, verdict in choice["reasons"].items()]
     return "\n".join(lines)
@@ -92,9 +94,24 @@ def _gpu_text(gpu: dict[str, str]) -> str:
 
 
 def _found_text(entry: dict[str, str]) -> str:
-    if "error" in entry:
-        return f"not found: {entry['error']}\nremedy: {entry['remedy']}"
     return f"{entry['path']} ({entry['version']}; found by {entry['found_by']})"
+
+
+def _cache_text(entry: dict[str, Any]) -> str:
+    state = "writable" if entry["writable"] else "not writable"
+    return f"{entry['path']} ({state}, {entry['modules']} compiled kernels)"
+
+
+def _text(value: Any, tell: Callable[[Any], str]) -> str:
+    """What `tell` makes of a value of the report, or its error with the remedy."""
+    if not _is_error(value):
+        return tell(value)
+    remedy = f"\nremedy: {value['remedy']}" if value["remedy"] else ""
+    return f"not usable: {value['error']}{remedy}"
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, dict) and "error" in value
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -111,11 +128,14 @@ def _gpus() -> list[dict[str, str]]:
     return [dict(zip(_GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(_GPU_FIELDS)]
 
 
-def _described(find: Callable[[], dict[str, str]]) -> dict[str, str]:
+def _told(find: Callable[..., Any], *arguments: Any) -> Any:
+    """What `find` returns, or an entry with the error that it raises: one fault hides no other section."""
     try:
-        return find()
-    except BuildError as error:
+        return find(*arguments)
+    except (BuildError, UnsupportedError) as error:
         return {"error": error.reason, "remedy": error.remedy}
+    except Exception as error:  # whatever ails this machine
+        return {"error": f"{type(error).__name__}: {error}", "remedy": ""}
 
 
 def _nvcc() -> dict[str, str]:
@@ -129,26 +149,26 @@ def _thunderkittens() -> dict[str, str]:
 
 
 def _cache() -> dict[str, Any]:
-    path = env.cache_dir()
-    modules = modules_dir()
-    count = sum(1 for _ in modules.glob("*/manifest.json")) if modules.is_dir() else 0
-    return {"path": str(path), "writable": _writable(path), "modules": count}
-
-
-def _writable(path: Path) -> bool:
-    """Whether files can be made there, or in the nearest parent that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)
+    path = cache_root()
+    count = count_modules()
+    try:
+        writable = is_writable(path)
+    except BuildError:  # a file is in its place
+        writable = False
+    return {"path": str(path), "writable": writable, "modules": count}
 
 
 def _choices(name: str) -> dict[str, dict[str, Any]]:
     uses: dict[str, dict[str, Any]] = {}
     for use, requires_grad in (("inference", False), ("training", True)):
-        choice = which(name, *EXAMPLES[name](requires_grad))
-        reasons = {backend: str(support) for backend, support in choice.reasons.items()}
-        uses[use] = {"backend": choice.backend, "reasons": reasons}
+        uses[use] = _told(_choice, name, requires_grad)
     return uses
+
+
+def _choice(name: str, requires_grad: bool) -> dict[str, Any]:
+    choice = which(name, *EXAMPLES[name](requires_grad))
+    reasons = {backend: str(support) for backend, support in choice.reasons.items()}
+    return {"backend": choice.backend, "reasons": reasons}
 
 
 def _mlstm_example(requires_grad: bool) -> list[Tensor]:

@@ -60,12 +60,19 @@ def cache_dir() -> Path:
     """The cache directory: TFLA_TK_CACHE_DIR, or tfla_tk below XDG_CACHE_HOME or ~/.cache.
 
     It is not created here.
+
+    Raises:
+        RuntimeError: it lies below the home directory, and there is none.
     """
-    chosen = CACHE_DIR.get()
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    base = XDG_CACHE_HOME.get()
-    return (Path(base).expanduser().absolute() if base else Path.home() / ".cache") / "tfla_tk"
+    chosen, base = CACHE_DIR.get(), XDG_CACHE_HOME.get()
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute()
+        return Path(base or "~/.cache").expanduser().absolute() / "tfla_tk"
+    except RuntimeError as error:
+        raise RuntimeError(
+            "there is no home directory for the cache: HOME is not set and the user has no passwd entry"
+        ) from error
 
 
 def build_jobs() -> int:
@@ -76,7 +83,9 @@ def build_jobs() -> int:
     """
     value = JOBS.get()
     if value is None:
-        return len(os.sched_getaffinity(0))
+        # Linux alone tells which cores a process may use
+        affinity = getattr(os, "sched_getaffinity", None)
+        return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     if not value.isdecimal() or int(value) < 1:
         raise ValueError(f"{JOBS.name}: expected a positive integer, got {value!r}")
     return int(value)

@@ -11,11 +11,13 @@ class UnsupportedError(RuntimeError):
     Attributes:
         reason: what about the call, the machine or the installation stands in the way.
         remedy: what to change; empty where nothing helps.
+        failed: the backend takes such calls, but what serves them could not be built or loaded here.
     """
 
-    def __init__(self, what: str, reason: str, remedy: str = "") -> None:
+    def __init__(self, what: str, reason: str, remedy: str = "", *, failed: bool = False) -> None:
         self.reason = reason
         self.remedy = remedy
+        self.failed = failed
         super().__init__(f"{what}: {reason}" + (f" ({remedy})" if remedy else ""))
 
 

@@ -6,32 +6,38 @@ equal. Neither keys nor results hold a tensor.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C import (
-    _any_requires_grad,
-    _dispatch_keys,
-    _get_tracing_state,
-    _is_any_autocast_enabled,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import _profiler_enabled
 
 from tfla_tk.transforms import is_forward_mode_on
 from tfla_tk.validation import autocast_dtype
 
 LIMIT = 1024
 
-# not in every release; without it nothing is known of hooks
-_top_saved_tensors_hooks = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
-)
+# Names that torch keeps to itself and may drop. Without one of them nothing tells a plain eager call from
+# another one, so that no call counts as such and every call goes through the ops, which need none of them.
+try:
+    from torch._C import (
+        _any_requires_grad,
+        _dispatch_keys,
+        _get_tracing_state,
+        _is_any_autocast_enabled,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C._functorch import peek_interpreter_stack
+    from torch.autograd import _profiler_enabled
+except ImportError:
+    KNOWS_EAGER_CALLS = False
+else:
+    KNOWS_EAGER_CALLS = True
+
 
 _TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 _OPTION_TYPES = {type(None), bool, int, float, str, torch.dtype}
@@ -41,7 +47,7 @@ Result = TypeVar("Result")
 
 
 class Memo(Generic[Result]):
-    """Results by signature, at most LIMIT of them: when it is full it starts afresh.
+    """Results by signature, at most LIMIT of them: when it is full the oldest goes.
 
     Args:
         strided: strides are part of the signature.
@@ -50,6 +56,7 @@ class Memo(Generic[Result]):
     def __init__(self, strided: bool = False) -> None:
         self._strided = strided
         self._results: dict[Hashable, Result] = {}
+        self._lock = threading.Lock()
         self.get = self._results.get
         self.clear = self._results.clear
 
@@ -76,9 +83,10 @@ class Memo(Generic[Result]):
 
     def keep(self, key: Hashable, result: Result) -> None:
         """Have `get(key)` return the result from now on."""
-        if len(self._results) >= LIMIT:
-            self.clear()
-        self._results[key] = result
+        with self._lock:
+            while len(self._results) >= LIMIT and key not in self._results:
+                del self._results[next(iter(self._results))]
+            self._results[key] = result
 
 
 def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool = False) -> Hashable | None:
@@ -115,7 +123,7 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool 
 
 def is_eager(tensors: tuple[Any, ...]) -> bool:
     """Whether nothing traces, transforms or intercepts torch operations on these tensors or Nones."""
-    if torch.compiler.is_compiling() or _is_intercepted():
+    if torch.compiler.is_compiling() or not KNOWS_EAGER_CALLS or _is_intercepted():
         return False
     return _TENSOR_TYPES.issuperset(map(type, tensors))
 
@@ -143,13 +151,15 @@ def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def records(tensors: tuple[Any, ...]) -> bool:
-    """Whether autograd records operations on the tensors."""
+    """Whether autograd records operations on the tensors; what is no tensor does not count."""
+    if not KNOWS_EAGER_CALLS:
+        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
     return torch.is_grad_enabled() and _any_requires_grad(*tensors)
 
 
 def are_saved_tensors_hooked() -> bool:
     """Whether what autograd saves goes through hooks now, as in activation checkpointing."""
-    return _top_saved_tensors_hooks(False) is not None
+    return _top_saved_tensors_default_hooks(False) is not None
 
 
 def _is_intercepted() -> bool:

@@ -37,7 +37,13 @@ from torch import Tensor
 from tfla_tk import flops, library, transforms
 from tfla_tk.backends.segments import CHUNK, KeptStates
 from tfla_tk.build import instances
-from tfla_tk.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
+from tfla_tk.memo import (
+    are_saved_tensors_hooked,
+    dispatch_like,
+    is_direct,
+    is_eager,
+    records,
+)
 from tfla_tk.validation import MLSTMCall
 
 SCHEDULES = ("auto", *instances.SCHEDULES)
@@ -370,7 +376,7 @@ class _MLSTM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Output:
         *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
-        with transforms.below_autograd():
+        with transforms.below_function():
             h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
             last = (c, n) if return_last_states else (None, None)
             _save(ctx, tensors, h, rows, last, (sigmoid_gate, normalize, eps), schedule)
@@ -458,7 +464,7 @@ class _MLSTMBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Grads:
-        with transforms.below_autograd():
+        with transforms.below_function():
             out: Grads = _bwd(*args)
         return out
 
@@ -474,7 +480,7 @@ def _fwd_autograd(*args: Any) -> Output:
     if records(args):
         out: Output = transforms.apply(_MLSTM, *args)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with transforms.below_autograd():
         out = _fwd(*args)
     return out
 
@@ -484,7 +490,7 @@ def _bwd_autograd(*args: Any) -> Grads:
     if records(args):
         out: Grads = transforms.apply(_MLSTMBackward, *args)
         return out
-    with torch._C._AutoDispatchBelowAutograd():
+    with transforms.below_autograd():
         out = _bwd(*args)
     return out
 

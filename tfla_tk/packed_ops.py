@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tfla_tk import library
+from tfla_tk import library, transforms
 from tfla_tk.memo import records
 from tfla_tk.ops import Grads, MaybeTensor, _needed, _present_grads, grads_like
 from tfla_tk.validation import MLSTMCall
@@ -117,7 +117,7 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Output:
-        with torch._C._AutoDispatchBelowAutograd():
+        with transforms.below_autograd():
             out: Output = _packed(*args)
         # a cache of states that is updated in place must not change the gradient
         states = (None if x is None else x.clone() for x in args[5:8])
@@ -137,7 +137,7 @@ def _autograd(*args: Any) -> Output:
     if records(args):
         recorded: Output = _Packed.apply(*args)
         return recorded
-    with torch._C._AutoDispatchBelowAutograd():
+    with transforms.below_autograd():
         out: Output = _packed(*args)
     return out
 

@@ -280,7 +280,7 @@ def _refusing_gradients(name: str, op: Callable[..., Any]) -> Callable[..., Any]
                 f"tfla_tk::{name} has no gradients; "
                 "use backend='reference', which has them, or torch.no_grad()"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with transforms.below_autograd():
             return op(*args)
 
     return call

@@ -95,8 +95,26 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+class _ExcludeAutograd:
+    """What _AutoDispatchBelowAutograd does, by another private name of torch."""
+
+    def __enter__(self) -> None:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+            keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        self._guard = torch._C._ExcludeDispatchKeyGuard(keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._guard.__exit__(*error)
+
+
+# a context in which ops are dispatched below autograd: autograd's implementations call the others in it
+below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", _ExcludeAutograd)
+
+
 @contextmanager
-def below_autograd() -> Iterator[None]:
+def below_function() -> Iterator[None]:
     """Where the forward of an autograd function, applied by `apply`, calls its op again.
 
     Forwards run without grad mode, but the transforms around the one that applies this still have to record.
@@ -105,7 +123,7 @@ def below_autograd() -> Iterator[None]:
     with (
         torch.set_grad_enabled(recording or torch.is_grad_enabled()),
         forward_ad._set_fwd_grad_enabled(True) if recording else nullcontext(),
-        torch._C._AutoDispatchBelowAutograd(),
+        below_autograd(),
     ):
         yield
 

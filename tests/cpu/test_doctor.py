@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tfla_tk import doctor, env
+from tfla_tk.cli import main
 from tfla_tk.dispatch import OPERATORS
 
 
@@ -100,6 +102,65 @@ def test_a_failing_nvidia_smi_means_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     assert doctor.report()["gpus"] == []
+
+
+FAULTS: dict[str, tuple[object, str]] = {
+    "libraries": (doctor, "triton_version"),
+    "gpus": (doctor, "_gpus"),
+    "torch": (torch.cuda, "is_available"),
+    "platform": (doctor.platform, "platform"),
+    "nvcc": (doctor, "find_toolchain"),
+    "thunderkittens": (doctor, "find_thunderkittens"),
+    "cache": (doctor, "cache_root"),
+    "which": (doctor, "which"),
+}
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "denied"), RuntimeError("denied"), ValueError("denied")]
+)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_section_that_fails_hides_no_other(
+    fault: str, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = doctor.report()
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(*FAULTS[fault], fail)
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert f"not usable: {type(error).__name__}: " in text and "denied" in text
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == set(whole) and set(found["operators"]) == set(OPERATORS)
+    for name, lines in (
+        ("libraries", "torch CUDA"),
+        ("which", "torch CUDA"),
+        ("cache", "mlstm_step, training:"),
+    ):
+        assert fault != name or lines in text
+
+
+def test_nothing_of_the_machine_makes_the_report_fail(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, no_home: None
+) -> None:
+    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
+    text = doctor.render(doctor.report())
+    assert text.count("not usable: there is no home directory for the cache") == 2
+    assert "remedy: set TFLA_TK_CACHE_DIR" in text
+    assert "mlstm_siging_step, training: " in text
+
+
+def test_a_cache_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, of_nobody: Path) -> None:
+    closed = of_nobody / "closed"
+    (closed / "cache/modules").mkdir(parents=True)
+    closed.chmod(0)
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(closed / "cache"))
+    found = doctor.report()
+    assert found["cache"] == {"path": str(closed / "cache"), "writable": False, "modules": 0}
+    assert "not writable" in doctor.render(found)
 
 
 def test_a_cache_that_cannot_be_written(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tfla_tk import build
-from tfla_tk.backends.tk_intra import GRID_LIMIT
+from tfla_tk import build, env
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
-from tfla_tk.build import instances
+from tfla_tk.build import Instance, instances
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.ops import SCHEDULES, MaybeTensor
 from tfla_tk.validation import MLSTMCall, fail
@@ -23,7 +25,8 @@ HOPPER = (9, 0)
 _log = logging.getLogger("tfla_tk")
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _GATE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class DType of params.h
-_MOST_HEADS = 2**31 - 1  # that an int of the kernels counts
+_DECODING_SLICES = 16  # of V at most, each a CTA: kDecodeMaxSlices of params_decode.h
+_MOST_HEADS = (2**31 - 1) // _DECODING_SLICES  # of all sequences, which the kernels count in an int
 ADDRESS_ALIGNMENT = 16  # bytes: of what TMA and vector loads read
 _ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
 
@@ -49,8 +52,7 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
             f"head dims are {call.dim_qk}/{call.dim_v}",
             f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
-    reason, remedy = _device_fault(call.device.index)
-    return Support(False, reason, remedy) if reason else SUPPORTED
+    return _on_this_machine("mlstm", call, variant)
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -65,7 +67,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
             return support
         reason = "its step has no gradients, they come from the chunkwise kernel over one token"
         return Support(True, reason, "name it, or use torch.no_grad()", auto=False)
-    return _supports_decoding(call)
+    return _supports_decoding("mlstm_step", call)
 
 
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -82,7 +84,7 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
         return Support(
             False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
         )
-    return _supports_decoding(call)
+    return _supports_decoding("mlstm_sequence", call)
 
 
 def _check_schedule(variant: str | None) -> None:
@@ -90,7 +92,7 @@ def _check_schedule(variant: str | None) -> None:
         fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", repr(f"tk:{variant}"))
 
 
-def _supports_decoding(call: MLSTMCall) -> Support:
+def _supports_decoding(kernel: str, call: MLSTMCall) -> Support:
     """What the kernels of decoding have in common; they take no gradients."""
     if call.device.type != "cuda":
         return _not_on_a_gpu(call.device)
@@ -104,18 +106,133 @@ def _supports_decoding(call: MLSTMCall) -> Support:
             f"head dims are {call.dim_qk}/{call.dim_v}",
             f"use at most {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
-    if max(call.batch, call.heads) > GRID_LIMIT or call.batch * call.heads > _MOST_HEADS:
+    if call.batch * call.heads > _MOST_HEADS:
         return Support(
             False,
-            f"batch and heads are {call.batch} and {call.heads}",
-            f"use at most {GRID_LIMIT} of each and {_MOST_HEADS} together",
+            f"batch x heads = {call.batch * call.heads:,}, the kernels take {_MOST_HEADS:,}",
+            "split the batch or the heads",
         )
-    reason, remedy = _device_fault(call.device.index)
-    return Support(False, reason, remedy) if reason else SUPPORTED
+    return _on_this_machine(kernel, call)
 
 
 def _not_on_a_gpu(device: torch.device) -> Support:
     return Support(False, f"the kernels run on a GPU, the tensors are on {device}", "move them to a GPU")
+
+
+def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
+
+    What cannot be loaded is logged, once, and not tried again in this process: from then on such calls are
+    not supported.
+
+    Args:
+        kernel: "mlstm", "mlstm_step" or "mlstm_sequence".
+
+    Returns:
+        Whether the call can be served.
+
+    Raises:
+        CaptureError: something would have to be compiled while a CUDA graph is being captured.
+    """
+    if call.is_empty:
+        return SUPPORTED
+    reason, remedy = _load_fault(*_kernel_key(kernel, call, variant))
+    return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
+
+
+def _on_this_machine(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
+    reason, remedy = _device_fault(call.device.index)
+    if reason:
+        return Support(False, reason, remedy)
+    reason, remedy = _kernel_fault(*_kernel_key(kernel, call, variant))
+    return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
+
+
+KernelKey = tuple[str, int, int, str, bool]  # kernel, tiles of K and V or of tokens, schedule, gradients
+
+
+def _kernel_key(kernel: str, call: MLSTMCall, variant: str | None) -> KernelKey:
+    """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
+    if call.requires_grad:
+        # of one token, too: the chunkwise kernel has the gradients
+        kernel = "mlstm"
+    if kernel == "mlstm":
+        schedule = variant or instances.DEFAULT_SCHEDULE
+        if schedule == "auto":
+            schedule = instances.DEFAULT_SCHEDULE
+        return kernel, _tile(call.dim_qk), _tile(call.dim_v), schedule, call.requires_grad
+    tokens = 1
+    for tile in instances.SEQUENCE_TILES:
+        if tokens < call.seq:
+            tokens = tile
+    return kernel, tokens, 0, "", False
+
+
+def _tile(dim: int) -> int:
+    tile = 64
+    while tile < dim:
+        tile *= 2
+    return tile
+
+
+def _instances_of(kernel: str, first: int, second: int, schedule: str, gradients: bool) -> list[Instance]:
+    """The modules that the kernels of a call are in."""
+    from tfla_tk.backends import tk_passes
+
+    if kernel == "mlstm_step":
+        return [instances.mlstm_step()]
+    if kernel == "mlstm_sequence":
+        return [instances.mlstm_sequence(first)]
+    forward = instances.mlstm_fwd(first, second, schedule)
+    return [forward, *tk_passes.instances_of(first, second)] if gradients else [forward]
+
+
+_failed: dict[Instance, tuple[str, str]] = {}  # what could not be loaded, why, and the remedy
+
+
+def _load_fault(*key: Any) -> tuple[str, str]:
+    """Why the kernels of this `_kernel_key` cannot be loaded, and the remedy; empty when they are loaded."""
+    for instance in _instances_of(*key):
+        if instance in _failed:
+            return _failed[instance]
+        try:
+            build.load(instance)
+        except build.CaptureError:
+            raise
+        except build.BuildError as error:
+            # "auto" goes on without a word
+            _log.warning("%s cannot be used: %s", instance.name, error)
+            _failed[instance] = error.reason, _anew(error)
+            return _failed[instance]
+    return "", ""
+
+
+def _kernel_fault(*key: Any) -> tuple[str, str]:
+    """Why they cannot be had, as far as that is known without loading them: `_device_fault` is empty."""
+    for instance in _instances_of(*key):
+        if instance in _failed:
+            return _failed[instance]
+        if not (_can_add_kernels() or _is_cached(instance)):
+            reason = f"{instance.name} is not compiled, and the cache directory cannot be written"
+            return reason, f"set {env.CACHE_DIR.name} to a directory that you own and can write"
+    return "", ""
+
+
+@functools.cache
+def _can_add_kernels() -> bool:
+    try:
+        return build.check_cache()
+    except build.BuildError:
+        return False
+
+
+@functools.cache
+def _is_cached(instance: Instance) -> bool:
+    try:
+        return build.is_cached(instance)
+    except build.BuildError:
+        return False
 
 
 def _device_fault(index: int | None) -> tuple[str, str]:
@@ -124,29 +241,61 @@ def _device_fault(index: int | None) -> tuple[str, str]:
 
 
 # what torch.compiler.assume_constant_result sets; calling that here would import torch._dynamo and triton
-_device_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_CONSTANT: tuple[Any, ...] = (_device_fault, _kernel_fault, _load_fault)
+for _function in _CONSTANT:
+    _function._dynamo_marked_constant = True
 
 
 @functools.cache
 def _probe_device(index: int | None) -> tuple[str, str]:
     try:
+        name = torch.cuda.get_device_name(index)
         capability = torch.cuda.get_device_capability(index)
     except (AssertionError, RuntimeError) as error:
         # fake tensors may be on a GPU that this machine does not have
         reason = str(error).partition("\n")[0]
         return f"torch cannot use GPU {index or 0}: {reason}", "run on a machine that has it"
+    if torch.version.hip is not None:
+        return f"{name} is an AMD GPU, the kernels are CUDA", "use an H100, H200 or GH200"
     if capability != HOPPER:
-        name = torch.cuda.get_device_name(index)
         found = ".".join(map(str, capability))
         return f"{name} has compute capability {found}, the kernels need 9.0", "use an H100, H200 or GH200"
     try:
-        build.find_toolchain()
+        toolchain = build.find_toolchain()
+        build.check_cache()
         build.find_thunderkittens(clone=False)
     except build.BuildError as error:
         # "auto" goes on without a word, and this is looked up once in a process
         _log.warning("the tk kernels cannot be used: %s", error)
-        return error.reason, f"{error.remedy}; then start Python anew"
-    return "", ""
+        return error.reason, _anew(error)
+    return _driver_fault(toolchain.version)
+
+
+def _anew(error: build.BuildError) -> str:
+    """The remedy of what is looked up once in a process."""
+    return f"{error.remedy}; then start Python anew" if error.remedy else "start Python anew to try again"
+
+
+def _driver_fault(toolkit: tuple[int, int]) -> tuple[str, str]:
+    """Why the driver is too old: a module of CUDA X.Y, machine code alone, needs a driver of X.0 or later."""
+    driver = _driver_version()
+    if driver is None or driver[0] >= toolkit[0]:
+        return "", ""
+    return (
+        f"the driver runs CUDA {driver[0]}.{driver[1]}, the nvcc that was found is CUDA "
+        f"{toolkit[0]}.{toolkit[1]}",
+        f"update the driver, or name an nvcc of CUDA 12.8 or 12.9 in {env.NVCC.name}; then start Python anew",
+    )
+
+
+def _driver_version() -> tuple[int, int] | None:
+    """The newest CUDA that the driver runs, as (major, minor); None where it cannot be asked."""
+    version = ctypes.c_int(0)
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return divmod(version.value // 10, 100) if status == 0 else None
 
 
 @functools.cache
@@ -155,8 +304,14 @@ def _multiprocessors(device: int) -> int:
 
 
 def _current_stream(device: int) -> int:
-    """The raw handle of the device's current stream; torch.cuda.current_stream would wrap it in an object."""
-    return torch._C._cuda_getCurrentRawStream(device)
+    """The raw handle of the device's current stream."""
+    return _raw_stream(device)
+
+
+# not public: torch.cuda.current_stream wraps the handle in an object, which takes longer
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
 
 
 def _pointer(x: Tensor | None) -> int:

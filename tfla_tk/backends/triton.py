@@ -10,9 +10,10 @@ it takes the call's chunk_size. Plain "triton" is `default_variant`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
-import importlib.util
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -26,9 +27,12 @@ from torch import Tensor
 from tfla_tk import env
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.errors import UnsupportedError
+from tfla_tk.installed import find_package
 from tfla_tk.validation import MLSTMCall, fail
 
+_log = logging.getLogger("tfla_tk")
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
+GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
 INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 
 _INSTALL = "pip install 'tfla_tk[baselines]'"
@@ -39,6 +43,15 @@ _TRANSFORMED = Support(
 )
 _MIN_TILE = 16
 _MAX_TILE = 64
+# Chunk sizes in the order in which `default_variant` tries them: the fastest, the smaller ones for lengths
+# that it does not divide, the larger ones for more chunks than a grid or an int32 offset reaches. With chunks
+# of 4096 every tensor that int32 offsets reach fits the grid: 2^31 elements are 2^27 tokens of 16, which are
+# 32,768 chunks. limit_chunk has no larger ones: a block holds a whole chunk.
+_CHUNK_SIZES = {
+    "xl_chunk": (128, 64, 32, 16, 256, 512, 1024, 2048, 4096),
+    "siging_xl": (128, 64, 32, 16, 256, 512, 1024, 2048, 4096),
+    "limit_chunk": (64, 32, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,8 @@ FAMILIES = {
     "siging_xl": Family("triton_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", True, (64, 128, 256)),
 }
 
+_STEP_MODULE = "mlstm_kernels.torch.recurrent.triton_step"
+
 # public name -> module of fla
 FLA_OPS = {
     "chunk_gla": "fla.ops.gla",
@@ -70,12 +85,15 @@ FLA_OPS = {
 
 def triton_version() -> str | None:
     """The version of Triton, or None where it is not installed. It is imported only where metadata fails."""
-    if importlib.util.find_spec("triton") is None:
+    if find_package("triton") is None:
         return None
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # pytorch-triton and others bring the module too
-        version: str = importlib.import_module("triton").__version__
+        try:
+            version: str | None = getattr(importlib.import_module("triton"), "__version__", None)
+        except Exception:  # whatever a package of others does on import
+            return None
         return version
 
 
@@ -84,9 +102,9 @@ def _missing(package: str, distribution: str) -> Support | None:
     version = triton_version()
     if version is None:
         return Support(False, "triton is not installed", _INSTALL)
-    if importlib.util.find_spec(package) is None:
+    if find_package(package) is None:
         return Support(False, f"{distribution} is not installed", _INSTALL)
-    if tuple(int(x) for x in version.split(".")[:2]) >= (3, 9):
+    if tuple(int(x) for x in re.findall(r"\d+", version)[:2]) >= (3, 9):
         return Support(False, f"triton {version} has no block pointers, which {distribution} uses", _INSTALL)
     return None
 
@@ -148,10 +166,10 @@ def parse_variant(variant: str, call: MLSTMCall) -> tuple[str, int]:
 
 
 def default_variant(call: MLSTMCall) -> tuple[str, int]:
-    """The fastest family and chunk size that are correct for the call: 128 where the length allows."""
+    """The fastest family and chunk size that are correct for the call: 128 where length and grid allow."""
     families = ["siging_xl"] if call.sigmoid_gate else ["xl_chunk", "limit_chunk"]
     for name in families:
-        for size in (128, 64, 32, 16):
+        for size in _CHUNK_SIZES[name]:
             if _refusal(call, name, size) is None:
                 return name, size
     # none: the smallest chunk tells what is wrong
@@ -206,9 +224,7 @@ def mlstm(
     """
     name, chunk_size = default_variant(call) if variant is None else parse_variant(variant, call)
     family = FAMILIES[name]
-    function = getattr(
-        importlib.import_module(f"mlstm_kernels.torch.chunkwise.{family.module}"), family.function
-    )
+    function = getattr(importlib.import_module(_module_of(name)), family.function)
     if c_initial is not None and n_initial is None:
         # the unnormalised kernel takes an n and ignores it
         n_initial = c_initial.new_zeros(c_initial.shape[:3])
@@ -230,6 +246,34 @@ def mlstm(
         # comes back uninitialised
         last = (last[0], torch.zeros_like(last[1]))
     return h, last
+
+
+def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+    """Import what serves a call that is supported: an installed package may still fail to import."""
+    if kernel == "mlstm":
+        name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
+        fault = _import_fault(_module_of(name))
+    else:
+        fault = _import_fault(_STEP_MODULE)
+    return Support(False, fault, _INSTALL, failed=True) if fault else SUPPORTED
+
+
+def _module_of(name: str) -> str:
+    return f"mlstm_kernels.torch.chunkwise.{FAMILIES[name].module}"
+
+
+@functools.cache
+def _import_fault(module: str) -> str:
+    """Why a module cannot be imported; empty when it is."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package of others does on import
+        _log.warning("the Triton kernels cannot be used: %s does not import", module, exc_info=True)
+        return f"{module} does not import: {type(error).__name__}: {error}"
+    return ""
+
+
+_import_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -257,6 +301,9 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     elements = call.batch * call.heads * call.dim_qk * call.dim_v
     if elements > INT32_LIMIT:
         return Support(False, f"its int32 offsets wrap: {elements:,} elements in c", "split the batch")
+    rows = call.batch * call.heads
+    if rows > GRID_LIMIT:
+        return _too_many("batch x heads", rows, "split the batch or the heads")
     if INTERPRETED and call.device.type == "cpu":
         return Support(True, "runs in Triton's interpreter", auto=False)
     return SUPPORTED
@@ -274,7 +321,7 @@ def mlstm_step(
     m: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, V] and the next state (c, n, m) in fp32, by mlstm_kernels' Triton step."""
-    module = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")
+    module = importlib.import_module(_STEP_MODULE)
     device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
     with device:
         h, state = module.mlstm_recurrent_step__triton(
@@ -337,6 +384,8 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
     if seq % chunk_size != 0:
         return Support(False, f"S = {seq} is no multiple of the chunk size {chunk_size}", "pad S")
     rows = call.batch * call.heads
+    if rows > GRID_LIMIT:
+        return _too_many("batch x heads", rows, "split the batch or the heads")
     states = rows * (seq // chunk_size + 1) * call.dim_qk * call.dim_v
     # limit_chunk sums dv over slices of the query head dimension
     slices = call.dim_qk // _MAX_TILE if name == "limit_chunk" and call.requires_grad else 1
@@ -347,7 +396,34 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
             f"its int32 offsets wrap: {largest:,} elements in one tensor",
             "split the batch or the heads",
         )
+    return _grid_refusal(name, rows, seq // chunk_size, chunk_size)
+
+
+def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support | None:
+    """Whether a launch exceeds CUDA's grid by its chunks: its blocks along y and z, forward and backward.
+
+    The kernels over the states have batch x heads along z. Those over the outputs and gradients have, in
+    limit_chunk, the chunks along y and batch x heads along z; in the others the tiles of a chunk along y and
+    chunks x batch x heads along z. Head dimensions lie along x, or along y in tiles of 64.
+
+    Args:
+        rows: batch times heads. chunks: of one sequence.
+    """
+    if name == "limit_chunk":
+        if chunks > GRID_LIMIT:
+            return _too_many("chunks", chunks, "use larger chunks")
+        return None
+    if chunks * rows > GRID_LIMIT:
+        remedy = "use larger chunks, or split the batch or the heads"
+        return _too_many("chunks x batch x heads", chunks * rows, remedy)
+    tiles = chunk_size // min(chunk_size, _MAX_TILE)
+    if tiles > GRID_LIMIT:
+        return _too_many("tiles of a chunk", tiles, "use smaller chunks")
     return None
+
+
+def _too_many(what: str, count: int, remedy: str) -> Support:
+    return Support(False, f"{what} = {count:,}, a CUDA grid takes {GRID_LIMIT:,} there", remedy)
 
 
 def _gradient_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:

@@ -5,9 +5,10 @@
 ``make sass``.
 """
 
-from tfla_tk.build.builder import Built, cache_key, compile_cubin, ensure, load
+from tfla_tk.build.builder import Built, cache_key, compile_cubin, ensure, is_cached, load
+from tfla_tk.build.cache import check_cache
 from tfla_tk.build.disassembly import disassemble
-from tfla_tk.build.errors import BuildError
+from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.gate import check_ptxas_log, parse_ptxas_log
 from tfla_tk.build.instances import Instance, all_instances, shipped_instances
 from tfla_tk.build.thunderkittens import find_thunderkittens
@@ -16,15 +17,18 @@ from tfla_tk.build.toolchain import find_toolchain
 __all__ = [
     "BuildError",
     "Built",
+    "CaptureError",
     "Instance",
     "all_instances",
     "cache_key",
+    "check_cache",
     "check_ptxas_log",
     "compile_cubin",
     "disassemble",
     "ensure",
     "find_thunderkittens",
     "find_toolchain",
+    "is_cached",
     "load",
     "parse_ptxas_log",
     "shipped_instances",

@@ -18,7 +18,7 @@ import torch
 from tfla_tk import env
 from tfla_tk.build import cache
 from tfla_tk.build.compiler import CompileResult, Slots, compile_module, compile_to_cubin
-from tfla_tk.build.errors import BuildError
+from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.instances import Instance, shipped_instances
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
@@ -56,6 +56,18 @@ def cache_key(instance: Instance) -> str:
     return cache.cache_key(instance, find_toolchain(), find_thunderkittens())
 
 
+def is_cached(instance: Instance) -> bool:
+    """Whether the cache holds the module of an instance; nothing is compiled or fetched.
+
+    Raises:
+        BuildError: There is no nvcc or no ThunderKittens, or the sources cannot be read.
+    """
+    if instance in _loaded:
+        return True
+    key = cache.cache_key(instance, find_toolchain(), find_thunderkittens(clone=False))
+    return cache.find_entry(instance, key) is not None
+
+
 def load(instance: Instance) -> ModuleType:
     """The Python module of an instance, compiled now where the cache lacks it.
 
@@ -63,7 +75,8 @@ def load(instance: Instance) -> ModuleType:
 
     Raises:
         BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a refusal
-            by the ptxas gate, or a CUDA graph is being captured and the module would have to be compiled.
+            by the ptxas gate. CaptureError: a CUDA graph is being captured and the module would have to be
+            compiled.
     """
     module = _loaded.get(instance)
     if module is not None:
@@ -147,7 +160,7 @@ def _build(instance: Instance, slots: Slots, announce: bool) -> cache.Entry:
 
     def compile_into(scratch: Path) -> tuple[Path, str]:
         if _capturing():
-            raise BuildError(
+            raise CaptureError(
                 f"{instance.name} would have to be compiled while a CUDA graph is being captured",
                 "call the operator once before the capture, or run "
                 + ("`tfla-tk build`" if instance in shipped_instances() else "`tfla-tk build --all`"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -15,11 +17,15 @@ import pybind11
 from tfla_tk import env
 from tfla_tk.build import sources
 from tfla_tk.build.compiler import COMMON_FLAGS, DEVICE_FLAGS, LINK_FLAGS
+from tfla_tk.build.errors import BuildError
 from tfla_tk.build.instances import Instance
 from tfla_tk.build.locking import (
+    UNUSABLE_REMEDY,
+    cache_root,
     check_directory,
     explain_os_errors,
     file_lock,
+    is_writable,
     private_directory,
     scratch_directory,
 )
@@ -28,7 +34,8 @@ from tfla_tk.build.toolchain import Toolchain
 
 MANIFEST = "manifest.json"
 PTXAS_LOG = "ptxas.log"
-_SOURCE_SUFFIXES = {".cu", ".cuh", ".cpp", ".h", ".hpp"}
+_INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*(.*)$", re.MULTILINE)
+_INCLUDED = re.compile(rb'"([^"\n]+)"|<([^>\n]+)>')
 
 
 @dataclass(frozen=True)
@@ -41,16 +48,52 @@ class Entry:
 
 
 def modules_dir() -> Path:
-    """Where compiled modules are kept; the directory is the user's own."""
-    return env.cache_dir() / "modules"
+    """Where compiled modules are kept; the directory is the user's own.
+
+    Raises:
+        BuildError: There is no home directory for the cache.
+    """
+    return cache_root() / "modules"
+
+
+def check_cache() -> bool:
+    """Whether modules can be added to the cache; False where those that it holds can only be read.
+
+    Nothing is written, so that a full disk is not noticed.
+
+    Raises:
+        BuildError: The cache directory can be neither written nor read.
+    """
+    modules = modules_dir()
+    with explain_os_errors(modules):
+        if os.path.isdir(modules):
+            check_directory(modules)
+    if is_writable(modules):
+        return True
+    if count_modules() == 0:
+        reason = f"the cache directory {modules} cannot be written, and no kernel can be read from it"
+        raise BuildError(reason, UNUSABLE_REMEDY)
+    return False
+
+
+def count_modules() -> int:
+    """How many compiled modules the cache holds, as far as it can be read."""
+    modules = modules_dir()
+    try:
+        return sum(1 for _ in modules.glob(f"*/{MANIFEST}"))
+    except OSError:
+        return 0
 
 
 def cache_key(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens) -> str:
     """The key of an instance: 32 hexadecimal digits.
 
-    It changes with the instance (name, source, defines), with any file of its family's directory, of
-    ``kernels/include`` and of the bindings, with ThunderKittens, with the flags (nvcc's own environment
-    variables too), with the compilers, with pybind11 and with Python's ABI.
+    It changes with the instance (name, source, defines), with its source, its bindings and whatever file of
+    ``kernels/`` they include, with ThunderKittens, with the flags (nvcc's own environment variables too),
+    with the compilers, with pybind11 and with Python's ABI.
+
+    Raises:
+        BuildError: A source cannot be read, or includes what a macro names.
     """
     parts: list[object] = [
         [instance.name, instance.source, sorted(instance.defines)],
@@ -91,13 +134,14 @@ def find_or_build(instance: Instance, key: str, compile_into: Callable[[Path], t
     Raises:
         BuildError: The cache directory cannot be used, or ``compile_into`` raises it.
     """
-    with explain_os_errors(modules_dir()):
-        if modules_dir().is_dir():
-            check_directory(modules_dir())
+    modules = modules_dir()
+    with explain_os_errors(modules):
+        if modules.is_dir():
+            check_directory(modules)
         entry = find_entry(instance, key)
         if entry is not None:
             return entry
-        base = private_directory(modules_dir())
+        base = private_directory(modules)
         folder = _folder(instance, key)
         with file_lock(base / f"{folder.name}.lock"), scratch_directory(base, folder.name) as scratch:
             entry = find_entry(instance, key)
@@ -130,13 +174,40 @@ def _fingerprint(path: Path) -> dict[str, object]:
 
 
 def _source_digests(instance: Instance) -> list[tuple[str, str]]:
+    """Every file below ``kernels/`` that the module is made of, with the digest of its content."""
     root = sources.kernels_root()
-    family = (root / instance.source).parent
-    files = {root / instance.bindings, root / "driver_shim.cpp"}
-    for place in (root / "include", family):
-        files.update(path for path in place.rglob("*") if path.suffix in _SOURCE_SUFFIXES)
-    return [
-        (path.relative_to(root).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
-        for path in sorted(files)
-        if path.is_file()
-    ]
+    found: dict[str, str] = {}
+    pending = [root / name for name in (instance.source, instance.bindings, "driver_shim.cpp")]
+    while pending:
+        path = pending.pop()
+        name = path.relative_to(root).as_posix()
+        if name in found:
+            continue
+        content = sources.read(path)
+        found[name] = hashlib.sha256(content).hexdigest()
+        pending += _included(path, content, root)
+    return sorted(found.items())
+
+
+def _included(path: Path, content: bytes, root: Path) -> list[Path]:
+    """The files below ``kernels/`` that a file includes, found as nvcc finds them.
+
+    A condition around an include does not count, nor does a comment. What is not found there belongs to
+    ThunderKittens, CUDA, pybind11 or the compiler, which are in the key by their versions.
+    """
+    found = []
+    for line in _INCLUDE.findall(content):
+        match = _INCLUDED.match(line)
+        if match is None:
+            text = line.decode(errors="replace").strip()
+            raise BuildError(f"{path}: the include of {text!r} cannot be followed", "name the file itself")
+        quoted, bracketed = match.groups()
+        name = (quoted or bracketed).decode()
+        places = ([path.parent] if quoted else []) + [root / "include"]
+        for place in places:
+            # not `resolve`: kernels/ may be a link, or hold some
+            included = Path(os.path.normpath(place / name))
+            if included.is_relative_to(root) and os.path.isfile(included):
+                found.append(included)
+                break
+    return found

@@ -1,8 +1,8 @@
-"""The error that every step of the kernel build raises."""
+"""The errors that the steps of the kernel build raise."""
 
 from __future__ import annotations
 
-_loaded_before = globals().get("BuildError")
+_loaded_before = (globals()["BuildError"], globals()["CaptureError"]) if "BuildError" in globals() else None
 
 
 class BuildError(RuntimeError):
@@ -19,6 +19,10 @@ class BuildError(RuntimeError):
         super().__init__(f"{reason}\nRemedy: {remedy}" if remedy else reason)
 
 
+class CaptureError(BuildError):
+    """A kernel would have to be compiled while a CUDA graph is being captured: it loads at any other time."""
+
+
 # after a reload of this module too, what `except BuildError` elsewhere names is what is raised
 if _loaded_before is not None:
-    BuildError = _loaded_before  # type: ignore[misc]
+    BuildError, CaptureError = _loaded_before  # type: ignore[misc]

@@ -67,16 +67,48 @@ def check_directory(path: Path) -> None:
         if state.st_mode & 0o022:
             path.chmod(0o700)
     elif state.st_uid != 0 or state.st_mode & 0o022:
-        raise BuildError(f"the cache directory {path} belongs to user id {state.st_uid}, not to you", _REMEDY)
+        raise BuildError(
+            f"the cache directory {path} belongs to user id {state.st_uid}, not to you", UNUSABLE_REMEDY
+        )
 
 
 @contextlib.contextmanager
 def explain_os_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError (permission, full disk, a file in place of a directory) into a BuildError."""
+    """Turn an OSError (permission, full disk, a file in place of a directory) into a BuildError.
+
+    Args:
+        path: What the error may be about.
+    """
     try:
         yield
     except OSError as error:
-        raise BuildError(f"the cache directory {path} cannot be used: {error}", _REMEDY) from error
+        raise BuildError(f"the cache directory {path} cannot be used: {error}", UNUSABLE_REMEDY) from error
 
 
-_REMEDY = f"set {env.CACHE_DIR.name} to a directory that you own and can write"
+def cache_root() -> Path:
+    """The cache directory; it may not exist.
+
+    Raises:
+        BuildError: There is no home directory to keep it in.
+    """
+    try:
+        return env.cache_dir()
+    except RuntimeError as error:
+        raise BuildError(str(error), UNUSABLE_REMEDY) from error
+
+
+def is_writable(path: Path) -> bool:
+    """Whether files can be made in ``path``, or it can be made; nothing is written.
+
+    Raises:
+        BuildError: There is a file where a directory has to be.
+    """
+    while not os.path.exists(path) and path != path.parent:
+        path = path.parent
+    if not os.path.isdir(path):
+        raise BuildError(f"the cache directory cannot be used: {path} is not a directory", UNUSABLE_REMEDY)
+    effective = os.access in os.supports_effective_ids
+    return os.access(path, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+UNUSABLE_REMEDY = f"set {env.CACHE_DIR.name} to a directory that you own and can write"

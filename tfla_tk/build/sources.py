@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import tfla_tk
 from tfla_tk.build.errors import BuildError
 
 COMMIT_FILE = "THUNDERKITTENS_COMMIT"
@@ -16,10 +16,10 @@ def kernels_root() -> Path:
     Raises:
         BuildError: Neither is there.
     """
-    package = Path(tfla_tk.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     places = (package.parent / "kernels", package / "_kernels")
     for place in places:
-        if (place / COMMIT_FILE).is_file():
+        if os.path.isfile(place / COMMIT_FILE):
             return place
     looked = " nor ".join(str(place) for place in places)
     raise BuildError(f"the kernel sources are neither in {looked}", "reinstall tfla_tk")
@@ -27,4 +27,16 @@ def kernels_root() -> Path:
 
 def thunderkittens_commit() -> str:
     """The pinned ThunderKittens commit, 40 hexadecimal digits."""
-    return (kernels_root() / COMMIT_FILE).read_text(encoding="ascii").strip()
+    return read(kernels_root() / COMMIT_FILE).decode("ascii").strip()
+
+
+def read(path: Path) -> bytes:
+    """The content of a source file.
+
+    Raises:
+        BuildError: It cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BuildError(f"the kernel source {path} cannot be read: {error}", "reinstall tfla_tk") from error

@@ -13,6 +13,7 @@ from tfla_tk import env
 from tfla_tk.build import sources
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.locking import (
+    cache_root,
     check_directory,
     explain_os_errors,
     file_lock,
@@ -57,18 +58,12 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
     commit = sources.thunderkittens_commit()
     chosen = env.THUNDERKITTENS_ROOT.get()
     if chosen:
-        root = Path(chosen).expanduser().absolute()
-        if not (root / _HEADER).is_file():
-            raise BuildError(
-                f"{env.THUNDERKITTENS_ROOT.name}={chosen} holds no {_HEADER}",
-                f"point it at a ThunderKittens checkout (commit {commit}) or unset it",
-            )
-        return ThunderKittens(root, _headers_digest(root / "include"), env.THUNDERKITTENS_ROOT.name)
+        return _chosen(chosen, commit)
     root = cached_root(commit)
-    if (root / _HEADER).is_file():
-        with explain_os_errors(root.parent):
+    with explain_os_errors(root.parent):
+        if (root / _HEADER).is_file():
             check_directory(root.parent)
-        return ThunderKittens(root, commit, "cache")
+            return ThunderKittens(root, commit, "cache")
     if not clone:
         raise _not_found(commit, root, "git clone: not tried here")
     _clone(commit, root)
@@ -76,8 +71,23 @@ def find_thunderkittens(clone: bool = True) -> ThunderKittens:
 
 
 def cached_root(commit: str) -> Path:
-    """Where the pinned commit is kept."""
-    return env.cache_dir() / "thunderkittens" / commit
+    """Where the pinned commit is kept; BuildError where there is no home directory for the cache."""
+    return cache_root() / "thunderkittens" / commit
+
+
+def _chosen(place: str, commit: str) -> ThunderKittens:
+    """The tree that THUNDERKITTENS_ROOT names."""
+    remedy = f"point it at a ThunderKittens checkout (commit {commit}) or unset it"
+    name = env.THUNDERKITTENS_ROOT.name
+    try:
+        root = Path(place).expanduser().absolute()
+        if not (root / _HEADER).is_file():
+            raise BuildError(f"{name}={place} holds no {_HEADER}", remedy)
+        return ThunderKittens(root, _headers_digest(root / "include"), name)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        if isinstance(error, BuildError):
+            raise
+        raise BuildError(f"{name}={place} cannot be read: {error}", remedy) from error
 
 
 def _headers_digest(include: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tfla_tk import env
 from tfla_tk.build.errors import BuildError
+from tfla_tk.installed import find_package
 
 # ThunderKittens needs CUDA 12.8
 MINIMUM_CUDA = (12, 8)
@@ -21,6 +22,9 @@ _HEADERS = ("cuda.h", "cuda_runtime.h", "crt/host_config.h", "nv/target")
 REMEDY = (
     "install CUDA 12.8 or newer and set CUDA_HOME, or `pip install 'tfla_tk[cuda]'`, "
     "or name an nvcc in TFLA_TK_NVCC"
+)
+HOST_REMEDY = (
+    "install g++ (Debian and Ubuntu: `apt install g++`), or name a host compiler in NVCC_CCBIN; CUDA is there"
 )
 
 
@@ -47,27 +51,31 @@ class Toolchain:
 def find_toolchain() -> Toolchain:
     """The first usable nvcc of TFLA_TK_NVCC, CUDA_HOME, the pip-installed toolkit and PATH.
 
+    Usable is one that finds a host compiler.
+
     Raises:
         BuildError: None is usable, or the one that TFLA_TK_NVCC names is not. The message lists each place
-            and its fault.
+            and its fault; the remedy is a host compiler where nothing else is missing.
     """
     chosen = env.NVCC.get()
     if chosen:
         return _probe(Path(chosen), env.NVCC.name)
-    faults: list[str] = []
+    faults: list[BuildError] = []
     for origin, nvcc in _candidates():
         try:
             return _probe(nvcc, origin)
         except BuildError as error:
-            faults.append(error.reason)
+            faults.append(error)
     places = f"{env.NVCC.name} (unset), {env.CUDA_HOME.name}, the pip-installed toolkit and PATH"
-    listed = "".join(f"\n  {fault}" for fault in faults)
-    raise BuildError(f"no usable nvcc: looked at {places}{listed}", REMEDY)
+    listed = "".join(f"\n  {fault.reason}" for fault in faults)
+    lacks_host = any(fault.remedy == HOST_REMEDY for fault in faults)
+    remedy = HOST_REMEDY if lacks_host else REMEDY
+    raise BuildError(f"no usable nvcc: looked at {places}{listed}", remedy)
 
 
 def pip_toolkits() -> list[Path]:
     """Toolkit roots installed by pip (``nvidia/cu13`` of site-packages), the newest first."""
-    spec = importlib.util.find_spec("nvidia")
+    spec = find_package("nvidia")
     if spec is None or spec.submodule_search_locations is None:
         return []
     roots = [root for place in spec.submodule_search_locations for root in Path(place).glob("cu[0-9]*")]
@@ -79,7 +87,7 @@ def _candidates() -> Iterator[tuple[str, Path]]:
     if home:
         yield env.CUDA_HOME.name, Path(home) / "bin" / "nvcc"
     for root in pip_toolkits():
-        if (root / "bin" / "nvcc").exists():
+        if os.path.exists(root / "bin" / "nvcc"):
             yield "pip-installed toolkit", root / "bin" / "nvcc"
     on_path = shutil.which("nvcc")
     if on_path:
@@ -87,7 +95,18 @@ def _candidates() -> Iterator[tuple[str, Path]]:
 
 
 def _probe(nvcc: Path, origin: str) -> Toolchain:
-    """Check that nvcc runs, is new enough and has its headers; the reason of the error names the origin."""
+    """Check that nvcc runs, is new enough, has its headers and finds a host compiler.
+
+    Raises:
+        BuildError: It does not; the reason names the origin.
+    """
+    try:
+        return _examined(nvcc, origin)
+    except OSError as error:
+        raise BuildError(f"{origin}: the toolkit of {nvcc} cannot be read: {error}", REMEDY) from error
+
+
+def _examined(nvcc: Path, origin: str) -> Toolchain:
     if not nvcc.is_file():
         raise BuildError(f"{origin}: {nvcc} does not exist", REMEDY)
     text = _output(nvcc, "--version", origin)
@@ -112,7 +131,11 @@ def _probe(nvcc: Path, origin: str) -> Toolchain:
 
 def _toolkit_root(nvcc: Path, origin: str) -> Path:
     """The toolkit that nvcc itself uses: a wrapper script on PATH tells nothing by its own place."""
-    match = re.search(r"^#\$ TOP=(.+)$", _output(nvcc, "--dryrun -x cu -c /dev/null", origin), re.MULTILINE)
+    steps = _output(nvcc, "--dryrun -x cu -c /dev/null", origin)
+    # nvcc compiles with gcc and links with g++, unless it is told otherwise
+    if re.search(r"^#\$ gcc ", steps, re.MULTILINE) and shutil.which("g++") is None:
+        raise BuildError(f"{origin}: {nvcc} links with g++, which is not on PATH", HOST_REMEDY)
+    match = re.search(r"^#\$ TOP=(.+)$", steps, re.MULTILINE)
     return Path(match[1].strip()).resolve() if match else nvcc.resolve().parent.parent
 
 
@@ -126,11 +149,12 @@ def _first_with(root: Path, folders: tuple[str, ...], files: tuple[str, ...]) ->
 
 
 def _output(nvcc: Path, arguments: str, origin: str) -> str:
-    return _cached_output(nvcc, nvcc.stat().st_mtime_ns, arguments, origin)
+    host = env.NVCC_CCBIN.get() or shutil.which("gcc")
+    return _cached_output(nvcc, nvcc.stat().st_mtime_ns, arguments, origin, host)
 
 
 @functools.lru_cache(maxsize=32)
-def _cached_output(nvcc: Path, mtime_ns: int, arguments: str, origin: str) -> str:
+def _cached_output(nvcc: Path, mtime_ns: int, arguments: str, origin: str, host: str | None) -> str:
     try:
         done = subprocess.run([str(nvcc), *arguments.split()], capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -138,6 +162,8 @@ def _cached_output(nvcc: Path, mtime_ns: int, arguments: str, origin: str) -> st
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         said = lines[-1] if lines else "no output"
+        if "host compiler" in said:
+            raise BuildError(f"{origin}: {nvcc} finds no host compiler: {said}", HOST_REMEDY)
         raise BuildError(f"{origin}: {nvcc} {arguments} fails: {said}", REMEDY)
     return done.stdout + done.stderr
 
@@ -153,5 +179,8 @@ def _host_compiler() -> str:
 
 @functools.lru_cache(maxsize=8)
 def _host_version(path: str) -> str:
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the host compiler {path} does not run: {error}", HOST_REMEDY) from error
     return done.stdout.splitlines()[0] if done.stdout else path

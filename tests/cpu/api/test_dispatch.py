@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, which
+from tfla_tk import Support, UnsupportedError, dispatch, mlstm_chunkwise, which
 from tfla_tk.backends import triton
 from tfla_tk.validation import MLSTMCall
 
@@ -195,6 +199,27 @@ def test_triton_gradients_that_are_not_exact_are_by_name_only(
             "int32 offsets wrap",
         ),
         ({"batch": 64, "heads": 16, "seq": 16384}, None, "int32 offsets wrap"),
+        # grids: (x, tiles of a chunk, chunks x batch x heads) in xl_chunk and siging_xl, (x, chunks, batch x
+        # heads) in limit_chunk, of at most 65,535 along y and z
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "dim_v": 128},
+            "xl_chunk_128",
+            "chunks x batch x heads = 65,536, a CUDA grid takes 65,535",
+        ),
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "dim_v": 128, "sigmoid_gate": True},
+            "siging_xl_128",
+            "chunks x batch x heads = 65,536",
+        ),
+        ({"batch": 1, "heads": 1, "seq": 2**20, "dim_qk": 16}, "limit_chunk_16", "chunks = 65,536"),
+        ({"batch": 70000, "heads": 1, "seq": 128, "dim_qk": 64, "dim_v": 64}, None, "batch x heads = 70,000"),
+        ({"batch": 1, "heads": 70000, "seq": 128, "dim_qk": 64, "dim_v": 64}, None, "batch x heads = 70,000"),
+        ({"batch": 65536, "heads": 1, "seq": 16, "dim_v": 64}, "limit_chunk_16", "batch x heads = 65,536"),
+        (
+            {"batch": 70000, "heads": 1, "seq": 128, "sigmoid_gate": True, "dim_qk": 64, "dim_v": 64},
+            None,
+            "batch x heads = 70,000",
+        ),
     ],
 )
 def test_triton_refuses(changes: dict[str, Any], variant: str | None, reason: str, gpu_triton: None) -> None:
@@ -214,6 +239,11 @@ def test_triton_refuses(changes: dict[str, Any], variant: str | None, reason: st
         ({"requires_grad": True, "sigmoid_gate": True}, "siging_xl_256"),
         ({"batch": 1, "heads": 8, "seq": 131072 - 64, "dim_qk": 256, "dim_v": 512}, "limit_chunk_64"),
         ({"batch": 1, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}, "xl_chunk_128"),
+        # the largest grids
+        ({"batch": 1, "heads": 1, "seq": 65535 * 128}, "xl_chunk_128"),
+        ({"batch": 1, "heads": 1, "seq": 65535 * 128, "sigmoid_gate": True}, "siging_xl_128"),
+        ({"batch": 1, "heads": 1, "seq": 65535 * 16, "dim_qk": 16}, "limit_chunk_16"),
+        ({"batch": 65535, "heads": 1, "seq": 64, "dim_v": 64}, "limit_chunk_64"),
     ],
 )
 def test_triton_accepts(changes: dict[str, Any], variant: str | None, gpu_triton: None) -> None:
@@ -230,6 +260,54 @@ def test_triton_default_follows_the_length(gpu_triton: None) -> None:
     assert {seq: triton.default_variant(gpu_call(seq=seq)) for seq in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "variant"),
+    [
+        # 512 chunks of 128 for each of 128 heads are one too many
+        ({"batch": 8, "heads": 16, "seq": 65536}, ("xl_chunk", 256)),
+        ({"batch": 8, "heads": 16, "seq": 65536, "sigmoid_gate": True}, ("siging_xl", 256)),
+        ({"batch": 257, "heads": 255, "seq": 1024, "dim_qk": 16, "dim_v": 16}, ("xl_chunk", 1024)),
+        ({"batch": 257, "heads": 255, "seq": 1088, "dim_qk": 16, "dim_v": 16}, ("limit_chunk", 64)),
+        ({"batch": 32, "heads": 1, "seq": 2**22, "dim_qk": 16, "dim_v": 16}, ("xl_chunk", 4096)),
+        # the chunk states of 128 exceed int32 offsets
+        ({"batch": 2, "heads": 8, "seq": 131072, "dim_qk": 256, "dim_v": 512}, ("xl_chunk", 256)),
+        # gradients: xl_chunk's are wrong with larger chunks, limit_chunk has the chunks along y
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "dim_qk": 64, "dim_v": 64, "requires_grad": True},
+            ("limit_chunk", 64),
+        ),
+        (
+            {"batch": 8, "heads": 16, "seq": 65536, "requires_grad": True, "sigmoid_gate": True},
+            ("siging_xl", 256),
+        ),
+    ],
+)
+def test_triton_default_follows_the_grid(
+    changes: dict[str, Any], variant: tuple[str, int], gpu_triton: None
+) -> None:
+    assert triton.default_variant(gpu_call(**changes)) == variant
+    assert triton.supports_mlstm(gpu_call(**changes)).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000), (256, 256)])
+def test_triton_steps_follow_the_grid(batch: int, heads: int, dtype: torch.dtype, gpu_triton: None) -> None:
+    """(1, V / 64, batch x heads)."""
+    call = gpu_call(batch=batch, heads=heads, seq=1, dtype=dtype, dim_qk=64, dim_v=64)
+    verdict = triton.supports_mlstm_step(call)
+    assert not verdict.ok and verdict.remedy == "split the batch or the heads"
+    assert verdict.reason == f"batch x heads = {batch * heads:,}, a CUDA grid takes 65,535 there"
+    assert triton.supports_mlstm_step(replace(call, batch=257, heads=255)).ok
+
+
+def test_auto_moves_on_where_no_grid_holds_the_call(gpu_triton: None) -> None:
+    for changes in ({"batch": 70000, "heads": 1, "seq": 128}, {"batch": 1, "heads": 70000, "seq": 128}):
+        call = gpu_call(**changes, dtype=torch.float32, dim_qk=16, dim_v=16)
+        assert dispatch.choose("mlstm_chunkwise", "mlstm", call, "auto") == ("reference", None)
+        step = replace(call, seq=1)
+        assert dispatch.choose("mlstm_step", "mlstm_step", step, "auto") == ("reference", None)
+
+
 def test_triton_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = triton._missing("no_such_package", "no-such-package")
     assert (
@@ -243,6 +321,66 @@ def test_triton_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     too_new = triton._missing("torch", "mlstm-kernels")
     if triton.importlib.util.find_spec("triton") is not None:
         assert too_new is not None and "triton 3.9.0 has no block pointers" in too_new.reason
+
+
+STAND_INS = ("triton", "mlstm_kernels", "fla", "nvidia", "xlstm", "transformers")
+CALL_WITH_STAND_INS = """
+import sys, types, torch
+for name in sys.argv[1:]:
+    sys.modules[name] = types.ModuleType(name)
+import tfla_tk
+from tfla_tk.backends import tk, triton
+from tfla_tk.build.toolchain import pip_toolkits
+x = [torch.ones(1, 1, 16, 16) for _ in range(3)] + [torch.ones(1, 1, 16) for _ in range(2)]
+assert tfla_tk.mlstm_chunkwise(*x).shape == x[2].shape
+print(tfla_tk.which("mlstm_chunkwise", *x))
+print(triton.MLSTM_KERNELS_MISSING, triton.FLA_MISSING, pip_toolkits(), sep="; ")
+"""
+
+
+def test_modules_that_stand_for_packages_are_not_installed() -> None:
+    """As test suites and documentation builds put them into sys.modules, without a spec."""
+    command = [sys.executable, "-c", CALL_WITH_STAND_INS, *STAND_INS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    choice, *_, missing = done.stdout.splitlines()
+    assert choice == "reference"
+    assert missing.startswith("no: triton is not installed (pip install") and missing.endswith("; []")
+
+
+def test_one_stand_in_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mlstm_kernels", "fla"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(triton, "triton_version", lambda: "3.6.0")
+        missing = triton._missing(name, "its-distribution")
+        assert missing is not None and missing.reason == "its-distribution is not installed"
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert triton.triton_version() is None
+
+
+def test_auto_moves_on_where_the_triton_kernels_do_not_import(
+    gpu_triton: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Installed, but made for another release of what they import; logged once."""
+
+    def broken(name: str) -> ModuleType:
+        raise ImportError(f"cannot import something in {name}")
+
+    triton._import_fault.cache_clear()
+    monkeypatch.setattr(triton.importlib, "import_module", broken)
+    try:
+        for kernel, seq in (("mlstm", 128), ("mlstm_step", 1)) * 2:
+            call = gpu_call(batch=1, heads=1, seq=seq, dtype=torch.float32)
+            assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
+            with pytest.raises(
+                UnsupportedError, match="does not import: ImportError: cannot import"
+            ) as caught:
+                dispatch.choose(kernel, kernel, call, "triton")
+            assert caught.value.failed and caught.value.remedy
+    finally:
+        triton._import_fault.cache_clear()
+    assert len(caplog.records) == 2
 
 
 def test_triton_variants() -> None:

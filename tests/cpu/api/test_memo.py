@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,8 +210,101 @@ def test_the_memo_holds_no_tensor_and_is_bounded(served: Served, make_inputs: Ma
     for number in range(3 * memo.LIMIT):
         results.keep(number, number)
         assert results.get(number) == number and len(results) <= memo.LIMIT
+    # the oldest went, one for one
+    kept = [number for number in range(3 * memo.LIMIT) if results.get(number) is not None]
+    assert kept == list(range(2 * memo.LIMIT, 3 * memo.LIMIT))
+    results.keep(kept[0], -1)
+    assert results.get(kept[0]) == -1 and results.get(kept[1]) == kept[1]
     results.clear()
     assert results.get(0) is None
+
+
+def test_threads_keep_results_at_once() -> None:
+    results: memo.Memo[int] = memo.Memo()
+
+    def keep(first: int) -> None:
+        for number in range(first, first + 3 * memo.LIMIT):
+            results.keep(number, number)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(keep, range(0, 40 * memo.LIMIT, 10 * memo.LIMIT)))
+    assert len(results) == memo.LIMIT
+
+
+# names that torch keeps to itself
+
+PRIVATE_NAMES = (
+    "torch._C._any_requires_grad",
+    "torch._C._dispatch_keys",
+    "torch._C._get_tracing_state",
+    "torch._C._is_any_autocast_enabled",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._len_torch_function_stack",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch.autograd._profiler_enabled",
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._cuda_getCurrentRawStream",
+)
+WITHOUT_A_NAME = """
+import functools, importlib, sys, torch
+import torch._dynamo
+owner, _, name = sys.argv[1].rpartition(".")
+hidden = functools.reduce(getattr, owner.split(".")[1:], torch)
+had = hasattr(hidden, name)
+import torch.autograd.function, torch._library.autograd  # what torch itself takes by these names
+if had:
+    delattr(hidden, name)
+import tfla_tk
+from tfla_tk import Support, memo, ops
+from tfla_tk.backends import tk
+
+tk.supports_mlstm = lambda call, variant=None: Support(True)
+tk.load = lambda kernel, call, variant=None: Support(True)
+torch.manual_seed(0)
+x = [torch.randn(1, 2, 80, 16) for _ in range(3)] + [torch.randn(1, 2, 80) for _ in range(2)]
+for t in x:
+    t.requires_grad_()
+found = []
+for backend in ("tk", "reference"):
+    if backend == "tk" and memo.KNOWS_EAGER_CALLS:
+        # not the kernels, which a CPU has not: the op that stands for them
+        memo.KNOWS_EAGER_CALLS = False
+    h = tfla_tk.mlstm_chunkwise(*x, backend=backend)
+    found.append((h, *torch.autograd.grad(h.square().sum(), x)))
+with torch.no_grad():
+    found[0] += (tfla_tk.mlstm_chunkwise(*x, backend="tk"),)
+    found[1] += (tfla_tk.mlstm_chunkwise(*x, backend="reference"),)
+for a, b in zip(*found):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+print("agree", had)
+"""
+
+
+@pytest.mark.parametrize("name", PRIVATE_NAMES)
+def test_a_private_name_of_torch_may_go(name: str) -> None:
+    """The package imports and calls go through the ops, with the same results."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_NAME, name], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[0] == "agree"
+
+
+def test_every_private_name_is_known() -> None:
+    """Those that the package reads are those that the test above hides."""
+    package = Path(memo.__file__).parent
+    text = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    names = re.findall(r"torch\._C\.(_\w+)", text)
+    names += [
+        name
+        for imported in re.findall(r"from torch(?:\._C[\w.]*|\.autograd) import (?:\(([^)]*)\)|(.*))", text)
+        for name in re.findall(r"\w+", "".join(imported))
+    ]
+    names += re.findall(r'getattr\(\s*torch\._C, "(\w+)"', text)
+    known = {name.rpartition(".")[2] for name in PRIVATE_NAMES}
+    others = {"_ExcludeDispatchKeyGuard", "_autograd", "_functorch"}  # a substitute, and two modules
+    assert set(names) - others == known
 
 
 # when the kernels are called directly

@@ -23,10 +23,23 @@ esac
 
 TOY_KERNEL = """
 #include "tfla_tk/params.h"
+#include "config.cuh"
 // a template's static: shared between modules unless their symbols are their own
 template <typename T> struct Constant { static inline int value = ANSWER; };
 __global__ void toy(float* out) { out[threadIdx.x] = ANSWER + out[threadIdx.x]; }
 int answer() { toy<<<1, 32>>>(nullptr); return Constant<int>::value; }
+"""
+
+# of the family, of a folder below it, of one beside it, of all families, of CUDA, and under a condition
+TOY_CONFIG = """
+#pragma once
+#include "parts/part.cuh"
+#include "cuda_runtime.h"
+#include <cstdint>
+  #  include <tfla_tk/deep.h>  // found by its path below include/
+#ifdef NEVER
+#include "parts/conditional.cuh"
+#endif
 """
 
 TOY_BINDINGS = """
@@ -77,14 +90,20 @@ def kernel_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A kernels/ directory with one toy kernel, in place of the real one."""
     root = tmp_path / "kernels"
     real = sources.kernels_root()
-    for folder in ("include/tfla_tk", "toy", "other"):
+    for folder in ("include/tfla_tk", "toy/parts", "other"):
         (root / folder).mkdir(parents=True)
     for name in ("driver_shim.cpp", sources.COMMIT_FILE):
         shutil.copy(real / name, root / name)
     (root / "bindings.cpp").write_text(TOY_BINDINGS)
     (root / "include/tfla_tk/params.h").write_text("#pragma once\nint answer();\n")
     (root / "toy/toy.cu").write_text(TOY_KERNEL)
-    (root / "toy/config.cuh").write_text("#pragma once\n")
+    (root / "include/tfla_tk/deep.h").write_text("#pragma once\n")
+    (root / "include/tfla_tk/unused.h").write_text("#pragma once\n")
+    (root / "toy/config.cuh").write_text(TOY_CONFIG)
+    (root / "toy/parts/part.cuh").write_text('#pragma once\n#include "../../other/shared.cuh"\n')
+    (root / "toy/parts/conditional.cuh").write_text("#pragma once\n")
+    (root / "toy/unused.cuh").write_text("#pragma once\n")
+    (root / "other/shared.cuh").write_text('#pragma once\n#include "shared.cuh"\n#include <vector>\n')
     (root / "other/other.cu").write_text("\n")
     monkeypatch.setattr(sources, "kernels_root", lambda: root)
     return root

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tfla_tk.build import BuildError, Instance, cache
+from tfla_tk.build import BuildError, Instance, all_instances, cache, sources
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
@@ -43,6 +44,10 @@ def compiler(isolated_environment: Path) -> Compiler:
     return Compiler()
 
 
+def edit(path: Path) -> None:
+    path.write_text(path.read_text() + "// changed")
+
+
 # each edit changes one thing that the compiled module depends on
 EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
     "name": lambda a, root, mp: a.update(instance=dataclasses.replace(a["instance"], name="other")),
@@ -51,7 +56,12 @@ EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
     ),
     "kernel": lambda a, root, mp: (root / "toy/toy.cu").write_text("changed"),
     "family header": lambda a, root, mp: (root / "toy/config.cuh").write_text("changed"),
-    "new family header": lambda a, root, mp: (root / "toy/new.cuh").write_text(""),
+    "header in a folder": lambda a, root, mp: edit(root / "toy/parts/part.cuh"),
+    "another family's header": lambda a, root, mp: edit(root / "other/shared.cuh"),
+    "header of a header": lambda a, root, mp: edit(root / "include/tfla_tk/deep.h"),
+    "header under a condition": lambda a, root, mp: edit(root / "toy/parts/conditional.cuh"),
+    "header that hides another": lambda a, root, mp: (root / "toy/cuda_runtime.h").write_text(""),
+    "lost header": lambda a, root, mp: (root / "other/shared.cuh").unlink(),
     "shared header": lambda a, root, mp: (root / "include/tfla_tk/params.h").write_text("changed"),
     "bindings": lambda a, root, mp: (root / "bindings.cpp").write_text("changed"),
     "driver shim": lambda a, root, mp: (root / "driver_shim.cpp").write_text("changed"),
@@ -93,9 +103,37 @@ def test_the_key_ignores_other_families_and_places(
     kittens: ThunderKittens,
 ) -> None:
     before = cache.cache_key(toy, toolchain, kittens)
-    (kernel_sources / "other/other.cu").write_text("changed")
+    for name in ("other/other.cu", "toy/unused.cuh", "toy/parts/new.cuh", "include/tfla_tk/unused.h"):
+        (kernel_sources / name).write_text("changed")
     moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
     assert cache.cache_key(toy, moved, kittens) == before
+
+
+def test_the_key_follows_every_include_of_the_kernels() -> None:
+    """Each instance's files are those that the compiler opens, but for what lies outside kernels/."""
+    root = sources.kernels_root()
+    for instance in all_instances():
+        found = {name for name, _ in cache._source_digests(instance)}
+        assert {instance.source, instance.bindings, "driver_shim.cpp", "include/tfla_tk/params.h"} <= found
+        for name in found:
+            quoted = re.findall(r'#include "([^"]+)"', (root / name).read_text(encoding="utf-8"))
+            for included in quoted:
+                ends = [other for other in found if f"/{other}".endswith(f"/{included}")]
+                outside = included.startswith(("kittens", "pybind11", "cuda"))
+                assert ends or outside, (name, included)
+
+
+def test_an_include_that_cannot_be_followed_is_refused(
+    kernel_sources: Path, toy: Instance, toolchain: Toolchain, kittens: ThunderKittens
+) -> None:
+    (kernel_sources / "toy/config.cuh").write_text("#include CONFIG_OF_THE_DAY\n")
+    with pytest.raises(
+        BuildError, match=r"config\.cuh: the include of 'CONFIG_OF_THE_DAY' cannot be followed"
+    ):
+        cache.cache_key(toy, toolchain, kittens)
+    (kernel_sources / "toy/toy.cu").unlink()
+    with pytest.raises(BuildError, match=r"the kernel source .*toy\.cu cannot be read"):
+        cache.cache_key(toy, toolchain, kittens)
 
 
 def test_an_entry_is_compiled_once_and_private(compiler: Compiler, toy: Instance) -> None:
@@ -113,6 +151,58 @@ def test_a_lax_directory_is_made_private(compiler: Compiler, toy: Instance) -> N
     cache.modules_dir().chmod(0o777)
     cache.find_or_build(toy, KEY, compiler)
     assert stat.S_IMODE(cache.modules_dir().stat().st_mode) == 0o700
+
+
+# what can be said of the cache without writing to it
+
+
+def test_a_cache_that_does_not_exist_can_be_made(isolated_environment: Path) -> None:
+    assert cache.check_cache()
+    assert not isolated_environment.exists()
+
+
+def test_a_file_in_place_of_the_cache(isolated_environment: Path) -> None:
+    isolated_environment.write_text("")
+    with pytest.raises(BuildError, match=r"cannot be used: .*the cache is not a directory") as caught:
+        cache.check_cache()
+    assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+def test_no_home_for_the_cache(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, no_home: None
+) -> None:
+    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
+    for ask in (cache.check_cache, cache.modules_dir):
+        with pytest.raises(BuildError, match="no home directory for the cache") as caught:
+            ask()
+        assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o500])
+def test_a_cache_without_kernels_that_cannot_be_written(
+    mode: int, monkeypatch: pytest.MonkeyPatch, of_nobody: Path
+) -> None:
+    (of_nobody / "cache/modules").mkdir(parents=True)
+    (of_nobody / "cache/modules").chmod(0o500)
+    (of_nobody / "cache").chmod(mode)
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    with pytest.raises(BuildError, match="cannot be written, and no kernel can be read from it") as caught:
+        cache.check_cache()
+    assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+def test_kernels_of_a_cache_that_can_only_be_read_are_used(
+    toy: Instance, monkeypatch: pytest.MonkeyPatch, of_nobody: Path
+) -> None:
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    compiler = Compiler()
+    assert cache.find_or_build(toy, KEY, compiler).built and cache.check_cache()
+    for folder in (cache.modules_dir(), of_nobody / "cache"):
+        folder.chmod(0o500)
+    assert not cache.check_cache()
+    assert not cache.find_or_build(toy, KEY, compiler).built
+    with pytest.raises(BuildError, match=r"cannot be used: .*Permission denied"):
+        cache.find_or_build(toy, "1" * 32, compiler)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 import tfla_tk
-import tfla_tk.bench
-import tfla_tk.reference
 from tfla_tk import env
 from tfla_tk.build import BuildError, sources
 
@@ -48,7 +47,7 @@ def test_kernel_sources_of_the_checkout() -> None:
 
 def test_kernel_sources_of_a_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "site-packages/tfla_tk"
-    monkeypatch.setattr(tfla_tk, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(sources, "__file__", str(package / "build/sources.py"))
     with pytest.raises(BuildError, match="kernel sources"):
         sources.kernels_root()
     (package / "_kernels").mkdir(parents=True)
@@ -95,6 +94,30 @@ def test_cache_directory(
     for name, value in set_to.items():
         monkeypatch.setenv(name, value)
     assert str(env.cache_dir()) == expected.format(home=Path.home())
+
+
+@pytest.mark.parametrize("set_to", [{}, {"TFLA_TK_CACHE_DIR": "~/c"}, {"XDG_CACHE_HOME": "~/c"}])
+def test_no_home_directory(
+    set_to: dict[str, str], isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, no_home: None
+) -> None:
+    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="no home directory for the cache: HOME is not set"):
+        env.cache_dir()
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", "/c")
+    assert env.cache_dir() == Path("/c")
+
+
+def test_build_jobs_where_affinity_is_unknown(
+    isolated_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS and Windows."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    assert env.build_jobs() == 5
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert env.build_jobs() == 1
 
 
 def test_build_jobs(isolated_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,32 @@ def test_offline_the_error_names_all_three_look_ups(
     assert sources.thunderkittens_commit() in caught.value.remedy
 
 
+def test_a_cache_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch, of_nobody: Path) -> None:
+    (of_nobody / "cache").mkdir(mode=0o000)
+    monkeypatch.delenv("THUNDERKITTENS_ROOT", raising=False)
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    for clone in (True, False):
+        with pytest.raises(BuildError, match=r"cannot be used: .*Permission denied") as caught:
+            find_thunderkittens(clone)
+        assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
+def test_a_named_root_that_cannot_be_read_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, of_nobody: Path
+) -> None:
+    make_tree(of_nobody / "named")
+    (of_nobody / "named").chmod(0)
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(of_nobody / "named"))
+    with pytest.raises(BuildError, match=r"THUNDERKITTENS_ROOT=.* cannot be read: .*Permission denied"):
+        find_thunderkittens()
+
+
+def test_a_named_root_below_no_home_is_an_error(monkeypatch: pytest.MonkeyPatch, no_home: None) -> None:
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", "~/kittens")
+    with pytest.raises(BuildError, match=r"THUNDERKITTENS_ROOT=~/kittens cannot be read"):
+        find_thunderkittens()
+
+
 def test_without_git_the_error_says_so(
     isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -94,6 +96,72 @@ def test_without_nvcc_the_error_names_the_look_ups_and_the_remedy() -> None:
     for place in ("TFLA_TK_NVCC", "CUDA_HOME", "pip-installed toolkit", "PATH"):
         assert place in caught.value.reason
     assert "CUDA_HOME" in caught.value.remedy
+
+
+HOSTLESS = """#!/bin/sh
+[ "$1" = --version ] && echo "Cuda compilation tools, release 13.0, V13.0.88" && exit 0
+echo "gcc: No such file or directory" >&2
+echo "nvcc fatal   : Failed to preprocess host compiler properties." >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_missing_host_compiler_is_no_missing_cuda(
+    chosen: bool, make_toolkit: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As nvcc says where there is no gcc."""
+    home = make_toolkit(tmp_path / "home")
+    usable = (home / "bin/nvcc").read_text()
+    (home / "bin/nvcc").write_text(HOSTLESS)
+    monkeypatch.setenv(*("TFLA_TK_NVCC", str(home / "bin/nvcc")) if chosen else ("CUDA_HOME", str(home)))
+    with pytest.raises(BuildError, match="finds no host compiler: nvcc fatal") as caught:
+        find_toolchain()
+    assert "install g++" in caught.value.remedy and "NVCC_CCBIN" in caught.value.remedy
+    assert "install CUDA" not in caught.value.remedy
+    # found once there is one
+    (home / "bin/nvcc").write_text(usable)
+    assert find_toolchain().nvcc == home / "bin/nvcc"
+
+
+def test_nvcc_links_with_gxx(
+    make_toolkit: Make, monkeypatch: pytest.MonkeyPatch, on_path: OnPath, tmp_path: Path
+) -> None:
+    """gcc may be there without it; a compiler of another name serves for both."""
+    home = make_toolkit(tmp_path / "home")
+    text = (home / "bin/nvcc").read_text()
+    monkeypatch.setenv("TFLA_TK_NVCC", str(home / "bin/nvcc"))
+    for compiler, serves in (("gcc", False), ("clang", True)):
+        (home / "bin/nvcc").write_text(
+            text.replace("echo '#$ TOP", f"echo '#$ {compiler} -E' >&2; echo '#$ TOP")
+        )
+        if serves:
+            assert find_toolchain().nvcc == home / "bin/nvcc"
+            continue
+        with pytest.raises(BuildError, match=r"links with g\+\+, which is not on PATH") as caught:
+            find_toolchain()
+        assert "install g++" in caught.value.remedy
+
+
+def test_a_toolkit_that_cannot_be_read_is_passed_over(
+    make_toolkit: Make, monkeypatch: pytest.MonkeyPatch, on_path: OnPath, of_nobody: Path
+) -> None:
+    closed = make_toolkit(of_nobody / "closed")
+    closed.chmod(0)
+    monkeypatch.setenv("CUDA_HOME", str(closed))
+    on_path(make_toolkit(of_nobody / "open") / "bin")
+    assert find_toolchain().nvcc == of_nobody / "open/bin/nvcc"
+    monkeypatch.setenv("TFLA_TK_NVCC", str(closed / "bin/nvcc"))
+    with pytest.raises(
+        BuildError, match=r"TFLA_TK_NVCC: the toolkit of .* cannot be read: .*Permission denied"
+    ):
+        find_toolchain()
+
+
+def test_a_stand_in_for_nvidia_holds_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "nvidia", ModuleType("nvidia"))
+    assert toolchain.pip_toolkits() == []
 
 
 def test_pip_toolkits_are_found_newest_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

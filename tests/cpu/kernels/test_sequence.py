@@ -333,13 +333,19 @@ def test_serves(dtype: torch.dtype, dims: tuple[int, int], hopper: None) -> None
         ({"dtype": torch.float64}, "q, k, v are torch.float64", "use torch.float32"),
         ({"dim_qk": 257}, "head dims are 257/256", "use at most 256/512"),
         ({"dim_v": 513}, "head dims are 128/513", "use at most 256/512"),
-        ({"batch": 1 << 16}, "batch and heads are 65536 and 2", "use at most 65535"),
-        ({"batch": 65535, "heads": 32769}, "are 65535 and 32769", "2147483647 together"),
+        # 16 slices of each along x of a grid, which ends at 2^31 - 1
+        ({"batch": 1 << 26}, "batch x heads = 134,217,728, the kernels take 134,217,727", "split the batch"),
     ],
 )
 def test_refuses(change: dict[str, object], reason: str, remedy: str, hopper: None) -> None:
     verdict = tk.supports_mlstm_sequence(replace(CALL, **change))  # type: ignore[arg-type]
     assert not verdict.ok and reason in verdict.reason and remedy in verdict.remedy
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000), (2**27 - 1, 1), (1, 2**27 - 1)])
+def test_serves_any_number_of_heads(batch: int, heads: int, hopper: None) -> None:
+    assert tk._DECODING_SLICES == tk_step._MAX_SLICES
+    assert tk.supports_mlstm_sequence(replace(CALL, batch=batch, sequences=batch, heads=heads)) == SUPPORTED
 
 
 def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfla_tk
-from tfla_tk import build
-from tfla_tk.backends import tk, tk_intra
+from tfla_tk import UnsupportedError, build, dispatch
+from tfla_tk.backends import tk, tk_intra, tk_passes
+from tfla_tk.build import Instance, cache, instances
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
+from tfla_tk.build.toolchain import Toolchain
+from tfla_tk.dispatch import Support
 from tfla_tk.validation import MLSTMCall
 
 CALL = MLSTMCall(
@@ -34,16 +40,25 @@ CALL = MLSTMCall(
 )
 
 
+TOOLCHAIN = Toolchain(Path("nvcc"), Path("include"), Path("lib"), (13, 0), "nvcc 13.0.88; g++ 13", "PATH")
+
+
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that has all it takes; each probe starts afresh."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "pretended GPU")
-    monkeypatch.setattr(build, "find_toolchain", lambda: None)
+    monkeypatch.setattr(build, "find_toolchain", lambda: TOOLCHAIN)
+    monkeypatch.setattr(build, "check_cache", lambda: True)
     monkeypatch.setattr(build, "find_thunderkittens", lambda clone: None)
-    tk._probe_device.cache_clear()
+    monkeypatch.setattr(tk, "_driver_version", lambda: (13, 0))
+    monkeypatch.setattr(tk, "_failed", {})
+    probes = (tk._probe_device, tk._can_add_kernels, tk._is_cached)
+    for probe in probes:
+        probe.cache_clear()
     yield
-    tk._probe_device.cache_clear()
+    for probe in probes:
+        probe.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -82,7 +97,67 @@ def test_a_gpu_that_is_not_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.reason == "pretended GPU has compute capability 8.0, the kernels need 9.0"
 
 
-@pytest.mark.parametrize("finder", ["find_toolchain", "find_thunderkittens"])
+def test_an_amd_gpu_of_the_same_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm tells gfx90a's as (9, 0)."""
+    monkeypatch.setattr(torch.version, "hip", "6.2.41133")
+    verdict = tk.supports_mlstm(CALL)
+    assert (verdict.ok, verdict.remedy) == (False, "use an H100, H200 or GH200")
+    assert verdict.reason == "pretended GPU is an AMD GPU, the kernels are CUDA"
+
+
+@pytest.mark.parametrize("supports", [tk.supports_mlstm, tk.supports_mlstm_step, tk.supports_mlstm_sequence])
+@pytest.mark.parametrize(
+    ("driver", "toolkit", "serves"),
+    [
+        ((13, 0), (13, 0), True),
+        ((13, 0), (13, 2), True),
+        ((13, 1), (12, 8), True),
+        ((12, 4), (12, 9), True),
+        ((12, 9), (13, 0), False),
+        ((12, 0), (13, 1), False),
+        (None, (13, 0), True),
+    ],
+)
+def test_a_driver_of_an_older_major_version_is_refused(
+    driver: tuple[int, int] | None,
+    toolkit: tuple[int, int],
+    serves: bool,
+    supports: Callable[[MLSTMCall], Support],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tk, "_driver_version", lambda: driver)
+    monkeypatch.setattr(build, "find_toolchain", lambda: replace(TOOLCHAIN, version=toolkit))
+    verdict = supports(replace(CALL, seq=1))
+    assert verdict.ok == serves
+    if driver is not None and not serves:
+        told = f"CUDA {driver[0]}.{driver[1]}, the nvcc that was found is CUDA {toolkit[0]}.{toolkit[1]}"
+        assert told in verdict.reason
+        assert "update the driver" in verdict.remedy and "TFLA_TK_NVCC" in verdict.remedy
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"), [((0, 13000), (13, 0)), ((0, 12080), (12, 8)), ((100, 0), None), (None, None)]
+)
+def test_the_driver_is_asked_for_its_version(
+    answer: tuple[int, int] | None, version: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+
+    def library(name: str) -> Any:
+        if answer is None:
+            raise OSError(f"{name}: cannot open shared object file")
+
+        def get_version(pointer: Any) -> int:
+            pointer._obj.value = answer[1]
+            return answer[0]
+
+        return SimpleNamespace(cuDriverGetVersion=get_version)
+
+    monkeypatch.setattr(tk.ctypes, "CDLL", library)
+    assert tk._driver_version() == version
+
+
+@pytest.mark.parametrize("finder", ["find_toolchain", "check_cache", "find_thunderkittens"])
 def test_no_compiler_or_no_thunderkittens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, finder: str
 ) -> None:
@@ -99,6 +174,186 @@ def test_no_compiler_or_no_thunderkittens(
     assert [record.message for record in caplog.records] == [
         f"the tk kernels cannot be used: {finder} found nothing\nRemedy: install it"
     ]
+
+
+UNUSABLE: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], None]]] = {
+    "a file": ("is not a directory", lambda cache, patch: cache.touch()),
+    "closed": ("cannot be written, and no kernel can be read", lambda cache, patch: cache.mkdir(mode=0)),
+    "not writable": ("cannot be written, and no kernel", lambda cache, patch: cache.mkdir(mode=0o500)),
+    "below a file": (
+        "is not a directory",
+        lambda cache, patch: (cache.touch(), patch.setenv("TFLA_TK_CACHE_DIR", str(cache / "below"))),
+    ),
+}
+
+
+def serves_nothing(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Auto moves on from each kernel, by name it is an error, and both tell the reason."""
+    for kernel, (call, _) in KINDS.items():
+        assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
+        with pytest.raises(UnsupportedError, match=reason) as caught:
+            dispatch.choose(kernel, kernel, call, "tk")
+        assert "set TFLA_TK_CACHE_DIR to a directory that you own" in caught.value.remedy
+    assert len(caplog.records) == 1 and reason in caplog.text
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_cache_that_cannot_be_used(
+    case: str, of_nobody: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason, make = UNUSABLE[case]
+    monkeypatch.setattr(build, "check_cache", cache.check_cache)
+    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
+    monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(of_nobody / "cache"))
+    make(of_nobody / "cache", monkeypatch)
+    serves_nothing(reason, caplog)
+
+
+def test_no_home_for_the_cache(
+    isolated_environment: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_home: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(build, "check_cache", cache.check_cache)
+    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
+    monkeypatch.delenv("TFLA_TK_CACHE_DIR")
+    serves_nothing("there is no home directory for the cache", caplog)
+
+
+# a cache that can only be read, and kernels that cannot be loaded
+
+KINDS: dict[str, tuple[MLSTMCall, list[Instance]]] = {
+    "mlstm": (replace(CALL, dim_qk=80, dim_v=400), [instances.mlstm_fwd(80, 400)]),
+    "mlstm_step": (replace(CALL, seq=1), [instances.mlstm_step()]),
+    "mlstm_sequence": (replace(CALL, seq=9), [instances.mlstm_sequence(9)]),
+}
+GRADIENTS = replace(CALL, dim_qk=80, dim_v=400, requires_grad=True)
+ALL_OF_GRADIENTS = [instances.mlstm_fwd(80, 400), *tk_passes.instances_of(80, 400)]
+
+
+@pytest.mark.parametrize("dim_v", [16, 64, 80, 128, 192, 256, 272, 512])
+@pytest.mark.parametrize("dim_qk", [16, 64, 80, 128, 192, 256])
+def test_the_kernels_of_a_call_are_known(dim_qk: int, dim_v: int) -> None:
+    call = replace(CALL, dim_qk=dim_qk, dim_v=dim_v, requires_grad=True)
+    for variant, schedule in ((None, "overlapped"), ("auto", "overlapped"), ("pingpong", "pingpong")):
+        forward = instances.mlstm_fwd(dim_qk, dim_v, schedule)
+        backward = list(tk_passes.instances_of(dim_qk, dim_v))
+        assert tk._instances_of(*tk._kernel_key("mlstm", call, variant)) == [forward, *backward]
+        assert tk._instances_of(*tk._kernel_key("mlstm_step", call, variant)) == [forward, *backward]
+    for tokens in range(1, instances.MAX_TOKENS + 1):
+        key = tk._kernel_key("mlstm_sequence", replace(CALL, seq=tokens), None)
+        assert tk._instances_of(*key) == [instances.mlstm_sequence(tokens)]
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+def test_a_cache_that_can_only_be_read_serves_what_it_holds(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, needed = KINDS[kernel]
+    held: list[Instance] = []
+    monkeypatch.setattr(build, "check_cache", lambda: False)
+    monkeypatch.setattr(build, "is_cached", lambda instance: instance in held)
+    verdict = dispatch.support("tk", kernel, call)
+    assert not verdict.ok and "set TFLA_TK_CACHE_DIR" in verdict.remedy
+    assert verdict.reason == f"{needed[0].name} is not compiled, and the cache directory cannot be written"
+    held += needed
+    tk._is_cached.cache_clear()
+    assert dispatch.support("tk", kernel, call) == Support(True)
+    if kernel == "mlstm":
+        assert not tk.supports_mlstm(replace(call, requires_grad=True)).ok
+        held += ALL_OF_GRADIENTS
+        tk._is_cached.cache_clear()
+        assert tk.supports_mlstm(replace(call, requires_grad=True)).ok
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+def test_auto_moves_on_where_a_kernel_cannot_be_loaded(
+    kernel: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried and logged once; from then on `which` knows, and by name it is an error with the reason."""
+    call, (instance, *_) = KINDS[kernel]
+    tried: list[Instance] = []
+
+    def load(instance: Instance) -> None:
+        tried.append(instance)
+        raise build.BuildError("no space left on device", "make room")
+
+    monkeypatch.setattr(build, "load", load)
+    monkeypatch.setattr(dispatch, "BACKENDS", ("tk", "reference"))
+    assert dispatch.choose(kernel, kernel, call, "auto", load=False) == ("tk", None)
+    for _ in range(2):
+        assert dispatch.choose(kernel, kernel, call, "auto") == ("reference", None)
+        assert dispatch.choose(kernel, kernel, call, "auto", load=False) == ("reference", None)
+    assert tried == [instance]
+    assert [record.message for record in caplog.records] == [
+        f"{instance.name} cannot be used: no space left on device\nRemedy: make room"
+    ]
+    with pytest.raises(
+        UnsupportedError, match=f"{kernel} on backend 'tk': no space left on device"
+    ) as caught:
+        dispatch.choose(kernel, kernel, call, "tk")
+    assert caught.value.failed and caught.value.remedy == "make room; then start Python anew"
+
+
+def test_what_is_first_asked_for_by_name_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(instance: Instance) -> None:
+        raise build.BuildError("no space left on device")
+
+    monkeypatch.setattr(build, "load", load)
+    with pytest.raises(UnsupportedError, match="no space left on device") as caught:
+        dispatch.choose("mlstm_chunkwise", "mlstm", CALL, "tk:pingpong")
+    assert caught.value.failed and caught.value.remedy == "start Python anew to try again"
+    # other kernels are not concerned
+    assert tk.supports_mlstm(CALL).ok
+
+
+def test_a_call_that_records_gradients_loads_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Instance] = []
+    monkeypatch.setattr(build, "load", loaded.append)
+    assert dispatch.choose("mlstm_chunkwise", "mlstm", GRADIENTS, "auto") == ("tk", None)
+    assert loaded == ALL_OF_GRADIENTS
+    loaded.clear()
+    dispatch.choose("mlstm_chunkwise", "mlstm", replace(CALL, batch=0), "auto")
+    assert loaded == []
+
+
+@pytest.mark.parametrize("kernel", KINDS)
+def test_the_choice_is_made_while_a_call_is_compiled(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are loaded then: a graph cannot move on later. Sizes may be symbols."""
+    loaded: list[Instance] = []
+    monkeypatch.setattr(build, "load", loaded.append)
+
+    def serve(x: torch.Tensor) -> torch.Tensor:
+        batch, heads, seq, dim = x.shape
+        sizes = {"batch": batch, "sequences": batch, "heads": heads, "seq": seq, "dim_qk": dim, "dim_v": dim}
+        name, _ = dispatch.choose(kernel, kernel, replace(CALL, **sizes), "auto")
+        return x + 1 if name == "tk" else x - 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(serve, fullgraph=True, backend="eager", dynamic=True)
+    for seq, dim in ((9, 128), (12, 64)):
+        assert (compiled(torch.zeros(2, 3, seq, dim)) == 1).all()
+    expected = {
+        "mlstm": {instances.mlstm_fwd(128, 128), instances.mlstm_fwd(64, 64)},
+        "mlstm_step": {instances.mlstm_step()},
+        "mlstm_sequence": {instances.mlstm_sequence(9)},
+    }
+    assert set(loaded) == expected[kernel]
+
+
+def test_a_capture_is_no_reason_to_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph would hold another backend's kernels for good; before the capture the kernel can be had."""
+
+    def load(instance: Instance) -> None:
+        raise build.CaptureError("while a CUDA graph is being captured", "call it once before")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "load", load)
+        with pytest.raises(build.CaptureError):
+            dispatch.choose("mlstm_chunkwise", "mlstm", CALL, "auto")
+    monkeypatch.setattr(build, "load", lambda instance: None)
+    assert dispatch.choose("mlstm_chunkwise", "mlstm", CALL, "auto") == ("tk", None)
 
 
 def test_a_cpu_call_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
