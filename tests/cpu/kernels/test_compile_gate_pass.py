@@ -264,11 +264,13 @@ def test_scores_are_sent_to_the_other_cta(compiled: Any) -> None:
         (sent,) = (n for n, opcode in enumerate(opcodes) if opcode.startswith("UBLKCP"))
         stored = sent - opcodes[sent::-1].index("FENCE.VIEW.ASYNC.S")
         assert "BRA" in opcodes[stored:sent]
-        assert opcodes.count("UCGABAR_ARV") == opcodes.count("UCGABAR_WAIT") == 2
+        # where several shares of the keys take tickets, CTAs wait for theirs first
+        tickets = kernel.gradient != "dv" and kernel.dim_qk == 256
+        assert opcodes.count("UCGABAR_ARV") == opcodes.count("UCGABAR_WAIT") == 2 + tickets
         gemms = [n for n, kind in enumerate(kinds(kernel)) if kind]
-        barriers = [n for n, opcode in enumerate(opcodes) if opcode == "UCGABAR_WAIT"]
-        assert barriers[0] < gemms[0] and gemms[-1] < barriers[1]
-        assert barriers[0] < sent < barriers[1]
+        *_, first, last = (n for n, opcode in enumerate(opcodes) if opcode == "UCGABAR_WAIT")
+        assert first < gemms[0] and gemms[-1] < last
+        assert first < sent < last
         walk = [n for n, kind in enumerate(kinds(kernel)) if kind in ("read", "update")]
         assert not any("MEMBAR" in opcode and "GPU" in opcode for opcode in opcodes[walk[0] : walk[-1]])
 
