@@ -45,15 +45,15 @@ dim3 grid(const TileGlobals& g, const char* name) {
     return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads, 1, name);
 }
 
-template <bool kSigmoid> void run_scan(const MlstmBwdScanParams& p, cudaStream_t stream) {
+template <class P> void run_scan(const MlstmBwdScanParams& p, cudaStream_t stream) {
     const ScanGlobals g{tile_globals(p), p.i,       p.f,
                         p.norms,         p.chunk_m, p.gates,
                         p.tickets,       p.scale,   high_and_low(std::log2(static_cast<double>(p.scale)))};
-    launch<mlstm_bwd_scan_kernel<kSigmoid>>(g, grid(g, "mlstm_bwd_scan"), kTileThreads, p.device, stream,
-                                            "mlstm_bwd_scan");
+    launch<mlstm_bwd_scan_kernel<P>>(g, grid(g, "mlstm_bwd_scan"), kTileThreads, p.device, stream,
+                                     "mlstm_bwd_scan");
 }
 
-template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t stream) {
+template <class P> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t stream) {
     const TileGlobals tiles = tile_globals(p);
     const GatesGlobals g{tiles,
                          p.q_dq,
@@ -74,8 +74,8 @@ template <bool kSigmoid> void run_gates(const MlstmBwdGatesParams& p, cudaStream
         launch<mlstm_bwd_flows_kernel>(
             g, grid_of(std::int64_t{2} * kStateParts * p.offsets.sequences * p.heads, 1, "mlstm_bwd_flows"),
             kTileThreads, p.device, stream, "mlstm_bwd_flows");
-    launch<mlstm_bwd_gates_kernel<kSigmoid>>(g, grid(g, "mlstm_bwd_gates"), kTileThreads, p.device, stream,
-                                             "mlstm_bwd_gates");
+    launch<mlstm_bwd_gates_kernel<P>>(g, grid(g, "mlstm_bwd_gates"), kTileThreads, p.device, stream,
+                                      "mlstm_bwd_gates");
 }
 
 }  // namespace tfla_tk::mlstm
@@ -91,7 +91,7 @@ std::int64_t chunk_gates_bytes() { return sizeof(ChunkGates); }
 void mlstm_bwd_scan(const MlstmBwdScanParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_scan");
     const auto s = static_cast<cudaStream_t>(stream);
-    params.sigmoid_gate ? mlstm::run_scan<true>(params, s) : mlstm::run_scan<false>(params, s);
+    with_gate(params.sigmoid_gate, [&]<class P>(P) { mlstm::run_scan<P>(params, s); });
 }
 
 void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream) {
@@ -121,7 +121,7 @@ void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream) {
 void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream) {
     const DeviceGuard guard(params.device, "mlstm_bwd_gates");
     const auto s = static_cast<cudaStream_t>(stream);
-    params.sigmoid_gate ? mlstm::run_gates<true>(params, s) : mlstm::run_gates<false>(params, s);
+    with_gate(params.sigmoid_gate, [&]<class P>(P) { mlstm::run_gates<P>(params, s); });
 }
 
 }  // namespace tfla_tk

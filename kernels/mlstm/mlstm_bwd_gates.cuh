@@ -70,8 +70,6 @@ __device__ inline void store_gate(const GateGradient& gate, int64_t offset, floa
     }
 }
 
-__device__ inline float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
-
 // A chunk's tokens in a warp: lane l has l and l + 32.
 struct LaneTokens {
     int low, high;  // in the tile
@@ -143,13 +141,13 @@ struct ChunkSums {
 
 // Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
 // Without stabiliser no token has had a weight above 1. m_in: 0 then.
-template <bool kSigmoid> __device__ inline bool forgets_all_before(float2 i, float2 f, float m_in) {
+template <class P> __device__ inline bool forgets_all_before(float2 i, float2 f, float m_in) {
     const int lane = fresh_laneid();
-    const float b_low = warp_inclusive_sum(static_cast<float>(log2_sigmoid(f.x)), lane);
-    const float b_high =
-        __shfl_sync(0xffffffff, b_low, 31) + warp_inclusive_sum(static_cast<float>(log2_sigmoid(f.y)), lane);
-    const float a_low = static_cast<float>(log2_input<kSigmoid>(i.x)) - b_low;
-    const float a_high = static_cast<float>(log2_input<kSigmoid>(i.y)) - b_high;
+    const float b_low = warp_inclusive_sum(static_cast<float>(P::log2_forget(f.x)), lane);
+    const float b_high = __shfl_sync(0xffffffff, b_low, 31) +
+                         warp_inclusive_sum(static_cast<float>(P::log2_forget(f.y)), lane);
+    const float a_low = static_cast<float>(P::log2_input(i.x)) - b_low;
+    const float a_high = static_cast<float>(P::log2_input(i.y)) - b_high;
     const float a = warp_max(fmaxf(fmaxf(a_low, a_high), -INFINITY));  // of those that are no NaN
     return a - m_in > kForgotten;
 }
@@ -246,7 +244,7 @@ __device__ inline float2 suffix_sums(float2 x) {
 }
 
 // NOTES: four CTAs per multiprocessor, else ptxas aims at 40 registers and spills.
-template <bool kSigmoid>
+template <class P>
 __global__ __launch_bounds__(kTileThreads,
                              4) void mlstm_bwd_gates_kernel(const __grid_constant__ GatesGlobals g) {
     __shared__ ChunkFlow flows[kAnchorChunks];
@@ -255,13 +253,15 @@ __global__ __launch_bounds__(kTileThreads,
     if (tile.tokens <= 0) return;
     const int chunk = threadIdx.x / 32;
     const LaneTokens lane(chunk, tile.tokens);
-    auto load_gate = [&](const Gate& gate, float none) {
-        return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+    auto loader = [&](const Gate& gate) {
+        return [&](float none) {
+            return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+        };
     };
-    const float2 i = load_gate(g.i, kNoInput), f = load_gate(g.f, kNoForget);
+    const float2 i = P::input(loader(g.i)), f = P::forget(loader(g.f));
     const ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
     float m_in = 0.f;
-    if (!kSigmoid && chunk < tile.chunks) {
+    if (P::kStabilised && chunk < tile.chunks) {
         const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
         m_in = load_chunk_m(g.chunk_m, slot).high;
     }
@@ -269,7 +269,7 @@ __global__ __launch_bounds__(kTileThreads,
     if (chunk < 2) known_part = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);
     const float2 q = q_dq.rows(), k = k_dk.rows();
     if (chunk < tile.chunks) {
-        ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<kSigmoid>(i, f, m_in)};
+        ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(i, f, m_in)};
         if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
             flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
             flow.forgets = false;
@@ -292,8 +292,8 @@ __global__ __launch_bounds__(kTileThreads,
                    x);
     };
     auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
-        store(g.di, t, kSigmoid ? k_dk * sigmoid(-i) : k_dk);
-        store(g.df, t, static_cast<float>(flow + dlf) * sigmoid(-f));
+        if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
+        store(g.df, t, P::forget_gradient(static_cast<float>(flow + dlf), f));
     };
     if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
     if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);

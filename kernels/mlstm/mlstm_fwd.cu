@@ -13,6 +13,7 @@
 //   mlstm_combine   carried from segment to segment
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
 #include <cmath>
+#include <stdexcept>
 
 #include "mlstm_combine.cuh"
 #include "mlstm_fwd_globals.cuh"
@@ -47,7 +48,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
         if (warp == 0)
             load_tiles(g, smem);
         else if (warp == 1)
-            g.sigmoid_gate ? scan_gates<C, true>(g, smem) : scan_gates<C, false>(g, smem);
+            with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_gates<C, P>(g, smem); });
         else if (C::kNormalize && warp == 2)
             carry_norm(g, smem);
     } else if (warpgroup_id <= C::kStateWarpgroups) {
@@ -130,22 +131,33 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
     };
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
     if constexpr (kWide) {
-        auto start_wide = [&]<bool kSigmoid>() {
-            using C = WideConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSigmoid, kSchedule>;
-            start.template operator()<mlstm_wide_kernel<C>, sizeof(WideMemory<C>)>(C::kThreads,
-                                                                                   C::cluster(g.slices));
-        };
-        if (g.sigmoid_gate)
-            start_wide.template operator()<true>();
-        else if constexpr (kNormalize)
-            start_wide.template operator()<false>();
-        else
-            throw std::runtime_error("mlstm_fwd: the exponential gate comes with a normaliser");
+        with_gate(g.sigmoid_gate, [&]<class P>(P) {
+            if constexpr (kNormalize || !P::kStabilised) {
+                using C = WideConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, P, kSchedule>;
+                start.template operator()<mlstm_wide_kernel<C>, sizeof(WideMemory<C>)>(C::kThreads,
+                                                                                       C::cluster(g.slices));
+            } else {
+                throw std::runtime_error("mlstm_fwd: the exponential gate comes with a normaliser");
+            }
+        });
     } else {
         using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSchedule>;
         static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
         start.template operator()<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(C::kThreads);
     }
+}
+
+// Calls run<T, kNormalize>() with the operands' type and whether there is a normaliser.
+template <class Run> void with_types(const MlstmFwdWalk& p, Run run) {
+    auto with_type = [&]<class T>() {
+        if (!p.normalize)
+            run.template operator()<T, false>();
+        else if constexpr (kMayNormalize)
+            run.template operator()<T, true>();
+        else
+            throw std::runtime_error("mlstm_fwd: this instance has no normaliser");
+    };
+    p.half ? with_type.template operator()<half>() : with_type.template operator()<bf16>();
 }
 
 }  // namespace tfla_tk::mlstm
@@ -161,23 +173,15 @@ std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v
 }
 
 void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    if (params.half)
-        params.normalize ? mlstm::run_states<kittens::half, true>(params, s)
-                         : mlstm::run_states<kittens::half, false>(params, s);
-    else
-        params.normalize ? mlstm::run_states<kittens::bf16, true>(params, s)
-                         : mlstm::run_states<kittens::bf16, false>(params, s);
+    mlstm::with_types(params, [&]<class T, bool kNormalize>() {
+        mlstm::run_states<T, kNormalize>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    if (params.walk.half)
-        params.walk.normalize ? mlstm::run_mlstm_fwd<kittens::half, true>(params, s)
-                              : mlstm::run_mlstm_fwd<kittens::half, false>(params, s);
-    else
-        params.walk.normalize ? mlstm::run_mlstm_fwd<kittens::bf16, true>(params, s)
-                              : mlstm::run_mlstm_fwd<kittens::bf16, false>(params, s);
+    mlstm::with_types(params.walk, [&]<class T, bool kNormalize>() {
+        mlstm::run_mlstm_fwd<T, kNormalize>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 }  // namespace tfla_tk

@@ -40,28 +40,31 @@ template <class C> __device__ inline void load_tiles(const Globals& g, SharedMem
     }
 }
 
-template <class C, bool kSigmoid>
-__device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
+template <class C, class P> __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     const Task& task = smem.task;
     // NOTES: addressed anew for every chunk: registers
-    auto load = [&](const Gate& gate, int chunk, float none) {
-        return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
+    auto loader = [&](const Gate& gate, int chunk) {
+        return [&, chunk](float none) {
+            return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);
+        };
     };
-    GateScan<typename C::T, kSigmoid> scan{kSigmoid ? FloatPair{}
-                                                    : finite_stabiliser(task.initial_m(g) * kLog2eDouble)};
-    float2 i = load(g.i, 0, kNoInput), f = load(g.f, 0, kNoForget);
+    auto load_input = [&](int chunk) { return P::input(loader(g.i, chunk)); };
+    auto load_forget = [&](int chunk) { return P::forget(loader(g.f, chunk)); };
+    GateScan<typename C::T, P> scan{P::kStabilised ? finite_stabiliser(task.initial_m(g) * kLog2eDouble)
+                                                   : FloatPair{}};
+    float2 i = load_input(0), f = load_forget(0);
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
+        if (P::kStabilised && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
             store_chunk_m(g.chunk_m, task.chunk + chunk, scan.m);
         const auto [slot, phase] = C::gate_stage(chunk);
         wait_free(smem.gates_free[slot], phase);
         const float2 m = scan.chunk(
             smem.gates[slot], i, f, g.scale, g.log2_scale, chunk + 1 == task.chunks,
-            [&] { return load(g.i, chunk + 1, kNoInput); }, [&] { return load(g.f, chunk + 1, kNoForget); });
+            [&] { return load_input(chunk + 1); }, [&] { return load_forget(chunk + 1); });
         arrive_warp(smem.gates_ready[slot]);
-        if constexpr (!kSigmoid) store_row_stabilisers(g, task, chunk, m);
+        if constexpr (P::kStabilised) store_row_stabilisers(g, task, chunk, m);
     }
-    if constexpr (!kSigmoid) store_last_stabiliser(g, task, scan.m);
+    if constexpr (P::kStabilised) store_last_stabiliser(g, task, scan.m);
 }
 
 }  // namespace tfla_tk::mlstm

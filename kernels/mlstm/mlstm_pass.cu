@@ -53,7 +53,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
             feed_gates(g, smem);
         else if (warp == 2)
             load_factor_and_store_outputs(g, smem);
-        else if constexpr (C::kNormalizer)
+        else if constexpr (C::kSumsRows)
             store_row_sums(g, smem);
     } else if (warpgroup_id == 1) {
         set_registers<kRegisters.scores, kThreads, kCtas>();
@@ -94,10 +94,24 @@ dim3 grid(const WalkGlobals& g, const char* name) {
     return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.shares, 1, name);
 }
 
-template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
-    using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
+// Calls run<C>() with the config of a pass for dq or dk.
+template <class T, class Run> void with_config(const PassWalk& p, Run run) {
+    auto of_gradient = [&]<bool kNormalizer>() {
+        using Dq = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dq, kNormalizer>;
+        using Dk = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dk, kNormalizer>;
+        p.gradient == Gradient::dq ? run.template operator()<Dq>() : run.template operator()<Dk>();
+    };
+    if (p.e == nullptr)
+        of_gradient.template operator()<false>();
+    else if constexpr (kMayNormalize)
+        of_gradient.template operator()<true>();
+    else
+        throw std::runtime_error("mlstm_pass: this instance has no normaliser");
+}
+
+template <class C> void launch_pass(const MlstmPassParams& p, cudaStream_t stream) {
     const PassWalk& walk = p.walk;
-    if (!C::kNormalizer && shares(walk.dim_keys) > 1)  // they would not take turns
+    if (!C::kSumsRows && shares(walk.dim_keys) > 1)  // they would not take turns
         throw std::runtime_error("mlstm_pass: dv takes one share of the keys");
     auto map = [&](const Operand& x, int dim, int box_rows) {
         return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
@@ -132,16 +146,15 @@ template <class T, Gradient kGradient> void run_mlstm_pass(const MlstmPassParams
 
 template <class T> void run_mlstm_pass(const MlstmPassParams& p, cudaStream_t stream) {
     const Gradient gradient = p.walk.gradient;
-    if (gradient == Gradient::dv) return run_mlstm_pass<T, Gradient::dv>(p, stream);
+    if (gradient == Gradient::dv)
+        return launch_pass<PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dv, false>>(p, stream);
     if constexpr (pass_serves(TFLA_SLICE, Gradient::dq))
-        return gradient == Gradient::dq ? run_mlstm_pass<T, Gradient::dq>(p, stream)
-                                        : run_mlstm_pass<T, Gradient::dk>(p, stream);
+        with_config<T>(p.walk, [&]<class C>() { launch_pass<C>(p, stream); });
     else
         throw std::runtime_error("mlstm_pass: this instance makes dv alone");
 }
 
-template <class T, Gradient kGradient> void run_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
-    using C = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, kGradient>;
+template <class C> void launch_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
     const PassWalk& walk = p.walk;
     const DeviceGuard guard(walk.device, "mlstm_pass_segments");
     const SegmentsGlobals g{walk_globals<C>(walk), p.i, p.f, p.log2_w, p.chunk_m, p.scale, p.sigmoid_gate};
@@ -150,10 +163,9 @@ template <class T, Gradient kGradient> void run_segments(const MlstmSegmentsPara
 }
 
 template <class T> void run_segments(const MlstmSegmentsParams& p, cudaStream_t stream) {
-    if constexpr (pass_serves(TFLA_SLICE, Gradient::dq)) {
-        if (p.walk.gradient == Gradient::dq) return run_segments<T, Gradient::dq>(p, stream);
-        if (p.walk.gradient == Gradient::dk) return run_segments<T, Gradient::dk>(p, stream);
-    }
+    if constexpr (pass_serves(TFLA_SLICE, Gradient::dq))
+        if (p.walk.gradient != Gradient::dv)
+            return with_config<T>(p.walk, [&]<class C>() { launch_segments<C>(p, stream); });
     throw std::runtime_error("mlstm_pass_segments: this instance has none for this gradient");
 }
 
@@ -162,7 +174,7 @@ template <class T> void run_segments(const MlstmSegmentsParams& p, cudaStream_t 
 namespace tfla_tk {
 
 // Of what dq and dk do with anchors, the same for both and both operand dtypes.
-using AnchorConfig = mlstm::PassConfig<kittens::bf16, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dq>;
+using AnchorConfig = mlstm::PassConfig<kittens::bf16, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dq, kMayNormalize>;
 
 std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_keys, int dim_values) {
     return static_cast<std::int64_t>(batch) * heads * anchor_slots(slots) * mlstm::shares(dim_keys) *

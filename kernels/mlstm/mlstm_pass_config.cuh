@@ -53,9 +53,7 @@ struct PassGlobals : WalkGlobals {
 
     // Whether the rows of a factor are wanted: of dq and dk with the gradient's, of dv with those of the
     // values.
-    template <class C> __device__ inline bool has_factor() const {
-        return C::kNormalizer || whole != nullptr;
-    }
+    template <class C> __device__ inline bool has_factor() const { return C::kSumsRows || whole != nullptr; }
 };
 
 // The (segment, head, slice of the values, share of the keys) of a CTA; slices of one share are neighbours,
@@ -180,13 +178,15 @@ constexpr PassTiling pass_tiling(int dim_keys, int slice) {
 // The row sums of dq and dk need registers that slices of 256 do not leave.
 constexpr bool pass_serves(int slice, Gradient gradient) { return slice < 256 || gradient == Gradient::dv; }
 
-template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_> struct PassConfig {
+template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNormalizer_> struct PassConfig {
     using T = T_;
     static constexpr int kDimKeys = kDimKeys_;  // columns of queries and keys, padded to the tile
     static constexpr int kSlice = kSlice_;      // columns of the values and of the state that one CTA owns
     static constexpr Gradient kGradient = kGradient_;
-    static constexpr bool kBackward = kGradient != Gradient::dq;    // in time
-    static constexpr bool kNormalizer = kGradient != Gradient::dv;  // e and n take part
+    static constexpr bool kBackward = kGradient != Gradient::dq;  // in time
+    static constexpr bool kSumsRows = kGradient != Gradient::dv;  // of out . factor; and there are anchors
+    static constexpr bool kNormalizer = kNormalizer_;             // e and n take part
+    static_assert(kSumsRows || !kNormalizer);
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
     // scores_free of a stage is kept by the CTA that makes the step's scores, every second one (ScoreTurns):
     // a stage must have one maker for the whole walk
@@ -252,7 +252,7 @@ template <class C> struct PassMemory {
     typename C::ScoreTile scores[C::kTiling.stages];  // gated
     // 64 columns of the factor, then in their place the gradient on its way to global memory
     typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
-    PartialSums sums[C::kNormalizer ? C::kTiling.stages : 0][C::kStateWarpgroups];
+    PartialSums sums[C::kSumsRows ? C::kTiling.stages : 0][C::kStateWarpgroups];
     // what the values are multiplied with in n, and n in the output: e, or of dk the same always
     NormOperand norm_keys[C::kNormalizer ? C::kTiling.gate_stages : 0];
     NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kTiling.gate_stages];

@@ -82,24 +82,24 @@ __device__ inline void write_lane_pair(float (&values)[kChunk], float x, float y
 
 // Of one chunk, by one warp: lane l owns tokens 2 l and 2 l + 1. i, f: their pre-activations. m_in: of the
 // chunk.
-template <bool kSigmoid> struct ScannedGates {
+template <class P> struct ScannedGates {
     TwoPairs b, a;  // of the lane's tokens
     FloatPair end;  // b_L or -M_L
 
     __device__ inline ScannedGates(float2 i, float2 f, FloatPair m_in, int lane) {
-        b = sum_forget(log2_forget(f), lane), a = input_over_forget<kSigmoid>(i, b);
-        end = kSigmoid ? of_last_lane(b.y) : -larger(m_in, warp_max(a.x, a.y));
+        b = sum_forget(log2_forget<P>(f), lane), a = input_over_forget<P>(i, b);
+        end = P::kStabilised ? -larger(m_in, warp_max(a.x, a.y)) : of_last_lane(b.y);
     }
 };
 
 // log2_w: of the lane's tokens. The others as in ScannedGates.
-template <bool kSigmoid>
+template <class P>
 __device__ inline void scan_chunk(ChunkGates& out, float2 i, float2 f, FloatPair m_in, float2 log2_w,
                                   float scale, FloatPair log2_scale) {
     const int lane = fresh_laneid();
-    const auto [b, a, end] = ScannedGates<kSigmoid>(i, f, m_in, lane);
+    const auto [b, a, end] = ScannedGates<P>(i, f, m_in, lane);
     FloatPair receives_x, receives_y;
-    if constexpr (kSigmoid) {
+    if constexpr (!P::kStabilised) {
         receives_x = {-b.x.high, log2_w.x - b.x.low}, receives_y = {-b.y.high, log2_w.y - b.y.low};
     } else {  // M_t rounded up, as in the forward
         const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);
@@ -166,7 +166,7 @@ struct alignas(16) SegmentStage {
 
 // One chunk of a segment that is walked from a boundary away, by one warp: lane l owns tokens 2 l and 2 l
 // + 1. Scales are those of ChunkGates times the decay from the chunk to the boundary.
-template <bool kSigmoid, bool kBackward> struct SegmentChunk {
+template <class P, bool kBackward> struct SegmentChunk {
     FloatPair decay;   // log2, of the chunk
     FloatPair x, y;    // log2 of the scale where the chunk stands, of the lane's tokens
     float2 log2_w, e;  // of the lane's tokens; the scale is over w and n gets e of it, backward in time
@@ -175,11 +175,11 @@ template <bool kSigmoid, bool kBackward> struct SegmentChunk {
     __device__ inline SegmentChunk(float2 i, float2 f, float2 log2_w, float2 e, FloatPair m_in)
         : log2_w(log2_w), e(e) {
         const int lane = fresh_laneid();
-        const auto [b, a, end] = ScannedGates<kSigmoid>(i, f, m_in, lane);
+        const auto [b, a, end] = ScannedGates<P>(i, f, m_in, lane);
         decay = m_in + end;
         if constexpr (!kBackward) {
             x = a.x + end, y = a.y + end;
-        } else if constexpr (kSigmoid) {
+        } else if constexpr (!P::kStabilised) {
             x = b.x, y = b.y;
         } else {
             const float2 rows = rounded_up_maxima(a.x, a.y, m_in, lane);

@@ -15,7 +15,7 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
                                  int column, int chunk) {
     store_rows(task, g.packed(), g.out, g.out_row, &out, chunk,
                [&](const TensorMap& map, uint32_t from, int row) {
-                   if (C::kNormalizer && task.share > 0)
+                   if (C::kSumsRows && task.share > 0)
                        map.add_panel(from, column, row, task.head, task.batch);
                    else
                        map.store_panel(from, column, row, task.head, task.batch);
@@ -25,7 +25,7 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
 // The block that a CTA works on. Shares wait for each other, so the CTAs of several shares take numbers in
 // the order in which they start: a share waits for a lower number, whose CTA runs already.
 template <class C> __device__ inline int block_of_pass(const PassGlobals& g, PassMemory<C>& smem) {
-    if constexpr (C::kNormalizer && C::kDimKeys == kMostKeys) {  // else there is one share
+    if constexpr (C::kSumsRows && C::kDimKeys == kMostKeys) {  // else there is one share
         if (g.ticket != nullptr) {
             if (threadIdx.x == 0 && cta_in_cluster() == 0) smem.ticket = atomicAdd(g.ticket, 1);
             cluster_sync();
@@ -77,7 +77,7 @@ __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassM
         for (int panel = 0; panel < kPanels; panel++) load_factor(step, panel);
     for (int step = 0; step < task.chunks; step++) {
         const int chunk = C::chunk(task, step);
-        if constexpr (C::kNormalizer) wait_for_turn<C>(g, task, chunk);
+        if constexpr (C::kSumsRows) wait_for_turn<C>(g, task, chunk);
 #pragma unroll 1
         for (int panel = 0; panel < kPanels; panel++) {
             const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
@@ -92,7 +92,7 @@ __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassM
             else
                 arrive_warp(smem.out_free[slot][warpgroup_id]);
         }
-        if constexpr (C::kNormalizer) hand_on_turn<C>(g, task, chunk);
+        if constexpr (C::kSumsRows) hand_on_turn<C>(g, task, chunk);
     }
 }
 

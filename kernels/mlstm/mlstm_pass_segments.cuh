@@ -81,14 +81,14 @@ template <class C> __device__ inline void load_segment(const SegmentsGlobals& g,
 }
 
 // The bounds of the whole segment, by one warpgroup under the first steps of the walk.
-template <class C, bool kSigmoid>
+template <class C, class P>
 __device__ inline void find_bounds(const SegmentsGlobals& g, SegmentsMemory<C>& smem) {
     constexpr int kBatch = 8;  // loads in flight
     const PassTask& task = smem.task;
     const int thread = fresh_thread() % 128;
     SegmentGates gates;
-    gates.add<kSigmoid>(GateRows(g.i, task.batch, task.head, task.first_row),
-                        GateRows(g.f, task.batch, task.head, task.first_row), thread, 128, task.tokens);
+    gates.template add<P>(GateRows(g.i, task.batch, task.head, task.first_row),
+                          GateRows(g.f, task.batch, task.head, task.first_row), thread, 128, task.tokens);
     float largest = 0.f;
     if (C::kBackward && g.log2_w)  // s 2^{m_in - M_t} / w_t is 1 / w_t at most
         for (int t = thread; t < task.tokens; t += kBatch * 128) {
@@ -104,7 +104,7 @@ __device__ inline void find_bounds(const SegmentsGlobals& g, SegmentsMemory<C>& 
     arrive_warp(smem.bounds_ready);
 }
 
-template <class C, bool kSigmoid>
+template <class C, class P>
 __device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>& smem, int gate_warp) {
     const PassTask& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
@@ -120,12 +120,13 @@ __device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>&
     auto load = [&](int step) {
         if (step >= task.chunks) return;
         const int chunk = chunk_from_boundary<C>(task, step);
-        i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
+        i = P::input([&](float none) { return input.pair(chunk, task.tokens, none); });
+        f = P::forget([&](float none) { return forget.pair(chunk, task.tokens, none); });
         if constexpr (C::kBackward) log2_w = task.pair(g.log2_w, chunk), e = task.e_pair(g, chunk);
-        if constexpr (!kSigmoid)
+        if constexpr (P::kStabilised)
             m_in = load_chunk_m(g.chunk_m, task.batch_head * g.slots + task.slot + chunk);
     };
-    using Chunk = SegmentChunk<kSigmoid, C::kBackward>;
+    using Chunk = SegmentChunk<P, C::kBackward>;
     FloatPair decay{};  // log2, of the chunks walked so far together
     load(gate_warp);
     scan_in_turns<kSegmentGateWarps>(
@@ -241,11 +242,10 @@ __global__ __launch_bounds__(C::kThreads,
         if (warp == 0)
             load_segment(g, smem);
         else
-            g.sigmoid_gate ? scan_segment<C, true>(g, smem, warp - 1)
-                           : scan_segment<C, false>(g, smem, warp - 1);
+            with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_segment<C, P>(g, smem, warp - 1); });
     } else if (warpgroup_id == 1) {
         set_registers<kSegmentRegisters.scores, C::kThreads, 1>();
-        g.sigmoid_gate ? find_bounds<C, true>(g, smem) : find_bounds<C, false>(g, smem);
+        with_gate(g.sigmoid_gate, [&]<class P>(P) { find_bounds<C, P>(g, smem); });
     } else {
         set_registers<kSegmentRegisters.state, C::kThreads, 1>();
         sum_segment(g, smem, warpgroup_id - 2);

@@ -103,7 +103,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     rt<T, 16, 16> value_fragments[C::kValueFragments];  // of the values
     rt<T, 16, 16> fragments[C::kFragments];             // of the state or of scaled values
     typename C::Norm norm;
-    static_assert(!C::kNormalizer || C::kBlocks == 1);
+    static_assert(!C::kSumsRows || C::kBlocks == 1);
     // what reads n is multiplied with, and what is added to it
     auto norm_query = [&](int step) {
         return smem.norm_queries[C::kBackward ? 0 : C::gate_stage(step).slot].rows();
@@ -172,7 +172,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
     // ask(barrier, phase): of the place of the gradient, with the factor in it
     auto ask_for_out = [&](int block, int step, auto ask) {
         const auto [slot, phase] = C::out(step, block);
-        if constexpr (C::kNormalizer)
+        if constexpr (C::kSumsRows)
             return ask(smem.factor_arrived[slot][warpgroup_id], phase);
         else if (g.has_factor<C>())
             return ask(smem.factor_read[slot][warpgroup_id], phase);
@@ -269,7 +269,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             units += kUnitStride;
             asm volatile("" ::: "memory");  // NOTES: one unit at a time: registers
         }
-        if (fresh_laneid() % 4 != 0) return;
+        if (!C::kNormalizer || fresh_laneid() % 4 != 0) return;
         float* left = anchor_norm(chunk);
         left[0] = norm.row(0), left[8] = norm.row(1);
     };
@@ -292,7 +292,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
 #pragma unroll
         for (int k = 0; k < kAhead; k++) ahead[k] = units[k * kUnitStride];
         float sum = 0.f;
-        if (fresh_laneid() % 4 == 0) {
+        if (C::kNormalizer && fresh_laneid() % 4 == 0) {
             const float* left = anchor_norm(chunk);
             sum += left[0] * norm.row(0) + left[8] * norm.row(1);
         }
@@ -331,7 +331,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
 
     // NOTES: what barriers and shared memory tell of the next step is asked under GEMMs, and kept in
     // predicates: an answer takes some 50 cycles.
-    auto at_anchor = [&](int step) { return C::kNormalizer && task.anchored(C::chunk(task, step)); };
+    auto at_anchor = [&](int step) { return C::kSumsRows && task.anchored(C::chunk(task, step)); };
     bool more = task.chunks > 0, arrived = false, anchored = at_anchor(0);
     for (int step = 0; more; step++) {
         const int chunk = C::chunk(task, step);
@@ -357,13 +357,13 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             load_tokens(block, step, 1);
             scale_tokens(0, gates);
             issue_update(block, step, 0);
-            bool out_there = C::kNormalizer && ask_for_out(block, step, completed);
-            const bool sums_free = C::kNormalizer && completed(smem.row_sums_free[slot], phase ^ 1);
+            bool out_there = C::kSumsRows && ask_for_out(block, step, completed);
+            const bool sums_free = C::kSumsRows && completed(smem.row_sums_free[slot], phase ^ 1);
             scale_columns(out, gates.query_scale);
             scale_tokens(1, gates);
             issue_update(block, step, 1);
             bool scores_there = false;
-            if constexpr (C::kNormalizer) {
+            if constexpr (C::kSumsRows) {
                 wait_for_out(out_there, block, step);
                 if (block == 0) scores_there = completed(smem.scores_ready[slot], phase);
                 sum_inter(sums_free, block, step, gates.slow);
@@ -394,7 +394,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 });
             }
             auto &a = scaled_tokens(2), &b = tokens(2), &c = fragments[C::kFragments - 1];  // of the factor
-            if constexpr (C::kNormalizer) {
+            if constexpr (C::kSumsRows) {
                 warpgroup::mma_async_wait<2>();  // all but those of the last 16 tokens
                 pin(a), pin(b), pin(c);
                 const uint32_t columns = out_columns(block, step);
@@ -405,9 +405,9 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             }
             warpgroup::mma_async_wait<1>();  // all but the last one of the update
             pin(out);
-            if constexpr (!C::kNormalizer) pin(a), pin(b);
+            if constexpr (!C::kSumsRows) pin(a), pin(b);
             if (last_block) arrive_warp(smem.values_free[slot]);
-            if constexpr (C::kNormalizer)  // under the update
+            if constexpr (C::kSumsRows)  // under the update
                 column_dots<T>(smem.sums[slot][warpgroup_id].whole[warp()], out, a, b, c,
                                out_columns(block, step));
             else
@@ -435,7 +435,7 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
             store_state_transposed(leaving, tile, column, row, g.dim_keys, g.dim_values, g.state_columns);
         });
     } else if constexpr (C::kGradient == Gradient::dk) {
-        if (!g.leaving_n) return;
+        if (!C::kNormalizer || !g.leaving_n) return;
         const int64_t states = static_cast<int64_t>(g.cut.sequences) * g.heads;
         float* leaving = g.leaving_n + (task.share * states + task.state) * g.dim_values;
         if (fresh_laneid() % 4 != 0) return;

@@ -70,20 +70,19 @@ template <class C> __device__ inline void load_backward(const FwdWalkGlobals& g,
 }
 
 // The gates of the whole segment, by the state warps while the first tiles are on their way.
-template <class C, bool kSigmoid>
-__device__ inline void sum_gates(const FwdWalkGlobals& g, StatesMemory<C>& smem) {
+template <class C, class P> __device__ inline void sum_gates(const FwdWalkGlobals& g, StatesMemory<C>& smem) {
     const Task& task = smem.task;
     const int warp = threadIdx.x / 32 - 4;
     SegmentGates gates;
-    gates.add<kSigmoid>(GateRows(g.i, task.batch, task.head, task.first_row),
-                        GateRows(g.f, task.batch, task.head, task.first_row), warp * 32 + laneid(),
-                        C::kStateWarps * 32, task.tokens);
+    gates.template add<P>(GateRows(g.i, task.batch, task.head, task.first_row),
+                          GateRows(g.f, task.batch, task.head, task.first_row), warp * 32 + laneid(),
+                          C::kStateWarps * 32, task.tokens);
     gates = {warp_sum(gates.decay), warp_max(gates.largest)};
     if (laneid() == 0) smem.sums[warp] = gates;
     arrive_warp(smem.sums_ready);
 }
 
-template <class C, bool kSigmoid>
+template <class C, class P>
 __device__ inline void scan_backward(const FwdWalkGlobals& g, StatesMemory<C>& smem, int gate_warp) {
     const Task& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
@@ -92,15 +91,16 @@ __device__ inline void scan_backward(const FwdWalkGlobals& g, StatesMemory<C>& s
     auto load = [&](int step) {
         const int chunk = task.chunks - 1 - step;
         if (chunk >= 0)
-            i = input.pair(chunk, task.tokens, kNoInput), f = forget.pair(chunk, task.tokens, kNoForget);
+            i = P::input([&](float none) { return input.pair(chunk, task.tokens, none); }),
+            f = P::forget([&](float none) { return forget.pair(chunk, task.tokens, none); });
     };
     auto segment_gates = [&] {
         wait(smem.sums_ready, 0);
         const SegmentGates part = laneid() < C::kStateWarps ? smem.sums[laneid()] : SegmentGates{};
         return SegmentGates{warp_sum(part.decay), warp_max(part.largest)};
     };
-    using Chunk = SuffixChunk<kSigmoid>;
-    SuffixSum<kSigmoid> sum;
+    using Chunk = SuffixChunk<P>;
+    SuffixSum<P> sum;
     load(gate_warp);
     scan_in_turns<C::kGateWarps>(
         smem.gates, smem.gates_ready, smem.free, gate_warp,
@@ -205,12 +205,10 @@ __global__ __launch_bounds__(C::kThreads,
         if constexpr (C::kStateWarpgroups == 2) warpgroup::decrease_registers<C::kProducerRegisters>();
         const int warp = warpgroup::warpid();
         if (warp == 0 && laneid() == 0) load_backward(g, smem);
-        if (warp > 0)
-            g.sigmoid_gate ? scan_backward<C, true>(g, smem, warp - 1)
-                           : scan_backward<C, false>(g, smem, warp - 1);
+        if (warp > 0) with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_backward<C, P>(g, smem, warp - 1); });
     } else {
         if constexpr (C::kStateWarpgroups == 2) warpgroup::increase_registers<C::kStateRegisters>();
-        g.sigmoid_gate ? sum_gates<C, true>(g, smem) : sum_gates<C, false>(g, smem);
+        with_gate(g.sigmoid_gate, [&]<class P>(P) { sum_gates<C, P>(g, smem); });
         sum_states(g, smem, warpgroup_id - 1);
     }
 }

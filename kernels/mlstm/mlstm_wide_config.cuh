@@ -21,15 +21,16 @@ struct GateSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
-template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, bool kSigmoid_, Schedule kSchedule_>
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, class Gate_, Schedule kSchedule_>
 struct WideConfig {
     using T = T_;
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
     static constexpr int kSliceV = kSliceV_;  // columns of V, rows of C^T, that one CTA owns
-    static constexpr bool kNormalize = kNormalize_, kSigmoid = kSigmoid_;  // the gate, else exponential
+    static constexpr bool kNormalize = kNormalize_;
+    using Gate = Gate_;  // a policy of gate_policy.cuh
     static constexpr Schedule kSchedule = kSchedule_;
     static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
-    static_assert(kNormalize || kSigmoid, "the exponential gate comes with a normaliser");
+    static_assert(kNormalize || !Gate::kStabilised, "a stabilised gate comes with a normaliser");
 
     // Warpgroups: 0 feeds the others (warps 1 and 2 gates one after the other, warp 0 Q and K, and the gates'
     // last step, warp 3 V, and h on its way out), 1 makes the scores and carries n, then the state's, each
@@ -75,7 +76,7 @@ struct WideConfig {
     static constexpr int kNormRows = kNormalize ? 8 : 0;
     using T2 = typename base_types::packing<T>::packed_type;
     using Owed = std::conditional_t<std::is_same_v<T, bf16>, OwedDecay<T>,
-                                    std::conditional_t<kSigmoid, FollowedWeights, AheadOfDecay>>;
+                                    std::conditional_t<Gate::kStabilised, AheadOfDecay, FollowedWeights>>;
     using Stage = WideStage<T2>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;

@@ -66,31 +66,45 @@ template <class C> __device__ inline void sum_wide_gates(const Globals& g, WideM
     auto stream = [&](const GateWords& gate) {
         return GateStream(gate, task.batch, task.head, task.first_row, task.tokens);
     };
-    GateStream forget = stream(g.f_words), input = stream(g.i_words);
+    using P = typename C::Gate;
+    GateStream forget = stream(g.f_words);
+    auto input = [&] {
+        if constexpr (P::kHasInput)
+            return stream(g.i_words);
+        else
+            return 0;
+    }();
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = C::sum_stage(chunk);
         const int lane = fresh_laneid();
         GateSums& sums = smem.gate_sums[slot];
         wait_free(smem.sums_free[slot], phase);
-        const TwoPairs b = sum_forget(log2_forget(forget.take(chunk, task.tokens, kNoForget)), lane);
+        const float2 f = P::forget([&](float none) { return forget.take(chunk, task.tokens, none); });
+        const TwoPairs b = sum_forget(log2_forget<P>(f), lane);
         sums.b[lane] = b;
-        sums.a[lane] = input_over_forget<C::kSigmoid>(input.take(chunk, task.tokens, kNoInput), b);
+        const float2 i = P::input([&](float none) {
+            if constexpr (P::kHasInput)
+                return input.take(chunk, task.tokens, none);
+            else
+                return float2{};
+        });
+        sums.a[lane] = input_over_forget<P>(i, b);
         arrive_warp(smem.sums_ready[slot]);
     }
 }
 
 template <class C> __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
-    constexpr bool kSigmoid = C::kSigmoid;
+    using P = typename C::Gate;
     const Task& task = smem.task;
     using Owed = typename C::Owed;
-    GateScan<typename C::T, kSigmoid, Owed> scan{
-        kSigmoid ? FloatPair{} : finite_stabiliser(task.initial_m(g) * kLog2eDouble),
+    GateScan<typename C::T, P, Owed> scan{
+        P::kStabilised ? finite_stabiliser(task.initial_m(g) * kLog2eDouble) : FloatPair{},
         Owed(task.initial_c(g) != nullptr)};
     if constexpr (C::kNormalize)
         zero_units(reinterpret_cast<uint4*>(&smem.norm_weights), sizeof(smem.norm_weights) / sizeof(uint4));
     __syncwarp();
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        if (!kSigmoid && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
+        if (P::kStabilised && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
             store_chunk_m(g.chunk_m, task.chunk + chunk, scan.m);
         const auto sums = C::sum_stage(chunk);
         const auto stage = C::gate_stage(chunk);
@@ -111,9 +125,9 @@ template <class C> __device__ inline void scale_wide_gates(const Globals& g, Wid
                 gates.has_larger_rows = any;
         arrive_warp(smem.sums_free[sums.slot]);
         arrive_warp(smem.gates_ready[stage.slot]);
-        if constexpr (!kSigmoid) store_row_stabilisers(g, task, chunk, m);
+        if constexpr (P::kStabilised) store_row_stabilisers(g, task, chunk, m);
     }
-    if constexpr (!kSigmoid) store_last_stabiliser(g, task, scan.m);
+    if constexpr (P::kStabilised) store_last_stabiliser(g, task, scan.m);
 }
 
 // V, and in its place h as the state's warpgroups leave it; in fp16 a look at samples of keys and values.

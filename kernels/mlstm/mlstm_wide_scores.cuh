@@ -162,8 +162,8 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         const float2 unit{same_gates.unit[row], same_gates.unit[row + 8]};
         float2 factor = row_factor<C>(g, task, chunk, unit, row, sums, [&] { return in_first_cluster; });
         if constexpr (C::kHoldsRowsLarger) {
-            factor.x *= held_larger(unit.x, C::kSigmoid);
-            factor.y *= held_larger(unit.y, C::kSigmoid);
+            factor.x *= held_larger(unit.x, !C::Gate::kStabilised);
+            factor.y *= held_larger(unit.y, !C::Gate::kStabilised);
         }
         wait(smem.scores_free, scores_freed(chunk) & 1);
         if (lane % 4 == 0) {

@@ -195,7 +195,7 @@ __device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, in
         if constexpr (C::kHoldsRowsLarger)
             if (larger) {
                 const int slot = C::tile(chunk - 1).slot, gate_slot = C::gate_stage(chunk - 1).slot;
-                multiply_back(place, smem.gates[gate_slot], C::kSigmoid);
+                multiply_back(place, smem.gates[gate_slot], !C::Gate::kStabilised);
                 arrive_warp(smem.gates_free[gate_slot]);
                 arrive_warp(smem.out_ready[slot][warpgroup_id]);
             }

@@ -12,13 +12,13 @@
 
 #include "kittens.cuh"
 #include "tfla_tk/float_pair.cuh"
+#include "tfla_tk/gate_policy.cuh"
 #include "tfla_tk/params.h"
 #include "tfla_tk/sync.cuh"
 
 namespace tfla_tk {
 
 constexpr int kChunk = 64;  // tokens per chunk (L)
-constexpr double kLog2eDouble = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 
 // What the GEMM warpgroups and the warp of n read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) +
@@ -145,43 +145,6 @@ struct GateStream {
     }
 };
 
-// Pre-activations of a token that is not there: it adds nothing and forgets nothing.
-constexpr float kNoInput = -INFINITY, kNoForget = INFINITY;
-
-// Gates below this count as it: sums over a chunk then stay where fp32 still resolves about 1, so that
-// rounding a row's reference up costs no range.
-constexpr float kLeastLogGate = -2e5f;
-
-// log2(e^x), finite also for x = -inf; NaN stays NaN.
-__device__ inline FloatPair log2_exp(float x) {
-    constexpr FloatPair kLog2e = high_and_low(kLog2eDouble);
-    return product(x < kLeastLogGate ? kLeastLogGate : x, kLog2e);
-}
-
-// log2(1 + e) for 0 <= e <= 1, relative error 2e-7 (a minimax polynomial of log2(1 + e) / e).
-__device__ inline float log2_1p(float e) {
-    float p = 0.00754808820784f;
-    p = p * e - 0.0425626747310f;
-    p = p * e + 0.112849049270f;
-    p = p * e - 0.197112902999f;
-    p = p * e + 0.275638550520f;
-    p = p * e - 0.358407735825f;
-    p = p * e + 0.480692863464f;
-    p = p * e - 0.721340179443f;
-    p = p * e + 1.44269502163f;
-    return p * e;
-}
-
-// log2(sigmoid(x)).
-__device__ inline FloatPair log2_sigmoid(float x) {
-    return log2_exp(fminf(x, 0.f)) + -log2_1p(__expf(-fabsf(x)));
-}
-
-// log2 of the input gate.
-template <bool kSigmoid> __device__ inline FloatPair log2_input(float x) {
-    return kSigmoid ? log2_sigmoid(x) : log2_exp(x);
-}
-
 // 2^x is 0 in fp32.
 constexpr float kNothing = -150.f;
 
@@ -303,7 +266,9 @@ struct alignas(16) TwoPairs {
 };
 
 // log2 of the forget gates of pre-activations.
-__device__ inline TwoPairs log2_forget(float2 f) { return {log2_sigmoid(f.x), log2_sigmoid(f.y)}; }
+template <class P> __device__ inline TwoPairs log2_forget(float2 f) {
+    return {P::log2_forget(f.x), P::log2_forget(f.y)};
+}
 
 // b, the sums of log2_forget over the chunk's tokens.
 __device__ inline TwoPairs sum_forget(const TwoPairs& log_f, int lane) {
@@ -312,8 +277,8 @@ __device__ inline TwoPairs sum_forget(const TwoPairs& log_f, int lane) {
 }
 
 // a. i: pre-activations.
-template <bool kSigmoid> __device__ inline TwoPairs input_over_forget(float2 i, const TwoPairs& b) {
-    return {log2_input<kSigmoid>(i.x) - b.x, log2_input<kSigmoid>(i.y) - b.y};
+template <class P> __device__ inline TwoPairs input_over_forget(float2 i, const TwoPairs& b) {
+    return {P::log2_input(i.x) - b.x, P::log2_input(i.y) - b.y};
 }
 
 // The decay of a state in registers may be owed for some chunks, while what reads the state is scaled with
@@ -343,7 +308,7 @@ template <class T> struct OwedDecay {
 
 // Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk. Owed: the units
 // that the state is in, whose `log2` is to be 0 after the last chunk unless they follow the weights.
-template <class T, bool kSigmoid, class Owed = OwedDecay<T>> struct GateScan {
+template <class T, class P, class Owed = OwedDecay<T>> struct GateScan {
     FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
     Owed owed{};
 
@@ -353,12 +318,12 @@ template <class T, bool kSigmoid, class Owed = OwedDecay<T>> struct GateScan {
     __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, FloatPair log2_scale,
                                    bool last, NextI next_i, NextF next_f) {
         const int lane = fresh_laneid();
-        const TwoPairs log_f = log2_forget(f);
+        const TwoPairs log_f = log2_forget<P>(f);
         f = next_f();
         const TwoPairs b = sum_forget(log_f, lane);
         const float2 taken_i = i;
         i = next_i();
-        const TwoPairs a = input_over_forget<kSigmoid>(taken_i, b);
+        const TwoPairs a = input_over_forget<P>(taken_i, b);
         return finish(out, b, a, scale, log2_scale, last);
     }
 
@@ -375,12 +340,12 @@ template <class T, bool kSigmoid, class Owed = OwedDecay<T>> struct GateScan {
         write_pair(out.row, row_x, row_y);
         auto inter = [&](float row) { return scale * exp2f(rounded_sum(m, -row) + owed.log2); };
         write_pair(out.inter, inter(row_x), inter(row_y));
-        write_pair(out.unit, exp2f(kSigmoid ? m_x : -m_x), exp2f(kSigmoid ? m_y : -m_y));
+        write_pair(out.unit, exp2f(P::kStabilised ? -m_x : m_x), exp2f(P::kStabilised ? -m_y : m_y));
         // The state's gates are relative to the chunk's end.
         const FloatPair b_end = of_last_lane(b.y);
-        const FloatPair a_max = kSigmoid && !Owed::kFollowsWeights ? FloatPair{} : warp_max(a.x, a.y);
-        const FloatPair m_max = kSigmoid ? FloatPair{} : larger(m, a_max);
-        const FloatPair end = kSigmoid ? b_end : -m_max;
+        const FloatPair a_max = !P::kStabilised && !Owed::kFollowsWeights ? FloatPair{} : warp_max(a.x, a.y);
+        const FloatPair m_max = P::kStabilised ? larger(m, a_max) : FloatPair{};
+        const FloatPair end = P::kStabilised ? -m_max : b_end;
         float decay = rounded_sum(m, end);
         if constexpr (Owed::kFollowsWeights)
             decay = owed.add(decay, rounded_sum(a_max, end));
@@ -389,16 +354,16 @@ template <class T, bool kSigmoid, class Owed = OwedDecay<T>> struct GateScan {
         if (lane == 0) out.decay = decay;
         auto key_scale = [&](FloatPair a) { return exp2f(rounded_sum(a, end) - owed.log2); };
         write_pair(out.key_scale, key_scale(a.x), key_scale(a.y));
-        if constexpr (!kSigmoid) m = b_end + m_max;
+        if constexpr (P::kStabilised) m = b_end + m_max;
         constexpr auto kNaturalLog = static_cast<float>(kLn2);
         return {m_x * kNaturalLog, m_y * kNaturalLog};
     }
 };
 
 // A segment walked backward in time, up to a chunk. All in log2 units.
-template <bool kSigmoid> struct SuffixSum {
-    FloatPair decay{};                  // of the tokens walked so far, together
-    float m = kSigmoid ? 0.f : -1e30f;  // no less than any weight so far; stays 0 with the sigmoid gate
+template <class P> struct SuffixSum {
+    FloatPair decay{};                        // of the tokens walked so far, together
+    float m = P::kStabilised ? -1e30f : 0.f;  // no less than any weight so far; stays 0 with the sigmoid gate
 
     // Whether earlier tokens, whose input gates are `largest` at most, can add nothing.
     __device__ inline bool forgets(float largest) const {
@@ -416,22 +381,22 @@ struct alignas(16) SuffixStage {
 };
 
 // One chunk of such a walk, by one warp: lane l owns tokens 2 l and 2 l + 1.
-template <bool kSigmoid> struct SuffixChunk {
+template <class P> struct SuffixChunk {
     FloatPair decay, w_x, w_y;  // of the chunk, and the weights at its end of the lane's tokens
 
     __device__ inline SuffixChunk(float2 i, float2 f) {
-        const FloatPair log_f_x = log2_sigmoid(f.x), log_f_y = log2_sigmoid(f.y);
+        const FloatPair log_f_x = P::log2_forget(f.x), log_f_y = P::log2_forget(f.y);
         const FloatPair b_y = warp_inclusive_sum(log_f_x + log_f_y, fresh_laneid()), b_x = b_y - log_f_y;
         decay = of_last_lane(b_y);
-        w_x = log2_input<kSigmoid>(i.x) + (decay - b_x);
-        w_y = log2_input<kSigmoid>(i.y) + (decay - b_y);
+        w_x = P::log2_input(i.x) + (decay - b_x);
+        w_y = P::log2_input(i.y) + (decay - b_y);
     }
 
     // sum: of the chunks walked before, then with this one.
-    __device__ inline void write(SuffixStage& out, SuffixSum<kSigmoid>& sum) const {
+    __device__ inline void write(SuffixStage& out, SuffixSum<P>& sum) const {
         const FloatPair x = w_x + sum.decay, y = w_y + sum.decay;
         const float before = sum.m;
-        if constexpr (!kSigmoid) sum.m = warp_max(fmaxf(before, fmaxf(rounded_up(x), rounded_up(y))));
+        if constexpr (P::kStabilised) sum.m = warp_max(fmaxf(before, fmaxf(rounded_up(x), rounded_up(y))));
         sum.decay = decay + sum.decay;
         const int lane = fresh_laneid();
         *reinterpret_cast<float2*>(&out.key_scale[2 * lane]) = {exp2f(rounded_sum(x, -sum.m)),
@@ -447,7 +412,7 @@ struct SegmentGates {
 
     // Adds the tokens from `first` on in steps of `stride`, this lane's part. A NaN among them shows in the
     // decay.
-    template <bool kSigmoid>
+    template <class P>
     __device__ inline void add(const GateRows& i, const GateRows& f, int first, int stride, int tokens) {
         constexpr int kBatch = 8;  // loads in flight
         for (int t = first; t < tokens; t += kBatch * stride) {
@@ -455,13 +420,13 @@ struct SegmentGates {
 #pragma unroll
             for (int n = 0; n < kBatch; n++) {
                 const bool exists = t + n * stride < tokens;
-                gates[n][0] = exists ? i[t + n * stride] : kNoInput;
-                gates[n][1] = exists ? f[t + n * stride] : kNoForget;
+                gates[n][0] = P::input([&](float none) { return exists ? i[t + n * stride] : none; });
+                gates[n][1] = P::forget([&](float none) { return exists ? f[t + n * stride] : none; });
             }
 #pragma unroll
             for (int n = 0; n < kBatch; n++) {
-                const float log_i = rounded_up(log2_input<kSigmoid>(gates[n][0]));
-                decay = decay + (log2_sigmoid(gates[n][1]) + 0.f * log_i);
+                const float log_i = rounded_up(P::log2_input(gates[n][0]));
+                decay = decay + (P::log2_forget(gates[n][1]) + 0.f * log_i);
                 largest = fmaxf(largest, log_i);
             }
         }

@@ -26,9 +26,11 @@ from .stand_in import launch_instead
 
 _GRADIENTS = tuple(tk_backward_launches.GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
-_CONFIG = re.compile(
-    r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(?:Lb([01])E)?(?:Lb([01])E)?(?:LNS\w*_\d+(Schedule|Gradient)E(\d)E)?"
-)
+# a kernel's config in its symbol: type, tile and, in any order, flags, gate, schedule and gradient
+_CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(\w*?)EEv")
+_FLAG = re.compile(r"Lb([01])E")
+_GATE = re.compile(r"\d+(ExponentialInput|SigmoidInput|ScalarDecay)")
+_ENUM = re.compile(r"\d+(Schedule|Gradient)E(\d)E")
 _KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?[IE]")
 
 
@@ -39,8 +41,8 @@ def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none, sigmoid
-    None where the gate is an argument.
+    """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none, gate ""
+    where it is an argument.
 
     Of a pass of the backward, dim_qk and slice_v are the tile of the keys and the slice of the values.
     """
@@ -50,7 +52,7 @@ class Kernel:
     dim_qk: int
     slice_v: int
     normalize: bool
-    sigmoid: bool | None
+    gate: str
     schedule: str
     gradient: str
     instructions: list[Instruction]
@@ -110,17 +112,19 @@ def parse_sass(sass: str) -> list[Kernel]:
         assert name, f"{function} is no kernel of this package"
         if not config:
             continue
-        length, text, dim_qk, slice_v, normalize, sigmoid, enum, value = config.groups()
+        length, text, dim_qk, slice_v, rest = config.groups()
+        flags, gate = _FLAG.findall(rest), _GATE.search(rest)
+        enums = dict(_ENUM.findall(rest))
         found.append(
             Kernel(
                 name=name[1],
                 half=text[: int(length)] == "__half",
                 dim_qk=int(dim_qk),
                 slice_v=int(slice_v),
-                normalize=normalize == "1",
-                sigmoid=sigmoid and sigmoid == "1",
-                schedule=INTRA_SCHEDULES[int(value)] if enum == "Schedule" else "",  # begins with SCHEDULES
-                gradient=_GRADIENTS[int(value)] if enum == "Gradient" else "",
+                normalize=flags == ["1"],
+                gate=gate[1] if gate else "",
+                schedule=INTRA_SCHEDULES[int(enums["Schedule"])] if "Schedule" in enums else "",
+                gradient=_GRADIENTS[int(enums["Gradient"])] if "Gradient" in enums else "",
                 instructions=instructions,
             )
         )

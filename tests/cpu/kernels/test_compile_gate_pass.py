@@ -34,6 +34,15 @@ def gradients(slice_: int) -> tuple[str, ...]:
     return ("dv",) if slice_ == 256 else ("dq", "dk", "dv")
 
 
+def makes(slice_: int) -> set[tuple[bool, str, bool]]:
+    """The same as (half, gradient, normalize): dq and dk with a normaliser and without."""
+    return {
+        (half, gradient, normalize)
+        for half, gradient, normalize in itertools.product((False, True), gradients(slice_), (False, True))
+        if gradient != "dv" or not normalize
+    }
+
+
 def kernels_named(compiled: Any, name: str) -> list[Any]:
     """The passes, "mlstm_pass", or their segments kernels, "mlstm_pass_segments"."""
     return [kernel for kernel in compiled.every_kernel if kernel.name == name]
@@ -60,18 +69,18 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
 def test_every_wgmma_is_there(compiled: Any) -> None:
     """Each 16 deep. Scores warpgroup: Q K^T; state warpgroups, per block: the other three.
 
-    dq and dk have n before the state and beside its update.
+    With a normaliser dq and dk have n before the state and beside its update.
     """
     defines = dict(compiled.instance.defines)
     dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
     passes = kernels_named(compiled, "mlstm_pass")
-    made = {(kernel.half, kernel.gradient) for kernel in passes}
+    made = {(kernel.half, kernel.gradient, kernel.normalize) for kernel in passes}
     assert len(made) == len(passes)
-    assert made == set(itertools.product((False, True), gradients(slice_)))
+    assert made == makes(slice_)
     blocks, part = blocks_of(slice_), part_of_keys(dim_keys)
     for kernel in passes:
         assert (kernel.dim_qk, kernel.slice_v) == (dim_keys, slice_)
-        norm = kernel.gradient != "dv"
+        norm = kernel.normalize
         of_norm = {("64x8x16", "norm"): STEPS} if norm else {}
         assert wgmmas(kernel) == of_norm | {
             ("64x64x16", "scores"): dim_keys // 16,
@@ -89,9 +98,8 @@ def test_segments_only_update(compiled: Any) -> None:
     defines = dict(compiled.instance.defines)
     dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
     kernels = kernels_named(compiled, "mlstm_pass_segments")
-    made = [(kernel.half, kernel.gradient) for kernel in kernels]
-    wanted = [name for name in gradients(slice_) if name != "dv"]
-    assert sorted(made) == sorted(itertools.product((False, True), wanted))
+    made = [(kernel.half, kernel.gradient, kernel.normalize) for kernel in kernels]
+    assert sorted(made) == sorted(variant for variant in makes(slice_) if variant[1] != "dv")
     part = part_of_keys(dim_keys)
     for kernel in kernels:
         assert wgmmas(kernel) == {(f"64x{part}x16", "update"): STEPS * dim_keys // part}
