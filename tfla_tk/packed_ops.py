@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tfla_tk import library, transforms
+from tfla_tk import flops, library, transforms
 from tfla_tk.memo import records
 from tfla_tk.ops import Grads, MaybeTensor, _needed, _present_grads, grads_like
 from tfla_tk.validation import MLSTMCall
@@ -147,3 +147,5 @@ _library.impl("packed_mlstm_bwd", _backward, "CompositeExplicitAutograd")
 _library.impl("packed_mlstm", _autograd, "Autograd")
 _library.register_fake("packed_mlstm", _forward_fake)
 _library.register_fake("packed_mlstm_bwd", _backward_fake)
+flops.register("packed_mlstm", flops.forward)
+flops.register("packed_mlstm_bwd", flops.backward)

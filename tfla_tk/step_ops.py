@@ -290,7 +290,7 @@ def _below_versions(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The op below the key that counts the versions of tensors."""
 
     def call(*args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with transforms.below_versions():
             return op(*args)
 
     return call

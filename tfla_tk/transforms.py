@@ -109,7 +109,21 @@ class _ExcludeAutograd:
         self._guard.__exit__(*error)
 
 
-# a context in which ops are dispatched below autograd: autograd's implementations call the others in it
+class _ExcludeVersions:
+    """What _AutoDispatchBelowADInplaceOrView does, by the same name."""
+
+    def __enter__(self) -> None:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        self._guard = torch._C._ExcludeDispatchKeyGuard(keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._guard.__exit__(*error)
+
+
+# contexts in which ops are dispatched below autograd, whose implementations call the others in it, and below
+# the key that counts the versions of tensors
+below_versions: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", _ExcludeVersions)
 below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", _ExcludeAutograd)
 
 

@@ -106,12 +106,14 @@ def run(kernel: ModuleType, x: Problem) -> ChunkGates:
     device = x.i.get_device()
     operands = Operands()
     chunk_m = None if x.chunk_m is None else high_and_low(x.chunk_m)
+    tickets = torch.full((3,), 7, dtype=torch.int32, device="cuda")
     kernel.mlstm_bwd_scan(
         _gate(x.i),
         _gate(x.f),
         (_pointer(x.d), _pointer(x.m)),
         _pointer(chunk_m),
         gates.data_ptr(),
+        tickets.data_ptr(),
         operands.offsets(x.cu_seqlens, batch),
         (batch, heads, seq),
         EPS,
@@ -121,6 +123,7 @@ def run(kernel: ModuleType, x: Problem) -> ChunkGates:
         _current_stream(device),
     )
     sends, receives, sent, received, end = gates.split([128, 128, 64, 64, floats - 384], dim=-1)
+    assert tickets.tolist() == [0, 0, 7]  # of dq and dk
     decay, stored = end[..., 0], end[..., 1 : 1 + STORED]
     assert not stored[~decay.isnan()].count_nonzero()  # of shares that take turns, none
     pairs = (y.double().unflatten(-1, (CHUNK, 2)).sum(-1) for y in (sends, receives))

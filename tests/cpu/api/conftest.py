@@ -15,6 +15,7 @@ from torch import Tensor
 import tfla_tk.backends
 from tfla_tk import Support, decode, mlstm, ops, step_ops
 from tfla_tk.backends import tk, tk_forward
+from tfla_tk.backends.segments import Cut, KeptStates
 from tfla_tk.validation import MLSTMCall
 
 Inputs = dict[str, Tensor]
@@ -55,20 +56,20 @@ def make_inputs() -> Callable[..., Inputs]:
     return make
 
 
-LEFT = torch.arange(3.0)  # stands for the states that a forward leaves for its backward
+LEFT = KeptStates(torch.arange(3.0), Cut(4, 2))  # what a forward leaves for its backward
 
 
 def forward_kernel(*args: Any) -> tuple[Tensor | None, ...]:
     """The op's CPU code as the kernels return it: None in place of empty tensors, and what they leave."""
     args, keep_states = args[:15], args[15:] == (True,)
     found = (None if x.numel() == 0 else x for x in ops._fwd_cpu(*args))
-    return *found, LEFT.clone() if keep_states else None
+    return *found, LEFT._replace(workspace=LEFT.workspace.clone()) if keep_states else None
 
 
 def backward_kernels(*args: Any) -> tuple[Tensor | None, ...]:
     """Likewise; the plain call gets the states that its forward has left, if any."""
     *args, states = args
-    assert states is None or torch.equal(states, LEFT)
+    assert states is None or (torch.equal(states.workspace, LEFT.workspace) and states.cut == LEFT.cut)
     return tuple(None if x.numel() == 0 else x for x in ops._bwd_cpu(*args))
 
 

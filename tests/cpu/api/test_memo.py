@@ -245,6 +245,9 @@ PRIVATE_NAMES = (
     "torch.autograd._profiler_enabled",
     "torch._C._AutoDispatchBelowAutograd",
     "torch._C._cuda_getCurrentRawStream",
+    "torch._C._AutoDispatchBelowADInplaceOrView",
+    "torch._C._functorch.get_unwrapped",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
 )
 WITHOUT_A_NAME = """
 import functools, importlib, sys, torch
@@ -252,7 +255,8 @@ import torch._dynamo
 owner, _, name = sys.argv[1].rpartition(".")
 hidden = functools.reduce(getattr, owner.split(".")[1:], torch)
 had = hasattr(hidden, name)
-import torch.autograd.function, torch._library.autograd  # what torch itself takes by these names
+# what torch itself takes by these names
+import torch.autograd.function, torch._library.autograd, torch._functorch.eager_transforms
 if had:
     delattr(hidden, name)
 import tfla_tk
@@ -296,11 +300,8 @@ def test_every_private_name_is_known() -> None:
     package = Path(memo.__file__).parent
     text = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
     names = re.findall(r"torch\._C\.(_\w+)", text)
-    names += [
-        name
-        for imported in re.findall(r"from torch(?:\._C[\w.]*|\.autograd) import (?:\(([^)]*)\)|(.*))", text)
-        for name in re.findall(r"\w+", "".join(imported))
-    ]
+    private = r"from torch(?:\._C[\w.]*|\.autograd) import (?!forward_ad)(?:\(([^)]*)\)|(.*))"
+    names += [name for found in re.findall(private, text) for name in re.findall(r"\w+", "".join(found))]
     names += re.findall(r'getattr\(\s*torch\._C, "(\w+)"', text)
     known = {name.rpartition(".")[2] for name in PRIVATE_NAMES}
     others = {"_ExcludeDispatchKeyGuard", "_autograd", "_functorch"}  # a substitute, and two modules
