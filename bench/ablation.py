@@ -33,7 +33,7 @@ SHAPES = tuple(
 class IntraOperator(Operator):
     """The intra-chunk part of mLSTMexp; over one chunk and without initial state it is the whole result."""
 
-    def call(self, backend: str, *tensors: Tensor) -> Tensor:
+    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
         """The kernel's h with the schedule of "tk:<schedule>"; UnsupportedError where it refuses the call."""
         q, k, v, i, f = tensors
         try:
