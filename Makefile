@@ -84,7 +84,7 @@ lint: $(DEV_STAMP) ## ruff, mypy and clang-format
 	@rm -rf build/typing && mkdir -p build/typing && cp -rs "$(CURDIR)/tfla_tk" build/typing
 	@for part in reference bench; do cp -rs "$(CURDIR)/$$part" build/typing/tfla_tk; done
 	@cd build/typing && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml --package tfla_tk
-	@find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
+	@find kernels bench/kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
 		xargs --no-run-if-empty $(dir $(PY))clang-format --dry-run --Werror
 
 .PHONY: sass

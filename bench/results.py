@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tfla_tk.build import instances
 
+from . import intra
 from .inputs import FORGET_BIAS, LAYOUTS
 from .shapes import MAIN, PASSES, PHASES, SWEEP, ModelShape, Shape
 
@@ -37,7 +38,7 @@ OPS = (
 )
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
 # of any operator; null where the kernel chose it
-SCHEDULES = (*instances.INTRA_SCHEDULES, None)
+SCHEDULES = (*intra.SCHEDULES, None)
 OUTPUTS = ("h", "o")  # the output among the errors of a row; the others are gradients
 # optional keys that are part of a row's identity, and what an absent one means
 DEFAULTS: dict[str, Any] = {"layout": LAYOUTS[0], "forget_bias": FORGET_BIAS}
@@ -143,7 +144,7 @@ def passes_of(op: str) -> tuple[str, ...]:
 
 def schedules_of(op: str) -> tuple[str, ...]:
     """The schedules that the tk kernel of an operator has."""
-    return instances.INTRA_SCHEDULES if op == INTRA else instances.SCHEDULES
+    return intra.SCHEDULES if op == INTRA else instances.SCHEDULES
 
 
 def conditions_of(row: Row) -> tuple[str, float]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, env
-from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import Instance, instances
 from tfla_tk.dispatch import SUPPORTED, Support
 from tfla_tk.ops import SCHEDULES, MaybeTensor

@@ -177,7 +177,7 @@ def test_what_an_operator_does_not_have(options: tuple[str, ...], message: str) 
 def test_shapes_that_an_operator_does_not_have_are_left_out_and_told(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     shapes = "1x16x2x16x16,1x16x2x16x16xHV4"
-    options = ("--op", "simple_gla,retention", "--shapes", shapes, "--backends", "reference")
+    options = ("--op", "simple_gla,retention", "--shapes", shapes, "--backends", "reference:chunkwise")
     assert run(*options, "--json", str(path)) == 0
     found = [(row["op"], row["shape"].get("HV")) for row in results.load(path)]
     assert found == [("simple_gla", None), ("simple_gla", 4), ("retention", None)]

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kittens.cuh"
-#include "tfla_tk/params_intra.h"
+#include "params_intra.h"
 #include "tfla_tk/sync.cuh"
 #include "tfla_tk/tiles.cuh"
 #include "tfla_tk/tma.cuh"
