@@ -15,7 +15,7 @@ operator in pure PyTorch.
 
 from __future__ import annotations
 
-from tfla_tk import packed_ops as packed_ops
+from tfla_tk import ops as ops
 from tfla_tk.core.dispatch import which
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.support import Choice, Support

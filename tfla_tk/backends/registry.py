@@ -24,14 +24,14 @@ BACKENDS = ("tk", "triton", "reference")  # in the order that "auto" tries them
 
 def _mlstm(backend: str) -> ModuleType:
     if backend == "tk":
-        from tfla_tk.backends import tk
+        from tfla_tk.backends.tk import mlstm as tk
 
         return tk
     if backend == "triton":
-        from tfla_tk.backends import triton
+        from tfla_tk.backends.triton import mlstm_kernels
 
-        return triton
-    from tfla_tk.backends import reference
+        return mlstm_kernels
+    from tfla_tk.backends.reference import mlstm as reference
 
     return reference
 

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from tfla_tk import ops
-from tfla_tk.backends import tk, tk_backward_launches, tk_passes
+from tfla_tk.backends.tk.operands import DTYPES
+from tfla_tk.backends.tk.scalar_gate import launches as tk_backward_launches
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
@@ -29,6 +30,7 @@ from tfla_tk.build.instances import (
     mlstm_step,
     shipped_instances,
 )
+from tfla_tk.core.layout import SCHEDULES as ALL_SCHEDULES
 
 TILES = [
     ((16, 16), (64, 64)),
@@ -156,9 +158,9 @@ def enum_of(file: str, name: str) -> dict[str, int]:
 def test_enums_agree_with_the_sources() -> None:
     schedules = enum_of("mlstm/mlstm_fwd_globals.cuh", "Schedule")
     assert tuple(sorted(schedules, key=schedules.__getitem__)) == SCHEDULES
-    assert [x for x in ops.SCHEDULES if x != "auto"] == list(SCHEDULES)
+    assert [x for x in ALL_SCHEDULES if x != "auto"] == list(SCHEDULES)
     assert DEFAULT_SCHEDULE in SCHEDULES
-    names = {str(dtype).removeprefix("torch."): code for dtype, code in tk._GATE_DTYPES.items()}
+    names = {str(dtype).removeprefix("torch."): code for dtype, code in DTYPES.items()}
     assert names == enum_of("include/tfla_tk/params.h", "DType")
     assert enum_of("include/tfla_tk/params_pass.h", "Gradient") == tk_backward_launches.GRADIENTS
     text = (sources.kernels_root() / "include/tfla_tk/params.h").read_text()

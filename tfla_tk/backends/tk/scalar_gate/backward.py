@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk import (
-    Operands,
-    _current_stream,
-    _gate,
-    _multiprocessors,
-    _pointer,
-)
-from tfla_tk.backends.tk_backward_launches import (
+from tfla_tk.backends.tk.operands import Operands
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import gate as _gate
+from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.scalar_gate.forward import states_at_cuts
+from tfla_tk.backends.tk.scalar_gate.launches import (
     Call,
     Grads,
     Pair,
@@ -44,8 +43,7 @@ from tfla_tk.backends.tk_backward_launches import (
     launch_segments_of_dk,
     launch_segments_of_dq,
 )
-from tfla_tk.backends.tk_forward import states_at_cuts
-from tfla_tk.backends.tk_passes import Sizes, cut_sequences, instances_of, make_plan
+from tfla_tk.backends.tk.scalar_gate.passes import Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.calls.mlstm import MaybeGrads
 from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, grads_like
 

@@ -1,8 +1,4 @@
-"""Adapters onto the existing Triton kernels: mlstm_kernels (mLSTM) and fla (the [B, T, H, D] operators).
-
-They are the baseline of every comparison, used as installed packages and called as their users call them.
-What they get wrong is refused here with the reason, or marked "by name only" where the result is usable but
-not exact; docs/triton-baselines.md lists each defect with the test that shows it.
+"""Adapters onto mlstm_kernels' Triton kernels of mLSTM.
 
 A variant is a kernel family with a chunk size, "triton:xl_chunk_128"; without the size, "triton:xl_chunk",
 it takes the call's chunk_size. Plain "triton" is `default_variant`.
@@ -12,11 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import logging
 import re
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,21 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk import env, step_ops
+from tfla_tk.backends.triton import installation
+from tfla_tk.backends.triton.installation import INSTALL, missing, unusable
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
-from tfla_tk.core.errors import UnsupportedError
-from tfla_tk.core.installed import find_package
 from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.ops import mlstm_decode
 
 _log = logging.getLogger("tfla_tk")
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
 GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
-INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 
-_INSTALL = "pip install 'tfla_tk[baselines]'"
-if sys.version_info < (3, 11):
-    _INSTALL += ", on Python 3.11 or newer"
 _TRANSFORMED = Support(
     False, "mlstm_kernels has no rules for torch.func transforms", "use backend 'tk' or 'reference'"
 )
@@ -73,58 +62,16 @@ FAMILIES = {
 
 _STEP_MODULE = "mlstm_kernels.torch.recurrent.triton_step"
 
-# public name -> module of fla
-FLA_OPS = {
-    "chunk_gla": "fla.ops.gla",
-    "chunk_simple_gla": "fla.ops.simple_gla",
-    "chunk_retention": "fla.ops.retention",
-    "chunk_lightning_attn": "fla.ops.lightning_attn",
-    "chunk_delta_rule": "fla.ops.delta_rule",
-    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
-}
-
-
-def triton_version() -> str | None:
-    """The version of Triton, or None where it is not installed. It is imported only where metadata fails."""
-    if find_package("triton") is None:
-        return None
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # pytorch-triton and others bring the module too
-        try:
-            version: str | None = getattr(importlib.import_module("triton"), "__version__", None)
-        except Exception:  # whatever a package of others does on import
-            return None
-        return version
-
-
-def _missing(package: str, distribution: str) -> Support | None:
-    """Why a package cannot be used here; it is not imported."""
-    version = triton_version()
-    if version is None:
-        return Support(False, "triton is not installed", _INSTALL)
-    if find_package(package) is None:
-        return Support(False, f"{distribution} is not installed", _INSTALL)
-    if tuple(int(x) for x in re.findall(r"\d+", version)[:2]) >= (3, 9):
-        return Support(False, f"triton {version} has no block pointers, which {distribution} uses", _INSTALL)
-    return None
-
-
-# looked up once at import, so that torch.compile sees constants
-MLSTM_KERNELS_MISSING = _missing("mlstm_kernels", "mlstm-kernels")
-FLA_MISSING = _missing("fla", "fla-core")
+# looked up once at import, so that torch.compile sees a constant
+MLSTM_KERNELS_MISSING = missing("mlstm_kernels", "mlstm-kernels")
 
 
 def variants(op: str) -> list[str]:
-    """The variants of an operator that are worth timing, as `backend=` takes them.
+    """The variants that are worth timing, as `backend=` takes them.
 
     Args:
-        op: "mlstm_chunkwise", "mlstm_siging_chunkwise" or one of FLA_OPS.
+        op: "mlstm_chunkwise" or "mlstm_siging_chunkwise".
     """
-    if op in FLA_OPS:
-        return ["triton:fla"]
-    if op not in ("mlstm_chunkwise", "mlstm_siging_chunkwise"):
-        fail("op", f"one of {', '.join(('mlstm_chunkwise', 'mlstm_siging_chunkwise', *FLA_OPS))}", repr(op))
     sigmoid_gate = op == "mlstm_siging_chunkwise"
     return [
         f"triton:{name}_{size}"
@@ -132,29 +79,6 @@ def variants(op: str) -> list[str]:
         if family.sigmoid_gate == sigmoid_gate
         for size in family.chunk_sizes
     ]
-
-
-def run_variant(variant: str, op: str, *args: Any, **kwargs: Any) -> Any:
-    """Call one variant with the arguments of the public function `op`.
-
-    Args:
-        variant: one of `variants(op)`.
-        op, args, kwargs: the public function's name and its arguments, without `backend`.
-
-    Raises:
-        UnsupportedError: the variant cannot serve the call.
-    """
-    if op in FLA_OPS:
-        if variant != "triton:fla":
-            fail("variant", f"'triton:fla' for {op}", repr(variant))
-        return fla_op(op, *args, **kwargs)
-    from tfla_tk import mlstm as public
-
-    variants(op)
-    return getattr(public, op)(*args, **kwargs, backend=variant)
-
-
-# mLSTM
 
 
 def parse_variant(variant: str, call: MLSTMCall) -> tuple[str, int]:
@@ -185,7 +109,7 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     refusal = _refusal(call, name, chunk_size)
     if refusal is not None:
         return refusal
-    if INTERPRETED and call.device.type == "cpu":
+    if installation.INTERPRETED and call.device.type == "cpu":
         return Support(True, "runs in Triton's interpreter", auto=False)
     if call.requires_grad and call.normalize:
         return Support(
@@ -254,7 +178,7 @@ def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
         fault = _import_fault(_module_of(name))
     else:
         fault = _import_fault(_STEP_MODULE)
-    return Support(False, fault, _INSTALL, failed=True) if fault else SUPPORTED
+    return Support(False, fault, INSTALL, failed=True) if fault else SUPPORTED
 
 
 def _module_of(name: str) -> str:
@@ -283,9 +207,9 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
         return Support(False, "mlstm_kernels has no step with sigmoid input gate", "use backend='reference'")
     if call.transformed:
         return _TRANSFORMED
-    unusable = _unusable(call.device, MLSTM_KERNELS_MISSING)
-    if unusable is not None:
-        return unusable
+    refusal = unusable(call.device, MLSTM_KERNELS_MISSING)
+    if refusal is not None:
+        return refusal
     if call.dtype == torch.float64:
         return Support(False, "Triton kernels have no float64", "use float32 or backend='reference'")
     if call.requires_grad:
@@ -303,7 +227,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     rows = call.batch * call.heads
     if rows > GRID_LIMIT:
         return _too_many("batch x heads", rows, "split the batch or the heads")
-    if INTERPRETED and call.device.type == "cpu":
+    if installation.INTERPRETED and call.device.type == "cpu":
         return Support(True, "runs in Triton's interpreter", auto=False)
     return SUPPORTED
 
@@ -327,7 +251,7 @@ def mlstm_step(
         h, state = module.mlstm_recurrent_step__triton(
             q, k, v, i, f, c, n, m, eps=call.eps, dtype_state=torch.float32
         )
-    return h, step_ops.stored(call, state, (c, n, m))
+    return h, mlstm_decode.stored(call, state, (c, n, m))
 
 
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -353,9 +277,9 @@ def _refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:
             "mlstm_kernels has no variable length",
             "call once per sequence, or use backend 'tk' or 'reference'",
         )
-    unusable = _unusable(call.device, MLSTM_KERNELS_MISSING)
-    if unusable is not None:
-        return unusable
+    refusal = unusable(call.device, MLSTM_KERNELS_MISSING)
+    if refusal is not None:
+        return refusal
     if call.dtype == torch.float64:
         return Support(False, "Triton kernels have no float64", "use float32 or backend='reference'")
     for label, dim in (("DHQK", call.dim_qk), ("DHHV", call.dim_v)):
@@ -440,77 +364,5 @@ def _names(call: MLSTMCall) -> list[str]:
     return [name for name, family in FAMILIES.items() if family.sigmoid_gate == call.sigmoid_gate]
 
 
-def _unusable(device: torch.device, missing: Support | None) -> Support | None:
-    """Device and installation."""
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
-        return Support(
-            False, f"Triton kernels run on a GPU, the tensors are on {device}", "move them to a CUDA device"
-        )
-    return missing
-
-
 def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
-
-
-# fla
-
-
-def supports_fla(op: str, q: Tensor, *, requires_grad: bool = False) -> Support:
-    """Whether fla's operator serves a call.
-
-    Args:
-        op: one of FLA_OPS.
-        q: the queries: their device and dtype decide.
-        requires_grad: a gradient will be recorded.
-    """
-    unusable = _unusable(q.device, FLA_MISSING)
-    if unusable is not None:
-        return unusable
-    if q.dtype == torch.float64:
-        return Support(False, "Triton kernels have no float64", "use float32 or the reference")
-    if op == "chunk_delta_rule" and q.dtype == torch.float32:
-        return Support(False, "fla's chunk_delta_rule does not take float32", "use bfloat16 or float16")
-    if (
-        requires_grad
-        and op in ("chunk_simple_gla", "chunk_gated_delta_rule")
-        and _gated_backward_is_guarded()
-    ):
-        return Support(
-            False,
-            "fla refuses the gated backward on Hopper with triton >= 3.4 and < 3.7.1, which miscompiles it",
-            "use triton >= 3.7.1",
-        )
-    return Support(True)
-
-
-def fla_op(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Call fla's operator: tensors [B, T, H, D], initial state cast to fp32.
-
-    Args:
-        op: one of FLA_OPS.
-        args, kwargs: fla's own arguments of that operator, q first.
-
-    Returns:
-        (o [B, T, H, V], final state fp32 [N, H, K, V] or None).
-
-    Raises:
-        UnsupportedError: fla cannot serve the call.
-    """
-    q = args[0] if args else kwargs["q"]
-    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    support = supports_fla(op, q, requires_grad=requires_grad)
-    if not support.ok:
-        raise UnsupportedError(f"{op} on backend 'triton'", support.reason, support.remedy)
-    state = kwargs.get("initial_state")
-    if state is not None:
-        kwargs["initial_state"] = state.float()
-    function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(FLA_OPS[op]), op)
-    return function(*args, **kwargs)
-
-
-def _gated_backward_is_guarded() -> bool:
-    """fla's own check, so that a lifted guard counts here too."""
-    guard = importlib.import_module("fla.ops.common.chunk_o")
-    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and not guard.TRITON_ABOVE_3_7_1)

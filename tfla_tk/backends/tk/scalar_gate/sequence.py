@@ -12,8 +12,18 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk import _GATE_DTYPES, _current_stream, _gate, _multiprocessors
-from tfla_tk.backends.tk_step import State, in_place, readable_gates, stored, width_of, with_new_state
+from tfla_tk.backends.tk.operands import DTYPES as _GATE_DTYPES
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import gate as _gate
+from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.scalar_gate.step import (
+    State,
+    in_place,
+    readable_gates,
+    stored,
+    width_of,
+    with_new_state,
+)
 from tfla_tk.build import instances
 
 _FEWEST_COLUMNS = 4  # of a thread

@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends import segments, tk_passes
-from tfla_tk.backends.tk import (
-    _GATE_DTYPES,
-    ADDRESS_ALIGNMENT,
-    _current_stream,
-    _multiprocessors,
-    _pointer,
-    as_operand,
-    as_state,
-    descriptor_strides,
-)
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, descriptor_strides
+from tfla_tk.backends.tk.operands import DTYPES as _GATE_DTYPES
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import instances
 from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo

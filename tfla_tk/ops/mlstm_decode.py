@@ -1,6 +1,6 @@
-"""The registered ops of one token of mLSTM, for CPU, CUDA and fake tensors; they refuse to record gradients.
+"""The registered ops of one token of mLSTM and of a few, for CPU, CUDA and fake tensors; no gradients.
 
-Like those of whole sequences (ops.py) they are the path of the tk backend and the reference on a CPU, and
+Like those of whole sequences (mlstm.py) they are the path of the tk backend and the reference on a CPU, and
 their arguments are not validated here.
 
 tfla_tk::mlstm_step is one token: q, k [B, NH, K], v [B, NH, V], i, f [B, NH, 1], and the state c, n, m in any
@@ -8,29 +8,29 @@ tfla_tk::mlstm_step is one token: q, k [B, NH, K], v [B, NH, V], i, f [B, NH, 1]
     dtype_state; in 16 bits m is rounded, and c and n are relative to the rounded m. m is an empty tensor [0]
     with the sigmoid gate; without normaliser n is copied.
 tfla_tk::mlstm_step_ writes the state over the one it read, each part in its own dtype, and returns h.
+tfla_tk::mlstm_sequence and tfla_tk::mlstm_sequence_ take q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S]
+    and are otherwise alike: h is [B, NH, S, V], and the state is the one after the last token, rounded once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core import flops, transforms
+from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.core.memo import records
-from tfla_tk.ops import _library
+from tfla_tk.ops import autograd
 
 StepOutput: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
+_library = library.get()
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
 
 
-def define(name: str) -> None:
+def _define(name: str) -> None:
     """Define the ops `name`, which returns a new state, and `name_`, which overwrites the one it is given."""
     _library.define(
         f"{name}({_TOKENS}Tensor c, Tensor n, Tensor? m, "
@@ -43,9 +43,12 @@ def define(name: str) -> None:
     )
 
 
-define("mlstm_step")
+_define("mlstm_step")
+_define("mlstm_sequence")
 _step = torch.ops.tfla_tk.mlstm_step.default
 _step_in_place = torch.ops.tfla_tk.mlstm_step_.default
+_sequence = torch.ops.tfla_tk.mlstm_sequence.default
+_sequence_in_place = torch.ops.tfla_tk.mlstm_sequence_.default
 
 
 def mlstm_step(call: MLSTMCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -59,11 +62,18 @@ def mlstm_step(call: MLSTMCall, *tensors: Any, direct: bool = False) -> tuple[Te
         h and the next state, (c, n, m) or with the sigmoid gate (c, n), as the call wants it stored.
     """
     if direct:
-        return apply(call, tensors, _kernel_step, _direct_step_in_place)
-    return apply(call, tensors, _step, _step_in_place)
+        return _apply(call, tensors, _kernel_step, _direct_step_in_place)
+    return _apply(call, tensors, _step, _step_in_place)
 
 
-def apply(
+def mlstm_sequence(call: MLSTMCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The tk backend's few tokens; arguments and results as of `mlstm_step`."""
+    if direct:
+        return _apply(call, tensors, _kernel_sequence, _direct_sequence_in_place)
+    return _apply(call, tensors, _sequence, _sequence_in_place)
+
+
+def _apply(
     call: MLSTMCall, tensors: tuple[Any, ...], new_state: Any, in_place: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Call one of a pair of ops, or one of their kernels; results as of `mlstm_step`."""
@@ -85,26 +95,12 @@ def apply(
 _LEAST_M = -16384.0
 
 
-def noting_writes(in_place: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """in_place, after which autograd knows that the state was written.
-
-    A kernel writes by address, so nothing else would tell autograd that what it may have saved has changed.
-
-    Args:
-        in_place: takes the arguments of mlstm_step_, and returns h.
-    """
-
-    def call(*args: Any) -> Tensor:
-        h = in_place(*args)
-        c, n, m, sigmoid_gate, normalize = args[5:10]
-        if not sigmoid_gate:
-            increment_version((c, n, m))
-        else:
-            # without normaliser n stays as it is
-            increment_version((c, n) if normalize else (c,))
-        return h
-
-    return call
+def _written(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """What mlstm_step_ writes; without normaliser n stays as it is."""
+    c, n, m, sigmoid_gate, normalize = args[5:10]
+    if not sigmoid_gate:
+        return c, n, m
+    return (c, n) if normalize else (c,)
 
 
 def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +122,7 @@ def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[
     return c * scale[..., None], n * scale, kept
 
 
-def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """A new state as the call wants it: in its dtype_state, or over the given one.
 
     Args:
@@ -148,7 +144,7 @@ def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Tensor, ...]
     return given
 
 
-# CPU: the reference. These and the fake tensors serve one token and a sequence (sequence_ops.py)
+# CPU: the reference. These and the fake tensors serve one token and several
 
 
 def on_cpu(
@@ -209,7 +205,7 @@ def _reference(
     dtype_m: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """h and (c, n) or (c, n, m) of at least fp32, relative to an m that dtype_m holds."""
-    from tfla_tk.backends import reference
+    from tfla_tk.ops import mlstm_reference as reference
 
     h, (c, n, *last_m) = reference.decode(q, k, v, i, f, c, n, m, normalize=normalize, eps=eps)
     if last_m and dtype_m.itemsize == 2:
@@ -222,18 +218,32 @@ def _reference(
 
 def _kernel_step(*args: Any) -> Any:
     """The op's outputs, m None where it is empty."""
-    from tfla_tk.backends import tk_step
+    from tfla_tk.backends.tk.scalar_gate import step as tk_step
 
     return tk_step.mlstm_step(*args)
 
 
 def _kernel_step_in_place(*args: Any) -> Tensor:
-    from tfla_tk.backends import tk_step
+    from tfla_tk.backends.tk.scalar_gate import step as tk_step
 
     return tk_step.mlstm_step_(*args)
 
 
-_direct_step_in_place = noting_writes(_kernel_step_in_place)
+def _kernel_sequence(*args: Any) -> Any:
+    """The op's outputs, m None where it is empty."""
+    from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
+
+    return tk_sequence.mlstm_sequence(*args)
+
+
+def _kernel_sequence_in_place(*args: Any) -> Tensor:
+    from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
+
+    return tk_sequence.mlstm_sequence_(*args)
+
+
+_direct_step_in_place = autograd.noting_writes(_kernel_step_in_place, _written)
+_direct_sequence_in_place = autograd.noting_writes(_kernel_sequence_in_place, _written)
 
 
 # Fake: shapes, dtypes and strides alone
@@ -275,40 +285,14 @@ def _outputs_like(q: Tensor, v: Tensor, sigmoid_gate: bool, dtype_state: torch.d
     )
 
 
-# Autograd: no gradients, and what is written is noted
-
-
-def _refusing_gradients(name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-    """The op below autograd; m is a constant of the differentiation."""
-
-    def call(*args: Any) -> Any:
-        transforms.refuse_tangents(name, args)
-        if records(args[:7]):
-            raise RuntimeError(
-                f"tfla_tk::{name} has no gradients; "
-                "use backend='reference', which has them, or torch.no_grad()"
-            )
-        with transforms.below_autograd():
-            return op(*args)
-
-    return call
-
-
-def _below_versions(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The op below the key that counts the versions of tensors."""
-
-    def call(*args: Any) -> Tensor:
-        with transforms.below_versions():
-            return op(*args)
-
-    return call
+# Autograd: no gradients, and what is written is noted; m is a constant of the differentiation
 
 
 def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
     raise RuntimeError("vmap of a step in place: expected inplace=False, got True")
 
 
-def register(name: str, kernel: Any, kernel_in_place: Any) -> None:
+def _register(name: str, kernel: Any, kernel_in_place: Any) -> None:
     """Give the ops `name` and `name_` their implementations.
 
     Args:
@@ -326,13 +310,16 @@ def register(name: str, kernel: Any, kernel_in_place: Any) -> None:
     _library.impl(f"{name}_", kernel_in_place, "CUDA")
     _library.register_fake(name, as_fake)
     _library.register_fake(f"{name}_", in_place_as_fake)
-    _library.impl(name, _refusing_gradients(name, op), "Autograd")
-    _library.impl(f"{name}_", _refusing_gradients(f"{name}_", op_in_place), "Autograd")
-    _library.impl(f"{name}_", noting_writes(_below_versions(op_in_place)), "ADInplaceOrView")
+    _library.impl(name, autograd.without_gradients(name, op, 7), "Autograd")
+    _library.impl(f"{name}_", autograd.without_gradients(f"{name}_", op_in_place, 7), "Autograd")
+    _library.impl(
+        f"{name}_", autograd.noting_writes(autograd.below_versions(op_in_place), _written), "ADInplaceOrView"
+    )
     _library.register_vmap(name, transforms.merge_into_batch(op))
     _library.register_vmap(f"{name}_", _refuse_vmap)
     for each in (name, f"{name}_"):
         flops.register(each, flops.step)
 
 
-register("mlstm_step", _kernel_step, _kernel_step_in_place)
+_register("mlstm_step", _kernel_step, _kernel_step_in_place)
+_register("mlstm_sequence", _kernel_sequence, _kernel_sequence_in_place)

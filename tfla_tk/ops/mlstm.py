@@ -36,8 +36,19 @@ from torch import Tensor
 
 from tfla_tk.calls.mlstm import Grads, MaybeGrads, MLSTMCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, chunk_slots, grads_like, state_dtype
-from tfla_tk.core.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
+from tfla_tk.core.layout import (
+    CHUNK,
+    Cut,
+    KeptStates,
+    MaybeTensor,
+    as_dtype,
+    chunk_slots,
+    grads_like,
+    state_dtype,
+)
+from tfla_tk.core.memo import are_saved_tensors_hooked, records
+from tfla_tk.ops import autograd
+from tfla_tk.ops.autograd import Recorded
 
 Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -94,7 +105,7 @@ def prepare_mlstm(
     Returns:
         A function of the tensors that `mlstm` takes.
     """
-    from tfla_tk.backends import tk_forward
+    from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 
     options, last, sigmoid_gate = _options(call), call.return_last_states, call.sigmoid_gate
     read = _as_read(call, tensors)
@@ -222,7 +233,7 @@ def _bwd_cpu(
         q, k, v, i, f, c_initial, n_initial, m_initial, dh, dc_last, dn_last, eps,
         sigmoid_gate=sigmoid_gate, normalize=normalize, cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    out = _present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
+    out = present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
     for buffer, value in zip(out, terms.grads, strict=True):
         if buffer.numel() > 0:
             buffer.copy_(value)
@@ -240,17 +251,17 @@ def _fwd_cuda(*args: Any) -> Output:
 
 
 def _bwd_cuda(*args: Any) -> Grads:
-    return _present_grads(_kernels_bwd(*args))
+    return present_grads(_kernels_bwd(*args))
 
 
 def _kernels_fwd(*args: Any) -> Any:
-    from tfla_tk.backends import tk_forward
+    from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 
     return tk_forward.mlstm_fwd(*args)
 
 
 def _kernels_bwd(*args: Any) -> MaybeGrads:
-    from tfla_tk.backends import tk_backward
+    from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 
     return tk_backward.mlstm_bwd(*args)
 
@@ -260,7 +271,7 @@ def _present(x: MaybeTensor, q: Tensor) -> Tensor:
     return q.new_empty(0, dtype=state_dtype(q)) if x is None else x
 
 
-def _present_grads(grads: MaybeGrads) -> Grads:
+def present_grads(grads: MaybeGrads) -> Grads:
     dq, dk, dv, di, df, dc_initial, dn_initial = grads
     return dq, dk, dv, di, df, _present(dc_initial, dq), _present(dn_initial, dq)
 
@@ -295,7 +306,7 @@ def _bwd_fake(
     n_initial: MaybeTensor,
     *rest: Any,
 ) -> Grads:
-    return _present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
+    return present_grads(grads_like(q, k, v, i, f, c_initial, n_initial))
 
 
 def _outputs_like(
@@ -328,79 +339,69 @@ def _outputs_like(
 # Autograd
 
 
-class _MLSTM(torch.autograd.Function):
-    """Records the backward op."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Output:
-        *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
-        with transforms.below_function():
-            h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
-            last = (c, n) if return_last_states else (None, None)
-            _save(ctx, tensors, h, rows, last, (sigmoid_gate, normalize, eps), schedule)
-        if not return_rows:
-            rows = [x.new_empty(0) for x in rows]
-        # the stabiliser is a constant of the differentiation
-        ctx.mark_non_differentiable(*(() if return_last_states else (c, n)), m, *rows)
-        return h, c, n, m, *rows
-
-    @staticmethod
-    def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        return _needed(ctx, _bwd(*_backward_tensors(ctx.saved_tensors, *grads[:3]), *ctx.options))
+def _record(*args: Any) -> Recorded:
+    """mlstm_fwd with what its backward op takes; the stabiliser is a constant of the differentiation."""
+    *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
+    with transforms.below_function():
+        h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
+        saved = _saved(tensors, h, rows, (c, n) if return_last_states else (None, None))
+    if not return_rows:
+        rows = [x.new_empty(0) for x in rows]
+    constants = *(() if return_last_states else (c, n)), m, *rows
+    return Recorded((h, c, n, m, *rows), constants, saved, (sigmoid_gate, normalize, eps, schedule))
 
 
-class _DirectMLSTM(torch.autograd.Function):
-    """`_MLSTM` of a plain eager call: the kernels themselves, forward and, where it is plain too, backward.
+def _differentiate(
+    saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
+) -> Sequence[MaybeTensor]:
+    return _bwd(*_backward_tensors(saved, *grads[:3]), *options)
 
-    Its arguments are the tensors of mlstm_fwd and the other ones in one tuple; its outputs are h and the last
-    state, None where they are not asked for.
+
+def _record_directly(*args: Any) -> Recorded:
+    """`_record` of a plain eager call: the kernels themselves.
+
+    Args:
+        args: the tensors of mlstm_fwd, and the others in one tuple.
     """
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
-        *tensors, (options, return_last_states, schedule) = args
-        # not under hooks: checkpointing wants the call and its recomputation to save alike, and the op, which
-        # one of them may take, saves no states
-        keep_states = not are_saved_tensors_hooked()
-        found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, keep_states)
-        h, c, n, m, *rows, states = found
-        workspace, ctx.cut = (None, None) if states is None else states
-        _save(ctx, tensors, h, rows, (c, n), options, schedule, workspace)
-        ctx.mark_non_differentiable(*(() if m is None else (m,)))
-        return h, c, n, m
-
-    @staticmethod
-    def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        *saved, workspace = ctx.saved_tensors
-        tensors = _backward_tensors(saved, *grads[:3])
-        if is_eager((*tensors, workspace)) and is_direct(tensors) and dispatch_like(tensors[0], grads):
-            states = None if workspace is None else KeptStates(workspace, ctx.cut)
-            return _needed(ctx, _kernels_bwd(*tensors, *ctx.options, states))
-        return _needed(ctx, _bwd(*tensors, *ctx.options))
+    *tensors, (options, return_last_states, schedule) = args
+    # not under hooks: checkpointing wants the call and its recomputation to save alike, and the op, which
+    # one of them may take, saves no states
+    keep_states = not are_saved_tensors_hooked()
+    found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, keep_states)
+    h, c, n, m, *rows, states = found
+    workspace, cut = (None, None) if states is None else states
+    saved = *_saved(tensors, h, rows, (c, n)), workspace
+    return Recorded((h, c, n, m), () if m is None else (m,), saved, ((*options, schedule), cut))
 
 
-def _save(
-    ctx: Any,
+def _differentiate_directly(
+    saved: Sequence[Any], options: tuple[Any, Cut | None], grads: tuple[MaybeTensor, ...]
+) -> Sequence[MaybeTensor]:
+    """The kernels again where the backward is plain, too."""
+    (*saved, workspace), (options, cut) = saved, options
+    tensors = _backward_tensors(saved, *grads[:3])
+    if not autograd.is_plain_backward((*tensors, workspace), grads):
+        return _bwd(*tensors, *options)
+    states = None if workspace is None or cut is None else KeptStates(workspace, cut)
+    return _kernels_bwd(*tensors, *options, states)
+
+
+def _saved(
     tensors: Sequence[MaybeTensor],
     h: Tensor,
     rows: Sequence[MaybeTensor],
     last: tuple[MaybeTensor, MaybeTensor],
-    options: tuple[bool, bool, float],
-    schedule: str,
-    *more: MaybeTensor,
-) -> None:
-    """Keep what the backward takes instead of a second forward.
+) -> tuple[MaybeTensor, ...]:
+    """What the backward takes instead of a second forward.
 
-    Saved are the inputs, h, the last state where it is an output, and the forward's rows. All by reference,
-    but the initial state: a cache that is updated in place must not change the gradient.
+    The inputs, h, the last state where it is an output, and the forward's rows. All by reference, but the
+    initial state: a cache that is updated in place must not change the gradient.
 
     Args:
-        tensors: the inputs of mlstm_fwd. options: sigmoid_gate, normalize, eps. more: what else to save.
+        tensors: the inputs of mlstm_fwd.
     """
     states = (None if x is None else x.clone() for x in tensors[5:8])
-    ctx.save_for_backward(*tensors[:5], *states, tensors[8], h, *rows, *last, *more)
-    ctx.options = *options, schedule
-    ctx.set_materialize_grads(False)
+    return *tensors[:5], *states, tensors[8], h, *rows, *last
 
 
 def _backward_tensors(
@@ -410,55 +411,21 @@ def _backward_tensors(
     return *saved, torch.zeros_like(saved[2]) if dh is None else dh, dc_last, dn_last
 
 
-def _needed(ctx: Any, grads: Sequence[MaybeTensor]) -> tuple[MaybeTensor, ...]:
-    """For every argument of the forward its gradient, or None where nobody asks for it."""
-    needed = ctx.needs_input_grad
-    found = [grad if asked else None for grad, asked in zip(grads, needed, strict=False)]
-    return *found, *(None,) * (len(needed) - len(found))
-
-
-class _MLSTMBackward(torch.autograd.Function):
-    """Stands where a second derivative would be."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Grads:
-        with transforms.below_function():
-            out: Grads = _bwd(*args)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        raise RuntimeError(
-            "double backward of mLSTM is not implemented; backend='reference' is plain autograd and has it"
-        )
-
-
-def _fwd_autograd(*args: Any) -> Output:
-    transforms.refuse_tangents("mlstm_fwd", args)
-    if records(args):
-        out: Output = transforms.apply(_MLSTM, *args)
-        return out
-    with transforms.below_autograd():
-        out = _fwd(*args)
-    return out
-
-
-def _bwd_autograd(*args: Any) -> Grads:
-    transforms.refuse_tangents("mlstm_bwd", args)
-    if records(args):
-        out: Grads = transforms.apply(_MLSTMBackward, *args)
-        return out
-    with transforms.below_autograd():
-        out = _bwd(*args)
-    return out
+_MLSTM = autograd.function("MLSTM", _record, _differentiate)
+_DirectMLSTM = autograd.function("DirectMLSTM", _record_directly, _differentiate_directly)
+_MLSTMBackward = autograd.refusing(
+    "MLSTMBackward",
+    _bwd,
+    "double backward of mLSTM is not implemented; backend='reference' is plain autograd and has it",
+)
 
 
 _library.impl("mlstm_fwd", _fwd_cpu, "CPU")
 _library.impl("mlstm_bwd", _bwd_cpu, "CPU")
 _library.impl("mlstm_fwd", _fwd_cuda, "CUDA")
 _library.impl("mlstm_bwd", _bwd_cuda, "CUDA")
-_library.impl("mlstm_fwd", _fwd_autograd, "Autograd")
-_library.impl("mlstm_bwd", _bwd_autograd, "Autograd")
+_library.impl("mlstm_fwd", autograd.recording("mlstm_fwd", _fwd, _MLSTM), "Autograd")
+_library.impl("mlstm_bwd", autograd.recording("mlstm_bwd", _bwd, _MLSTMBackward), "Autograd")
 _library.register_fake("mlstm_fwd", _fwd_fake)
 _library.register_fake("mlstm_bwd", _bwd_fake)
 _library.register_vmap("mlstm_fwd", transforms.merge_into_batch(_fwd, cu_seqlens=8))

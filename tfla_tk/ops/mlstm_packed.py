@@ -14,17 +14,18 @@ tfla_tk::packed_mlstm_bwd takes the same inputs and the gradients of h, c and n 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tfla_tk.calls.mlstm import Grads, MLSTMCall
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import MaybeTensor, grads_like
-from tfla_tk.core.memo import records
-from tfla_tk.ops import _needed, _present_grads
+from tfla_tk.ops import autograd
+from tfla_tk.ops.autograd import Recorded
+from tfla_tk.ops.mlstm import present_grads
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
@@ -75,7 +76,7 @@ def _outputs_like(inputs: tuple[Any, ...], sigmoid_gate: bool) -> Output:
 
 
 def _forward(*args: Any) -> Output:
-    from tfla_tk.backends import reference
+    from tfla_tk.ops import mlstm_reference as reference
 
     inputs, (form, chunk_size, sigmoid_gate, normalize, eps) = args[:9], args[9:]
     h, last = reference.apply(
@@ -110,42 +111,31 @@ def _backward(*args: Any) -> Grads:
 
 
 def _backward_fake(*args: Any) -> Grads:
-    return _present_grads(grads_like(*args[:7]))
+    return present_grads(grads_like(*args[:7]))
 
 
-class _Packed(torch.autograd.Function):
-    """Records the backward op."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Output:
-        with transforms.below_autograd():
-            out: Output = _packed(*args)
-        # a cache of states that is updated in place must not change the gradient
-        states = (None if x is None else x.clone() for x in args[5:8])
-        ctx.save_for_backward(*args[:5], *states, args[8])
-        ctx.options = args[9:]
-        ctx.mark_non_differentiable(out[3])
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
-        return _needed(ctx, _packed_bwd(*ctx.saved_tensors, *grads[:3], *ctx.options))
-
-
-def _autograd(*args: Any) -> Output:
-    if records(args):
-        recorded: Output = _Packed.apply(*args)
-        return recorded
-    with transforms.below_autograd():
+def _record(*args: Any) -> Recorded:
+    """packed_mlstm with what its backward op takes; m is a constant of the differentiation."""
+    with transforms.below_function():
         out: Output = _packed(*args)
-    return out
+    # a cache of states that is updated in place must not change the gradient
+    states = (None if x is None else x.clone() for x in args[5:8])
+    return Recorded(out, (out[3],), (*args[:5], *states, args[8]), args[9:])
+
+
+def _differentiate(
+    saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
+) -> Sequence[MaybeTensor]:
+    found: Grads = _packed_bwd(*saved, *grads[:3], *options)
+    return found
+
+
+_Packed = autograd.function("Packed", _record, _differentiate, once=True)
 
 
 _library.impl("packed_mlstm", _forward, "CompositeExplicitAutograd")
 _library.impl("packed_mlstm_bwd", _backward, "CompositeExplicitAutograd")
-_library.impl("packed_mlstm", _autograd, "Autograd")
+_library.impl("packed_mlstm", autograd.recording("packed_mlstm", _packed, _Packed), "Autograd")
 _library.register_fake("packed_mlstm", _forward_fake)
 _library.register_fake("packed_mlstm_bwd", _backward_fake)
 flops.register("packed_mlstm", flops.forward)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
-from tfla_tk.backends.tk import Gate, Operand
-from tfla_tk.backends.tk_passes import INT, PART_COLUMNS, Memory, Plan, Sizes
+from tfla_tk.backends.tk.operands import Gate, Operand
+from tfla_tk.backends.tk.scalar_gate.passes import INT, PART_COLUMNS, Memory, Plan, Sizes
 
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
 

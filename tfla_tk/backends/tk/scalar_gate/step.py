@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk import _GATE_DTYPES, _current_stream, _gate, _multiprocessors, _pointer
+from tfla_tk.backends.tk.operands import DTYPES as _GATE_DTYPES
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import gate as _gate
+from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.build import instances
 from tfla_tk.core.layout import MaybeTensor
 

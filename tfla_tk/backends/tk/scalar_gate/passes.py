@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from tfla_tk import build
-from tfla_tk.backends import segments
+from tfla_tk.backends.tk import segments
 from tfla_tk.build import instances
 from tfla_tk.core.layout import Cut
 
