@@ -154,20 +154,20 @@ def enum_of(file: str, name: str) -> dict[str, int]:
 
 
 def test_enums_agree_with_the_sources() -> None:
-    schedules = enum_of("mlstm/mlstm_fwd_globals.cuh", "Schedule")
+    schedules = enum_of("scalar_gate/forward/globals.cuh", "Schedule")
     assert tuple(sorted(schedules, key=schedules.__getitem__)) == SCHEDULES
     assert [x for x in ops.SCHEDULES if x != "auto"] == list(SCHEDULES)
     assert DEFAULT_SCHEDULE in SCHEDULES
     names = {str(dtype).removeprefix("torch."): code for dtype, code in tk._GATE_DTYPES.items()}
-    assert names == enum_of("include/tfla_tk/params.h", "DType")
-    assert enum_of("include/tfla_tk/params_pass.h", "Gradient") == tk_backward_launches.GRADIENTS
-    text = (sources.kernels_root() / "include/tfla_tk/params.h").read_text()
+    assert names == enum_of("common/operand.h", "DType")
+    assert enum_of("scalar_gate/bindings/params_walk.h", "Gradient") == tk_backward_launches.GRADIENTS
+    text = (sources.kernels_root() / "scalar_gate/bindings/params.h").read_text()
     assert f"kAnchorChunks = {tk_passes.ANCHOR_CHUNKS};" in text
 
 
 def test_instances_of_the_intra_chunk_kernel() -> None:
     assert INTRA_SCHEDULES[: len(SCHEDULES)] == SCHEDULES
-    schedules = enum_of("mlstm/mlstm_intra_config.cuh", "Schedule")
+    schedules = enum_of("intra/mlstm_intra_config.cuh", "Schedule")
     assert tuple(sorted(schedules, key=schedules.__getitem__)) == INTRA_SCHEDULES
     for dims in INTRA_TILES:
         instance = mlstm_intra(*dims, "three_stage")

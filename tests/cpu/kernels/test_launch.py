@@ -25,7 +25,7 @@ from .stand_in import launch_instead
 B, NH, S, K, V = 2, 3, 40, 64, 128
 
 
-# of the class Forward, as bindings.cpp names them
+# of the class Forward, as scalar_gate/bindings/forward.cpp names them
 OF_ALL = (
     *("q", "k", "v", "h", "i", "f", "cut", "sizes", "scale", "eps", "half", "sigmoid_gate", "normalize"),
     "device",
@@ -391,7 +391,7 @@ def test_calls_alike_share_a_forward(launches: Launches) -> None:
 
 
 def test_arguments_are_those_of_the_bindings() -> None:
-    text = (sources.kernels_root() / "bindings.cpp").read_text()
+    text = (sources.kernels_root() / "scalar_gate/bindings/forward.cpp").read_text()
     definition = text[text.index("py::class_<Forward>") :]
     definition = definition[: definition.index(");\n")]
     assert tuple(re.findall(r'py::arg\("(\w+)"\)', definition)) == (*OF_ALL, *OF_A_LAUNCH)
