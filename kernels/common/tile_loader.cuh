@@ -20,13 +20,13 @@ template <class Task> struct TileLoader {
 
     template <class Tile>
     __device__ inline void operator()(Tile& tile, const TensorMap& map, kittens::semaphore& arrived,
-                                      int column, int chunk) {
+                                      int column, int head, int chunk) {
         const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
         const bool tail = packed && rows < kChunk;
         kittens::semaphore& landed = tail ? tail_landed : arrived;
         if (fresh_laneid() == 0) {
             kittens::tma::expect_bytes(landed, Tile::loaded_bytes);
-            load_panels(tile, map, landed, column, row, task.head, task.batch);
+            load_panels(tile, map, landed, column, row, head, task.batch);
         }
         if (!tail) return;
         wait(landed, tails++ & 1);

@@ -39,6 +39,13 @@ class Instance:
 
 
 @functools.cache
+def for_scalar_decay(instance: Instance) -> Instance:
+    """The same kernels with a scalar decay in the place of mLSTM's gates, and without a normaliser."""
+    name = instance.name.replace("mlstm", "decay", 1)
+    return replace(instance, name=name, defines=(*instance.defines, ("TFLA_SCALAR_DECAY", "1")))
+
+
+@functools.cache
 def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
     """The mLSTM forward for head dims up to MAX_DIM_QK and MAX_DIM_V, by the smallest tile that holds them.
 
@@ -155,16 +162,21 @@ def all_instances() -> list[Instance]:
     return [
         *shipped_instances(),
         *(mlstm_fwd(qk, v, schedule) for schedule in others for qk, v in MLSTM_TILES),
+        *(for_scalar_decay(mlstm_fwd(qk, v, schedule)) for schedule in others for qk, v in MLSTM_TILES),
         *(mlstm_intra(qk, v, schedule) for schedule in INTRA_SCHEDULES for qk, v in INTRA_TILES),
     ]
 
 
 def shipped_instances() -> list[Instance]:
     """Every instance that `schedule="auto"` takes; the other schedules are built when asked for."""
-    return [
+    chunkwise = [
         *(mlstm_fwd(qk, v) for qk, v in MLSTM_TILES),
         *(_pass_instance(keys, v) for keys, v in PASS_TILES),
         mlstm_bwd(),
+    ]
+    return [
+        *chunkwise,
+        *map(for_scalar_decay, chunkwise),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
     ]

@@ -135,6 +135,7 @@ void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const A
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
+    tfla_tk::export_layout(m);
     m.def(
         "mlstm_bwd_scan", &mlstm_bwd_scan, py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("chunk_m"),
         py::arg("gates"), py::arg("tickets"), py::arg("offsets"), py::arg("sizes"), py::arg("eps"),

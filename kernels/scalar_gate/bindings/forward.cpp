@@ -24,17 +24,18 @@ class Forward {
   public:
     Forward(const Strides& q, const Strides& k, const Strides& v, const Strides& h, const GateLayout& i,
             const GateLayout& f, const CutLayout& cut_of_sequences, const std::array<int, 5>& sizes,
-            float scale, float eps, bool half, bool sigmoid_gate, bool normalize, int device)
-        : params{{operand(k), operand(v), gate(i), gate(f), state({}), nullptr, cut(cut_of_sequences),
-                  sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], half, sigmoid_gate, normalize, device},
-                 operand(q),
-                 operand(h),
-                 state({}),
-                 nullptr,
-                 nullptr,
-                 nullptr,
-                 scale,
-                 eps} {}
+            int group, float scale, float eps, bool half, bool sigmoid_gate, bool normalize, int device)
+        : params{
+              {operand(k), operand(v), gate(i), gate(f), state({}), nullptr, cut(cut_of_sequences), sizes[0],
+               sizes[1], sizes[2], sizes[3], sizes[4], group, half, sigmoid_gate, normalize, device},
+              operand(q),
+              operand(h),
+              state({}),
+              nullptr,
+              nullptr,
+              nullptr,
+              scale,
+              eps} {}
 
     void launch(std::int64_t q, std::int64_t k, std::int64_t v, std::int64_t h, std::int64_t i,
                 std::int64_t f, const StateTuple& initial, const StateTuple& last, const RowsTuple& rows,
@@ -63,17 +64,27 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     py::class_<Forward>(m, "Forward", py::module_local(),
                         "The mLSTM forward of calls whose tensors lie alike.")
         .def(py::init<const Strides&, const Strides&, const Strides&, const Strides&, const GateLayout&,
-                      const GateLayout&, const CutLayout&, const std::array<int, 5>&, float, float, bool,
+                      const GateLayout&, const CutLayout&, const std::array<int, 5>&, int, float, float, bool,
                       bool, bool, int>(),
              py::arg("q"), py::arg("k"), py::arg("v"), py::arg("h"), py::arg("i"), py::arg("f"),
-             py::arg("cut"), py::arg("sizes"), py::arg("scale"), py::arg("eps"), py::arg("half"),
-             py::arg("sigmoid_gate"), py::arg("normalize"), py::arg("device"),
-             "Strides in elements; sizes: batch, heads, seq, dim_qk, dim_v.")
+             py::arg("cut"), py::arg("sizes"), py::arg("group"), py::arg("scale"), py::arg("eps"),
+             py::arg("half"), py::arg("sigmoid_gate"), py::arg("normalize"), py::arg("device"),
+             "Strides in elements; sizes: batch, heads, seq, dim_qk, dim_v; group: heads that share one of q "
+             "and "
+             "k.")
         .def("launch", &Forward::launch, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("h"), py::arg("i"),
              py::arg("f"), py::arg("initial"), py::arg("last"), py::arg("rows"), py::arg("offsets"),
              py::arg("workspace"), py::arg("stream"),
              "Launches one kernel on a stream, or three where sequences are cut.",
              py::call_guard<py::gil_scoped_release>());
+    tfla_tk::export_layout(m);
+    m.def(
+        "workspace_offsets",
+        [](std::int64_t slots, int dim_qk, int dim_v) {
+            return tfla_tk::mlstm_fwd_workspace_offsets(slots, dim_qk, dim_v);
+        },
+        py::arg("slots"), py::arg("dim_qk"), py::arg("dim_v"),
+        "Bytes from the start of a workspace to the states c and n at the cuts.");
     m.attr("CTAS_PER_MULTIPROCESSOR") = tfla_tk::mlstm_fwd_ctas_per_multiprocessor();
     m.def("mlstm_fwd_workspace_bytes", &tfla_tk::mlstm_fwd_workspace_bytes, py::arg("slots"),
           py::arg("dim_qk"), py::arg("dim_v"), "Bytes of the workspace of a call whose sequences are cut.");

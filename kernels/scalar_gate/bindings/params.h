@@ -2,6 +2,7 @@
 // No CUDA, ThunderKittens or Torch header here: bindings.cpp compiles in seconds.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <limits>
 
@@ -48,6 +49,7 @@ struct MlstmFwdWalk {
     void* workspace;  // mlstm_fwd_workspace_bytes of it; null where no sequence is cut
     Cut cut;
     int batch, heads, seq, dim_qk, dim_v;
+    int group;  // heads that share one of q and k, which have heads / group
     bool half;  // operands are fp16, not bf16
     bool sigmoid_gate;
     bool normalize;
@@ -68,6 +70,9 @@ struct MlstmFwdParams {
 // Bytes that a call whose sequences are cut needs between its kernels, for (segments - sequences) * heads
 // slots.
 std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v);
+
+// Bytes from its start to the states at the cuts: c [slots, K, V] and n [slots, K].
+std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int dim_qk, int dim_v);
 
 // CTAs of the fused kernel that a multiprocessor holds at a time.
 int mlstm_fwd_ctas_per_multiprocessor();

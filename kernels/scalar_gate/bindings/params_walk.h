@@ -24,6 +24,7 @@ struct PassWalk {
     Boundaries boundaries;
     Cut cut;
     int batch, heads, seq, dim_keys, dim_values;
+    int group;  // heads that share one of q and k, which have heads / group
     bool half;  // operands are fp16, not bf16
     int device;
 };

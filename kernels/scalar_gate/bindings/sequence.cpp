@@ -44,6 +44,7 @@ void mlstm_sequence(const TokenRowsTuple& q, const TokenRowsTuple& k, const Toke
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
+    tfla_tk::export_layout(m);
     m.attr("MAX_KEYS") = tfla_tk::kDecodeMaxKeys;
     m.attr("MAX_SLICES") = tfla_tk::kDecodeMaxSlices;
     m.attr("MAX_COLUMNS") = tfla_tk::kSequenceMaxColumns;

@@ -37,6 +37,7 @@ void mlstm_step(const tfla_tk::GateTuple& q, const tfla_tk::GateTuple& k, const 
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
+    tfla_tk::export_layout(m);
     m.attr("MAX_KEYS") = tfla_tk::kDecodeMaxKeys;
     m.attr("MAX_SLICES") = tfla_tk::kDecodeMaxSlices;
     m.def("mlstm_step", &mlstm_step, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("i"), py::arg("f"),

@@ -19,6 +19,17 @@ using OffsetsTuple = std::array<std::int64_t, 3>;     // pointer or 0, whether t
 using CutTuple = std::array<std::int64_t, 5>;         // the same, and segments, chunks per segment
 using BoundariesTuple = std::array<std::int64_t, 3>;  // pointers to c, n, log2_decay; 0 where there is none
 
+// What Python and the kernels must agree on.
+inline void export_layout(pybind11::module_& m) {
+    m.attr("CHUNK") = kChunk;
+    m.attr("ANCHOR_CHUNKS") = kAnchorChunks;
+    pybind11::dict dtypes;
+    dtypes["float32"] = static_cast<int>(DType::float32);
+    dtypes["bfloat16"] = static_cast<int>(DType::bfloat16);
+    dtypes["float16"] = static_cast<int>(DType::float16);
+    m.attr("DTYPES") = dtypes;
+}
+
 inline float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
 
 inline Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }

@@ -18,7 +18,7 @@ using Sizes = std::array<int, 5>;                // batch, heads, seq, dim_keys,
 
 tfla_tk::PassWalk walk(int gradient, const OperandTuple& keys, const OperandTuple& values, std::int64_t e,
                        std::int64_t e_stride, const BoundariesTuple& boundaries, const CutTuple& cut,
-                       const Sizes& sizes, bool half, int device) {
+                       const Sizes& sizes, int group, bool half, int device) {
     return {static_cast<tfla_tk::Gradient>(gradient),
             tfla_tk::operand(keys),
             tfla_tk::operand(values),
@@ -31,6 +31,7 @@ tfla_tk::PassWalk walk(int gradient, const OperandTuple& keys, const OperandTupl
             sizes[2],
             sizes[3],
             sizes[4],
+            group,
             half,
             device};
 }
@@ -38,9 +39,10 @@ tfla_tk::PassWalk walk(int gradient, const OperandTuple& keys, const OperandTupl
 void mlstm_pass_segments(int gradient, const OperandTuple& keys, const OperandTuple& values,
                          const GateTuple& i, const GateTuple& f, const RowsTuple& rows,
                          const BoundariesTuple& boundaries, const CutTuple& cut, const Sizes& sizes,
-                         float scale, bool half, bool sigmoid_gate, int device, std::uintptr_t stream) {
+                         int group, float scale, bool half, bool sigmoid_gate, int device,
+                         std::uintptr_t stream) {
     const tfla_tk::MlstmSegmentsParams params{
-        walk(gradient, keys, values, rows[1], rows[2], boundaries, cut, sizes, half, device),
+        walk(gradient, keys, values, rows[1], rows[2], boundaries, cut, sizes, group, half, device),
         tfla_tk::gate(i),
         tfla_tk::gate(f),
         pointer(rows[0]),
@@ -54,9 +56,10 @@ void mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& k
                 const OperandTuple& values, const OperandTuple& out, const OperandTuple& factor,
                 const GatesTuple& gates, const Pair& entering, const Pair& leaving,
                 const BoundariesTuple& boundaries, const Pair& sums, const Pair& anchors, std::int64_t ticket,
-                const CutTuple& cut, const Sizes& sizes, bool half, int device, std::uintptr_t stream) {
+                const CutTuple& cut, const Sizes& sizes, int group, bool half, int device,
+                std::uintptr_t stream) {
     const tfla_tk::MlstmPassParams params{
-        walk(gradient, keys, values, gates[1], gates[2], boundaries, cut, sizes, half, device),
+        walk(gradient, keys, values, gates[1], gates[2], boundaries, cut, sizes, group, half, device),
         reinterpret_cast<tfla_tk::ChunkGates*>(gates[0]),
         tfla_tk::operand(queries),
         tfla_tk::operand(out),
@@ -77,10 +80,17 @@ void mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& k
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
+    tfla_tk::export_layout(m);
+    py::dict gradients;
+    gradients["dq"] = static_cast<int>(tfla_tk::Gradient::dq);
+    gradients["dk"] = static_cast<int>(tfla_tk::Gradient::dk);
+    gradients["dv"] = static_cast<int>(tfla_tk::Gradient::dv);
+    m.attr("GRADIENTS") = gradients;
     m.def("mlstm_pass", &mlstm_pass, py::arg("gradient"), py::arg("queries"), py::arg("keys"),
           py::arg("values"), py::arg("out"), py::arg("factor"), py::arg("gates"), py::arg("entering"),
           py::arg("leaving"), py::arg("boundaries"), py::arg("sums"), py::arg("anchors"), py::arg("ticket"),
-          py::arg("cut"), py::arg("sizes"), py::arg("half"), py::arg("device"), py::arg("stream"),
+          py::arg("cut"), py::arg("sizes"), py::arg("group"), py::arg("half"), py::arg("device"),
+          py::arg("stream"),
           "Launches one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; gates: those of the chunks "
           "from mlstm_bwd_scan, e, e_stride; boundaries: c, n, log2_decay; sums: whole, inter; anchors: "
           "states, flows; ticket: pointer or 0; sizes: batch, heads, seq, dim_keys, dim_values.",
@@ -88,7 +98,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def(
         "mlstm_pass_segments", &mlstm_pass_segments, py::arg("gradient"), py::arg("keys"), py::arg("values"),
         py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("boundaries"), py::arg("cut"), py::arg("sizes"),
-        py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
+        py::arg("group"), py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("device"),
+        py::arg("stream"),
         "Launches what each segment of a pass adds by itself at the boundary behind it; as mlstm_pass. rows: "
         "log2_w, e, e_stride, chunk_m.",
         py::call_guard<py::gil_scoped_release>());

@@ -60,16 +60,16 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
     }
 }
 
-// Whether the kernel is that of mlstm_wide.cuh.
+// Whether the kernel is that of transposed/kernel.cuh.
 constexpr bool kWide = TFLA_DIM_QK == 256;
 
 FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
     const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
-    auto map = [&](const Operand& x, int dim) {
-        return TensorMap(x, p.batch, p.heads, p.seq, dim, kChunk, p.half);
+    auto map = [&](const Operand& x, int heads, int dim) {
+        return TensorMap(x, p.batch, heads, p.seq, dim, kChunk, p.half);
     };
-    return {map(p.k, p.dim_qk),
-            map(p.v, p.dim_v),
+    return {map(p.k, p.heads / p.group, p.dim_qk),
+            map(p.v, p.heads, p.dim_v),
             p.i,
             p.f,
             p.initial,
@@ -80,6 +80,7 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             p.dim_qk,
             p.dim_v,
             (p.dim_v + TFLA_SLICE_V - 1) / TFLA_SLICE_V,
+            p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
             p.sigmoid_gate};
 }
@@ -106,18 +107,18 @@ template <class T, bool kNormalize> void run_states(const MlstmFwdWalk& p, cudaS
 template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     const MlstmFwdWalk& walk = p.walk;
     const DeviceGuard guard(walk.device, "mlstm_fwd");
-    auto map = [&](const Operand& x, int dim, int box_rows) {
-        return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
+    auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
+        return TensorMap(x, walk.batch, heads, walk.seq, dim, box_rows, walk.half);
     };
     const Globals g{fwd_walk_globals(walk),
-                    map(p.q, walk.dim_qk, kChunk),
+                    map(p.q, walk.heads / walk.group, walk.dim_qk, kChunk),
                     walk.k,
                     walk.v,
                     GateWords(walk.i),
                     GateWords(walk.f),
-                    map(p.h, walk.dim_v, kBoxRows),
-                    map(p.h, walk.dim_v, 1),
-                    map(p.h, walk.dim_v, kChunk),
+                    map(p.h, walk.heads, walk.dim_v, kBoxRows),
+                    map(p.h, walk.heads, walk.dim_v, 1),
+                    map(p.h, walk.heads, walk.dim_v, kChunk),
                     p.last,
                     p.row_n,
                     p.row_m,
@@ -170,6 +171,14 @@ int mlstm_fwd_ctas_per_multiprocessor() {
 
 std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v) {
     return mlstm::Workspace::bytes(slots, dim_qk, dim_v);
+}
+
+std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int dim_qk, int dim_v) {
+    const mlstm::Workspace at_zero(nullptr, slots, dim_qk, dim_v);
+    auto offset = [](const float* x) {
+        return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(x));
+    };
+    return {offset(at_zero.arriving.c), offset(at_zero.arriving.n)};
 }
 
 void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream) {

@@ -58,6 +58,7 @@ struct FwdWalkGlobals {
     Workspace workspace;
     Cut cut;
     int heads, seq, dim_qk, dim_v, slices;
+    int group;        // heads that share one of q and k
     int chunk_slots;  // of chunk_m
     bool sigmoid_gate;
 
@@ -78,6 +79,7 @@ struct Globals : FwdWalkGlobals {
 // The (segment, head, V slice) of a CTA; slices of one head are neighbours and share Q and K through L2.
 struct Task {
     int batch, head, column;  // column: first of V
+    int key_head;             // of q and k
     int first_row, tokens;    // tokens < 0: nothing to do
     int chunks;
     bool first, last;  // segment of its sequence
@@ -95,6 +97,7 @@ struct Task {
         return {batch,
                 head,
                 block % g.slices * C::kSliceV,
+                head / g.group,
                 s.first_row,
                 s.tokens,
                 (s.tokens + kChunk - 1) / kChunk,

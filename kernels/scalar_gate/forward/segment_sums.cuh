@@ -64,7 +64,7 @@ template <class C> __device__ inline void load_backward(const FwdWalkGlobals& g,
         wait(smem.gates_ready[slot], phase);  // after `free`, on which the gates wait
         const bool last = smem.gates[slot].last;
         tma::expect_bytes(smem.arrived[slot], sizeof(typename C::KTile) + sizeof(typename C::VTile));
-        load_tile(smem.k[slot], g.k, smem.arrived[slot], 0, row, task.head, task.batch);
+        load_tile(smem.k[slot], g.k, smem.arrived[slot], 0, row, task.key_head, task.batch);
         load_tile(smem.v[slot], g.v, smem.arrived[slot], task.column, row, task.head, task.batch);
         if (last) return;
     }

@@ -58,11 +58,11 @@ ARGUMENTS = {
     ),
     "mlstm_pass": (
         *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "half", "device", "stream"),
+        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device", "stream"),
     ),
     "mlstm_pass_segments": (
-        *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),
-        *("sigmoid_gate", "device", "stream"),
+        *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "group", "scale"),
+        *("half", "sigmoid_gate", "device", "stream"),
     ),
 }
 

@@ -21,6 +21,7 @@ from tfla_tk.build.instances import (
     PASS_TILES,
     SCHEDULES,
     Instance,
+    for_scalar_decay,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_intra,
@@ -77,7 +78,9 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
         passes |= {mlstm_pass(*call) for call in passes_of(*dims)}
     assert (len(forward), len(passes)) == (len(MLSTM_TILES), len(PASS_TILES))
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
-    assert shipped == forward | passes | sequences | {mlstm_bwd(), mlstm_step()}
+    of_chunks = forward | passes | {mlstm_bwd()}
+    of_decay = {for_scalar_decay(instance) for instance in of_chunks}
+    assert shipped == of_chunks | of_decay | sequences | {mlstm_step()}
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:

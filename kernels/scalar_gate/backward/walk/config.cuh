@@ -25,6 +25,7 @@ struct WalkGlobals {
     int batch, heads, seq, slots, dim_keys, dim_values;
     int state_columns;  // V of the states [K, V]
     int shares, slices;
+    int group;  // heads that share one of q and k
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 
@@ -61,6 +62,7 @@ struct PassGlobals : WalkGlobals {
 struct PassTask {
     int share;
     int batch, head, column;  // column: first of the values
+    int key_head;             // of q and k
     int first_row, tokens;    // tokens < 0: nothing to do
     int first_chunk, chunks;  // first_chunk: of its sequence
     bool first, last;         // of its sequence's segments in the walk
@@ -69,6 +71,10 @@ struct PassTask {
     int64_t row;              // of [B, H, S] vectors: the first
     int64_t state;            // sequence * heads + head
     int64_t entered, left;    // slots of the boundaries that the walk comes from and goes to
+
+    // The head of queries and keys, and that of values and the factor.
+    template <class C> __device__ inline int keys_head() const { return C::kKeysAreOfQK ? key_head : head; }
+    template <class C> __device__ inline int values_head() const { return C::kKeysAreOfQK ? head : key_head; }
 
     // First of the values' columns of a panel.
     template <class C> __device__ inline int panel_column(int block, int warpgroup_id) const {
@@ -138,6 +144,7 @@ struct PassTask {
                 batch,
                 head,
                 slice * C::kSlice,
+                head / g.group,
                 s.first_row,
                 s.tokens,
                 s.number * g.cut.segment_chunks,
@@ -184,6 +191,8 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNorma
     static constexpr int kSlice = kSlice_;      // columns of the values and of the state that one CTA owns
     static constexpr Gradient kGradient = kGradient_;
     static constexpr bool kBackward = kGradient != Gradient::dq;  // in time
+    // which of the operands are q and k: queries and keys, or the values and the factor
+    static constexpr bool kKeysAreOfQK = kGradient == Gradient::dv;
     static constexpr bool kSumsRows = kGradient != Gradient::dv;  // of out . factor; and there are anchors
     static constexpr bool kNormalizer = kNormalizer_;             // e and n take part
     static_assert(kSumsRows || !kNormalizer);

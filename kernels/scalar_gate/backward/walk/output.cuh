@@ -63,13 +63,14 @@ template <class C>
 __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
     const bool has_factor = g.has_factor<C>();
+    const int factor_head = task.values_head<C>();
     TileLoader load{task, g.packed(), smem.factor_tail_landed};
     auto load_factor = [&](int step, int panel) {
         if (!has_factor || step >= task.chunks) return;
         const int block = panel / C::kStateWarpgroups, warpgroup_id = panel % C::kStateWarpgroups;
         const int slot = C::out(step, block).slot;
         load(smem.out[slot][warpgroup_id], g.factor, smem.factor_arrived[slot][warpgroup_id],
-             task.panel_column<C>(block, warpgroup_id), C::chunk(task, step));
+             task.panel_column<C>(block, warpgroup_id), factor_head, C::chunk(task, step));
     };
     constexpr int kPanels = C::kBlocks * C::kStateWarpgroups;
     constexpr int kAhead = C::kOutStages / C::kBlocks;  // steps

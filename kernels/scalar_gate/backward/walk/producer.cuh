@@ -19,12 +19,15 @@ template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, 
         for (int part = 0; part < C::kParts; part++) {
             wait_free(smem.keys_free[slot][part], phase);
             const int column = task.keys_column<C>() + part * C::kPart;
-            load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], column, chunk);
+            load(smem.keys[slot][part], g.keys, smem.keys_arrived[slot][part], column, task.keys_head<C>(),
+                 chunk);
             wait_free(smem.queries_free[slot][part], phase);
-            load(smem.queries[slot][part], g.queries, smem.queries_arrived[slot][part], column, chunk);
+            load(smem.queries[slot][part], g.queries, smem.queries_arrived[slot][part], column,
+                 task.keys_head<C>(), chunk);
         }
         wait_free(smem.values_free[slot], phase);
-        load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, chunk);
+        load(smem.values[slot], g.values, smem.values_arrived[slot], task.column, task.values_head<C>(),
+             chunk);
     }
 }
 

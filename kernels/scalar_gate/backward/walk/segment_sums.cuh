@@ -76,8 +76,8 @@ template <class C> __device__ inline void load_segment(const SegmentsGlobals& g,
         __syncwarp();  // read by every lane before the slot can be free again
         for (int part = 0; part < C::kParts; part++)
             load(smem.keys[slot][part], g.keys, smem.arrived[slot], task.keys_column<C>() + part * C::kPart,
-                 chunk);
-        load(smem.values[slot], g.values, smem.arrived[slot], task.column, chunk);
+                 task.keys_head<C>(), chunk);
+        load(smem.values[slot], g.values, smem.arrived[slot], task.column, task.values_head<C>(), chunk);
     }
 }
 

@@ -69,12 +69,18 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
 inline int shares(int dim_keys) { return (dim_keys + TFLA_DIM_KEYS - 1) / TFLA_DIM_KEYS; }
 inline int slices(int dim_values) { return (dim_values + TFLA_SLICE - 1) / TFLA_SLICE; }
 
+// Heads of queries and keys, and of values and the factor.
+template <class C> int keys_heads(const PassWalk& p) { return C::kKeysAreOfQK ? p.heads / p.group : p.heads; }
+template <class C> int values_heads(const PassWalk& p) {
+    return C::kKeysAreOfQK ? p.heads : p.heads / p.group;
+}
+
 template <class C> WalkGlobals walk_globals(const PassWalk& p) {
-    auto map = [&](const Operand& x, int dim) {
-        return TensorMap(x, p.batch, p.heads, p.seq, dim, kChunk, p.half);
+    auto map = [&](const Operand& x, int heads, int dim) {
+        return TensorMap(x, p.batch, heads, p.seq, dim, kChunk, p.half);
     };
-    return {map(p.keys, p.dim_keys),
-            map(p.values, p.dim_values),
+    return {map(p.keys, keys_heads<C>(p), p.dim_keys),
+            map(p.values, values_heads<C>(p), p.dim_values),
             p.e,
             p.e_stride,
             p.boundaries,
@@ -87,7 +93,8 @@ template <class C> WalkGlobals walk_globals(const PassWalk& p) {
             p.dim_values,
             C::kGradient == Gradient::dv ? p.dim_values : p.dim_keys,
             shares(p.dim_keys),
-            slices(p.dim_values)};
+            slices(p.dim_values),
+            p.group};
 }
 
 dim3 grid(const WalkGlobals& g, const char* name) {
@@ -113,8 +120,8 @@ template <class C> void launch_pass(const MlstmPassParams& p, cudaStream_t strea
     const PassWalk& walk = p.walk;
     if (!C::kSumsRows && shares(walk.dim_keys) > 1)  // they would not take turns
         throw std::runtime_error("mlstm_pass: dv takes one share of the keys");
-    auto map = [&](const Operand& x, int dim, int box_rows) {
-        return TensorMap(x, walk.batch, walk.heads, walk.seq, dim, box_rows, walk.half);
+    auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
+        return TensorMap(x, walk.batch, heads, walk.seq, dim, box_rows, walk.half);
     };
     const DeviceGuard guard(walk.device, "mlstm_pass");
     const WalkGlobals common = walk_globals<C>(walk);
@@ -122,10 +129,10 @@ template <class C> void launch_pass(const MlstmPassParams& p, cudaStream_t strea
         throw std::runtime_error("mlstm_pass: more slices than take turns");
     const PassGlobals g{common,
                         p.gates,
-                        map(p.queries, walk.dim_keys, kChunk),
-                        map(p.factor, walk.dim_values, kChunk),
-                        map(p.out, walk.dim_values, kBoxRows),
-                        map(p.out, walk.dim_values, 1),
+                        map(p.queries, keys_heads<C>(walk), walk.dim_keys, kChunk),
+                        map(p.factor, values_heads<C>(walk), walk.dim_values, kChunk),
+                        map(p.out, walk.heads, walk.dim_values, kBoxRows),
+                        map(p.out, walk.heads, walk.dim_values, 1),
                         p.entering_c,
                         p.entering_n,
                         p.leaving_c,

@@ -12,13 +12,14 @@ namespace tfla_tk::mlstm {
 template <class C> __device__ inline void load_tiles(const Globals& g, SharedMemoryPlan<C>& smem) {
     const Task& task = smem.task;
     int tails = 0;  // tiles that were loaded with zeros to fill in
-    auto load = [&](auto& tile, const TensorMap& map, semaphore& arrived, int column, int chunk, bool fill) {
+    auto load = [&](auto& tile, const TensorMap& map, semaphore& arrived, int column, int head, int chunk,
+                    bool fill) {
         const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
         const bool tail = fill && g.packed() && rows < kChunk;
         semaphore& landed = tail ? smem.tail_landed : arrived;
         if (fresh_laneid() == 0) {
             tma::expect_bytes(landed, sizeof(tile));
-            load_tile(tile, map, landed, column, row, task.head, task.batch);
+            load_tile(tile, map, landed, column, row, head, task.batch);
         }
         if (!tail) return;
         wait(landed, tails++ & 1);
@@ -29,14 +30,14 @@ template <class C> __device__ inline void load_tiles(const Globals& g, SharedMem
     };
     auto load_qk = [&](const TensorMap& map, typename C::QKUse use, int chunk, bool fill) {
         wait_free(smem.qk_free[use.slot], use.phase);
-        load(smem.qk[use.slot], map, smem.qk_arrived[use.slot], 0, chunk, fill);
+        load(smem.qk[use.slot], map, smem.qk_arrived[use.slot], 0, task.key_head, chunk, fill);
     };
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         load_qk(g.k, C::key(chunk), chunk, true);
         load_qk(g.q, C::query(chunk), chunk, false);
         const auto [slot, phase] = C::value(chunk);
         wait_free(smem.v_free[slot], phase);
-        load(smem.v[slot], g.v, smem.v_arrived[slot], task.column, chunk, true);
+        load(smem.v[slot], g.v, smem.v_arrived[slot], task.column, task.head, chunk, true);
     }
 }
 

@@ -47,9 +47,9 @@ template <class C> __device__ inline void load_keys_and_queries(const Globals& g
         const auto stage = C::gate_stage(chunk);
         auto& arrived = smem.tiles_arrived[keys.slot];
         wait_free(smem.keys_free[keys.slot], keys.phase);
-        load(smem.keys[keys.slot], g.k, arrived, 0, chunk);
+        load(smem.keys[keys.slot], g.k, arrived, 0, task.key_head, chunk);
         wait_free(smem.queries_free[tile.slot], tile.phase);
-        load(smem.queries[tile.slot], g.q, arrived, 0, chunk);
+        load(smem.queries[tile.slot], g.q, arrived, 0, task.key_head, chunk);
         // so that one wait serves tiles and gates
         wait(smem.gates_ready[stage.slot], stage.phase);
         typename C::Stage& gates = smem.gates[stage.slot];
@@ -139,7 +139,7 @@ __device__ inline void load_values_and_store_outputs(const Globals& g, WideMemor
     auto load_values = [&](int chunk) {
         if (chunk >= task.chunks) return;
         const int slot = C::tile(chunk).slot;
-        load(smem.values[slot], g.v, smem.values_arrived[slot], task.column, chunk);
+        load(smem.values[slot], g.v, smem.values_arrived[slot], task.column, task.head, chunk);
     };
     auto store_outputs = [&](int chunk) {
         const auto [slot, phase] = C::tile(chunk);

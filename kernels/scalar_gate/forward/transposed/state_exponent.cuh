@@ -25,13 +25,13 @@ struct SampledToken {
     __device__ inline SampledToken(const Globals& g, const Task& task, int chunk) {
         const int lane = fresh_laneid(), row = chunk * kChunk + of_lane();
         if (row >= task.tokens) return;
-        auto load = [&](const Operand& x, int column) {
+        auto load = [&](const Operand& x, int head, int column) {
             const auto* rows = static_cast<const __half*>(x.data) + task.batch * x.batch_stride +
-                               task.head * x.head_stride + (task.first_row + row) * x.row_stride;
+                               head * x.head_stride + (task.first_row + row) * x.row_stride;
             return __ldg(reinterpret_cast<const uint2*>(rows + column));
         };
-        key = load(g.keys, 4 * ((5 * lane + chunk) % 32));  // of more than 128 columns
-        value = load(g.values, lane * g.dim_v / 128 * 4);
+        key = load(g.keys, task.key_head, 4 * ((5 * lane + chunk) % 32));  // of more than 128 columns
+        value = load(g.values, task.head, lane * g.dim_v / 128 * 4);
     }
 
     __device__ static inline float mean_square(uint2 x) {
