@@ -467,7 +467,7 @@ def test_no_gradient_of_states(launches: Launches) -> None:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_are_those_of_the_bindings(name: str) -> None:
-    file = "bindings_bwd.cpp" if name.startswith("mlstm_bwd") else "bindings_pass.cpp"
+    file = "scalar_gate/bindings/" + ("backward.cpp" if name.startswith("mlstm_bwd") else "walk.cpp")
     text = (sources.kernels_root() / file).read_text()
     definition = re.search(rf'm\.def\(\s*"{name}",.*?\);', text, re.DOTALL)
     assert definition and tuple(re.findall(r'py::arg\("(\w+)"\)', definition[0])) == ARGUMENTS[name]

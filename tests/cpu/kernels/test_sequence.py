@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPTIONS = (False, True, 1e-6)
 
-# of a module's mlstm_sequence, as bindings_sequence.cpp names them
+# of a module's mlstm_sequence, as scalar_gate/bindings/sequence.cpp names them
 ARGUMENTS = (
     *("q", "k", "v", "dtype", "i", "f", "before", "after", "h", "tiling", "sizes", "scale", "eps"),
     *("sigmoid_gate", "normalize", "in_place", "device", "stream"),
@@ -193,7 +193,7 @@ def test_warps(multiprocessors: int) -> None:
 
 
 def test_constants_agree_with_the_sources() -> None:
-    text = (sources.kernels_root() / "include/tfla_tk/params_sequence.h").read_text()
+    text = (sources.kernels_root() / "scalar_gate/bindings/params_sequence.h").read_text()
     assert f"kSequenceMaxTokens = {MAX_TOKENS}, kSequenceMaxColumns = 128;" in text
 
 

@@ -30,7 +30,7 @@ SHAPES = {"q": (K,), "k": (K,), "v": (V,), "i": (1,), "f": (1,), "c": (K, V), "n
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# of a module's mlstm_step, as bindings_step.cpp names them
+# of a module's mlstm_step, as scalar_gate/bindings/step.cpp names them
 ARGUMENTS = (
     *("q", "k", "v", "i", "f", "before", "after", "h", "tiling", "sizes", "scale", "eps"),
     *("sigmoid_gate", "normalize", "in_place", "device", "stream"),
@@ -199,7 +199,7 @@ def test_every_element_has_one_thread(lanes: int, width: int) -> None:
 
 
 def test_constants_agree_with_the_sources() -> None:
-    text = (sources.kernels_root() / "include/tfla_tk/params_decode.h").read_text()
+    text = (sources.kernels_root() / "scalar_gate/bindings/params_decode.h").read_text()
     assert f"kDecodeMaxKeys = {MAX_DIM_QK}, kDecodeMaxSlices = {tk_step._MAX_SLICES};" in text
 
 

@@ -45,7 +45,9 @@ from tfla_tk.backends.tk.scalar_gate.launches import (
 )
 from tfla_tk.backends.tk.scalar_gate.passes import Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.calls.mlstm import MaybeGrads
-from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, grads_like
+from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots
+
+_NO_GATE = (0, 0, 0, 0, 0)
 
 
 def mlstm_bwd(
@@ -86,22 +88,74 @@ def mlstm_bwd(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
+    return scalar_gate_bwd(
+        *(q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens, h, row_n, row_m, chunk_m),
+        *(c_last, n_last, dh, dc_last, dn_last),
+        sigmoid_gate=sigmoid_gate,
+        normalize=normalize,
+        eps=eps,
+        scale=q.shape[-1] ** -0.5,
+        states=states,
+    )
+
+
+def scalar_gate_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: MaybeTensor,
+    f: Tensor,
+    c_initial: MaybeTensor,
+    n_initial: MaybeTensor,
+    m_initial: MaybeTensor,
+    cu_seqlens: MaybeTensor,
+    h: Tensor,
+    row_n: MaybeTensor,
+    row_m: MaybeTensor,
+    chunk_m: MaybeTensor,
+    c_last: MaybeTensor,
+    n_last: MaybeTensor,
+    dh: Tensor,
+    dc_last: MaybeTensor,
+    dn_last: MaybeTensor,
+    *,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    scale: float,
+    states: KeptStates | None,
+    decay: bool = False,
+    needs_df: bool = True,
+) -> tuple[MaybeTensor, ...]:
+    """The backward of mLSTM and of a scalar decay; arguments and results as of `mlstm_bwd`.
+
+    Args:
+        q, k: may have fewer heads than v, each shared by as many neighbouring heads of v. dq and dk come
+            back for every head of v then, [B, NH, S, K].
+        i: None with a decay.
+        f: with a decay its natural log.
+        h: with a normaliser alone it is read.
+        scale: of q k^T.
+        decay: as in `tk_forward.Options`.
+        needs_df: without it di and df come back as None.
+    """
     if not normalize:
         n_last = dn_last = row_n = None
-    if q.numel() == 0:
-        grads = grads_like(q, k, v, i, f, c_initial, n_initial)
+    if v.numel() == 0:
+        grads = _grads_like(q, k, v, i, f, c_initial, n_initial, needs_df)
         _of_no_token(grads, dc_last, dn_last)
         return grads
+    batch, heads, seq, dim_v = v.shape
+    dim_qk, group = q.shape[-1], heads // q.shape[1]
     row_n_at = _given(row_n)
     if normalize and not row_n_at:
         raise ValueError("mlstm_bwd with a normaliser needs row_n of its forward")
-    batch, heads, seq, dim_qk = q.shape
-    sizes = (batch, heads, seq, dim_qk, v.shape[-1])
+    sizes = (batch, heads, seq, dim_qk, dim_v)
     operands = Operands()
     offsets = operands.offsets(cu_seqlens, batch)
     device = q.get_device()
     cut, given = _cut(sizes, offsets, device, states)
-    kernels = tuple(map(build.load, instances_of(*sizes[3:])))
+    kernels = tuple(map(build.load, instances_of(*sizes[3:], decay=decay)))
     slots = chunk_slots(seq, cu_seqlens)
     plan = make_plan(
         kernels, sizes, offsets[-1], slots, cut, normalize=normalize, states_given=given is not None
@@ -133,7 +187,7 @@ def mlstm_bwd(
         q=operands.read(q),
         k=operands.read(k),
         v=operands.read(v),
-        i=_gate(i),
+        i=_NO_GATE if i is None else _gate(i),
         f=_gate(f),
         chunk_m=_given(chunk_m),
         cut=(*offsets, *plan.cut),
@@ -143,23 +197,24 @@ def mlstm_bwd(
         n_last=operands.state(n_last),
         dc_last=operands.state(dc_last),
         dn_last=operands.state(dn_last),
-        scale=dim_qk**-0.5,
+        scale=scale,
         sigmoid_gate=sigmoid_gate,
+        group=group,
     )
     launch_scan(call)
     if plan.is_cut:
         if not given:
             launch_segments_of_dq(call)
         launch_segments_of_dk(call)
-    grads = grads_like(q, k, v, i, f, c_initial, n_initial)
+    grads = _grads_like(q, k, v, i, f, c_initial, n_initial, needs_df)
     dq, dk, dv, di, df, dc_initial, dn_initial = grads
     dn_initial = operands.state_result(dn_initial)
     written = Grads(
         operands.write(dq),
         operands.write(dk),
         operands.write(dv),
-        _gate(di),
-        _gate(df),
+        _NO_GATE if di is None else _gate(di),
+        _NO_GATE if df is None else _gate(df),
         _pointer(operands.state_result(dc_initial)),
         _pointer(dn_initial),
     )
@@ -172,12 +227,46 @@ def mlstm_bwd(
         dn_of_parts = dn_initial.new_empty((plan.parts, *dn_initial.shape))
         launch_dq_and_dk(call, written, dn_of_parts.data_ptr())
         torch.sum(dn_of_parts, dim=0, out=dn_initial)
-    launch_gates(call, written)
+    if needs_df:
+        launch_gates(call, written)
     operands.copy_back()
     return grads
 
 
-def _of_no_token(grads: MaybeGrads, dc_last: MaybeTensor, dn_last: MaybeTensor) -> None:
+def _grads_like(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: MaybeTensor,
+    f: Tensor,
+    c_initial: MaybeTensor,
+    n_initial: MaybeTensor,
+    needs_df: bool,
+) -> tuple[Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]:
+    """Uninitialised gradients, each like its input; those of q and k for every head of v."""
+    heads = v.shape[1]
+
+    def like(x: MaybeTensor) -> MaybeTensor:
+        return None if x is None else torch.empty_like(x)
+
+    def for_every_head(x: Tensor) -> Tensor:
+        if x.shape[1] == heads:
+            return torch.empty_like(x)
+        batch, _, seq, dim = x.shape
+        return x.new_empty((batch, seq, heads, dim)).transpose(1, 2)
+
+    of_gates = (like(i), like(f)) if needs_df else (None, None)
+    return (
+        for_every_head(q),
+        for_every_head(k),
+        torch.empty_like(v),
+        *of_gates,
+        like(c_initial),
+        like(n_initial),
+    )
+
+
+def _of_no_token(grads: tuple[MaybeTensor, ...], dc_last: MaybeTensor, dn_last: MaybeTensor) -> None:
     """Without tokens the state passes through, and so does its gradient."""
     for grad, last in zip(grads[5:], (dc_last, dn_last), strict=True):
         if grad is not None:

@@ -24,12 +24,12 @@ from tfla_tk.build import instances
 from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
 
-# q, k, v, i, f, the initial state c, n, m, and cu_seqlens
+# q, k, v, i, f, the initial state c, n, m, and cu_seqlens; there is no i with a scalar decay
 Tensors: TypeAlias = tuple[
     Tensor,
     Tensor,
     Tensor,
-    Tensor,
+    MaybeTensor,
     Tensor,
     MaybeTensor,
     MaybeTensor,
@@ -58,6 +58,9 @@ class Options(NamedTuple):
     Attributes:
         keep_states: where the backward will cut the sequences, cut them the same way and return the states
             at the cuts as the last result.
+        scale: of q k^T; None for K^-1/2.
+        decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
+            normalize False.
     """
 
     sigmoid_gate: bool
@@ -67,6 +70,8 @@ class Options(NamedTuple):
     return_rows: bool
     schedule: str
     keep_states: bool = False
+    scale: float | None = None
+    decay: bool = False
 
 
 def mlstm_fwd(
@@ -100,17 +105,17 @@ def mlstm_fwd(
         RuntimeError: The launch was refused.
     """
     options = Options(sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule, keep_states)
-    return _run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
+    return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
 
 
 def prepare(tensors: Tensors, options: Options) -> Callable[..., FwdResult]:
     """`mlstm_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
     if all(x is given for x, given in zip(_readable(tensors), tensors, strict=True)):
         return Forward(tensors, tensors[2], options)
-    return lambda *tensors: _run(tensors, options)
+    return lambda *tensors: run(tensors, options)
 
 
-def _run(tensors: Tensors, options: Options) -> FwdResult:
+def run(tensors: Tensors, options: Options) -> FwdResult:
     """`mlstm_fwd` of tensors that may have to be copied first."""
     v = tensors[2]
     tensors = _readable(tensors)
@@ -132,10 +137,10 @@ class Forward:
 
     def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
         q, k, v, i, f, *initial, cu_seqlens = tensors
-        batch, heads, seq, dim_qk = q.shape
-        dim_v = v.shape[-1]
+        batch, heads, seq, dim_v = v.shape
+        key_heads, dim_qk = q.shape[1], q.shape[-1]
         device = q.get_device()
-        instance, slices = _instance(dim_qk, dim_v, options.schedule)
+        instance, slices = _instance(dim_qk, dim_v, options.schedule, options.decay)
         kernel = build.load(instance)
         packed = cu_seqlens is not None
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -159,10 +164,11 @@ class Forward:
         self._launch = kernel.Forward(
             *(descriptor_strides(x.shape, x.stride()) for x in (q, k, v)),
             strides_of_h or (heads * seq * dim_v, seq * dim_v, dim_v),
-            *((*x.stride(), _GATE_DTYPES[x.dtype]) for x in (i, f)),
+            *((0, 0, 0, 0) if x is None else (*x.stride(), _GATE_DTYPES[x.dtype]) for x in (i, f)),
             (cu_seqlens is not None and cu_seqlens.dtype == torch.int64, sequences, *cut),
             sizes,
-            dim_qk**-0.5,
+            heads // key_heads,
+            dim_qk**-0.5 if options.scale is None else options.scale,
             options.eps,
             q.dtype == torch.float16,
             options.sigmoid_gate,
@@ -175,7 +181,7 @@ class Forward:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        i: Tensor,
+        i: MaybeTensor,
         f: Tensor,
         c_initial: MaybeTensor,
         n_initial: MaybeTensor,
@@ -190,7 +196,7 @@ class Forward:
         if self._has_initial:
             initial = _pointer(c_initial), _pointer(n_initial), _pointer(m_initial)
         if (at_q | at_k | at_v | initial[0] | initial[1] | initial[2]) % ADDRESS_ALIGNMENT:
-            return _run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
+            return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
         h = torch.empty_like(v if h_like is None else h_like)
         written = h if self._h_in_place else torch.empty(v.shape, dtype=v.dtype, device=v.device)
         # of q's dtype because that need not be said, which is half of the time
@@ -199,7 +205,7 @@ class Forward:
         last = rows = _NONE
         if options.return_last_states:
             c, n, m = self._last_states(q, v)
-            last = c.data_ptr(), n.data_ptr() if options.normalize else 0, _pointer(m)
+            last = c.data_ptr(), _pointer(n) if options.normalize else 0, _pointer(m)
         if options.return_rows:
             row_n, row_m, chunk_m = self._rows(q, cu_seqlens)
             rows = _pointer(row_n), _pointer(row_m), _pointer(chunk_m)
@@ -208,7 +214,7 @@ class Forward:
             at_k,
             at_v,
             written.data_ptr(),
-            i.data_ptr(),
+            0 if i is None else i.data_ptr(),
             f.data_ptr(),
             initial,
             last,
@@ -224,10 +230,12 @@ class Forward:
             states = KeptStates(workspace, self._kept_cut)
         return h, c, n, m, row_n, row_m, chunk_m, states
 
-    def _last_states(self, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, MaybeTensor]:
-        """Memory for c, n and m; without normaliser, n is what it will be: zeros."""
-        heads, dim_qk, dim_v = q.shape[1], q.shape[-1], v.shape[-1]
+    def _last_states(self, q: Tensor, v: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:
+        """Memory for c, n and m; without normaliser, n is what it will be: zeros, or none with a decay."""
+        heads, dim_qk, dim_v = v.shape[1], q.shape[-1], v.shape[-1]
         c = _fp32(q, self._sequences, heads, dim_qk, dim_v)
+        if self._options.decay:
+            return c, None, None
         n = _fp32(q, self._sequences, heads, dim_qk)
         if not self._options.normalize:
             n.zero_()
@@ -259,11 +267,13 @@ def _readable(tensors: Tensors) -> Tensors:
 
 
 @functools.cache
-def _instance(dim_qk: int, dim_v: int, schedule: str) -> tuple[build.Instance, int]:
+def _instance(dim_qk: int, dim_v: int, schedule: str, decay: bool = False) -> tuple[build.Instance, int]:
     """The kernel instance and in how many slices of V its CTAs share a head."""
     instance = instances.mlstm_fwd(
         dim_qk, dim_v, instances.DEFAULT_SCHEDULE if schedule == "auto" else schedule
     )
+    if decay:
+        instance = instances.for_scalar_decay(instance)
     slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])
     return instance, -(-dim_v // slice_v)
 

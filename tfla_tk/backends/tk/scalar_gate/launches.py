@@ -51,6 +51,7 @@ class Call(RowCall):
             plan's cut.
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
         scale: of q k^T.
+        group: heads that share one of q and k.
     """
 
     q: Operand
@@ -68,6 +69,7 @@ class Call(RowCall):
     dn_last: int
     scale: float
     sigmoid_gate: bool
+    group: int = 1
 
 
 class Grads(NamedTuple):
@@ -160,6 +162,7 @@ def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: 
         boundary,
         x.cut,
         (*size, dim_v, dim_qk),
+        x.group,
         x.scale,
         x.half,
         x.sigmoid_gate,
@@ -275,6 +278,7 @@ def _run_pass(
         ticket,
         x.cut,
         sizes,
+        x.group,
         x.half,
         x.device,
         x.stream,

@@ -108,13 +108,23 @@ class Plan:
 
 
 @functools.cache
-def instances_of(dim_qk: int, dim_v: int) -> tuple[build.Instance, build.Instance, build.Instance]:
-    """Around the passes, the pass for dv, and those for dq and dk: both in one module."""
-    return (
+def instances_of(
+    dim_qk: int, dim_v: int, *, decay: bool = False
+) -> tuple[build.Instance, build.Instance, build.Instance]:
+    """Around the passes, the pass for dv, and those for dq and dk: both in one module.
+
+    Args:
+        decay: those for a scalar decay.
+    """
+    found = (
         instances.mlstm_bwd(),
         instances.mlstm_pass("dv", dim_qk, dim_v),
         instances.mlstm_pass("dq", min(dim_v, PART_COLUMNS), dim_qk),
     )
+    if not decay:
+        return found
+    around, dv, dq_and_dk = map(instances.for_scalar_decay, found)
+    return around, dv, dq_and_dk
 
 
 @functools.cache
