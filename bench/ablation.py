@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 from . import intra
 from .compare import Contest, carry_out

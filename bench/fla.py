@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from tfla_tk import env
-from tfla_tk.errors import UnsupportedError
-from tfla_tk.installed import find_package
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.installed import find_package
 
 VARIANT = "triton:fla"
 MODULES = {

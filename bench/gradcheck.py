@@ -29,9 +29,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from tfla_tk import ops
-from tfla_tk.errors import UnsupportedError
-from tfla_tk.validation import check_mlstm
+from tfla_tk.calls.mlstm import check_mlstm
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.ops import mlstm as ops
 
 from . import accuracy, compare, environment, fla, report
 from .accuracy import RANDOM, SLICE_BYTES, Truth

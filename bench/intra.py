@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.build import instances
-from tfla_tk.validation import check_device, check_shape
+from tfla_tk.core.checks import check_device, check_shape
 
 ROOT = Path(__file__).resolve().parent / "kernels"
 SCHEDULES = (*instances.SCHEDULES, "three_stage")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfla_tk.backends import triton
-from tfla_tk.ops import SCHEDULES
+from tfla_tk.backends.triton.variants import variants
+from tfla_tk.core.layout import SCHEDULES
 
 from . import fla
 from .operators import Operator
@@ -73,7 +73,7 @@ def find_variants(
 
 def _baselines(operator: Operator) -> list[str]:
     """The Triton kernels that an operator is compared with."""
-    return [fla.VARIANT] if operator.function in fla.MODULES else triton.variants(operator.function)
+    return [fla.VARIANT] if operator.function in fla.MODULES else variants(operator.function)
 
 
 def _single(name: str, family: str, detail: str, named: bool = True) -> Variant:

@@ -180,7 +180,7 @@ def _source_digests(instance: Instance) -> list[tuple[str, str]]:
     """
     root, own = sources.kernels_root(), sources.root_of(instance)
     found: dict[str, str] = {}
-    pending = [own / instance.source, own / instance.bindings, root / "driver_shim.cpp"]
+    pending = [own / instance.source, own / instance.bindings, root / "common/driver_shim.cpp"]
     while pending:
         path = pending.pop()
         shared = path.is_relative_to(root)
@@ -207,7 +207,7 @@ def _included(path: Path, content: bytes, root: Path, own: Path) -> list[Path]:
             raise BuildError(f"{path}: the include of {text!r} cannot be followed", "name the file itself")
         quoted, bracketed = match.groups()
         name = (quoted or bracketed).decode()
-        places = ([path.parent] if quoted else []) + [root / "include"]
+        places = ([path.parent] if quoted else []) + [root]
         for place in places:
             # not `resolve`: kernels/ may be a link, or hold some
             included = Path(os.path.normpath(place / name))

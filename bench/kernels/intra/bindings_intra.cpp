@@ -1,6 +1,6 @@
 // pybind11 module of one instance of the intra-chunk kernel: integers in, two launches out.
 #include "params_intra.h"
-#include "tfla_tk/binding_types.h"
+#include "scalar_gate/bindings/tuples.h"
 
 namespace {
 

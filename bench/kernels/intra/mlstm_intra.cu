@@ -10,10 +10,10 @@
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md with m_in = 0, C_in = 0, n_in = 0.
 #include <cmath>
 
+#include "common/launch.cuh"
 #include "mlstm_intra_config.cuh"
 #include "mlstm_intra_consumer.cuh"
 #include "mlstm_intra_gates.cuh"
-#include "tfla_tk/launch.cuh"
 
 #ifndef TFLA_DIM_QK
 #error "TFLA_DIM_QK, TFLA_SLICE_V and TFLA_SCHEDULE choose the instance"

@@ -1,11 +1,11 @@
 // Tiles, schedules, arguments and shared-memory plan of the intra-chunk mLSTM kernel.
 #pragma once
 
+#include "common/sync.cuh"
+#include "common/tiles.cuh"
+#include "common/tma.cuh"
 #include "kittens.cuh"
 #include "params_intra.h"
-#include "tfla_tk/sync.cuh"
-#include "tfla_tk/tiles.cuh"
-#include "tfla_tk/tma.cuh"
 
 namespace tfla_tk::intra {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "mlstm_intra_config.cuh"
-#include "tfla_tk/gates.cuh"
+#include "scalar_gate/gate/gates.cuh"
 
 namespace tfla_tk::intra {
 

@@ -3,8 +3,9 @@
 
 #include <limits>
 
+#include "common/warp.cuh"
 #include "mlstm_intra_config.cuh"
-#include "tfla_tk/gates.cuh"
+#include "scalar_gate/gate/gates.cuh"
 
 namespace tfla_tk::intra {
 

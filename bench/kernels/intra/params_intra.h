@@ -1,7 +1,7 @@
 // Arguments of the intra-chunk kernel's host function, for its own pybind11 bindings.
 #pragma once
 
-#include "tfla_tk/params.h"
+#include "scalar_gate/bindings/params.h"
 
 namespace tfla_tk {
 

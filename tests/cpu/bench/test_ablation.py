@@ -10,7 +10,7 @@ from tfla_tk import doctor, reference
 from tfla_tk.bench import ablation, compare, intra, results
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.shapes import Shape
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 SCHEDULES = ["sequential", "overlapped", "pingpong", "three_stage"]
 SMALL = (Shape(2, 96, 2, 16, 32), Shape(1, 64, 2, 32, 16))

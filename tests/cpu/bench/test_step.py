@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import doctor, mlstm_step
-from tfla_tk.backends import triton
+from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.bench import compare, results, runner, step
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.shapes import Shape, cost
 from tfla_tk.bench.variants import Variant
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 from .test_ablation import REPORT
 

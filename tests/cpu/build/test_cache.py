@@ -59,13 +59,13 @@ EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
     "family header": lambda a, root, mp: (root / "toy/config.cuh").write_text("changed"),
     "header in a folder": lambda a, root, mp: edit(root / "toy/parts/part.cuh"),
     "another family's header": lambda a, root, mp: edit(root / "other/shared.cuh"),
-    "header of a header": lambda a, root, mp: edit(root / "include/tfla_tk/deep.h"),
+    "header of a header": lambda a, root, mp: edit(root / "common/deep.h"),
     "header under a condition": lambda a, root, mp: edit(root / "toy/parts/conditional.cuh"),
     "header that hides another": lambda a, root, mp: (root / "toy/cuda_runtime.h").write_text(""),
     "lost header": lambda a, root, mp: (root / "other/shared.cuh").unlink(),
-    "shared header": lambda a, root, mp: (root / "include/tfla_tk/params.h").write_text("changed"),
-    "bindings": lambda a, root, mp: (root / "bindings.cpp").write_text("changed"),
-    "driver shim": lambda a, root, mp: (root / "driver_shim.cpp").write_text("changed"),
+    "shared header": lambda a, root, mp: (root / "common/params.h").write_text("changed"),
+    "bindings": lambda a, root, mp: (root / "scalar_gate/bindings/forward.cpp").write_text("changed"),
+    "driver shim": lambda a, root, mp: (root / "common/driver_shim.cpp").write_text("changed"),
     "ThunderKittens": lambda a, root, mp: a.update(
         kittens=dataclasses.replace(a["kittens"], identity="other")
     ),
@@ -104,7 +104,7 @@ def test_the_key_ignores_other_families_and_places(
     kittens: ThunderKittens,
 ) -> None:
     before = cache.cache_key(toy, toolchain, kittens)
-    for name in ("other/other.cu", "toy/unused.cuh", "toy/parts/new.cuh", "include/tfla_tk/unused.h"):
+    for name in ("other/other.cu", "toy/unused.cuh", "toy/parts/new.cuh", "common/unused.h"):
         (kernel_sources / name).write_text("changed")
     moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
     assert cache.cache_key(toy, moved, kittens) == before
@@ -121,9 +121,9 @@ def test_the_key_follows_a_root_of_the_instances_own(
     own = tmp_path / "own"
     (own / "toy").mkdir(parents=True)
     for name, text in (
-        ("toy/toy.cu", '#include "config.cuh"\n#include "tfla_tk/deep.h"\n'),
+        ("toy/toy.cu", '#include "config.cuh"\n#include "common/deep.h"\n'),
         ("toy/config.cuh", "#pragma once\n"),
-        ("toy/bindings.cpp", '#include "tfla_tk/params.h"\n'),
+        ("toy/bindings.cpp", '#include "common/params.h"\n'),
         ("toy/unused.cuh", "#pragma once\n"),
     ):
         (own / name).write_text(text)
@@ -138,10 +138,10 @@ def test_the_key_follows_a_root_of_the_instances_own(
 
     for name in ("toy/toy.cu", "toy/config.cuh", "toy/bindings.cpp"):
         assert changes(own / name)
-    for name in ("include/tfla_tk/deep.h", "include/tfla_tk/params.h", "driver_shim.cpp"):
+    for name in ("common/deep.h", "common/params.h", "common/driver_shim.cpp"):
         assert changes(kernel_sources / name)
     assert not changes(own / "toy/unused.cuh")
-    for name in ("toy/toy.cu", "toy/config.cuh", "bindings.cpp", "other/shared.cuh"):
+    for name in ("toy/toy.cu", "toy/config.cuh", "scalar_gate/bindings/forward.cpp", "other/shared.cuh"):
         assert not changes(kernel_sources / name)
     # another place of the same files is no other kernel
     moved = tmp_path / "moved"
@@ -155,7 +155,12 @@ def test_the_key_follows_every_include_of_the_kernels() -> None:
     root = sources.kernels_root()
     for instance in all_instances():
         found = {name for name, _ in cache._source_digests(instance)}
-        assert {instance.source, instance.bindings, "driver_shim.cpp", "include/tfla_tk/params.h"} <= found
+        assert {
+            instance.source,
+            instance.bindings,
+            "common/driver_shim.cpp",
+            "scalar_gate/bindings/params.h",
+        } <= found
         for name in found:
             quoted = re.findall(r'#include "([^"]+)"', (root / name).read_text(encoding="utf-8"))
             for included in quoted:
