@@ -71,7 +71,7 @@ def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     assert "no CUDA GPU (nvidia-smi is absent or reports no device)" in out
     assert "no nvcc, the kernels cannot be compiled: no usable nvcc: looked everywhere; set CUDA_HOME" in out
     assert "no ThunderKittens" in out and "set THUNDERKITTENS_ROOT" in out
-    assert "no Triton baselines (mlstm_kernels missing): pip install 'tfla_tk[baselines]'" in out
+    assert "no Triton baselines (mlstm_kernels, fla-core missing): pip install 'tfla_tk[baselines]'" in out
 
 
 def test_inputs_other_than_the_default_ones_are_told_and_written(tmp_path: Path, capsys) -> None:
