@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfla_tk import reference
 from tfla_tk.backends import tk
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 from .compare import Contest, carry_out
 from .inputs import mlstm_inputs

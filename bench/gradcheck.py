@@ -29,7 +29,7 @@ from torch import Tensor
 
 import tfla_tk
 from tfla_tk import ops, reference
-from tfla_tk.validation import check_mlstm
+from tfla_tk.calls.mlstm import check_mlstm
 
 from . import accuracy, compare, environment, report
 from .accuracy import RANDOM, SLICE_BYTES, TOLERANCES, Truth

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.build import BuildError
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 from . import accuracy, timing
 from .accuracy import ORTHOGONAL, RANDOM, Truth

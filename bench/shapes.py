@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from tfla_tk import flops
+from tfla_tk.core import flops
 
 CHUNK = flops.CHUNK
 PASSES = ("fwd", "fwdbwd")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tfla_tk import mlstm_step, reference
 from tfla_tk.backends import triton
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 from .compare import Contest, carry_out
 from .inputs import FORGET_BIAS

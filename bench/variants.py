@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfla_tk.backends import triton
-from tfla_tk.ops import SCHEDULES
+from tfla_tk.core.layout import SCHEDULES
 
 from .operators import Operator
 

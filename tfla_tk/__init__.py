@@ -16,9 +16,10 @@ operator in pure PyTorch.
 from __future__ import annotations
 
 from tfla_tk import packed_ops as packed_ops
+from tfla_tk.core.dispatch import which
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.support import Choice, Support
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
-from tfla_tk.dispatch import Choice, Support, which
-from tfla_tk.errors import UnsupportedError
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here

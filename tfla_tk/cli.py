@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import tfla_tk
 from tfla_tk import build, doctor, env
 from tfla_tk.bench import compare, gradcheck
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,8 +19,8 @@ from tfla_tk.build.errors import BuildError
 from tfla_tk.build.locking import cache_root, is_writable
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
-from tfla_tk.dispatch import OPERATORS, which
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.dispatch import OPERATORS, which
+from tfla_tk.core.errors import UnsupportedError
 
 LIBRARIES = ("torch", "triton", "einops", "pybind11", "mlstm_kernels", "fla-core", "xlstm")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")

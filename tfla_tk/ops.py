@@ -34,24 +34,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tfla_tk import flops, library, transforms
-from tfla_tk.backends.segments import CHUNK, KeptStates
-from tfla_tk.build import instances
-from tfla_tk.memo import (
-    are_saved_tensors_hooked,
-    dispatch_like,
-    is_direct,
-    is_eager,
-    records,
-)
-from tfla_tk.validation import MLSTMCall
-
-SCHEDULES = ("auto", *instances.SCHEDULES)
+from tfla_tk.calls.mlstm import Grads, MaybeGrads, MLSTMCall
+from tfla_tk.core import flops, library, transforms
+from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, chunk_slots, grads_like, state_dtype
+from tfla_tk.core.memo import are_saved_tensors_hooked, dispatch_like, is_direct, is_eager, records
 
 Output: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-MaybeTensor: TypeAlias = Tensor | None
-MaybeGrads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor]
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "
@@ -139,26 +127,11 @@ def _as_read(call: MLSTMCall, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         v,
         i.to(dtype) if i.dtype == torch.float64 else i,
         f.to(dtype) if f.dtype == torch.float64 else f,
-        _cast(c_initial, dtype),
-        _cast(n_initial, dtype) if call.normalize else None,
-        None if call.sigmoid_gate else _cast(m_initial, dtype),
+        as_dtype(c_initial, dtype),
+        as_dtype(n_initial, dtype) if call.normalize else None,
+        None if call.sigmoid_gate else as_dtype(m_initial, dtype),
         cu_seqlens,
     )
-
-
-def _cast(x: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
-    # Tensor.to costs a microsecond even where there is nothing to do
-    return x if x is None or x.dtype == dtype else x.to(dtype)
-
-
-def state_dtype(q: Tensor) -> torch.dtype:
-    """dtype of states and rows: fp32, or fp64 for fp64 inputs."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def chunk_slots(seq: int, cu_seqlens: MaybeTensor) -> int:
-    """Entries per head for what is stored once per chunk; packed sequences begin a chunk each."""
-    return (seq + CHUNK - 1) // CHUNK + (0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
 
 # CPU: the reference
@@ -349,21 +322,6 @@ def _outputs_like(
         empty(return_rows and normalize, batch, heads, seq),
         empty(return_rows and not sigmoid_gate, batch, heads, seq),
         empty(return_rows and not sigmoid_gate, batch, heads, chunk_slots(seq, cu_seqlens), 2),
-    )
-
-
-def grads_like(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c_initial: MaybeTensor, n_initial: MaybeTensor
-) -> MaybeGrads:
-    """Uninitialised gradients, each like its input."""
-    return (
-        torch.empty_like(q),
-        torch.empty_like(k),
-        torch.empty_like(v),
-        torch.empty_like(i),
-        torch.empty_like(f),
-        None if c_initial is None else torch.empty_like(c_initial),
-        None if n_initial is None else torch.empty_like(n_initial),
     )
 
 

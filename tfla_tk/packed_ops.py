@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tfla_tk import flops, library, transforms
-from tfla_tk.memo import records
-from tfla_tk.ops import Grads, MaybeTensor, _needed, _present_grads, grads_like
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.calls.mlstm import Grads, MLSTMCall
+from tfla_tk.core import flops, library, transforms
+from tfla_tk.core.layout import MaybeTensor, grads_like
+from tfla_tk.core.memo import records
+from tfla_tk.ops import _needed, _present_grads
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, "

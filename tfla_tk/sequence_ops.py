@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 
 from tfla_tk import step_ops
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.calls.mlstm import MLSTMCall
 
 step_ops.define("mlstm_sequence")
 _sequence = torch.ops.tfla_tk.mlstm_sequence.default
 _sequence_in_place = torch.ops.tfla_tk.mlstm_sequence_.default
 
 
-def mlstm_sequence(
-    call: MLSTMCall, dtype_state: torch.dtype | None, *tensors: Any, direct: bool = False
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def mlstm_sequence(call: MLSTMCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The tk backend's sequence; arguments and results as of `step_ops.mlstm_step`."""
     if direct:
-        return step_ops.apply(call, dtype_state, tensors, _kernel_sequence, _direct_sequence_in_place)
-    return step_ops.apply(call, dtype_state, tensors, _sequence, _sequence_in_place)
+        return step_ops.apply(call, tensors, _kernel_sequence, _direct_sequence_in_place)
+    return step_ops.apply(call, tensors, _sequence, _sequence_in_place)
 
 
 # CUDA: the ThunderKittens kernels, imported on the first call

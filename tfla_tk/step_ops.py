@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tfla_tk import flops, transforms
-from tfla_tk.memo import records
-from tfla_tk.ops import MaybeTensor, _library
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core import flops, transforms
+from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.memo import records
+from tfla_tk.ops import _library
 
 StepOutput: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -47,51 +48,36 @@ _step = torch.ops.tfla_tk.mlstm_step.default
 _step_in_place = torch.ops.tfla_tk.mlstm_step_.default
 
 
-def mlstm_step(
-    call: MLSTMCall,
-    dtype_state: torch.dtype | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c: Tensor,
-    n: Tensor,
-    m: MaybeTensor,
-    *,
-    direct: bool = False,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The tk backend's step: tfla_tk::mlstm_step, or mlstm_step_ where dtype_state is None.
+def mlstm_step(call: MLSTMCall, *tensors: Any, direct: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The tk backend's step: tfla_tk::mlstm_step, or mlstm_step_ in place.
 
     Args:
-        dtype_state: of the state returned; None: the given state is overwritten and returned.
+        tensors: q, k, v, i, f, c, n, m.
         direct: call the kernel, not the op: for plain eager calls.
 
     Returns:
-        h and the next state, (c, n, m) or with the sigmoid gate (c, n).
+        h and the next state, (c, n, m) or with the sigmoid gate (c, n), as the call wants it stored.
     """
-    tensors = (q, k, v, i, f, c, n, m)
     if direct:
-        return apply(call, dtype_state, tensors, _kernel_step, _direct_step_in_place)
-    return apply(call, dtype_state, tensors, _step, _step_in_place)
+        return apply(call, tensors, _kernel_step, _direct_step_in_place)
+    return apply(call, tensors, _step, _step_in_place)
 
 
 def apply(
-    call: MLSTMCall,
-    dtype_state: torch.dtype | None,
-    tensors: tuple[Any, ...],
-    new_state: Any,
-    in_place: Any,
+    call: MLSTMCall, tensors: tuple[Any, ...], new_state: Any, in_place: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Call one of a pair of ops, or one of their kernels; results as of `mlstm_step`."""
     *token, c, n, m = tensors
     m = None if call.sigmoid_gate else m
     options = (call.sigmoid_gate, call.normalize, call.eps)
-    if dtype_state is None:
+    if call.inplace:
         h = in_place(*token, c, n, m, *options)
         return h, (c, n) if m is None else (c, n, m)
-    h, c, n, m_next = new_state(*token, c, n, m, *options, dtype_state)
-    return h, (c, n) if m is None else (c, n, m_next)
+    # no kernel writes fp64
+    written = torch.float32 if call.dtype_state == torch.float64 else call.dtype_state
+    h, c, n, m_next = new_state(*token, c, n, m, *options, written)
+    state = (c, n) if m is None else (c, n, m_next)
+    return h, state if written == call.dtype_state else tuple(x.to(call.dtype_state) for x in state)
 
 
 # The least finite m of a state in 16 bits. e^m is 0 far above it, and numbers below it are so far apart that
@@ -138,6 +124,28 @@ def representable(c: Tensor, n: Tensor, m: Tensor, dtype: torch.dtype) -> tuple[
     kept = torch.where(m == -torch.inf, m, kept)
     scale = torch.where(kept == m, 1.0, torch.exp(m - kept)).to(c.dtype)
     return c * scale[..., None], n * scale, kept
+
+
+def stored(call: MLSTMCall, state: tuple[Tensor, ...], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A new state as the call wants it: in its dtype_state, or over the given one.
+
+    Args:
+        state: (c, n, m) or with the sigmoid gate (c, n), in any dtypes. given: the state before.
+    """
+    given = given[: len(state)]
+    dtypes = [x.dtype if call.inplace else call.dtype_state for x in given]
+    if len(state) == 3 and dtypes[2].itemsize == 2:
+        state = representable(*state, dtypes[2])
+    if not call.inplace:
+        # the sigmoid gate without normaliser hands n through
+        return tuple(
+            x.clone() if x is old and x.dtype == dtype else x.to(dtype)
+            for x, old, dtype in zip(state, given, dtypes, strict=True)
+        )
+    for old, x in zip(given, state, strict=True):
+        if old is not x:
+            old.copy_(x)
+    return given
 
 
 # CPU: the reference. These and the fake tensors serve one token and a sequence (sequence_ops.py)

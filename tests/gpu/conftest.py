@@ -279,7 +279,7 @@ def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
-    mlstm._plans.clear()
+    mlstm._chunkwise.plans.clear()
     tk_forward._forwards.clear()
 
 

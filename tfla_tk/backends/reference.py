@@ -9,9 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 import tfla_tk.reference as forms
-from tfla_tk import packed_ops
-from tfla_tk.dispatch import SUPPORTED, Support
-from tfla_tk.validation import MLSTMCall, fail
+from tfla_tk import packed_ops, step_ops
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.layout import state_dtype
+from tfla_tk.core.support import SUPPORTED, Support
 
 VARIANTS = ("chunkwise", "parallel", "recurrent")
 
@@ -34,32 +36,28 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     return SUPPORTED
 
 
-def mlstm(
-    call: MLSTMCall,
-    variant: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    c_initial: Tensor | None,
-    n_initial: Tensor | None,
-    m_initial: Tensor | None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n)."""
+def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n).
+
+    Args:
+        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens.
+    """
     form = variant or "chunkwise"
-    tensors = (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens)
+    cu_seqlens = tensors[-1]
     if cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
-        return packed_ops.packed_mlstm(call, form, tensors)
-    return apply(
-        tensors,
-        form=form,
-        chunk_size=call.chunk_size,
-        sigmoid_gate=call.sigmoid_gate,
-        normalize=call.normalize,
-        eps=call.eps,
-    )
+        h, last = packed_ops.packed_mlstm(call, form, tensors)
+    else:
+        h, last = apply(
+            tensors,
+            form=form,
+            chunk_size=call.chunk_size,
+            sigmoid_gate=call.sigmoid_gate,
+            normalize=call.normalize,
+            eps=call.eps,
+        )
+    # computed in the widest dtype of the inputs
+    dtype = state_dtype(tensors[0])
+    return h, tuple(x if x.dtype == dtype else x.to(dtype) for x in last)
 
 
 def apply(
@@ -130,11 +128,12 @@ def decode(
     )
 
 
-def mlstm_step(call: MLSTMCall, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`decode` of q, k, v, i, f, c, n, m; m is unused with the sigmoid gate."""
+def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`decode` of q, k, v, i, f, c, n, m, with the state stored as the call says."""
     q, k, v, i, f, c, n, m = tensors
     m = None if call.sigmoid_gate else m
-    return decode(q, k, v, i, f, c, n, m, normalize=call.normalize, eps=call.eps)
+    h, state = decode(q, k, v, i, f, c, n, m, normalize=call.normalize, eps=call.eps)
+    return h, step_ops.stored(call, state, tensors[5:])
 
 
 mlstm_sequence = mlstm_step

@@ -11,37 +11,10 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from torch import Tensor
-
-CHUNK = 64  # kChunk of gates.cuh
+from tfla_tk.core.layout import CHUNK, Cut
 
 # Shorter segments would make the states between them larger than the inputs.
 _LEAST_CHUNKS = 4
-
-
-class Cut(NamedTuple):
-    """How the sequences of a call are cut, as the kernels take it.
-
-    Attributes:
-        segments: of all sequences together; with packed sequences the numbers that there are for them
-            (segments.cuh): one for each sequence and one for every whole segment of tokens.
-        chunks: per segment; the last segment of a sequence may have fewer.
-    """
-
-    segments: int
-    chunks: int
-
-
-class KeptStates(NamedTuple):
-    """The states at the cuts of a forward's sequences, for its backward.
-
-    Attributes:
-        workspace: of the forward's kernels (`tk_forward.states_at_cuts`).
-        cut: of the forward's sequences.
-    """
-
-    workspace: Tensor
-    cut: Cut
 
 
 class Costs(NamedTuple):

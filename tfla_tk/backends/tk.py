@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk import build, env
+from tfla_tk import build, env, ops, sequence_ops, step_ops
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import Instance, instances
-from tfla_tk.dispatch import SUPPORTED, Support
-from tfla_tk.ops import SCHEDULES, MaybeTensor
-from tfla_tk.validation import MLSTMCall, fail
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.layout import SCHEDULES, MaybeTensor
+from tfla_tk.core.memo import is_direct, is_plain
+from tfla_tk.core.support import SUPPORTED, Support
 
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
 Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
@@ -85,6 +87,65 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
             False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
         )
     return _supports_decoding("mlstm_sequence", call)
+
+
+def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n).
+
+    Args:
+        tensors: q, k, v of the call's dtype, i, f, c_initial, n_initial, m_initial, cu_seqlens.
+    """
+    return ops.mlstm(call, variant or "auto", *tensors)
+
+
+def prepare_mlstm(
+    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+) -> Callable[..., Any] | None:
+    """`mlstm` without the op, for plain eager calls with tensors like these."""
+    return ops.prepare_mlstm(call, variant or "auto", tensors) if is_plain(tensors) else None
+
+
+def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, V] and the next state, (c, n, m) or with the sigmoid gate (c, n).
+
+    Args:
+        tensors: q, k, v, i, f, c, n, m.
+    """
+    if not call.requires_grad:
+        return step_ops.mlstm_step(call, *tensors)
+    h, state = _chunk_of_one(call, variant, tensors)
+    return h, step_ops.stored(call, state, tensors[5:])
+
+
+def prepare_mlstm_step(
+    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+) -> Callable[..., Any] | None:
+    """`mlstm_step` without the op, for plain eager calls with tensors like these; they record no gradient."""
+    return functools.partial(step_ops.mlstm_step, call, direct=True) if is_direct(tensors) else None
+
+
+def mlstm_sequence(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, S, V] and the state after the last token; tensors and state as of `mlstm_step`."""
+    return sequence_ops.mlstm_sequence(call, *tensors)
+
+
+def prepare_mlstm_sequence(
+    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+) -> Callable[..., Any] | None:
+    """`mlstm_sequence` without the op, for plain eager calls with tensors like these."""
+    return functools.partial(sequence_ops.mlstm_sequence, call, direct=True) if is_direct(tensors) else None
+
+
+def _chunk_of_one(
+    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The chunkwise kernel over a sequence of one token: it has gradients."""
+    q, k, v, i, f, c, n, m = tensors
+    q, k, v = (x.unsqueeze(2) for x in (q, k, v))
+    h, state = ops.mlstm(call, variant or "auto", q, k, v, i, f, c, n, m, None)
+    if call.sigmoid_gate and not call.normalize:
+        state = (state[0], n)
+    return h.squeeze(2), state
 
 
 def _check_schedule(variant: str | None) -> None:

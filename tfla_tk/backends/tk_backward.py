@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.segments import Cut, KeptStates
 from tfla_tk.backends.tk import (
     Operands,
     _current_stream,
@@ -47,7 +46,8 @@ from tfla_tk.backends.tk_backward_launches import (
 )
 from tfla_tk.backends.tk_forward import states_at_cuts
 from tfla_tk.backends.tk_passes import Sizes, cut_sequences, instances_of, make_plan
-from tfla_tk.ops import MaybeGrads, MaybeTensor, chunk_slots, grads_like
+from tfla_tk.calls.mlstm import MaybeGrads
+from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, grads_like
 
 
 def mlstm_bwd(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends import segments, tk_passes
-from tfla_tk.backends.segments import KeptStates
 from tfla_tk.backends.tk import (
     _GATE_DTYPES,
     ADDRESS_ALIGNMENT,
@@ -26,8 +25,8 @@ from tfla_tk.backends.tk import (
     descriptor_strides,
 )
 from tfla_tk.build import instances
-from tfla_tk.memo import Memo
-from tfla_tk.ops import MaybeTensor, chunk_slots
+from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
+from tfla_tk.core.memo import Memo
 
 # q, k, v, i, f, the initial state c, n, m, and cu_seqlens
 Tensors: TypeAlias = tuple[

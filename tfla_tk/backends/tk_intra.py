@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.build import instances
-from tfla_tk.validation import check_device, check_shape
+from tfla_tk.core.checks import check_device, check_shape
 
 _QUERY_TILE = 128  # kPadding of mlstm_intra_config.cuh
 GRID_LIMIT = 65535  # CTAs along a grid's second and third dimension

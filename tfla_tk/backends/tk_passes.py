@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from tfla_tk import build
 from tfla_tk.backends import segments
-from tfla_tk.backends.segments import Cut
 from tfla_tk.build import instances
+from tfla_tk.core.layout import Cut
 
 ALIGNMENT = 256  # bytes
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes

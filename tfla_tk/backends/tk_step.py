@@ -15,7 +15,7 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk import _GATE_DTYPES, _current_stream, _gate, _multiprocessors, _pointer
 from tfla_tk.build import instances
-from tfla_tk.ops import MaybeTensor
+from tfla_tk.core.layout import MaybeTensor
 
 _VECTOR = 16  # bytes of a thread's load
 _MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C

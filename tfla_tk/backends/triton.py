@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk import env
-from tfla_tk.dispatch import SUPPORTED, Support
-from tfla_tk.errors import UnsupportedError
-from tfla_tk.installed import find_package
-from tfla_tk.validation import MLSTMCall, fail
+from tfla_tk import env, step_ops
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.installed import find_package
+from tfla_tk.core.support import SUPPORTED, Support
 
 _log = logging.getLogger("tfla_tk")
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
@@ -215,8 +216,6 @@ def mlstm(
     n_initial: Tensor | None,
     m_initial: Tensor | None,
     cu_seqlens: Tensor | None = None,
-    *,
-    recompute_states_in_bw: bool = True,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n); () unless asked for.
 
@@ -232,7 +231,7 @@ def mlstm(
     options: dict[str, Any] = {key: None if t is None else t.float() for key, t in states.items()}
     options |= {"return_last_states": call.return_last_states, "eps": call.eps, "chunk_size": chunk_size}
     if name != "limit_chunk":
-        options["recompute_states_in_bw"] = recompute_states_in_bw
+        options["recompute_states_in_bw"] = call.recompute_states
     if call.sigmoid_gate:
         options["normalize"] = call.normalize
     # its launches go to the current device
@@ -311,6 +310,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
 
 def mlstm_step(
     call: MLSTMCall,
+    variant: str | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -320,14 +320,14 @@ def mlstm_step(
     n: Tensor,
     m: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """h [B, NH, V] and the next state (c, n, m) in fp32, by mlstm_kernels' Triton step."""
+    """h [B, NH, V] and the next state (c, n, m) as the call wants it, by mlstm_kernels' Triton step."""
     module = importlib.import_module(_STEP_MODULE)
     device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
     with device:
         h, state = module.mlstm_recurrent_step__triton(
             q, k, v, i, f, c, n, m, eps=call.eps, dtype_state=torch.float32
         )
-    return h, state
+    return h, step_ops.stored(call, state, (c, n, m))
 
 
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:

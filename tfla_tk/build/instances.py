@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-SCHEDULES = ("sequential", "overlapped", "pingpong")
+from tfla_tk.core import layout
+
+SCHEDULES = layout.SCHEDULES[1:]  # but "auto"
 DEFAULT_SCHEDULE = "overlapped"
 INTRA_SCHEDULES = (*SCHEDULES, "three_stage")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 import tfla_tk.backends
 from tfla_tk import Support, decode, mlstm, ops, step_ops
 from tfla_tk.backends import tk, tk_forward
-from tfla_tk.backends.segments import Cut, KeptStates
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.layout import Cut, KeptStates
 
 Inputs = dict[str, Tensor]
 
@@ -113,13 +113,17 @@ class FakeTk(ModuleType):
     supports_mlstm = chosen_verdict(tk.supports_mlstm)
     supports_mlstm_step = chosen_verdict(tk.supports_mlstm_step)
     supports_mlstm_sequence = chosen_verdict(tk.supports_mlstm_sequence)
+    mlstm, prepare_mlstm = staticmethod(tk.mlstm), staticmethod(tk.prepare_mlstm)
+    mlstm_step, prepare_mlstm_step = staticmethod(tk.mlstm_step), staticmethod(tk.prepare_mlstm_step)
+    mlstm_sequence = staticmethod(tk.mlstm_sequence)
+    prepare_mlstm_sequence = staticmethod(tk.prepare_mlstm_sequence)
 
 
 @pytest.fixture(autouse=True)
 def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
     """Replaces tfla_tk.backends.tk, which asks the machine, and the kernels; it refuses every call."""
-    mlstm._plans.clear()
-    decode._plans.clear()
+    for path in (mlstm._chunkwise, decode._step, decode._sequence):
+        path.plans.clear()
     module = FakeTk("tfla_tk.backends.tk")
     module.forward = FakeForward("tfla_tk.backends.tk_forward")
     fakes: dict[str, ModuleType] = {"tk": module, "tk_forward": module.forward}

@@ -15,8 +15,8 @@ from torch.library import opcheck
 import tfla_tk
 from tfla_tk import UnsupportedError, mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_siging_step, mlstm_step
 from tfla_tk.backends import tk, triton
+from tfla_tk.calls.mlstm import check_mlstm_step
 from tfla_tk.step_ops import representable
-from tfla_tk.validation import check_mlstm_step
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
 STEP, STEP_IN_PLACE = torch.ops.tfla_tk.mlstm_step.default, torch.ops.tfla_tk.mlstm_step_.default

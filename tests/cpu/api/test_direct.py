@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tfla_tk.backends
-from tfla_tk import Support, memo, mlstm_chunkwise, mlstm_siging_chunkwise, ops
+from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, ops
+from tfla_tk.core import memo
 
 Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")

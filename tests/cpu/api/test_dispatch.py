@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import tfla_tk
-from tfla_tk import Support, UnsupportedError, dispatch, mlstm_chunkwise, which
+from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, which
 from tfla_tk.backends import triton
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core import dispatch
 
 Make = Callable[..., dict[str, Any]]
 

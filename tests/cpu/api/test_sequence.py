@@ -23,7 +23,7 @@ from tfla_tk import (
     mlstm_step,
 )
 from tfla_tk.backends import tk, triton
-from tfla_tk.validation import check_mlstm_sequence
+from tfla_tk.calls.mlstm import check_mlstm_sequence
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
 SEQUENCE, IN_PLACE = torch.ops.tfla_tk.mlstm_sequence.default, torch.ops.tfla_tk.mlstm_sequence_.default
@@ -233,11 +233,11 @@ def test_whether_a_sequence_is_on_tk(tokens: Tokens, fake_tk: Any, sigmoid_gate:
     rest = {"sigmoid_gate": sigmoid_gate, "normalize": True}
     for serves in (False, True):
         fake_tk.verdict = tfla_tk.Support(serves)
-        decode._plans.clear()
+        decode._sequence.plans.clear()
         assert decode.is_sequence_on_tk(tuple(inputs.values()), **rest, **options) == serves
         given = {name: x for name, x in inputs.items() if x is not None}
         (mlstm_siging_sequence if sigmoid_gate else mlstm_sequence)(**given, **options)
-        assert len(decode._plans) == 1
+        assert len(decode._sequence.plans) == 1
 
 
 @pytest.mark.parametrize("changes", [{"seq": 17}, {"requires_grad": True}])

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import tfla_tk
 import tfla_tk.backends
-from tfla_tk import memo, step_ops
+from tfla_tk import step_ops
+from tfla_tk.core import memo
 
 STATE = ("c", "n", "m")
 FUNCTIONS = ("mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence")

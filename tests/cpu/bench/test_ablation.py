@@ -11,7 +11,7 @@ from tfla_tk.backends import tk
 from tfla_tk.bench import ablation, compare, results
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.shapes import Shape
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 SCHEDULES = ["sequential", "overlapped", "pingpong", "three_stage"]
 SMALL = (Shape(2, 96, 2, 16, 32), Shape(1, 64, 2, 32, 16))

@@ -13,7 +13,7 @@ from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.shapes import Shape, cost
 from tfla_tk.bench.variants import Variant
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 from .test_ablation import REPORT
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tfla_tk import decode, sequence_ops, step_ops
 from tfla_tk.backends import tk
+from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import kernels
-from tfla_tk.validation import MLSTMCall
 
 NATIVE = {
     "chunkwise_kernel": "chunkwise--native_autograd",
@@ -205,6 +205,8 @@ def sequence_calls(
             monkeypatch.setattr(kernels, f"mlstm_{gate}{name}", recorded(f"mlstm_{gate}{name}", **changes))
     on_a_gpu("supports_mlstm_sequence")
     monkeypatch.setattr(sequence_ops, "_kernel_sequence", step_ops.on_cpu)
-    decode._plans.clear()
+    decode._step.plans.clear()
+    decode._sequence.plans.clear()
     yield found
-    decode._plans.clear()
+    decode._step.plans.clear()
+    decode._sequence.plans.clear()

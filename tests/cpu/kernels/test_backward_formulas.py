@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import ops, reference
-from tfla_tk.backends.segments import Cut, KeptStates
+from tfla_tk.core.layout import Cut, KeptStates
 
 from .addresses import CHUNK
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tfla_tk.backends import segments, tk_backward
 from tfla_tk.build import sources
 from tfla_tk.build.instances import mlstm_pass
-from tfla_tk.ops import chunk_slots
+from tfla_tk.core.layout import chunk_slots
 
 from .addresses import CHUNK, slices_of
 from .backward_emulation import ARGUMENTS

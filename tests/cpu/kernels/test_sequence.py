@@ -19,7 +19,7 @@ from tfla_tk import build, env, reference
 from tfla_tk.backends import tk, tk_sequence, tk_step
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
-from tfla_tk.dispatch import SUPPORTED
+from tfla_tk.core.support import SUPPORTED
 
 from . import sequence_emulation as emulation
 from .sass import functions_of

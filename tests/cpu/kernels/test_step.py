@@ -18,7 +18,7 @@ from tfla_tk import build, env, reference
 from tfla_tk.backends import tk, tk_step
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
-from tfla_tk.dispatch import SUPPORTED
+from tfla_tk.core.support import SUPPORTED
 
 from .stand_in import launch_instead
 from .test_support import CALL

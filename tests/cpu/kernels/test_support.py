@@ -13,13 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfla_tk
-from tfla_tk import UnsupportedError, build, dispatch
+from tfla_tk import UnsupportedError, build
 from tfla_tk.backends import tk, tk_intra, tk_passes
 from tfla_tk.build import Instance, cache, instances
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.build.toolchain import Toolchain
-from tfla_tk.dispatch import Support
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core import dispatch
+from tfla_tk.core.support import Support
 
 CALL = MLSTMCall(
     device=torch.device("cuda", 0),

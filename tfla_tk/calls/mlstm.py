@@ -1,27 +1,35 @@
-"""Argument checks of the public functions, on metadata alone: no tensor data is read, no device is touched.
-
-Every message names the argument, what was expected and what came.
-"""
+"""Calls of mLSTM: their description, and the checks of their arguments, on metadata alone."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tfla_tk import transforms
+from tfla_tk.core import transforms
+from tfla_tk.core.checks import (
+    CHUNK_MULTIPLE,
+    FLOAT_DTYPES,
+    ExpectedTensor,
+    autocast_dtype,
+    check_bool,
+    check_chunk_size,
+    check_constant,
+    check_cu_seqlens,
+    check_device,
+    check_eps,
+    check_kernel_dtype,
+    check_shape,
+    check_tensor,
+    fail,
+)
+from tfla_tk.core.layout import MaybeTensor, state_dtype
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-OFFSET_DTYPES = (torch.int32, torch.int64)
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CHUNK_MULTIPLE = 16
-
-ExpectedTensor: TypeAlias = tuple[str, Any, tuple[int, ...], str]  # name, value, shape, layout
+# of q, k, v, i, f, c_initial and n_initial
+Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+MaybeGrads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,9 @@ class MLSTMCall:
 
     heads counts the heads of one batch entry, seq the time steps, dim_qk and dim_v the head dims of q/k and
     of v; sequences is the leading dimension of the states: batch, or with varlen (cu_seqlens is given) the
-    number of packed sequences; requires_grad says that a gradient will be recorded.
+    number of packed sequences; requires_grad says that a gradient will be recorded; recompute_states is for
+    the Triton kernels' backward. A step and a few tokens alone have dtype_state, of the state that is
+    returned, and inplace, which says that each part of the given state is overwritten in the dtype it has.
     """
 
     device: torch.device
@@ -50,6 +60,9 @@ class MLSTMCall:
     eps: float
     forward_mode: bool = False
     transformed: bool = False
+    recompute_states: bool = True
+    dtype_state: torch.dtype = torch.float32
+    inplace: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -57,111 +70,18 @@ class MLSTMCall:
         return self.batch * self.heads * self.seq == 0
 
 
-def fail(name: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
-    """Raise `error` with the one message format of this package."""
-    raise error(f"{name}: expected {expected}, got {got}")
+def check_mlstm_chunkwise(
+    *, autocast_kernel_dtype: Any, recompute_states_in_bw: Any, **arguments: Any
+) -> MLSTMCall:
+    """Check all arguments of `mlstm_chunkwise` or `mlstm_siging_chunkwise` but `backend`; describe the call.
 
-
-def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
-    """A dense floating-point tensor of the given rank; `layout` spells its dimensions for the message."""
-    if not isinstance(value, Tensor):
-        fail(name, f"a tensor {layout}", type(value).__name__, TypeError)
-    _check_subclass(name, value)
-    if value.dtype not in FLOAT_DTYPES:
-        fail(name, "dtype float16, bfloat16, float32 or float64", value.dtype, TypeError)
-    if value.layout is not torch.strided:
-        fail(name, "a dense (strided) tensor", value.layout, TypeError)
-    if value.dim() != rank:
-        fail(name, f"{rank} dimensions {layout}", f"{value.dim()} with shape {tuple(value.shape)}")
-
-
-def _check_subclass(name: str, value: Tensor) -> None:
-    """No tensor that holds something else than its shape says; other subclasses of Tensor may come."""
-    if value.is_nested:
-        expected = "a dense (strided) tensor; cu_seqlens packs sequences of several lengths"
-        fail(name, expected, "a nested tensor", TypeError)
-    # by name: importing torch.distributed.tensor or torch.masked would cost every process its time
-    kind = type(value).__name__
-    if kind == "DTensor":
-        expected = (
-            "a local tensor (shard over batch and heads alone, pass x.to_local() of every tensor, and make "
-            "the results DTensors again by DTensor.from_local(result, x.device_mesh, x.placements))"
-        )
-        fail(name, expected, "a DTensor", TypeError)
-    if kind == "MaskedTensor":
-        fail(name, "a plain tensor, such as x.to_tensor(0)", "a MaskedTensor", TypeError)
-
-
-def check_shape(name: str, value: Tensor, expected: tuple[int, ...], layout: str) -> None:
-    """The exact shape; `layout` spells its dimensions for the message."""
-    if value.shape != expected:
-        fail(name, f"shape {layout} = {tuple(expected)}", tuple(value.shape))
-
-
-def check_device(name: str, value: Tensor, device: torch.device) -> None:
-    """The device of q."""
-    if value.device != device:
-        fail(name, f"device {device}, the device of q", value.device)
-
-
-def check_bool(name: str, value: Any) -> bool:
-    """A bool, Python's or NumPy's, not merely something truthy; returned as Python's."""
-    if not isinstance(value, (bool, np.bool_)):
-        fail(name, "a bool", f"{value!r} of type {type(value).__name__}", TypeError)
-    return bool(value)
-
-
-def check_chunk_size(value: Any) -> int:
-    """A positive multiple of CHUNK_MULTIPLE, of Python's or NumPy's integers; returned as Python's."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        fail("chunk_size", "an int", f"{value!r} of type {type(value).__name__}", TypeError)
-    if value <= 0 or value % CHUNK_MULTIPLE != 0:
-        fail("chunk_size", f"a positive multiple of {CHUNK_MULTIPLE}", value)
-    return int(value)
-
-
-def check_eps(value: Any) -> float:
-    """A positive finite number, Python's or NumPy's; returned as a float."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        fail("eps", "a number", f"{value!r} of type {type(value).__name__}", TypeError)
-    if not 0 < float(value) < math.inf:
-        fail("eps", "a positive finite number", value)
-    return float(value)
-
-
-def check_cu_seqlens(value: Any, q: Tensor) -> None:
-    """Offsets [N + 1] of sequences packed in q's batch of one; their values are not read."""
-    name = "cu_seqlens"
-    if not isinstance(value, Tensor):
-        fail(name, "a tensor [N + 1]", type(value).__name__, TypeError)
-    _check_subclass(name, value)
-    if value.dtype not in OFFSET_DTYPES:
-        fail(name, "dtype int32 or int64", value.dtype, TypeError)
-    if value.layout is not torch.strided:
-        fail(name, "a dense (strided) tensor", value.layout, TypeError)
-    if value.dim() != 1:
-        fail(name, "1 dimension [N + 1]", f"{value.dim()} with shape {tuple(value.shape)}")
-    if value.shape[0] < 2:
-        fail(name, "at least 2 entries", value.shape[0])
-    check_device(name, value, q.device)
-    if q.shape[0] != 1:
-        fail(name, "a batch of 1 in q (packed sequences)", f"a batch of {q.shape[0]}")
-
-
-def check_kernel_dtype(value: Any) -> None:
-    """autocast_kernel_dtype: None or one of KERNEL_DTYPES."""
-    if value is not None and value not in KERNEL_DTYPES:
-        fail("autocast_kernel_dtype", "None, torch.float16, torch.bfloat16 or torch.float32", value)
-
-
-def autocast_dtype(q: Any, kernel_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The dtype that q, k, v are cast to; None where autocast is off for q's device; fp64 is never cast."""
-    if not isinstance(q, Tensor) or q.dtype == torch.float64:
-        return None
-    device = q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return kernel_dtype or torch.get_autocast_dtype(device)
+    Raises:
+        TypeError, ValueError: as in `check_mlstm`.
+    """
+    check_kernel_dtype(autocast_kernel_dtype)
+    recompute = check_bool("recompute_states_in_bw", recompute_states_in_bw)
+    dtype = autocast_dtype(arguments["q"], autocast_kernel_dtype)
+    return check_mlstm(**arguments, autocast_dtype=dtype, recompute_states=recompute)
 
 
 def check_mlstm(
@@ -181,6 +101,7 @@ def check_mlstm(
     eps: float,
     chunk_size: int,
     autocast_dtype: torch.dtype | None = None,
+    recompute_states: bool = True,
 ) -> MLSTMCall:
     """Check one mLSTM call and describe it.
 
@@ -191,6 +112,7 @@ def check_mlstm(
             in place of B where cu_seqlens is given.
         cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
         autocast_dtype: the dtype that q, k and v will be cast to, where autocast is on; they may differ then.
+        recompute_states: of the Triton kernels' backward, instead of storing them.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
@@ -247,6 +169,7 @@ def check_mlstm(
         eps=eps,
         forward_mode=transforms.has_tangent((*inputs, m_initial)),
         transformed=any(t is not None and transforms.is_transformed(t) for t in (*inputs, m_initial)),
+        recompute_states=recompute_states,
     )
 
 
@@ -361,10 +284,10 @@ def _check_decoding(
     if dtype_state is not None and dtype_state not in FLOAT_DTYPES:
         fail("dtype_state", "None or one of float16, bfloat16, float32, float64", dtype_state)
     requires_grad = torch.is_grad_enabled() and any(map(transforms.requires_grad, (q, k, v, i, f, c, n)))
-    check_bool("inplace", inplace)
+    inplace = check_bool("inplace", inplace)
     if inplace and requires_grad:
         fail("inplace", "False where a gradient is recorded (torch.no_grad() records none)", inplace)
-    _check_constant("m", m)
+    check_constant("m", m)
     for name, t in (("c", c), ("n", n), ("m", m)):
         if not inplace or t is None:
             continue
@@ -390,6 +313,8 @@ def _check_decoding(
         eps=eps,
         forward_mode=transforms.has_tangent(tensors),
         transformed=any(t is not None and transforms.is_transformed(t) for t in tensors),
+        dtype_state=dtype_state or state_dtype(q),
+        inplace=inplace,
     )
 
 
@@ -418,9 +343,4 @@ def _check_initial_state(
             check_tensor(name, t, len(expected), layout)
             check_shape(name, t, expected, layout)
             check_device(name, t, q.device)
-    _check_constant("m_initial", m)
-
-
-def _check_constant(name: str, m: Tensor | None) -> None:
-    if m is not None and m.requires_grad and m.is_leaf and torch.is_grad_enabled():
-        fail(name, "no requires_grad (m is a constant of the differentiation)", "a leaf that has it")
+    check_constant("m_initial", m)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-CHUNK = 64
+from tfla_tk.core.layout import CHUNK
 
 _COUNTER = "torch.utils.flop_counter"
 

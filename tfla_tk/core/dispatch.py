@@ -1,69 +1,22 @@
 """Which backend serves a call, and why: the support table behind `backend=` and `which`.
 
-A backend module exposes `supports_<op>(call, variant)` and the function itself. "auto" takes the first
-backend that serves the call exactly, in the order of BACKENDS; a backend asked for by name serves the call
-or raises.
+Backends are asked through `backends.registry`. "auto" takes the first one that serves the call exactly, in
+the order of BACKENDS; a backend asked for by name serves the call or raises.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tfla_tk.errors import UnsupportedError
-from tfla_tk.validation import fail
-
-BACKENDS = ("tk", "triton", "reference")
+from tfla_tk.backends.registry import BACKENDS, family_module
+from tfla_tk.core.checks import fail
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.support import SUPPORTED, Choice, Support
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Support:
-    """Whether a backend serves a call.
-
-    Attributes:
-        ok: it does, when asked for by name.
-        reason: what stands in the way; with ok, what to know about the result.
-        remedy: what to change; empty where nothing helps.
-        auto: "auto" may take it too. False for results that are not exact: those are never chosen silently.
-        failed: the backend takes such calls, but what serves them could not be built or loaded here.
-    """
-
-    ok: bool
-    reason: str = ""
-    remedy: str = ""
-    auto: bool = True
-    failed: bool = False
-
-    def __str__(self) -> str:
-        verdict = "no" if not self.ok else "yes" if self.auto else "by name only"
-        detail = self.reason + (f" ({self.remedy})" if self.remedy else "")
-        return f"{verdict}: {detail}" if detail else verdict
-
-
-SUPPORTED = Support(True)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend that serves a call, with the verdict on each one that was considered.
-
-    Attributes:
-        backend: as it can be passed to `backend=`, for example "reference" or "triton:xl_chunk_128".
-        reasons: verdict per backend name, in the order they are tried.
-    """
-
-    backend: str
-    reasons: dict[str, Support] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        width = max((len(name) for name in self.reasons), default=0)
-        table = [f"  {name:<{width}}  {support}" for name, support in self.reasons.items()]
-        return "\n".join([self.backend, *table])
 
 
 @dataclass(frozen=True)
@@ -88,21 +41,6 @@ def operator(describe: Callable[..., tuple[str, Any]]) -> Callable[[Function], F
     return register
 
 
-def load_backend(name: str) -> ModuleType:
-    """The module of a backend, imported on its first use."""
-    if name == "tk":
-        from tfla_tk.backends import tk
-
-        return tk
-    if name == "triton":
-        from tfla_tk.backends import triton
-
-        return triton
-    from tfla_tk.backends import reference
-
-    return reference
-
-
 def split_backend(backend: str) -> tuple[str, str | None]:
     """Split "name" or "name:variant"; ValueError for a name that is no backend."""
     if not isinstance(backend, str):
@@ -115,7 +53,7 @@ def split_backend(backend: str) -> tuple[str, str | None]:
 
 def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
     """The verdict of one backend on one call."""
-    supports = getattr(load_backend(name), f"supports_{kernel}")
+    supports = getattr(family_module(name, kernel), f"supports_{kernel}")
     verdict: Support = supports(call, variant)
     if verdict.ok and name != "reference" and call.forward_mode:
         return Support(False, "its kernels have no forward-mode derivative", "use backend='reference'")
@@ -124,7 +62,7 @@ def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Su
 
 def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
     """The verdict of one backend after it has loaded what a call that it supports needs."""
-    load = getattr(load_backend(name), "load", None)
+    load = getattr(family_module(name, kernel), "load", None)
     if load is None:
         return SUPPORTED
     verdict: Support = load(kernel, call, variant)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tfla_tk.transforms import is_forward_mode_on
-from tfla_tk.validation import autocast_dtype
+from tfla_tk.core.checks import autocast_dtype
+from tfla_tk.core.transforms import is_forward_mode_on
 
 LIMIT = 1024
 
