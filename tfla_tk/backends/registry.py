@@ -36,10 +36,25 @@ def _mlstm(backend: str) -> ModuleType:
     return reference
 
 
+def _linear(backend: str) -> ModuleType:
+    if backend == "tk":
+        from tfla_tk.backends import tk_linear
+
+        return tk_linear
+    if backend == "triton":
+        from tfla_tk.backends import triton_fla
+
+        return triton_fla
+    from tfla_tk.backends import reference_linear
+
+    return reference_linear
+
+
 FAMILIES: dict[str, Callable[[str], ModuleType]] = {
     "mlstm": _mlstm,
     "mlstm_step": _mlstm,
     "mlstm_sequence": _mlstm,
+    "simple_gla": _linear,
 }
 
 

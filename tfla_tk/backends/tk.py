@@ -14,6 +14,7 @@ from torch import Tensor
 from tfla_tk import build, env, ops, sequence_ops, step_ops
 from tfla_tk.backends.tk_intra import mlstm_intra as mlstm_intra
 from tfla_tk.build import Instance, instances
+from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import SCHEDULES, MaybeTensor
@@ -180,14 +181,14 @@ def _not_on_a_gpu(device: torch.device) -> Support:
     return Support(False, f"the kernels run on a GPU, the tensors are on {device}", "move them to a GPU")
 
 
-def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
     """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
 
     What cannot be loaded is logged, once, and not tried again in this process: from then on such calls are
     not supported.
 
     Args:
-        kernel: "mlstm", "mlstm_step" or "mlstm_sequence".
+        kernel: "mlstm", "mlstm_step", "mlstm_sequence" or "simple_gla".
 
     Returns:
         Whether the call can be served.
@@ -201,7 +202,7 @@ def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
     return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
 
 
-def _on_this_machine(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
     """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
     reason, remedy = _device_fault(call.device.index)
     if reason:
@@ -213,12 +214,12 @@ def _on_this_machine(kernel: str, call: MLSTMCall, variant: str | None = None) -
 KernelKey = tuple[str, int, int, str, bool]  # kernel, tiles of K and V or of tokens, schedule, gradients
 
 
-def _kernel_key(kernel: str, call: MLSTMCall, variant: str | None) -> KernelKey:
+def _kernel_key(kernel: str, call: MLSTMCall | LinearCall, variant: str | None) -> KernelKey:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    if call.requires_grad:
+    if call.requires_grad and kernel.startswith("mlstm"):
         # of one token, too: the chunkwise kernel has the gradients
         kernel = "mlstm"
-    if kernel == "mlstm":
+    if kernel in ("mlstm", "simple_gla"):
         schedule = variant or instances.DEFAULT_SCHEDULE
         if schedule == "auto":
             schedule = instances.DEFAULT_SCHEDULE
@@ -241,6 +242,10 @@ def _instances_of(kernel: str, first: int, second: int, schedule: str, gradients
     """The modules that the kernels of a call are in."""
     from tfla_tk.backends import tk_passes
 
+    if kernel == "simple_gla":
+        from tfla_tk.backends import tk_scalar_decay
+
+        return tk_scalar_decay.instances_of(first, second, schedule, gradients)
     if kernel == "mlstm_step":
         return [instances.mlstm_step()]
     if kernel == "mlstm_sequence":

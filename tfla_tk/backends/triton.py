@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import env, step_ops
+from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
@@ -456,12 +457,12 @@ def _next_power_of_2(n: int) -> int:
 # fla
 
 
-def supports_fla(op: str, q: Tensor, *, requires_grad: bool = False) -> Support:
+def supports_fla(op: str, q: Tensor | LinearCall, *, requires_grad: bool = False) -> Support:
     """Whether fla's operator serves a call.
 
     Args:
         op: one of FLA_OPS.
-        q: the queries: their device and dtype decide.
+        q: the queries, or the description of the call: device and dtype decide.
         requires_grad: a gradient will be recorded.
     """
     unusable = _unusable(q.device, FLA_MISSING)

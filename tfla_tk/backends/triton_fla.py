@@ -1,0 +1,149 @@
+"""fla's Triton kernels as a backend of the operators in [B, T, H, D].
+
+What fla gets wrong or does not have is refused here with the reason; docs/triton-baselines.md lists it. The
+only variant is "triton:fla".
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.backends import triton
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.support import SUPPORTED, Support
+
+_MODULE = "fla.ops.simple_gla"
+_SMALLEST_CHUNK = 16  # rows that a Triton matrix product takes
+_HALVES = (torch.float16, torch.bfloat16)
+_REPAIRED = (3, 7, 1)  # the Triton from which on the gated backward is right on Hopper
+
+
+def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
+    """Whether fla's chunk_simple_gla serves the call correctly; ValueError for a variant but "fla"."""
+    if variant not in (None, "fla"):
+        fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
+    if call.transformed:
+        return Support(False, "fla has no rules for torch.func transforms", "use backend 'tk' or 'reference'")
+    # the kernel that Triton miscompiles is the one with a decay per token
+    op = "chunk_simple_gla" if call.gate == "token" else "chunk_retention"
+    verdict = triton.supports_fla(op, call, requires_grad=call.requires_grad)
+    if not verdict.ok:
+        return verdict
+    if call.value_heads != call.heads:
+        return Support(
+            False,
+            f"fla takes as many heads of v as of q and k, these are {call.value_heads} and {call.heads}",
+            "repeat those of q and k: q.repeat_interleave(HV // H, dim=2)",
+        )
+    if call.chunk_size < _SMALLEST_CHUNK:
+        return Support(
+            False, f"chunk_size = {call.chunk_size}", f"use a power of two from {_SMALLEST_CHUNK} on"
+        )
+    if call.requires_grad and call.dtype in _HALVES and (call.dim_qk % 2 or call.dim_v % 2):
+        return Support(
+            False,
+            f"fla's backward takes even head dims in 16 bits, these are K = {call.dim_qk}, V = {call.dim_v}",
+            "pad them",
+        )
+    if call.batch * call.value_heads > triton.GRID_LIMIT:
+        return triton._too_many(
+            "batch x value heads", call.batch * call.value_heads, "split the batch or the heads"
+        )
+    if call.requires_grad and call.gate == "token" and _guard_is_lifted():
+        return Support(
+            True,
+            "fla's guard is lifted: this Triton miscompiles its gated backward on Hopper",
+            "check the gradients, or use triton >= 3.7.1",
+            auto=False,
+        )
+    if triton.INTERPRETED and call.device.type == "cpu":
+        return Support(True, "runs in Triton's interpreter", auto=False)
+    return SUPPORTED
+
+
+def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
+    """Import what serves a call that is supported: an installed package may still fail to import."""
+    fault = triton._import_fault(_MODULE)
+    return Support(False, fault, triton._INSTALL, failed=True) if fault else SUPPORTED
+
+
+def simple_gla(
+    call: LinearCall,
+    variant: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: MaybeTensor,
+    g_gamma: MaybeTensor,
+    initial_state: MaybeTensor,
+    cu_seqlens: MaybeTensor,
+    cu_seqlens_cpu: MaybeTensor,
+) -> tuple[Tensor, MaybeTensor]:
+    """o [B, T, HV, V] and the final state in fp32, None unless asked for."""
+    function = original(importlib.import_module(_MODULE).chunk_simple_gla)
+    # its launches go to the current device
+    device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
+    with device, torch.autocast(call.device.type, enabled=False), on_its_own():
+        o, last = function(
+            q,
+            k,
+            v,
+            g,
+            None if g_gamma is None else g_gamma.float(),
+            scale=call.scale,
+            initial_state=None if initial_state is None else initial_state.float(),
+            output_final_state=call.output_final_state,
+            state_v_first=call.state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            chunk_size=call.chunk_size,
+        )
+    return o, last
+
+
+# What `tfla_tk.integrations.fla` puts in the place of fla's functions has the attribute ORIGINAL. fla's
+# functions call one another, so within `on_its_own` those in their place hand every call on to the originals.
+
+ORIGINAL = "tfla_tk_original"
+_own = threading.local()
+
+
+def original(function: Callable[..., Any]) -> Callable[..., Any]:
+    """fla's own function, where one is in its place."""
+    found: Callable[..., Any] = getattr(function, ORIGINAL, function)
+    return found
+
+
+@contextmanager
+def on_its_own() -> Iterator[None]:
+    """Where fla's functions call fla's functions alone, in this thread."""
+    before = is_on_its_own()
+    _own.value = True
+    try:
+        yield
+    finally:
+        _own.value = before
+
+
+def is_on_its_own() -> bool:
+    """Whether this thread is within `on_its_own`."""
+    return getattr(_own, "value", False)
+
+
+def _guard_is_lifted() -> bool:
+    """Whether someone has told fla that a Triton that miscompiles its gated backward does not."""
+    version = triton.triton_version()
+    if version is None or tuple(int(x) for x in re.findall(r"\d+", version)[:3]) >= _REPAIRED:
+        return False
+    guard = importlib.import_module("fla.ops.common.chunk_o")
+    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and guard.TRITON_ABOVE_3_7_1)
