@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import env, step_ops
+from tfla_tk.backends.fla_own import on_its_own, original
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
@@ -508,7 +509,8 @@ def fla_op(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     if state is not None:
         kwargs["initial_state"] = state.float()
     function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(FLA_OPS[op]), op)
-    return function(*args, **kwargs)
+    with on_its_own():
+        return original(function)(*args, **kwargs)
 
 
 def _gated_backward_is_guarded() -> bool:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from tfla_tk.backends import triton
+from tfla_tk.backends.fla_own import on_its_own, original
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import MaybeTensor
@@ -109,35 +107,6 @@ def simple_gla(
             chunk_size=call.chunk_size,
         )
     return o, last
-
-
-# What `tfla_tk.integrations.fla` puts in the place of fla's functions has the attribute ORIGINAL. fla's
-# functions call one another, so within `on_its_own` those in their place hand every call on to the originals.
-
-ORIGINAL = "tfla_tk_original"
-_own = threading.local()
-
-
-def original(function: Callable[..., Any]) -> Callable[..., Any]:
-    """fla's own function, where one is in its place."""
-    found: Callable[..., Any] = getattr(function, ORIGINAL, function)
-    return found
-
-
-@contextmanager
-def on_its_own() -> Iterator[None]:
-    """Where fla's functions call fla's functions alone, in this thread."""
-    before = is_on_its_own()
-    _own.value = True
-    try:
-        yield
-    finally:
-        _own.value = before
-
-
-def is_on_its_own() -> bool:
-    """Whether this thread is within `on_its_own`."""
-    return getattr(_own, "value", False)
 
 
 def _guard_is_lifted() -> bool:

@@ -74,7 +74,7 @@ def test_which_takes_positional_arguments_and_variants(make_inputs: Make) -> Non
 
 
 def test_which_rejects_unknown_operators(make_inputs: Make) -> None:
-    with pytest.raises(ValueError, match=r"op: expected one of mlstm_chunkwise, .*, got 'softmax'"):
+    with pytest.raises(ValueError, match=r"op: expected one of .*mlstm_chunkwise, .*, got 'softmax'"):
         which("softmax", **make_inputs())
     with pytest.raises(ValueError, match="op: expected one of"):
         which(torch.softmax, **make_inputs())
