@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.backends import tk
+from tfla_tk.backends import tk_intra as tk
 from tfla_tk.core.errors import UnsupportedError
 
 from .compare import Contest, carry_out

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tfla_tk import build, doctor
-from tfla_tk.backends.tk import HOPPER
+from tfla_tk.backends.tk.device import HOPPER
 
 ROOT = Path(__file__).resolve().parent.parent
 

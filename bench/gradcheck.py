@@ -28,8 +28,9 @@ from rich.text import Text
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import ops, reference
+from tfla_tk import reference
 from tfla_tk.calls.mlstm import check_mlstm
+from tfla_tk.ops import mlstm as ops
 
 from . import accuracy, compare, environment, report
 from .accuracy import RANDOM, SLICE_BYTES, TOLERANCES, Truth

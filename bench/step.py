@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import mlstm_step, reference
-from tfla_tk.backends import triton
+from tfla_tk.backends.triton import mlstm_kernels
 from tfla_tk.core.errors import UnsupportedError
 
 from .compare import Contest, carry_out
@@ -96,7 +96,7 @@ def _own_copy(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _triton_step(*tensors: Tensor) -> Tensor:
     """mlstm_kernels' step as its users call it, the state in the dtype it has."""
-    missing = triton.MLSTM_KERNELS_MISSING
+    missing = mlstm_kernels.MLSTM_KERNELS_MISSING
     if missing is not None:
         raise UnsupportedError("triton's step", missing.reason, missing.remedy)
     module = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")

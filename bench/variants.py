@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfla_tk.backends import triton
+from tfla_tk.backends.triton.variants import variants
 from tfla_tk.core.layout import SCHEDULES
 
 from .operators import Operator
@@ -60,7 +60,7 @@ def find_variants(
         elif family == "tk":
             new = [_single(f"tk:{schedule}", "tk", schedule, backends is not None) for schedule in schedules]
         elif family == "triton":
-            new = [Variant(call, call) for call in triton.variants(operator.function)]
+            new = [Variant(call, call) for call in variants(operator.function)]
         elif on_gpu:
             new = [Variant("reference", "reference")]
         else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import env
-from tfla_tk.backends.triton import triton_version
+from tfla_tk.backends.triton.installation import triton_version
 from tfla_tk.build.cache import count_modules
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.locking import cache_root, is_writable

@@ -96,7 +96,8 @@ def mlstm_chunkwise(
         cu_seqlens: offsets [N + 1], int32 or int64, of N sequences packed along S in a batch of one, rising
             from 0 to S; sequence j is tokens cu_seqlens[j] to cu_seqlens[j + 1] - 1. Empty sequences are
             allowed and return their initial state. The reference reads the offsets on the host and refuses
-            others; the tk kernels read them on the GPU, unchecked. Triton has no variable length.
+            others; the tk kernels read them on the GPU, unchecked: with others the results of the call mean
+            nothing, and no memory outside of the call is touched. Triton has no variable length.
         recompute_states_in_bw: Triton only: recompute the chunk states in the backward pass instead of
             storing them.
         autocast_kernel_dtype: dtype of q, k, v under torch.autocast: float16, bfloat16, float32, or None

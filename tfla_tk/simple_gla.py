@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tfla_tk.reference as forms
 from tfla_tk.calls.linear import LinearCall, check_layer, check_simple_gla
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
@@ -218,6 +217,8 @@ def _decay_of_heads(v: Any, layer: tuple[int, int] | None = None) -> Tensor | No
 
 
 def _make_decays(heads: int, device: torch.device, layer: tuple[int, int] | None) -> Tensor:
+    import tfla_tk.reference as forms
+
     if layer is None:
         return forms.retention_log_decay(heads, device=device)
     return forms.lightning_log_decay(heads, *layer, device=device)

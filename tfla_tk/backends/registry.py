@@ -24,30 +24,30 @@ BACKENDS = ("tk", "triton", "reference")  # in the order that "auto" tries them
 
 def _mlstm(backend: str) -> ModuleType:
     if backend == "tk":
-        from tfla_tk.backends import tk
+        from tfla_tk.backends.tk import mlstm as tk
 
         return tk
     if backend == "triton":
-        from tfla_tk.backends import triton
+        from tfla_tk.backends.triton import mlstm_kernels
 
-        return triton
-    from tfla_tk.backends import reference
+        return mlstm_kernels
+    from tfla_tk.backends.reference import mlstm as reference
 
     return reference
 
 
 def _linear(backend: str) -> ModuleType:
     if backend == "tk":
-        from tfla_tk.backends import tk_linear
+        from tfla_tk.backends.tk import linear as tk
 
-        return tk_linear
+        return tk
     if backend == "triton":
-        from tfla_tk.backends import triton_fla
+        from tfla_tk.backends.triton import fla
 
-        return triton_fla
-    from tfla_tk.backends import reference_linear
+        return fla
+    from tfla_tk.backends.reference import linear as reference
 
-    return reference_linear
+    return reference
 
 
 FAMILIES: dict[str, Callable[[str], ModuleType]] = {

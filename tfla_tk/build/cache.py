@@ -177,7 +177,7 @@ def _source_digests(instance: Instance) -> list[tuple[str, str]]:
     """Every file below ``kernels/`` that the module is made of, with the digest of its content."""
     root = sources.kernels_root()
     found: dict[str, str] = {}
-    pending = [root / name for name in (instance.source, instance.bindings, "driver_shim.cpp")]
+    pending = [root / name for name in (instance.source, instance.bindings, "common/driver_shim.cpp")]
     while pending:
         path = pending.pop()
         name = path.relative_to(root).as_posix()
@@ -203,7 +203,7 @@ def _included(path: Path, content: bytes, root: Path) -> list[Path]:
             raise BuildError(f"{path}: the include of {text!r} cannot be followed", "name the file itself")
         quoted, bracketed = match.groups()
         name = (quoted or bracketed).decode()
-        places = ([path.parent] if quoted else []) + [root / "include"]
+        places = ([path.parent] if quoted else []) + [root]
         for place in places:
             # not `resolve`: kernels/ may be a link, or hold some
             included = Path(os.path.normpath(place / name))

@@ -95,7 +95,7 @@ def compile_module(
             "-c",
             str(root / instance.bindings),
         ],
-        "driver_shim": [nvcc, *host, "-c", str(root / "driver_shim.cpp")],
+        "driver_shim": [nvcc, *host, "-c", str(root / "common/driver_shim.cpp")],
     }
     objects = {step: str(out_dir / f"{step}.o") for step in steps}
     with ThreadPoolExecutor(len(steps)) as pool:
@@ -130,7 +130,7 @@ def _device_command(instance: Instance, toolchain: Toolchain, kittens: ThunderKi
     source = root / instance.source
     if not source.is_file():
         raise BuildError(f"{instance.name}: its source {source} does not exist", "reinstall tfla_tk")
-    includes = [f"-I{root / 'include'}", f"-I{kittens.include}"]
+    includes = [f"-I{root}", f"-I{kittens.include}"]
     flags = [*COMMON_FLAGS, *DEVICE_FLAGS, *_defines(instance), *includes]
     return [str(toolchain.nvcc), *flags, str(source)]
 
@@ -143,7 +143,7 @@ def _host_includes(toolchain: Toolchain) -> list[str]:
     python = sysconfig.get_path("include")
     if not (Path(python) / "Python.h").is_file():
         raise BuildError(f"Python.h is not in {python}", "install Python's headers (python3-dev)")
-    places = (sources.kernels_root() / "include", pybind11.get_include(), python, toolchain.include)
+    places = (sources.kernels_root(), pybind11.get_include(), python, toolchain.include)
     return [f"-I{place}" for place in places]
 
 

@@ -17,6 +17,7 @@ MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)
 PASS_TILES = MLSTM_TILES
 INTRA_TILES = ((64, 64), (128, 128), (128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
+FORWARD = "scalar_gate/forward/forward.cu"
 # tokens of one call of mlstm_sequence
 SEQUENCE_TILES = (8, 16)
 MAX_TOKENS = max(SEQUENCE_TILES)
@@ -28,7 +29,7 @@ class Instance:
 
     Attributes:
         name: The module's name, for instance ``mlstm_fwd_k128_v256_pingpong``.
-        source: The kernel's file below ``kernels/``, for instance ``mlstm/mlstm_fwd.cu``.
+        source: The kernel's file below ``kernels/``, for instance ``scalar_gate/forward/forward.cu``.
         defines: Macros and their values.
         bindings: The file of the module's pybind11 bindings below ``kernels/``.
     """
@@ -36,7 +37,14 @@ class Instance:
     name: str
     source: str
     defines: tuple[tuple[str, str], ...]
-    bindings: str = "bindings.cpp"
+    bindings: str = "scalar_gate/bindings/forward.cpp"
+
+
+@functools.cache
+def for_scalar_decay(instance: Instance) -> Instance:
+    """The same kernels with a scalar decay in the place of mLSTM's gates, and without a normaliser."""
+    name = instance.name.replace("mlstm", "decay", 1)
+    return replace(instance, name=name, defines=(*instance.defines, ("TFLA_SCALAR_DECAY", "1")))
 
 
 @functools.cache
@@ -46,7 +54,7 @@ def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Inst
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
     """
-    return _instance("mlstm_fwd", MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
+    return _instance("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
 
 
 @functools.cache
@@ -56,20 +64,24 @@ def mlstm_intra(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> In
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
     """
-    found = _instance("mlstm_intra", INTRA_TILES, INTRA_SCHEDULES, dim_qk, dim_v, schedule)
-    return replace(found, bindings="bindings_intra.cpp")
+    found = _instance(
+        "mlstm_intra", "intra/mlstm_intra.cu", INTRA_TILES, INTRA_SCHEDULES, dim_qk, dim_v, schedule
+    )
+    return replace(found, bindings="intra/bindings_intra.cpp")
 
 
 @functools.cache
 def mlstm_bwd() -> Instance:
     """The small kernels around the passes of the mLSTM backward, for all head dims."""
-    return Instance("mlstm_bwd", "mlstm/mlstm_bwd.cu", (), "bindings_bwd.cpp")
+    return Instance(
+        "mlstm_bwd", "scalar_gate/backward/around_walks.cu", (), "scalar_gate/bindings/backward.cpp"
+    )
 
 
 @functools.cache
 def mlstm_step() -> Instance:
     """One token of mLSTM, for all head dims and dtypes."""
-    return Instance("mlstm_step", "mlstm/mlstm_step.cu", (), "bindings_step.cpp")
+    return Instance("mlstm_step", "scalar_gate/decode/step.cu", (), "scalar_gate/bindings/step.cpp")
 
 
 @functools.cache
@@ -84,9 +96,9 @@ def mlstm_sequence(tokens: int) -> Instance:
     tile = min(tile for tile in SEQUENCE_TILES if tile >= tokens)
     return Instance(
         f"mlstm_sequence_t{tile}",
-        "mlstm/mlstm_sequence.cu",
+        "scalar_gate/decode/sequence.cu",
         (("TFLA_TOKENS", str(tile)),),
-        "bindings_sequence.cpp",
+        "scalar_gate/bindings/sequence.cpp",
     )
 
 
@@ -112,14 +124,15 @@ def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
 def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
     return Instance(
         f"mlstm_pass_k{tile_keys}_v{slice_values}",
-        "mlstm/mlstm_pass.cu",
+        "scalar_gate/backward/walk/walk.cu",
         (("TFLA_DIM_KEYS", str(tile_keys)), ("TFLA_SLICE", str(slice_values))),
-        "bindings_pass.cpp",
+        "scalar_gate/bindings/walk.cpp",
     )
 
 
 def _instance(
     kernel: str,
+    source: str,
     tiles: tuple[tuple[int, int], ...],
     schedules: tuple[str, ...],
     dim_qk: int,
@@ -136,7 +149,7 @@ def _instance(
     slice_v = min((v for v in slices if v >= dim_v), default=max(slices))
     return Instance(
         f"{kernel}_k{tile_qk}_v{slice_v}_{schedule}",
-        f"mlstm/{kernel}.cu",
+        source,
         (
             ("TFLA_DIM_QK", str(tile_qk)),
             ("TFLA_SLICE_V", str(slice_v)),
@@ -151,16 +164,21 @@ def all_instances() -> list[Instance]:
     return [
         *shipped_instances(),
         *(mlstm_fwd(qk, v, schedule) for schedule in others for qk, v in MLSTM_TILES),
+        *(for_scalar_decay(mlstm_fwd(qk, v, schedule)) for schedule in others for qk, v in MLSTM_TILES),
         *(mlstm_intra(qk, v, schedule) for schedule in INTRA_SCHEDULES for qk, v in INTRA_TILES),
     ]
 
 
 def shipped_instances() -> list[Instance]:
     """Every instance that `schedule="auto"` takes; the other schedules are built when asked for."""
-    return [
+    chunkwise = [
         *(mlstm_fwd(qk, v) for qk, v in MLSTM_TILES),
         *(_pass_instance(keys, v) for keys, v in PASS_TILES),
         mlstm_bwd(),
+    ]
+    return [
+        *chunkwise,
+        *map(for_scalar_decay, chunkwise),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
     ]

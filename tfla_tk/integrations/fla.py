@@ -27,16 +27,15 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk.backends import fla_own, triton
+from tfla_tk.backends.triton import fla_own, installation
+from tfla_tk.backends.triton.fla import FLA_OPS
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
 
 __all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "restore"]
 
 # the names of fla's functions that have one of this package's for the same arguments: fla's module of each
-FUNCTIONS = {
-    name: triton.FLA_OPS[name] for name in ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn")
-}
+FUNCTIONS = {name: FLA_OPS[name] for name in ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn")}
 
 # options that callers of fla pass as None, or as numbers, for False and True
 _FLAGS = ("output_final_state", "state_v_first")
@@ -145,7 +144,9 @@ def _current(name: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(FUNCTIONS[name]), name)
     except ImportError as error:
-        raise ImportError(f"fla cannot be imported: {error}. Install it with {triton._INSTALL}") from error
+        raise ImportError(
+            f"fla cannot be imported: {error}. Install it with {installation.INSTALL}"
+        ) from error
     return function
 
 
@@ -204,7 +205,7 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether fla's own function could not run: on meta tensors, too."""
     q = args[0] if args else kwargs.get("q")
-    return isinstance(q, Tensor) and q.device.type in ("cpu", "meta") and not triton.INTERPRETED
+    return isinstance(q, Tensor) and q.device.type in ("cpu", "meta") and not installation.INTERPRETED
 
 
 def _record(name: str, backend: str, reason: str) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import tfla_tk
 from tfla_tk import reference
-from tfla_tk.backends import triton as adapters
+from tfla_tk.backends.triton import fla as adapters
 
 HEADS, DIM_QK, DIM_V = 2, 16, 32
 MLSTM = {"exp": tfla_tk.mlstm_chunkwise, "sig": tfla_tk.mlstm_siging_chunkwise}
@@ -282,7 +282,7 @@ def fla(op: str, seq: int, dtype: torch.dtype) -> Numbers:
     tensors, options = fla_inputs(op, seq, dtype)
     leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
     leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
-    o, state = adapters.run_variant("triton:fla", op, **leaves, **options, output_final_state=True)
+    o, state = adapters.fla_op(op, **leaves, **options, output_final_state=True)
     o_ref, state_ref = fla_expected(op, options, **leaves64)
     (projection(o.float()) + projection(state)).backward()
     (projection(o_ref) + projection(state_ref)).backward()

@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tfla_tk
-from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise, mlstm_siging_chunkwise, ops
+from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core import memo
+from tfla_tk.ops import mlstm as ops
 
 Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
@@ -264,7 +265,7 @@ if had:
 import tfla_tk
 from tfla_tk import Support, ops
 from tfla_tk.core import memo
-from tfla_tk.backends import tk
+from tfla_tk.backends.tk import mlstm as tk
 
 tk.supports_mlstm = lambda call, variant=None: Support(True)
 tk.load = lambda kernel, call, variant=None: Support(True)

@@ -22,7 +22,10 @@ from tfla_tk import (
     mlstm_siging_step,
     mlstm_step,
 )
-from tfla_tk.backends import tk, triton
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk import mlstm as tk
+from tfla_tk.backends.triton import installation
+from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.calls.mlstm import check_mlstm_sequence
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
@@ -205,8 +208,8 @@ def on_gpu(tokens: dict[str, Tensor], **changes: Any) -> Any:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", None)
-    monkeypatch.setattr(triton, "INTERPRETED", False)
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(installation, "INTERPRETED", False)
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-import tfla_tk
-import tfla_tk.backends
 from tfla_tk import (
     UnsupportedError,
     chunk_lightning_attn,
@@ -24,13 +22,16 @@ from tfla_tk import (
     chunk_simple_gla,
     reference,
     simple_gla,
-    simple_gla_ops,
     which,
 )
-from tfla_tk.backends import tk_linear, triton, triton_fla
+from tfla_tk.backends.tk import linear as tk_linear
+from tfla_tk.backends.tk import scalar_gate
+from tfla_tk.backends.tk.scalar_gate import support
+from tfla_tk.backends.triton import fla
 from tfla_tk.calls.linear import LinearCall, check_simple_gla
 from tfla_tk.core.layout import Cut, KeptStates
 from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.ops import simple_gla as simple_gla_ops
 
 Inputs = dict[str, Tensor]
 LEFT = KeptStates(torch.arange(3.0), Cut(4, 2))  # what a forward leaves for its backward
@@ -77,10 +78,10 @@ def assert_same(actual: Inputs, expected: Inputs, tol: float = 1e-9) -> None:
 
 
 class Kernels(ModuleType):
-    """tk_scalar_decay with the op's CPU code: None in place of empty tensors, and a log of the calls."""
+    """The launches with the op's CPU code: None in place of empty tensors, and a log of the calls."""
 
     def __init__(self) -> None:
-        super().__init__("tfla_tk.backends.tk_scalar_decay")
+        super().__init__(f"{scalar_gate.__name__}.scalar_decay")
         self.calls: list[str] = []
         self.tensors: tuple[Any, ...] = ()
 
@@ -105,7 +106,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     simple_gla._path.plans.clear()
     module = Kernels()
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(tfla_tk.backends, "tk_scalar_decay", module, raising=False)
+    monkeypatch.setattr(scalar_gate, "scalar_decay", module, raising=False)
     monkeypatch.setattr(tk_linear, "supports_simple_gla", lambda call, variant=None: SUPPORTED)
     monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
     return module
@@ -416,11 +417,12 @@ def test_description() -> None:
         ({"dim_qk": 272}, "head dims are K = 272, V = 32"),
         ({"dim_v": 528}, "head dims are K = 16, V = 528"),
         ({"dim_qk": 20}, "head dims are K = 20, V = 32"),
+        ({"scale": 0.0}, "scale = 0.0, the kernels take positive ones"),
         ({"sequences": 2**30, "value_heads": 4}, "sequences x value heads = 4,294,967,296"),
     ],
 )
 def test_tk_refuses(changes: dict[str, Any], reason: str) -> None:
-    verdict = tk_linear.supports_simple_gla(describe(**{"device": "cuda", **changes}))
+    verdict = support.supports_simple_gla(describe(**{"device": "cuda", **changes}))
     assert not verdict.ok and reason in verdict.reason and verdict.remedy
 
 
@@ -434,9 +436,9 @@ def test_tk_variants_are_schedules() -> None:
 @pytest.fixture
 def fla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """fla counts as installed, and this machine as one that it runs on."""
-    monkeypatch.setattr(triton, "FLA_MISSING", None)
-    monkeypatch.setattr(triton, "_gated_backward_is_guarded", lambda: False)
-    monkeypatch.setattr(triton_fla, "_guard_is_lifted", lambda: False)
+    monkeypatch.setattr(fla, "FLA_MISSING", None)
+    monkeypatch.setattr(fla, "_gated_backward_is_guarded", lambda: False)
+    monkeypatch.setattr(fla, "_guard_is_lifted", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -451,24 +453,24 @@ def fla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_fla_refuses(fla_runs: None, changes: dict[str, Any], reason: str) -> None:
-    assert triton_fla.supports_simple_gla(describe(device="cuda")) == SUPPORTED
-    verdict = triton_fla.supports_simple_gla(describe(device="cuda", **changes))
+    assert fla.supports_simple_gla(describe(device="cuda")) == SUPPORTED
+    verdict = fla.supports_simple_gla(describe(device="cuda", **changes))
     assert not verdict.ok and reason in verdict.reason and verdict.remedy
 
 
 def test_fla_guard(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gated backward on Hopper with a Triton that miscompiles it; without gate gradients all is well."""
-    monkeypatch.setattr(triton, "_gated_backward_is_guarded", lambda: True)
+    monkeypatch.setattr(fla, "_gated_backward_is_guarded", lambda: True)
     call = describe(device="cuda", requires_grad=True)
-    verdict = triton_fla.supports_simple_gla(call)
+    verdict = fla.supports_simple_gla(call)
     assert not verdict.ok and "miscompiles" in verdict.reason and "triton >= 3.7.1" in verdict.remedy
     for gate in ("head", "none"):
-        assert triton_fla.supports_simple_gla(dataclasses.replace(call, gate=gate)) == SUPPORTED
-    assert triton_fla.supports_simple_gla(describe(device="cuda")) == SUPPORTED
+        assert fla.supports_simple_gla(dataclasses.replace(call, gate=gate)) == SUPPORTED
+    assert fla.supports_simple_gla(describe(device="cuda")) == SUPPORTED
     # lifted: by name only
-    monkeypatch.setattr(triton, "_gated_backward_is_guarded", lambda: False)
-    monkeypatch.setattr(triton_fla, "_guard_is_lifted", lambda: True)
-    verdict = triton_fla.supports_simple_gla(call)
+    monkeypatch.setattr(fla, "_gated_backward_is_guarded", lambda: False)
+    monkeypatch.setattr(fla, "_guard_is_lifted", lambda: True)
+    verdict = fla.supports_simple_gla(call)
     assert verdict.ok and not verdict.auto and "guard is lifted" in verdict.reason
 
 

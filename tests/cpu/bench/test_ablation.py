@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tfla_tk import doctor, reference
-from tfla_tk.backends import tk
+from tfla_tk.backends import tk_intra as tk
 from tfla_tk.bench import ablation, compare, results
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.shapes import Shape

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import doctor, mlstm_step
-from tfla_tk.backends import triton
+from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.bench import accuracy, compare, results, runner, step
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.operators import OPERATORS

@@ -22,7 +22,7 @@ esac
 """
 
 TOY_KERNEL = """
-#include "tfla_tk/params.h"
+#include "common/params.h"
 #include "config.cuh"
 // a template's static: shared between modules unless their symbols are their own
 template <typename T> struct Constant { static inline int value = ANSWER; };
@@ -36,7 +36,7 @@ TOY_CONFIG = """
 #include "parts/part.cuh"
 #include "cuda_runtime.h"
 #include <cstdint>
-  #  include <tfla_tk/deep.h>  // found by its path below include/
+  #  include <common/deep.h>  // found by its path below kernels/
 #ifdef NEVER
 #include "parts/conditional.cuh"
 #endif
@@ -45,7 +45,7 @@ TOY_CONFIG = """
 TOY_BINDINGS = """
 #include <cuda.h>
 #include <pybind11/pybind11.h>
-#include "tfla_tk/params.h"
+#include "common/params.h"
 static int encode() {
     return cuTensorMapEncodeTiled(nullptr, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 0, nullptr, nullptr, nullptr,
                                   nullptr, nullptr, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -90,15 +90,15 @@ def kernel_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A kernels/ directory with one toy kernel, in place of the real one."""
     root = tmp_path / "kernels"
     real = sources.kernels_root()
-    for folder in ("include/tfla_tk", "toy/parts", "other"):
+    for folder in ("common", "scalar_gate/bindings", "toy/parts", "other"):
         (root / folder).mkdir(parents=True)
-    for name in ("driver_shim.cpp", sources.COMMIT_FILE):
+    for name in ("common/driver_shim.cpp", sources.COMMIT_FILE):
         shutil.copy(real / name, root / name)
-    (root / "bindings.cpp").write_text(TOY_BINDINGS)
-    (root / "include/tfla_tk/params.h").write_text("#pragma once\nint answer();\n")
+    (root / "scalar_gate/bindings/forward.cpp").write_text(TOY_BINDINGS)
+    (root / "common/params.h").write_text("#pragma once\nint answer();\n")
     (root / "toy/toy.cu").write_text(TOY_KERNEL)
-    (root / "include/tfla_tk/deep.h").write_text("#pragma once\n")
-    (root / "include/tfla_tk/unused.h").write_text("#pragma once\n")
+    (root / "common/deep.h").write_text("#pragma once\n")
+    (root / "common/unused.h").write_text("#pragma once\n")
     (root / "toy/config.cuh").write_text(TOY_CONFIG)
     (root / "toy/parts/part.cuh").write_text('#pragma once\n#include "../../other/shared.cuh"\n')
     (root / "toy/parts/conditional.cuh").write_text("#pragma once\n")

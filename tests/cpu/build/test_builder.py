@@ -80,7 +80,7 @@ def test_cubin_and_sass(nvcc: None, toy: Instance, tmp_path: Path) -> None:
 
 
 SPILL = """
-#include "tfla_tk/params.h"
+#include "common/params.h"
 __global__ void toy(float* out, int n) {
     float local[64];
     for (int j = 0; j < n; ++j) local[j % 64] = out[j];

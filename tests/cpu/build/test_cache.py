@@ -58,13 +58,13 @@ EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
     "family header": lambda a, root, mp: (root / "toy/config.cuh").write_text("changed"),
     "header in a folder": lambda a, root, mp: edit(root / "toy/parts/part.cuh"),
     "another family's header": lambda a, root, mp: edit(root / "other/shared.cuh"),
-    "header of a header": lambda a, root, mp: edit(root / "include/tfla_tk/deep.h"),
+    "header of a header": lambda a, root, mp: edit(root / "common/deep.h"),
     "header under a condition": lambda a, root, mp: edit(root / "toy/parts/conditional.cuh"),
     "header that hides another": lambda a, root, mp: (root / "toy/cuda_runtime.h").write_text(""),
     "lost header": lambda a, root, mp: (root / "other/shared.cuh").unlink(),
-    "shared header": lambda a, root, mp: (root / "include/tfla_tk/params.h").write_text("changed"),
-    "bindings": lambda a, root, mp: (root / "bindings.cpp").write_text("changed"),
-    "driver shim": lambda a, root, mp: (root / "driver_shim.cpp").write_text("changed"),
+    "shared header": lambda a, root, mp: (root / "common/params.h").write_text("changed"),
+    "bindings": lambda a, root, mp: (root / "scalar_gate/bindings/forward.cpp").write_text("changed"),
+    "driver shim": lambda a, root, mp: (root / "common/driver_shim.cpp").write_text("changed"),
     "ThunderKittens": lambda a, root, mp: a.update(
         kittens=dataclasses.replace(a["kittens"], identity="other")
     ),
@@ -103,7 +103,7 @@ def test_the_key_ignores_other_families_and_places(
     kittens: ThunderKittens,
 ) -> None:
     before = cache.cache_key(toy, toolchain, kittens)
-    for name in ("other/other.cu", "toy/unused.cuh", "toy/parts/new.cuh", "include/tfla_tk/unused.h"):
+    for name in ("other/other.cu", "toy/unused.cuh", "toy/parts/new.cuh", "common/unused.h"):
         (kernel_sources / name).write_text("changed")
     moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
     assert cache.cache_key(toy, moved, kittens) == before
@@ -114,7 +114,12 @@ def test_the_key_follows_every_include_of_the_kernels() -> None:
     root = sources.kernels_root()
     for instance in all_instances():
         found = {name for name, _ in cache._source_digests(instance)}
-        assert {instance.source, instance.bindings, "driver_shim.cpp", "include/tfla_tk/params.h"} <= found
+        assert {
+            instance.source,
+            instance.bindings,
+            "common/driver_shim.cpp",
+            "scalar_gate/bindings/params.h",
+        } <= found
         for name in found:
             quoted = re.findall(r'#include "([^"]+)"', (root / name).read_text(encoding="utf-8"))
             for included in quoted:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tfla_tk import reference, simple_gla
-from tfla_tk.backends import fla_own, tk_linear, triton
+from tfla_tk.backends.tk import linear as tk_linear
+from tfla_tk.backends.triton import fla, fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.integrations import fla as integration
 
@@ -26,7 +27,7 @@ NAMES = ["chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"]
 
 def own(name: str) -> Callable[..., Any]:
     """fla's function by its name, as fla's module has it now."""
-    function: Callable[..., Any] = getattr(importlib.import_module(triton.FLA_OPS[name]), name)
+    function: Callable[..., Any] = getattr(importlib.import_module(fla.FLA_OPS[name]), name)
     return function
 
 
@@ -218,7 +219,7 @@ def runs_fla(monkeypatch: pytest.MonkeyPatch) -> Own:
     module = importlib.import_module("fla.ops.simple_gla.chunk")
     stand_in = Own()
     monkeypatch.setattr(module, "ChunkSimpleGLAFunction", stand_in)
-    monkeypatch.setattr(triton, "INTERPRETED", True)
+    monkeypatch.setattr(installation, "INTERPRETED", True)
     return stand_in
 
 
@@ -230,9 +231,9 @@ def tk_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Support], None]:
         monkeypatch.setattr(tk_linear, "supports_simple_gla", lambda call, variant=None: verdict)
 
     def compute(call: Any, variant: Any, *tensors: Any) -> Any:
-        from tfla_tk.backends import reference_linear
+        from tfla_tk.backends.reference import linear
 
-        return reference_linear.simple_gla(call, None, *tensors)
+        return linear.simple_gla(call, None, *tensors)
 
     monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
     monkeypatch.setattr(tk_linear, "simple_gla", compute)
@@ -320,12 +321,12 @@ def test_the_triton_backend_is_fla_itself(
     import tfla_tk
 
     tk_serves(SUPPORTED)
-    monkeypatch.setattr(triton, "FLA_MISSING", None)
+    monkeypatch.setattr(fla, "FLA_MISSING", None)
     x = draw()
     o, _ = tfla_tk.chunk_simple_gla(**x, backend="triton")
     assert runs_fla.calls == 1
     torch.testing.assert_close(o, reference.simple_gla_recurrent(**x)[0])
-    o, _ = triton.run_variant("triton:fla", "chunk_retention", *(x[n] for n in "qkv"))
+    o, _ = fla.fla_op("chunk_retention", *(x[n] for n in "qkv"))
     assert runs_fla.calls == 2
 
 

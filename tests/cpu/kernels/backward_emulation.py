@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tfla_tk import ops
-from tfla_tk.backends import segments
-from tfla_tk.backends.tk_passes import ANCHOR_CHUNKS
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate.passes import ANCHOR_CHUNKS
 from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
+from tfla_tk.ops import mlstm as ops
 from tfla_tk.reference.common import segment_sum
 
 from .addresses import (
@@ -41,7 +41,7 @@ from .addresses import (
 SLOW_DECAY = 2.0**-12  # kSlowDecay
 SLOW_TOKENS = 16  # of a slow chunk, whose squares are summed
 
-# of the modules' functions, as bindings_bwd.cpp and bindings_pass.cpp name them
+# of the modules' functions, as scalar_gate/bindings name them
 ARGUMENTS = {
     "mlstm_bwd_scan": (
         *("i", "f", "rows", "chunk_m", "gates", "tickets", "offsets", "sizes", "eps", "scale"),
@@ -58,11 +58,11 @@ ARGUMENTS = {
     ),
     "mlstm_pass": (
         *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "half", "device", "stream"),
+        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device", "stream"),
     ),
     "mlstm_pass_segments": (
-        *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "scale", "half"),
-        *("sigmoid_gate", "device", "stream"),
+        *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "group", "scale"),
+        *("half", "sigmoid_gate", "device", "stream"),
     ),
 }
 

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from tfla_tk import ops
-from tfla_tk.backends import tk, tk_backward_launches, tk_passes
+from tfla_tk.backends.tk.operands import DTYPES
+from tfla_tk.backends.tk.scalar_gate import launches as tk_backward_launches
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
@@ -21,6 +22,7 @@ from tfla_tk.build.instances import (
     PASS_TILES,
     SCHEDULES,
     Instance,
+    for_scalar_decay,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_intra,
@@ -29,6 +31,7 @@ from tfla_tk.build.instances import (
     mlstm_step,
     shipped_instances,
 )
+from tfla_tk.core.layout import SCHEDULES as ALL_SCHEDULES
 
 TILES = [
     ((16, 16), (64, 64)),
@@ -77,7 +80,9 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
         passes |= {mlstm_pass(*call) for call in passes_of(*dims)}
     assert (len(forward), len(passes)) == (len(MLSTM_TILES), len(PASS_TILES))
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
-    assert shipped == forward | passes | sequences | {mlstm_bwd(), mlstm_step()}
+    of_chunks = forward | passes | {mlstm_bwd()}
+    of_decay = {for_scalar_decay(instance) for instance in of_chunks}
+    assert shipped == of_chunks | of_decay | sequences | {mlstm_step()}
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:
@@ -154,20 +159,20 @@ def enum_of(file: str, name: str) -> dict[str, int]:
 
 
 def test_enums_agree_with_the_sources() -> None:
-    schedules = enum_of("mlstm/mlstm_fwd_globals.cuh", "Schedule")
+    schedules = enum_of("scalar_gate/forward/globals.cuh", "Schedule")
     assert tuple(sorted(schedules, key=schedules.__getitem__)) == SCHEDULES
-    assert [x for x in ops.SCHEDULES if x != "auto"] == list(SCHEDULES)
+    assert [x for x in ALL_SCHEDULES if x != "auto"] == list(SCHEDULES)
     assert DEFAULT_SCHEDULE in SCHEDULES
-    names = {str(dtype).removeprefix("torch."): code for dtype, code in tk._GATE_DTYPES.items()}
-    assert names == enum_of("include/tfla_tk/params.h", "DType")
-    assert enum_of("include/tfla_tk/params_pass.h", "Gradient") == tk_backward_launches.GRADIENTS
-    text = (sources.kernels_root() / "include/tfla_tk/params.h").read_text()
+    names = {str(dtype).removeprefix("torch."): code for dtype, code in DTYPES.items()}
+    assert names == enum_of("common/operand.h", "DType")
+    assert enum_of("scalar_gate/bindings/params_walk.h", "Gradient") == tk_backward_launches.GRADIENTS
+    text = (sources.kernels_root() / "scalar_gate/bindings/params.h").read_text()
     assert f"kAnchorChunks = {tk_passes.ANCHOR_CHUNKS};" in text
 
 
 def test_instances_of_the_intra_chunk_kernel() -> None:
     assert INTRA_SCHEDULES[: len(SCHEDULES)] == SCHEDULES
-    schedules = enum_of("mlstm/mlstm_intra_config.cuh", "Schedule")
+    schedules = enum_of("intra/mlstm_intra_config.cuh", "Schedule")
     assert tuple(sorted(schedules, key=schedules.__getitem__)) == INTRA_SCHEDULES
     for dims in INTRA_TILES:
         instance = mlstm_intra(*dims, "three_stage")

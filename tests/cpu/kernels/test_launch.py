@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfla_tk import ops
-from tfla_tk.backends import segments, tk_forward, tk_passes
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import Instance, sources
+from tfla_tk.ops import mlstm as ops
 
 from .addresses import tensor_at
 from .stand_in import launch_instead
@@ -25,9 +27,24 @@ from .stand_in import launch_instead
 B, NH, S, K, V = 2, 3, 40, 64, 128
 
 
-# of the class Forward, as bindings.cpp names them
+# of the class Forward, as scalar_gate/bindings/forward.cpp names them
 OF_ALL = (
-    *("q", "k", "v", "h", "i", "f", "cut", "sizes", "scale", "eps", "half", "sigmoid_gate", "normalize"),
+    *(
+        "q",
+        "k",
+        "v",
+        "h",
+        "i",
+        "f",
+        "cut",
+        "sizes",
+        "group",
+        "scale",
+        "eps",
+        "half",
+        "sigmoid_gate",
+        "normalize",
+    ),
     "device",
 )
 OF_A_LAUNCH = (*("q", "k", "v", "h", "i", "f", "initial", "last", "rows", "offsets", "workspace", "stream"),)
@@ -385,13 +402,13 @@ def test_calls_alike_share_a_forward(launches: Launches) -> None:
     ]
     for _ in range(2):
         for tensors, options in changes:
-            tk_forward.mlstm_fwd(*tensors, *options)  # type: ignore[call-arg]
+            tk_forward.run(tensors, options)
     assert launches.forwards == len(changes)
     assert len(launches) == 2 * len(changes)
 
 
 def test_arguments_are_those_of_the_bindings() -> None:
-    text = (sources.kernels_root() / "bindings.cpp").read_text()
+    text = (sources.kernels_root() / "scalar_gate/bindings/forward.cpp").read_text()
     definition = text[text.index("py::class_<Forward>") :]
     definition = definition[: definition.index(");\n")]
     assert tuple(re.findall(r'py::arg\("(\w+)"\)', definition)) == (*OF_ALL, *OF_A_LAUNCH)

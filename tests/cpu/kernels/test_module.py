@@ -33,6 +33,8 @@ def test_it_tells_how_many_ctas_fit(module: ModuleType) -> None:
 def test_the_workspace_holds_a_state_and_two_doubles_per_slot(module: ModuleType) -> None:
     for slots, dim_qk, dim_v in ((1, 64, 64), (12, 48, 80), (3, 16, 16)):
         state = dim_qk * dim_v + dim_qk + 1
+        c, n = module.workspace_offsets(slots, dim_qk, dim_v)
+        assert (c, n) == (16 * slots, 16 * slots + 4 * slots * dim_qk * dim_v)
         assert module.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v) == slots * (4 * state + 16)
     # past 2^31
     assert module.mlstm_fwd_workspace_bytes(200_000, 64, 64) > 2**31
@@ -48,6 +50,7 @@ def test_a_launch_without_a_driver_is_an_error(segments: int, module: ModuleType
         *([gate] * 2),
         (False, 1, segments, 2 // segments),
         (1, 1, 128, 64, 64),
+        1,
         0.125,
         1e-6,
         False,
@@ -117,12 +120,12 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
     of_passes = (*([operand] * 5), (16, 16, 64), none, none, (0, 0, 0), none, none, 0, cut)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="CUDA driver version is insufficient"):
-            module.mlstm_pass(gradient, *of_passes, sizes, False, 0, 0)
+            module.mlstm_pass(gradient, *of_passes, sizes, 1, False, 0, 0)
         fault = "CUDA driver version is insufficient" if gradient < 2 else "has none for this gradient"
         with pytest.raises(RuntimeError, match=fault):
             module.mlstm_pass_segments(
-                *(gradient, operand, operand, *gates_and_rows, (16, 16, 16), cut, sizes),
+                *(gradient, operand, operand, *gates_and_rows, (16, 16, 16), cut, sizes, 1),
                 *(0.125, False, False, 0, 0),
             )
     with pytest.raises(RuntimeError, match="dv takes one share of the keys"):
-        module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), False, 0, 0)
+        module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), 1, False, 0, 0)

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, env, reference
-from tfla_tk.backends import tk, tk_sequence, tk_step
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
+from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
 from tfla_tk.core.support import SUPPORTED
@@ -36,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 OPTIONS = (False, True, 1e-6)
 
-# of a module's mlstm_sequence, as bindings_sequence.cpp names them
+# of a module's mlstm_sequence, as scalar_gate/bindings/sequence.cpp names them
 ARGUMENTS = (
     *("q", "k", "v", "dtype", "i", "f", "before", "after", "h", "tiling", "sizes", "scale", "eps"),
     *("sigmoid_gate", "normalize", "in_place", "device", "stream"),
@@ -190,7 +193,7 @@ def test_warps(multiprocessors: int) -> None:
 
 
 def test_constants_agree_with_the_sources() -> None:
-    text = (sources.kernels_root() / "include/tfla_tk/params_sequence.h").read_text()
+    text = (sources.kernels_root() / "scalar_gate/bindings/params_sequence.h").read_text()
     assert f"kSequenceMaxTokens = {MAX_TOKENS}, kSequenceMaxColumns = 128;" in text
 
 
@@ -313,7 +316,7 @@ def test_a_state_of_thousands_of_calls_does_not_shrink() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -349,7 +352,7 @@ def test_serves_any_number_of_heads(batch: int, heads: int, hopper: None) -> Non
 
 
 def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
     verdict = tk.supports_mlstm_sequence(CALL)
     assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import build, env, reference
-from tfla_tk.backends import tk, tk_step
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
 from tfla_tk.core.support import SUPPORTED
@@ -28,7 +30,7 @@ SHAPES = {"q": (K,), "k": (K,), "v": (V,), "i": (1,), "f": (1,), "c": (K, V), "n
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-# of a module's mlstm_step, as bindings_step.cpp names them
+# of a module's mlstm_step, as scalar_gate/bindings/step.cpp names them
 ARGUMENTS = (
     *("q", "k", "v", "i", "f", "before", "after", "h", "tiling", "sizes", "scale", "eps"),
     *("sigmoid_gate", "normalize", "in_place", "device", "stream"),
@@ -197,7 +199,7 @@ def test_every_element_has_one_thread(lanes: int, width: int) -> None:
 
 
 def test_constants_agree_with_the_sources() -> None:
-    text = (sources.kernels_root() / "include/tfla_tk/params_decode.h").read_text()
+    text = (sources.kernels_root() / "scalar_gate/bindings/params_decode.h").read_text()
     assert f"kDecodeMaxKeys = {MAX_DIM_QK}, kDecodeMaxSlices = {tk_step._MAX_SLICES};" in text
 
 
@@ -246,7 +248,7 @@ def test_m_as_it_is_stored_changes_nothing_else(stored: torch.dtype, gates: tupl
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,7 +282,7 @@ def test_serves_any_number_of_heads(batch: int, heads: int, hopper: None) -> Non
 
 
 def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
     verdict = tk.supports_mlstm_step(CALL)
     assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
 

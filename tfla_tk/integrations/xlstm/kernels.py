@@ -30,7 +30,7 @@ from tfla_tk.decode import (
     mlstm_step,
 )
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
-from tfla_tk.step_ops import representable
+from tfla_tk.ops.mlstm_decode import representable
 
 State = tuple[Tensor, Tensor, Tensor]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)

@@ -1,0 +1,25 @@
+// Tensors as the kernels' host functions take them. Like all headers of this kind it compiles without CUDA.
+#pragma once
+
+#include <cstdint>
+
+namespace tfla_tk {
+
+// One [B, H, S, D] operand; strides in elements, unit stride along D.
+struct Operand {
+    void* data;
+    std::int64_t batch_stride, head_stride, row_stride;
+
+    bool operator==(const Operand&) const = default;
+};
+
+enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+// One [B, H, S] vector of gate pre-activations; strides in elements.
+struct Gate {
+    const void* data;
+    std::int64_t batch_stride, head_stride, row_stride;
+    DType dtype;
+};
+
+}  // namespace tfla_tk

@@ -1,0 +1,302 @@
+// After the passes of the mLSTM backward: di and df from the row sums q_t.dq_t and k_t.dk_t.
+//
+//     di_t = k_t.dk_t      dlf_t = sum_{u >= t} (q_u.dq_u - k_u.dk_u) + F_T      df_t = sigmoid(-f_t) dlf_t
+//
+// dlf_t is the flow F = <dC, C> + <dn, n> over the cut before token t. Summed as it stands there it would
+// collect the rounding noise of all tokens, so it is put together from what is local. Of a chunk c let
+//
+//     before_c      the flow over the boundary before it, so that before_{c+1} is that after it
+//     received_c    the sum of q.dq through the state that enters it
+//     sent_c        the sum of k.dk through the state that leaves it
+//     through_c     the flow from before it to after it
+//
+//     before_c     = through_c + received_c
+//     before_{c+1} = through_c + sent_c
+//     dlf_t        = before_{c+1} + sum_{u >= t, u in c} (q_u.dq_u - k_u.dk_u)
+//
+// The passes give before_c at the anchors, the states before_0 = F_0 and the last one, F_T. From the nearest
+// of these on both sides the flow is followed to the chunk, but through_c = 0 where the chunk forgets all
+// that came before: there both start afresh. What they say of through_c is averaged by the inverse of their
+// noise, whose variance is taken to be proportional to the squares of what was added up since.
+//
+// Where a chunk decays slowly (kSlowDecay of mlstm_pass_gates.cuh) the passes do not sum received_c and
+// sent_c: the sums of all its rows take their places. Both then contain what the chunk's tokens send to one
+// another, the same number, and through_c is less by it, which the equations do not notice. It brings no
+// noise, since the passes round it alike; so the noise is still that of the parts through the states, whose
+// squares the passes tell from those of 16 tokens.
+//
+//   mlstm_bwd_flows    where there are states: F_0 and F_T
+//   mlstm_bwd_gates    one CTA for the chunks from one anchor to the next, one warp for each of them
+#pragma once
+
+#include "kittens.cuh"
+#include "scalar_gate/backward/tile.cuh"
+#include "scalar_gate/bindings/params_backward.h"
+#include "scalar_gate/gate/gates.cuh"
+
+namespace tfla_tk::mlstm {
+
+constexpr int kStateParts = 8;  // CTAs that share the flow through one state
+// A state whose weights are this far below those of the chunk's own tokens, in log2, is forgotten: fp32.
+constexpr float kForgotten = 24.f;
+
+struct ChunkFlow {
+    FlowSum received, sent;
+    bool forgets;  // all that came before
+};
+
+struct GatesGlobals : TileGlobals {
+    RowSums q_dq, k_dk;
+    Anchors anchors;
+    Gate i, f;
+    GateGradient di, df;
+    const float* chunk_m;
+    StateGradient initial, last;
+    double* state_flows;  // [N, H, 2, kStateParts]: of the initial and of the last state
+    int anchor_slots;
+    int64_t state_size, norm_size;  // of c and n of one head
+};
+
+__device__ inline void store_gate(const GateGradient& gate, int64_t offset, float x) {
+    switch (gate.dtype) {
+        case DType::bfloat16:
+            static_cast<__nv_bfloat16*>(gate.data)[offset] = __float2bfloat16(x);
+            break;
+        case DType::float16:
+            static_cast<__half*>(gate.data)[offset] = __float2half(x);
+            break;
+        default:
+            static_cast<float*>(gate.data)[offset] = x;
+    }
+}
+
+// A chunk's tokens in a warp: lane l has l and l + 32.
+struct LaneTokens {
+    int low, high;  // in the tile
+    bool has_low, has_high;
+
+    __device__ inline LaneTokens(int chunk, int tokens)
+        : low(chunk * kChunk + fresh_laneid()),
+          high(low + 32),
+          has_low(low < tokens),
+          has_high(high < tokens) {}
+
+    template <class Rows> __device__ inline float2 load(const Rows& rows, float none) const {
+        return {has_low ? rows[low] : none, has_high ? rows[high] : none};
+    }
+};
+
+// A warp's part of RowSums for one chunk: the entries of a lane's tokens, of the first slices, and of the
+// whole chunk's one slice a lane. NOTES: loads here and additions later: the latency of one load after the
+// other would be most of this kernel's time.
+struct ChunkSums {
+    static constexpr int kAhead = 4;  // slices
+    const float* whole;
+    const FlowSum* inter;
+    int64_t whole_stride, inter_stride;
+    int slices;
+    LaneTokens lane;
+    float2 ahead[kAhead];
+    FlowSum lane_inter{0.f, 0.f};
+
+    __device__ inline ChunkSums(const GatesGlobals& g, const Tile& tile, const RowSums& sums, int chunk,
+                                const LaneTokens& lane)
+        : whole(sums.whole + tile.batch_head * g.seq + tile.first_row),
+          inter(sums.inter + tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk),
+          whole_stride(static_cast<int64_t>(g.batch) * g.heads * g.seq),
+          inter_stride(static_cast<int64_t>(g.batch) * g.heads * g.slots),
+          slices(sums.slices),
+          lane(lane) {
+#pragma unroll
+        for (int slice = 0; slice < kAhead; slice++) ahead[slice] = of_tokens(slice);
+        const int own = fresh_laneid();
+        if (own < slices && chunk < tile.chunks) lane_inter = inter[own * inter_stride];
+    }
+
+    __device__ inline float2 of_tokens(int slice) const {
+        return slice < slices ? lane.load(whole + slice * whole_stride, 0.f) : float2{0.f, 0.f};
+    }
+
+    // Of the lane's tokens, all slices in their order.
+    __device__ inline float2 rows() const {
+        float2 sum{0.f, 0.f};
+        auto add = [&](float2 x) { sum = {sum.x + x.x, sum.y + x.y}; };
+#pragma unroll
+        for (const float2& x : ahead) add(x);
+#pragma unroll 1
+        for (int slice = kAhead; slice < slices; slice++) add(of_tokens(slice));
+        return sum;
+    }
+    // Of the chunk, by a whole warp.
+    __device__ inline FlowSum flow() const {
+        FlowSum sum = lane_inter;
+#pragma unroll 1
+        for (int slice = fresh_laneid() + 32; slice < slices; slice += 32) {
+            const FlowSum x = inter[slice * inter_stride];
+            sum = {sum.value + x.value, sum.squares + x.squares};
+        }
+        return {warp_sum(sum.value), warp_sum(sum.squares)};
+    }
+};
+
+// Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
+// Without stabiliser no token has had a weight above 1. m_in: 0 then.
+template <class P> __device__ inline bool forgets_all_before(float2 i, float2 f, float m_in) {
+    const int lane = fresh_laneid();
+    const float b_low = warp_inclusive_sum(static_cast<float>(P::log2_forget(f.x)), lane);
+    const float b_high = __shfl_sync(0xffffffff, b_low, 31) +
+                         warp_inclusive_sum(static_cast<float>(P::log2_forget(f.y)), lane);
+    const float a_low = static_cast<float>(P::log2_input(i.x)) - b_low;
+    const float a_high = static_cast<float>(P::log2_input(i.y)) - b_high;
+    const float a = warp_max(fmaxf(fmaxf(a_low, a_high), -INFINITY));  // of those that are no NaN
+    return a - m_in > kForgotten;
+}
+
+// <dC, C> + <dn, n> of one part of one state.
+__global__ __launch_bounds__(kTileThreads) void mlstm_bwd_flows_kernel(
+    const __grid_constant__ GatesGlobals g) {
+    __shared__ double sums[kTileWarps];
+    const int block = blockIdx.x;
+    const int part = block % kStateParts, at_end = block / kStateParts % 2;
+    const int64_t state = block / (2 * kStateParts);
+    const StateGradient& from = at_end ? g.last : g.initial;
+    const int first = part * kTileThreads + threadIdx.x;
+    double sum = 0.;
+    if (from.c) {
+        const auto c = reinterpret_cast<const float4*>(from.c + state * g.state_size);
+        const auto dc = reinterpret_cast<const float4*>(from.dc + state * g.state_size);
+#pragma unroll 4
+        for (int64_t n = first; n < g.state_size / 4; n += kStateParts * kTileThreads) {
+            const float4 x = c[n], y = dc[n];
+            sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+        }
+    }
+    if (from.n && first < g.norm_size)
+        sum += from.n[state * g.norm_size + first] * from.dn[state * g.norm_size + first];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    sum = warp_sum(threadIdx.x < kTileWarps ? sums[threadIdx.x] : 0.);
+    if (threadIdx.x == 0) g.state_flows[block] = sum;
+}
+
+// The sum of all parts, in fp64: this lane's part.
+template <class X> __device__ inline double sum_lane_parts(const X* parts, int count) {
+    double sum = 0.;
+#pragma unroll 1
+    for (int part = fresh_laneid(); part < count; part += 32) sum += parts[part];
+    return sum;
+}
+
+// before_c of a chunk, counted from the sequence's start, behind an anchor or at an end of the sequence: this
+// lane's part of it.
+__device__ inline double known_flow(const GatesGlobals& g, const Tile& tile, int chunk) {
+    const bool at_end = chunk >= tile.all_chunks;
+    if (chunk == 0 || at_end) {
+        const StateGradient& state = at_end ? g.last : g.initial;
+        if (state.c == nullptr && state.n == nullptr) return 0.;
+        return sum_lane_parts(g.state_flows + (2 * tile.state + at_end) * kStateParts, kStateParts);
+    }
+    const int64_t anchor = tile.batch_head * g.anchor_slots + (tile.slot + chunk) / kAnchorChunks;
+    return sum_lane_parts(g.anchors.flows + anchor * g.anchors.parts, g.anchors.parts);
+}
+
+// A flow as followed from where it is known, and the variance of its noise.
+struct Flow {
+    double value, variance;
+
+    __device__ inline Flow plus(FlowSum x) const { return {value + x.value, variance + x.squares}; }
+    // through_c, from the flow on one side of the chunk and what of it the chunk itself receives or sends
+    __device__ inline Flow through(FlowSum own, bool forgets) const {
+        return forgets ? Flow{0., 0.} : Flow{value - own.value, variance + own.squares};
+    }
+};
+
+// Of two values by the inverse of their variances. Squares of large gradients may be inf in fp32.
+__device__ inline double weight_of_left(double left, double right) {
+    if (isinf(right)) return isinf(left) ? .5 : 1.;
+    return left + right > 0. ? right / (left + right) : 0.;
+}
+
+// before_{c+1} of one of the tile's chunks; `known`: before its first chunk and after its last one.
+__device__ inline double flow_after(const ChunkFlow (&flows)[kAnchorChunks], const double (&known)[2],
+                                    int chunk, int chunks) {
+    Flow left{known[0], 0.}, right{known[1], 0.};
+    for (int c = 0; c < chunk; c++)
+        left = left.through(flows[c].received, flows[c].forgets).plus(flows[c].sent);
+    for (int c = chunks - 1; c > chunk; c--)
+        right = right.through(flows[c].sent, flows[c].forgets).plus(flows[c].received);
+    const ChunkFlow& own = flows[chunk];
+    left = left.through(own.received, own.forgets), right = right.through(own.sent, own.forgets);
+    return right.value + weight_of_left(left.variance, right.variance) * (left.value - right.value) +
+           own.sent.value;
+}
+
+// sum_{u >= t} of the lane's two tokens.
+__device__ inline float2 suffix_sums(float2 x) {
+    const int lane = fresh_laneid();
+    // lane l takes the place of lane 31 - l
+    auto reversed = [](float x) { return __shfl_xor_sync(0xffffffff, x, 31); };
+    const float high = reversed(warp_inclusive_sum(reversed(x.y), lane));
+    const float low = reversed(warp_inclusive_sum(reversed(x.x), lane));
+    return {low + __shfl_sync(0xffffffff, high, 0), high};
+}
+
+// NOTES: four CTAs per multiprocessor, else ptxas aims at 40 registers and spills.
+template <class P>
+__global__ __launch_bounds__(kTileThreads,
+                             4) void mlstm_bwd_gates_kernel(const __grid_constant__ GatesGlobals g) {
+    __shared__ ChunkFlow flows[kAnchorChunks];
+    __shared__ double known[2];
+    const Tile tile = Tile::of_block(g, blockIdx.x);
+    if (tile.tokens <= 0) return;
+    const int chunk = threadIdx.x / 32;
+    const LaneTokens lane(chunk, tile.tokens);
+    auto loader = [&](const Gate& gate) {
+        return [&](float none) {
+            return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+        };
+    };
+    const float2 i = P::input(loader(g.i)), f = P::forget(loader(g.f));
+    const ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
+    float m_in = 0.f;
+    if (P::kStabilised && chunk < tile.chunks) {
+        const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
+        m_in = load_chunk_m(g.chunk_m, slot).high;
+    }
+    double known_part = 0.;
+    if (chunk < 2) known_part = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);
+    const float2 q = q_dq.rows(), k = k_dk.rows();
+    if (chunk < tile.chunks) {
+        ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(i, f, m_in)};
+        if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
+            flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
+            flow.forgets = false;
+        }
+        if (fresh_laneid() == 0) flows[chunk] = flow;
+    }
+    if (chunk < 2) {
+        const double flow = warp_sum(known_part);
+        if (fresh_laneid() == 0) known[chunk] = flow;
+    }
+    __syncthreads();
+    if (chunk >= tile.chunks) return;
+
+    const double flow = flow_after(flows, known, chunk, tile.chunks);
+    const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
+    auto store = [&](const GateGradient& gate, int t, float x) {
+        store_gate(gate,
+                   tile.batch * gate.batch_stride + tile.head * gate.head_stride +
+                       (tile.first_row + t) * gate.row_stride,
+                   x);
+    };
+    auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
+        if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
+        store(g.df, t, P::forget_gradient(static_cast<float>(flow + dlf), f));
+    };
+    if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
+    if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,312 @@
+// Arguments, tiles, warpgroup roles, register split and shared-memory plan of the mLSTM backward's passes.
+#pragma once
+
+#include "common/sync.cuh"
+#include "common/tma.cuh"
+#include "kittens.cuh"
+#include "scalar_gate/backward/walk/gates.cuh"
+#include "scalar_gate/backward/walk/normaliser.cuh"
+#include "scalar_gate/bindings/params_walk.h"
+#include "scalar_gate/shared_scores.cuh"
+#include "sequence/begin_task.cuh"
+#include "sequence/segments.cuh"
+
+namespace tfla_tk::mlstm {
+
+using namespace kittens;
+
+// What a pass and its segments kernel read; fields as in PassWalk of params_pass.h.
+struct WalkGlobals {
+    TensorMap keys, values;
+    const float* e;
+    int64_t e_stride;
+    Boundaries boundaries;
+    Cut cut;
+    int batch, heads, seq, slots, dim_keys, dim_values;
+    int state_columns;  // V of the states [K, V]
+    int shares, slices;
+    int group;  // heads that share one of q and k
+
+    __device__ inline bool packed() const { return cut.offsets != nullptr; }
+
+    // Of one head's state: dv's is [K, V] = [keys, values], that of the others its transpose.
+    __device__ inline int64_t state_size() const { return static_cast<int64_t>(dim_keys) * dim_values; }
+
+    // Boundaries of all sequences and heads.
+    __device__ inline int64_t boundary_slots() const {
+        return static_cast<int64_t>(cut.segments - cut.sequences) * heads;
+    }
+};
+
+struct PassGlobals : WalkGlobals {
+    ChunkGates* gates;
+    TensorMap queries, factor;
+    TensorMap out, out_row;  // boxes of 16 rows and of one
+    const float *entering_c, *entering_n;
+    float *leaving_c, *leaving_n;
+    float* whole;
+    FlowSum* inter;
+    int64_t whole_stride, inter_stride;  // from one slice to the next
+    void* states;
+    float* flows;
+    int* ticket;  // how many clusters of CTAs have started; null where shares do not wait for each other
+    int flow_parts, anchor_slots;
+
+    // Whether the rows of a factor are wanted: of dq and dk with the gradient's, of dv with those of the
+    // values.
+    template <class C> __device__ inline bool has_factor() const { return C::kSumsRows || whole != nullptr; }
+};
+
+// The (segment, head, slice of the values, share of the keys) of a CTA; slices of one share are neighbours,
+// in a pass a cluster.
+struct PassTask {
+    int share;
+    int batch, head, column;  // column: first of the values
+    int key_head;             // of q and k
+    int first_row, tokens;    // tokens < 0: nothing to do
+    int first_chunk, chunks;  // first_chunk: of its sequence
+    bool first, last;         // of its sequence's segments in the walk
+    int64_t batch_head;       // batch * heads + head
+    int slot;                 // of the first chunk, of chunk_slots
+    int64_t row;              // of [B, H, S] vectors: the first
+    int64_t state;            // sequence * heads + head
+    int64_t entered, left;    // slots of the boundaries that the walk comes from and goes to
+
+    // The head of queries and keys, and that of values and the factor.
+    template <class C> __device__ inline int keys_head() const { return C::kKeysAreOfQK ? key_head : head; }
+    template <class C> __device__ inline int values_head() const { return C::kKeysAreOfQK ? head : key_head; }
+
+    // First of the values' columns of a panel.
+    template <class C> __device__ inline int panel_column(int block, int warpgroup_id) const {
+        return column + C::panel(block, warpgroup_id) * 64;
+    }
+
+    // Whether there is an anchor before a chunk of the segment, and which, counted through all heads.
+    __device__ inline bool anchored(int chunk) const {
+        return first_chunk + chunk > 0 && (first_chunk + chunk) % kAnchorChunks == 0;
+    }
+    __device__ inline int64_t anchor(const PassGlobals& g, int chunk) const {
+        return batch_head * g.anchor_slots + (slot + chunk) / kAnchorChunks;
+    }
+    // The number of its share and slice among those of its head.
+    template <class C> __device__ inline int share_and_slice(const WalkGlobals& g) const {
+        return share * g.slices + column / C::kSlice;
+    }
+    // Where dq leaves its state.
+    template <class C> __device__ inline unsigned char* anchor_memory(const PassGlobals& g, int chunk) const {
+        return static_cast<unsigned char*>(g.states) +
+               (anchor(g, chunk) * g.shares * g.slices + share_and_slice<C>(g)) * C::kAnchorBytes;
+    }
+
+    // First of the share's columns of the keys.
+    template <class C> __device__ inline int keys_column() const { return share * C::kDimKeys; }
+
+    // What the walk begins with, null where that is zero: the caller's, or what arrives at the boundary. c
+    // from the share's columns on. A gradient of n is of the first share.
+    template <class C> __device__ inline const float* entering_c(const PassGlobals& g) const {
+        if (!first) return g.boundaries.c + entered * g.state_size() + keys_column<C>();
+        return g.entering_c ? g.entering_c + state * g.state_size() + keys_column<C>() : nullptr;
+    }
+    template <class C> __device__ inline const float* entering_n(const PassGlobals& g) const {
+        if (!first) return g.boundaries.n ? boundary_n<C>(g, entered) : nullptr;
+        return g.entering_n && !(C::kBackward && share > 0) ? g.entering_n + state * g.dim_values : nullptr;
+    }
+    // n at a boundary: a state's is the same for all shares, of gradients each has its own.
+    template <class C> __device__ inline float* boundary_n(const WalkGlobals& g, int64_t slot) const {
+        return g.boundaries.n + ((C::kBackward ? share * g.boundary_slots() : 0) + slot) * g.dim_values;
+    }
+
+    // This lane's two tokens of a chunk of a [B, H, S] vector; 0 past the last token, and of no vector.
+    __device__ inline float2 pair(const float* rows, int chunk) const {
+        if (rows == nullptr) return {0.f, 0.f};
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        rows += row;
+        return {t < tokens ? rows[t] : 0.f, t + 1 < tokens ? rows[t + 1] : 0.f};
+    }
+
+    // Of e.
+    __device__ inline float2 e_pair(const WalkGlobals& g, int chunk) const {
+        return pair(g.e ? g.e + share * g.e_stride : nullptr, chunk);
+    }
+
+    // Called by whole warps.
+    template <class C> __device__ static inline PassTask of_block(const WalkGlobals& g, int block) {
+        const int slice = block % g.slices, share = block / g.slices % g.shares;
+        const int pair = block / (g.slices * g.shares), segment = pair / g.heads, head = pair % g.heads;
+        const Segment s = find_segment(g.cut, g.seq, segment);
+        const int batch = g.packed() ? 0 : s.sequence;
+        const int64_t batch_head = static_cast<int64_t>(batch) * g.heads + head;
+        const bool earliest = s.number == 0, latest = s.number + 1 == s.count;
+        // boundaries of the sequences before it and of its own up to the one before it
+        const int64_t before = static_cast<int64_t>(segment - s.sequence - 1) * g.heads + head;
+        const int64_t after = before + g.heads;
+        return {share,
+                batch,
+                head,
+                slice * C::kSlice,
+                head / g.group,
+                s.first_row,
+                s.tokens,
+                s.number * g.cut.segment_chunks,
+                (s.tokens + kChunk - 1) / kChunk,
+                C::kBackward ? latest : earliest,
+                C::kBackward ? earliest : latest,
+                batch_head,
+                s.first_row / kChunk + (g.packed() ? s.sequence : 0),
+                batch_head * g.seq + s.first_row,
+                static_cast<int64_t>(s.sequence) * g.heads + head,
+                C::kBackward ? after : before,
+                C::kBackward ? before : after};
+    }
+};
+
+// Registers per thread of each role; a column of the register file has 512, 65536 / (128 threads).
+struct PassRegisters {
+    int producer, scores, state;
+};
+
+struct PassTiling {
+    int stages, gate_stages;
+    int fragments;  // of 16 columns of a state warpgroup's A operand, all but one in GEMMs
+    int ctas_per_sm;
+    PassRegisters registers;
+};
+
+// One row per (columns of the keys, slice of the values). The comment names what limits the row.
+constexpr PassTiling pass_tiling(int dim_keys, int slice) {
+    if (dim_keys == 256 && slice == 128)
+        return {2, 3, 3, 1, {32, 64, 208}};  // registers: the state takes 128
+    if (dim_keys == 128 && slice == 256)
+        return {2, 3, 3, 1, {32, 64, 208}};                // registers: the state takes 128
+    if (slice == 64) return {2, 3, 4, 1, {48, 208, 240}};  // smem: one CTA per SM, but two of 64/64
+    return {2, 3, 4, 1, {48, 112, 176}};                   // smem: one CTA per SM
+}
+
+// The row sums of dq and dk need registers that slices of 256 do not leave.
+constexpr bool pass_serves(int slice, Gradient gradient) { return slice < 256 || gradient == Gradient::dv; }
+
+template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNormalizer_> struct PassConfig {
+    using T = T_;
+    static constexpr int kDimKeys = kDimKeys_;  // columns of queries and keys, padded to the tile
+    static constexpr int kSlice = kSlice_;      // columns of the values and of the state that one CTA owns
+    static constexpr Gradient kGradient = kGradient_;
+    static constexpr bool kBackward = kGradient != Gradient::dq;  // in time
+    // which of the operands are q and k: queries and keys, or the values and the factor
+    static constexpr bool kKeysAreOfQK = kGradient == Gradient::dv;
+    static constexpr bool kSumsRows = kGradient != Gradient::dv;  // of out . factor; and there are anchors
+    static constexpr bool kNormalizer = kNormalizer_;             // e and n take part
+    static_assert(kSumsRows || !kNormalizer);
+    static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
+    // scores_free of a stage is kept by the CTA that makes the step's scores, every second one (ScoreTurns):
+    // a stage must have one maker for the whole walk
+    static_assert(kTiling.stages % 2 == 0);
+
+    // Warpgroups: 0 feeds the others (warp 0 TMA, 1 gates, 2 factor and gradient, 3 row sums), 1 makes the
+    // scores, then the state's.
+    static constexpr int kStateWarpgroups = kSlice == 64 ? 1 : 2;
+    static constexpr int kStateWarps = 4 * kStateWarpgroups;
+    static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
+
+    // The transposed state of a warpgroup: blocks of 64 rows (columns of the values), in parts of at most 128
+    // columns (of the keys), since a wgmma with N = 256 does not compile in a launch of 512 threads.
+    static constexpr int kBlocks = kSlice / 64 / kStateWarpgroups;
+    static constexpr int kPart = kDimKeys == 256 ? 128 : kDimKeys;
+    static constexpr int kParts = kDimKeys / kPart;
+    static constexpr int kFragments = kTiling.fragments;
+    static_assert(kFragments >= 2);
+    static constexpr int kOutStages = 2 * kBlocks;
+
+    static constexpr int kValueFragments = 2;  // of 16 tokens of the values, as they are
+    static_assert(kValueFragments <= kFragments, "a fragment of scaled values is waited for with its values");
+
+    // Warps that read the values: for dv the scores' too, whose row sums are of values . factor.
+    static constexpr int kValueReaders = kStateWarps + (kGradient == Gradient::dv ? 4 : 0);
+
+    // An anchor: the state as operands of its GEMM, a unit of one thread at a time, then n.
+    using AnchorUnit = uint4;
+    static constexpr int64_t kAnchorBytes =
+        static_cast<int64_t>(kSlice) * (kDimKeys * sizeof(T) + sizeof(float));
+
+    // Of 64 columns of the values.
+    __device__ static inline int panel(int block, int warpgroup_id) { return warpgroup_id * kBlocks + block; }
+
+    // Chunk of a step, and ring positions of a step.
+    __device__ static inline int chunk(const PassTask& task, int step) {
+        return kBackward ? task.chunks - 1 - step : step;
+    }
+    __device__ static inline auto tile(int step) { return Use<kTiling.stages>(step); }
+    __device__ static inline auto out(int step, int block) { return Use<kOutStages>(step * kBlocks + block); }
+    __device__ static inline auto gate_stage(int step) { return Use<kTiling.gate_stages>(step); }
+
+    using Stage = PassStage<typename base_types::packing<T>::packed_type>;
+    using KeyTile = PanelTile<T, kChunk, kPart>;
+    using ValueTile = PanelTile<T, kChunk, kSlice>;
+    using ScoreTile = PanelTile<T, kChunk, kChunk>;
+    using OutTile = PanelTile<T, kChunk, 64>;
+    using Norm = mlstm::Norm<T, kBackward>;
+};
+
+// Sums of out . factor by a state warpgroup, to be added up: per token by its warps, each over its own 16
+// columns, and of a whole chunk, or of 16 tokens of a slow one, by its threads.
+struct alignas(16) PartialSums {
+    float whole[4][kChunk], inter[128];
+    float slow;  // as in PassStage
+};
+
+// All shared memory of a CTA.
+template <class C> struct PassMemory {
+    typename C::KeyTile keys[C::kTiling.stages][C::kParts];
+    typename C::KeyTile queries[C::kTiling.stages][C::kParts];
+    typename C::ValueTile values[C::kTiling.stages];
+    typename C::ScoreTile scores[C::kTiling.stages];  // gated
+    // 64 columns of the factor, then in their place the gradient on its way to global memory
+    typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
+    PartialSums sums[C::kSumsRows ? C::kTiling.stages : 0][C::kStateWarpgroups];
+    // what the values are multiplied with in n, and n in the output: e, or of dk the same always
+    NormOperand norm_keys[C::kNormalizer ? C::kTiling.gate_stages : 0];
+    NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kTiling.gate_stages];
+    typename C::Stage gates[C::kTiling.gate_stages];
+    PassTask task;
+    uint32_t lane_offsets[128];  // transposed_lane_offset of a state warpgroup's threads
+    int ticket;                  // of the cluster, in its first CTA
+
+    semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
+    semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
+    semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
+    semaphore scores_ready[C::kTiling.stages];
+    semaphore scores_free[C::kTiling.stages];    // in all CTAs of the cluster, kept by the step's maker
+    semaphore row_sums_free[C::kTiling.stages];  // the sums are there when the keys are free
+    semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
+    semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
+    semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
+    semaphore out_ready[C::kOutStages][C::kStateWarpgroups];
+    semaphore out_free[C::kOutStages][C::kStateWarpgroups];  // where there is no factor
+    semaphore tail_landed, factor_tail_landed;               // a tile whose last rows are still to be zeroed
+
+    // Every warp that reads a buffer arrives on its *_free barrier.
+    __device__ inline void init_barriers() {
+        constexpr int kByTma = 0;
+        auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
+            for (auto& barrier : ready)
+                ready_warps == kByTma ? init_semaphore(barrier, 1) : init_warp_barrier(barrier, ready_warps);
+            for (auto& barrier : free) init_warp_barrier(barrier, reader_warps);
+        };
+        for (int stage = 0; stage < C::kTiling.stages; stage++) {
+            init(keys_arrived[stage], keys_free[stage], kByTma, 4 + C::kStateWarps);
+            init(queries_arrived[stage], queries_free[stage], kByTma, 4 + C::kStateWarps);
+        }
+        for (int stage = 0; stage < C::kOutStages; stage++) {
+            init(out_ready[stage], out_free[stage], 4, 1);
+            init(factor_arrived[stage], factor_read[stage], kByTma, 4);
+        }
+        init(values_arrived, values_free, kByTma, C::kValueReaders);
+        init(scores_ready, scores_free, 4, C::kStateWarps * cluster_ctas());
+        for (auto& barrier : row_sums_free) init_warp_barrier(barrier, 1);
+        init(gates_ready, gates_free, 1, 4 + C::kStateWarps);
+        init_semaphore(tail_landed, 1);
+        init_semaphore(factor_tail_landed, 1);
+        publish_barriers();
+    }
+};
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,174 @@
+// pybind11 module of the kernels around the passes of the mLSTM backward: integers in, launches out.
+#include "scalar_gate/bindings/params_backward.h"
+#include "scalar_gate/bindings/tuples.h"
+
+namespace {
+
+using tfla_tk::OffsetsTuple;
+using tfla_tk::Pair;
+using tfla_tk::pointer;
+
+using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and to the inter part, slices
+using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
+using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
+using DotsTuple = std::array<std::int64_t, 4>;     // pointer, from one slice to the next, slices, of a part
+// pointers to log2_w, or 0, and e, from one part's e to the next
+using FactorsTuple = std::array<std::int64_t, 3>;
+
+tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
+    return {pointer(x[0]), reinterpret_cast<const tfla_tk::FlowSum*>(x[1]), static_cast<int>(x[2])};
+}
+
+tfla_tk::Anchors anchors_of(const AnchorsTuple& x) { return {pointer(x[0]), static_cast<int>(x[1])}; }
+
+tfla_tk::GateGradient gate_gradient(const tfla_tk::GateTuple& x) {
+    return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3], static_cast<tfla_tk::DType>(x[4])};
+}
+
+tfla_tk::StateGradient state(const StateTuple& x) {
+    return {pointer(x[0]), pointer(x[1]), pointer(x[2]), pointer(x[3])};
+}
+
+tfla_tk::Offsets offsets_of(const OffsetsTuple& x) {
+    return {reinterpret_cast<const void*>(x[0]), x[1] != 0, static_cast<int>(x[2])};
+}
+
+tfla_tk::RowNorms row_norms(const Pair& rows, float eps) { return {pointer(rows[0]), pointer(rows[1]), eps}; }
+
+tfla_tk::RowFactorPointers row_factors(const Pair& rows, const FactorsTuple& factors, float eps) {
+    return {row_norms(rows, eps), pointer(factors[0]), pointer(factors[1]), factors[2]};
+}
+
+void mlstm_bwd_scan(const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f, const Pair& rows,
+                    std::int64_t chunk_m, std::int64_t gates, std::int64_t tickets,
+                    const OffsetsTuple& offsets, const std::array<int, 3>& sizes, float eps, float scale,
+                    bool sigmoid_gate, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdScanParams params{tfla_tk::gate(i),
+                                             tfla_tk::gate(f),
+                                             row_norms(rows, eps),
+                                             pointer(chunk_m),
+                                             reinterpret_cast<tfla_tk::ChunkGates*>(gates),
+                                             reinterpret_cast<int*>(tickets),
+                                             offsets_of(offsets),
+                                             sizes[0],
+                                             sizes[1],
+                                             sizes[2],
+                                             scale,
+                                             sigmoid_gate,
+                                             device};
+    tfla_tk::mlstm_bwd_scan(params, reinterpret_cast<void*>(stream));
+}
+
+void mlstm_bwd_rows(const tfla_tk::OperandTuple& dh, const tfla_tk::OperandTuple& h, const Pair& rows,
+                    const FactorsTuple& factors, const std::array<int, 5>& sizes, float eps, bool half,
+                    int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdRowsParams params{tfla_tk::operand(dh),
+                                             tfla_tk::operand(h),
+                                             row_factors(rows, factors, eps),
+                                             sizes[0],
+                                             sizes[1],
+                                             sizes[2],
+                                             sizes[3],
+                                             sizes[4],
+                                             half,
+                                             device};
+    tfla_tk::mlstm_bwd_rows(params, reinterpret_cast<void*>(stream));
+}
+
+void mlstm_bwd_factors(const DotsTuple& dots, const Pair& rows, const FactorsTuple& factors,
+                       std::int64_t count, float eps, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdFactorsParams params{pointer(dots[0]),
+                                                dots[1],
+                                                static_cast<int>(dots[2]),
+                                                static_cast<int>(dots[3]),
+                                                row_factors(rows, factors, eps),
+                                                count,
+                                                device};
+    tfla_tk::mlstm_bwd_factors(params, reinterpret_cast<void*>(stream));
+}
+
+void mlstm_bwd_combine(const tfla_tk::BoundariesTuple& boundaries, int norm_parts, const Pair& entering,
+                       const tfla_tk::CutTuple& cut, const std::array<int, 4>& sizes, bool backward,
+                       int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdCombineParams params{tfla_tk::boundaries(boundaries),
+                                                norm_parts,
+                                                pointer(entering[0]),
+                                                pointer(entering[1]),
+                                                tfla_tk::cut(cut),
+                                                sizes[0],
+                                                sizes[1],
+                                                sizes[2],
+                                                sizes[3],
+                                                backward,
+                                                device};
+    tfla_tk::mlstm_bwd_combine(params, reinterpret_cast<void*>(stream));
+}
+
+void mlstm_bwd_gates(const RowSumsTuple& q_dq, const RowSumsTuple& k_dk, const AnchorsTuple& anchors,
+                     const tfla_tk::GateTuple& i, const tfla_tk::GateTuple& f, const tfla_tk::GateTuple& di,
+                     const tfla_tk::GateTuple& df, std::int64_t chunk_m, const StateTuple& initial,
+                     const StateTuple& last, std::int64_t workspace, const OffsetsTuple& offsets,
+                     const std::array<int, 5>& sizes, bool sigmoid_gate, int device, std::uintptr_t stream) {
+    const tfla_tk::MlstmBwdGatesParams params{row_sums(q_dq),
+                                              row_sums(k_dk),
+                                              anchors_of(anchors),
+                                              tfla_tk::gate(i),
+                                              tfla_tk::gate(f),
+                                              gate_gradient(di),
+                                              gate_gradient(df),
+                                              pointer(chunk_m),
+                                              state(initial),
+                                              state(last),
+                                              reinterpret_cast<void*>(workspace),
+                                              offsets_of(offsets),
+                                              sizes[0],
+                                              sizes[1],
+                                              sizes[2],
+                                              sizes[3],
+                                              sizes[4],
+                                              sigmoid_gate,
+                                              device};
+    tfla_tk::mlstm_bwd_gates(params, reinterpret_cast<void*>(stream));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TFLA_MODULE, m) {
+    namespace py = pybind11;
+    tfla_tk::export_layout(m);
+    m.def(
+        "mlstm_bwd_scan", &mlstm_bwd_scan, py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("chunk_m"),
+        py::arg("gates"), py::arg("tickets"), py::arg("offsets"), py::arg("sizes"), py::arg("eps"),
+        py::arg("scale"), py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
+        "Launches the gates of every chunk as the passes take them. rows: row_n, row_m; tickets: pointer to "
+        "two ints or 0; sizes: batch, heads, seq.",
+        py::call_guard<py::gil_scoped_release>());
+    m.def("chunk_gates_bytes", &tfla_tk::chunk_gates_bytes, "Bytes of one chunk's.");
+    m.def(
+        "mlstm_bwd_rows", &mlstm_bwd_rows, py::arg("dh"), py::arg("h"), py::arg("rows"), py::arg("factors"),
+        py::arg("sizes"), py::arg("eps"), py::arg("half"), py::arg("device"), py::arg("stream"),
+        "Launches log2 w and e of every row. rows: row_n, row_m; factors: log2_w, e, e_stride; sizes: batch, "
+        "heads, seq, dim_v, columns of a part of V.",
+        py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "mlstm_bwd_factors", &mlstm_bwd_factors, py::arg("dots"), py::arg("rows"), py::arg("factors"),
+        py::arg("count"), py::arg("eps"), py::arg("device"), py::arg("stream"),
+        "Launches e of every row, from dh.h as the pass for dv leaves it. dots: pointer, stride "
+        "and number of its slices, slices of a part of V; rows, factors: as in mlstm_bwd_rows; count: of the "
+        "rows.",
+        py::call_guard<py::gil_scoped_release>());
+    m.def("mlstm_bwd_combine", &mlstm_bwd_combine, py::arg("boundaries"), py::arg("norm_parts"),
+          py::arg("entering"), py::arg("cut"), py::arg("sizes"), py::arg("backward"), py::arg("device"),
+          py::arg("stream"),
+          "Launches what arrives at the boundaries between segments. boundaries: c, n, log2_decay; sizes: "
+          "heads, seq, dim_qk, dim_v.",
+          py::call_guard<py::gil_scoped_release>());
+    m.def("mlstm_bwd_gates", &mlstm_bwd_gates, py::arg("q_dq"), py::arg("k_dk"), py::arg("anchors"),
+          py::arg("i"), py::arg("f"), py::arg("di"), py::arg("df"), py::arg("chunk_m"), py::arg("initial"),
+          py::arg("last"), py::arg("workspace"), py::arg("offsets"), py::arg("sizes"),
+          py::arg("sigmoid_gate"), py::arg("device"), py::arg("stream"),
+          "Launches the gradients of the gates. sizes: batch, heads, seq, dim_qk, dim_v.",
+          py::call_guard<py::gil_scoped_release>());
+    m.def("mlstm_bwd_gates_workspace_bytes", &tfla_tk::mlstm_bwd_gates_workspace_bytes, py::arg("heads"),
+          py::arg("sequences"), "Bytes of the workspace of mlstm_bwd_gates.");
+}

@@ -1,0 +1,129 @@
+// Arguments of the mLSTM backward's host functions before and after its passes, for their own pybind11
+// bindings.
+#pragma once
+
+#include "scalar_gate/bindings/params.h"
+
+namespace tfla_tk {
+
+// Of every row's normaliser w_t = max(|d_t|, floor_t) + eps.
+struct RowNorms {
+    const float* row_n;  // [B, H, S]: d_t; null without normaliser, when w_t is 1
+    const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
+    float eps;
+};
+
+// What the passes need of every row: e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t], of every part of V (a
+// share of PassWalk) by itself; and log2 w_t, for the segments.
+struct RowFactorPointers {
+    RowNorms norms;         // with row_n
+    float *log2_w, *e;      // [B, H, S], or null where nobody wants it, and of every part
+    std::int64_t e_stride;  // from one part's to the next
+};
+
+// Of packed sequences, as in Cut.
+struct Offsets {
+    const void* data;
+    bool wide;
+    int sequences;
+};
+
+// The gates of every chunk as the passes take them, the same for all three.
+struct MlstmBwdScanParams {
+    Gate i, f;
+    RowNorms norms;
+    const float* chunk_m;  // [B, H, slots, 2]: as the forward leaves it; null with the sigmoid gate
+    ChunkGates* gates;     // [B, H, slots], chunk_gates_bytes of each
+    int* tickets;          // [2]: set to 0, for the passes of dq and dk; null: not wanted
+    Offsets offsets;
+    int batch, heads, seq;
+    float scale;  // of q k^T
+    bool sigmoid_gate;
+    int device;
+};
+
+// With dh_t.h_t from dh and h.
+struct MlstmBwdRowsParams {
+    Operand dh, h;  // [B, H, S, V], bf16 or fp16, rows at multiples of 16 bytes
+    RowFactorPointers rows;
+    int batch, heads, seq, dim_v;
+    int part_columns;  // of a part of V, 256 at most
+    bool half;         // operands are fp16, not bf16
+    int device;
+};
+
+// With dh_t.h_t from the pass for dv, which leaves it by slices.
+struct MlstmBwdFactorsParams {
+    const float* dots;          // [slices, B, H, S]
+    std::int64_t slice_stride;  // from one slice to the next
+    int slices;
+    int part_slices;         // of a part of V
+    RowFactorPointers rows;  // log2_w: null
+    std::int64_t count;      // B H S
+    int device;
+};
+
+// Between the segments kernels of the passes and the passes: turns what each segment adds by itself into what
+// arrives at the boundaries, in place.
+struct MlstmBwdCombineParams {
+    Boundaries boundaries;  // n: [parts, slots, K], of parts of V
+    int norm_parts;
+    const float *entering_c, *entering_n;  // [N, H, K, V] and, of the first part, [N, H, K]; null: zero
+    Cut cut;
+    int heads, seq, dim_qk, dim_v;
+    bool backward;  // in time
+    int device;
+};
+
+// q_t.dq_t or k_t.dk_t, each part of V and slice of K for itself.
+struct RowSums {
+    const float* whole;  // [slices, B, H, S]
+    // [slices, B, H, slots], of a chunk: the part through the state that enters it in the pass
+    const FlowSum* inter;
+    int slices;
+};
+
+// Like Gate, to be written.
+struct GateGradient {
+    void* data;
+    std::int64_t batch_stride, head_stride, row_stride;
+    DType dtype;
+};
+
+// A state and its gradient: [N, H, K, V], [N, H, K], contiguous; c, dc or n, dn are null in pairs.
+struct StateGradient {
+    const float *c, *dc, *n, *dn;
+};
+
+// [B, H, anchor_slots, parts]: the flow <dC, C> + <dn, n> at every anchor, to be summed over the parts. Slots
+// without an anchor are not written.
+struct Anchors {
+    const float* flows;
+    int parts;
+};
+
+struct MlstmBwdGatesParams {
+    RowSums q_dq, k_dk;
+    Anchors anchors;
+    Gate i, f;
+    GateGradient di, df;
+    const float* chunk_m;         // [B, H, slots, 2]: as the forward leaves it; null with the sigmoid gate
+    StateGradient initial, last;  // before the first and after the last token of every sequence
+    void* workspace;              // mlstm_bwd_gates_workspace_bytes of it
+    Offsets offsets;
+    int batch, heads, seq, dim_qk, dim_v;
+    bool sigmoid_gate;
+    int device;
+};
+
+std::int64_t mlstm_bwd_gates_workspace_bytes(int heads, int sequences);
+std::int64_t chunk_gates_bytes();
+
+// All throw std::runtime_error on a refused launch; seq is at least 1.
+void mlstm_bwd_scan(const MlstmBwdScanParams& params, void* stream);
+void mlstm_bwd_rows(const MlstmBwdRowsParams& params, void* stream);
+void mlstm_bwd_factors(const MlstmBwdFactorsParams& params, void* stream);
+void mlstm_bwd_combine(const MlstmBwdCombineParams& params, void* stream);
+void mlstm_bwd_gates(const MlstmBwdGatesParams& params, void* stream);
+
+}  // namespace tfla_tk

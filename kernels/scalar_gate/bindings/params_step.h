@@ -1,0 +1,36 @@
+// Arguments of the mLSTM step's host function, for its own pybind11 bindings.
+#pragma once
+
+#include "scalar_gate/bindings/params_decode.h"
+
+namespace tfla_tk {
+
+// [B, H, D] numbers of one token, any strides: addressed as gates of D tokens are.
+using TokenRow = Gate;
+
+// How the threads of a CTA share C. Its slice of V is lanes * width columns wide.
+struct StepTiling {
+    int lanes;  // threads side by side in a row: a power of two up to 32
+    int width;  // columns of a thread: what 16 bytes hold, of the wider of both states; or 1
+};
+
+struct MlstmStepParams {
+    TokenRow q, k, v;  // D is K, K, V
+    TokenRow i, f;     // D is 1
+    StoredState before, after;
+    void* h;  // [B, H, V], contiguous
+    DType h_dtype;
+    StepTiling tiling;
+    int batch, heads, dim_qk, dim_v;
+    float scale;  // of q
+    float eps;    // added to the normaliser after the max
+    bool sigmoid_gate;
+    bool normalize;  // else n is copied
+    bool in_place;   // `after` is `before`
+    int device;
+};
+
+// Throws std::runtime_error on a refused launch, std::invalid_argument for what no kernel takes.
+void mlstm_step(const MlstmStepParams& params, void* stream);
+
+}  // namespace tfla_tk

@@ -1,0 +1,57 @@
+// A few tokens of mLSTM, for decoding: up to TFLA_TOKENS of them, for all head dims.
+#include <stdexcept>
+
+#include "scalar_gate/decode/sequence.cuh"
+
+namespace tfla_tk::mlstm {
+
+constexpr const char* kSequenceName = "mlstm_sequence";
+
+void move_tokens(MlstmSequenceParams& p, std::int64_t batch, std::int64_t head, std::int64_t index) {
+    for (TokenRows* x : {&p.q, &p.k, &p.v})
+        move(x->data, (batch * x->batch_stride + head * x->head_stride) * bytes_of(p.dtype));
+    move(p.h, index * p.tokens * p.dim_v * bytes_of(p.dtype));
+}
+
+template <class C> void launch_sequence(const MlstmSequenceParams& p, cudaStream_t stream) {
+    const int columns = p.tiling.warps * C::kWarpColumns;
+    if (columns > kSequenceMaxColumns)
+        throw std::invalid_argument("mlstm_sequence: no kernel for this many warps side by side");
+    launch_slices<mlstm_sequence_kernel<C>>(p, (p.dim_v + columns - 1) / columns, kSequenceThreads, stream,
+                                            kSequenceName, move_tokens);
+}
+
+template <class Before, class After, bool kWide>
+void run_sequence(const MlstmSequenceParams& p, cudaStream_t stream) {
+    using Vectors = SequenceConfig<Before, After, TFLA_TOKENS, kWide, true>;
+    if (p.tiling.width == Vectors::kWidth)
+        launch_sequence<Vectors>(p, stream);
+    else if (p.tiling.width == 1)
+        launch_sequence<SequenceConfig<Before, After, TFLA_TOKENS, kWide, false>>(p, stream);
+    else
+        throw std::invalid_argument("mlstm_sequence: no kernel for this width");
+}
+
+}  // namespace tfla_tk::mlstm
+
+namespace tfla_tk {
+
+static_assert(TFLA_TOKENS == 8 || TFLA_TOKENS == kSequenceMaxTokens);
+
+void mlstm_sequence(const MlstmSequenceParams& params, void* stream) {
+    const int warps = params.tiling.warps, tokens = params.tokens;
+    if (warps < 1 || (warps & (warps - 1)) != 0 || tokens < 1 || tokens > TFLA_TOKENS ||
+        params.dim_qk > kDecodeMaxKeys)
+        throw std::invalid_argument("mlstm_sequence: no kernel for these warps or this many tokens or keys");
+    const DeviceGuard guard(params.device, mlstm::kSequenceName);
+    const auto s = static_cast<cudaStream_t>(stream);
+    mlstm::with_state_types(params.before.c_dtype, params.after.c_dtype, mlstm::kSequenceName,
+                            [&]<class Before, class After>() {
+                                if (params.dtype == DType::float32)
+                                    mlstm::run_sequence<Before, After, true>(params, s);
+                                else
+                                    mlstm::run_sequence<Before, After, false>(params, s);
+                            });
+}
+
+}  // namespace tfla_tk

@@ -1,0 +1,60 @@
+// The gates of up to 16 tokens, in logs: what each of them does to h and to the state at the end.
+#pragma once
+
+#include "scalar_gate/bindings/params_sequence.h"
+#include "scalar_gate/decode/decode.cuh"
+#include "scalar_gate/gate/gates.cuh"
+
+namespace tfla_tk::mlstm {
+
+// Notation of gates.cuh, in log2 units: a_j is column[j]; row[t] is M_t, or -b_t with the sigmoid gate, where
+// numbers are relative to nothing. Those of the state are relative to e^m with m as it will be stored.
+template <int kTokens> struct SequenceGates {
+    double column[kTokens], row[kTokens];
+    float inter[kTokens];  // scale 2^{m_in - row_t}, of q_t C
+    float floor[kTokens];  // lower bound of the normaliser
+    float write[kTokens];  // of k_j v_j^T in the state
+    float decay, m;        // of the state
+
+    // What is between the score q_t k_j and its share in h_t.
+    __device__ inline float weight(int t, int j) const { return exp2_of(column[j] - row[t]); }
+};
+
+__device__ inline double warp_inclusive_max(double x) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) x = larger(__shfl_up_sync(0xffffffff, x, step), x);
+    return x;
+}
+
+// By one warp, a token per lane; i, f: its pre-activations.
+template <int kTokens>
+__device__ inline void scan_gates(SequenceGates<kTokens>& out, const MlstmSequenceParams& g, float i, float f,
+                                  float m) {
+    const int lane = threadIdx.x % 32;
+    const auto log_i = static_cast<double>(g.sigmoid_gate ? log2_sigmoid(i) : log2_exp(i));
+    // 0 log i: NaN of i reaches all that comes after it
+    const double b = warp_inclusive_sum(static_cast<double>(log2_sigmoid(f)) + 0. * log_i, lane);
+    const double a = log_i - b;
+    const double entering = g.sigmoid_gate ? 0. : static_cast<double>(m) * kLog2eDouble;
+    const double largest = larger(entering, warp_inclusive_max(a));
+    const double row = g.sigmoid_gate ? -b : largest;
+
+    const double exact = __shfl_sync(0xffffffff, b + row, g.tokens - 1);
+    const double b_end = __shfl_sync(0xffffffff, b, g.tokens - 1);
+    const float stored =
+        g.sigmoid_gate ? 0.f : stored_stabiliser(g.after.m_dtype, static_cast<float>(exact * kLn2));
+    const double end = b_end - static_cast<double>(stored) * kLog2eDouble;
+    if (lane < kTokens) {
+        out.column[lane] = a;
+        out.row[lane] = row;
+        out.inter[lane] = g.scale * exp2_of(entering - row);
+        out.floor[lane] = exp2_of(-(b + row));
+        out.write[lane] = exp2_of(a + end);
+    }
+    if (lane == 0) {
+        out.decay = exp2_of(entering + end);
+        out.m = stored;
+    }
+}
+
+}  // namespace tfla_tk::mlstm

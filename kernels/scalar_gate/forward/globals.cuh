@@ -1,0 +1,132 @@
+// Arguments of the mLSTM forward kernels, and the part of them that a CTA works on.
+#pragma once
+
+#include "common/tma.cuh"
+#include "kittens.cuh"
+#include "scalar_gate/bindings/params.h"
+#include "scalar_gate/gate/gates.cuh"
+#include "sequence/begin_task.cuh"
+#include "sequence/segments.cuh"
+
+namespace tfla_tk::mlstm {
+
+using namespace kittens;
+
+// How the GEMMs of a chunk are ordered against the rest of its work.
+//   sequential  every GEMM is waited for before the next step of its role, and roles take turns: state and
+//               output; at K = 256 the scores of the next chunk wait for the state
+//   overlapped  Q C and the next chunk's scores are in flight while the current ones are gated; at K = 256
+//               the state's update is while the output is scaled and staged
+//   pingpong    overlapped, and the state's GEMM is issued when the output warpgroup starts to gate; at K =
+//               256 two state warpgroups take turns at reading the state
+enum class Schedule : int { sequential = 0, overlapped = 1, pingpong = 2 };
+
+// States between the kernels of a call whose sequences are cut: one slot per head and segment that follows
+// another.
+struct Workspace {
+    // The state that arrives at the segment. The states pass leaves here what the segment before it adds by
+    // itself, relative to that segment's own stabiliser.
+    State arriving;
+    // Of the segment before: log2 of its decay, and the stabiliser of what it adds, log2 units.
+    double2* gates;
+
+    // The slot of a segment's first head; segment numbers count each sequence's first one too, which has
+    // none.
+    __device__ static inline int64_t slot(const Segment& s, int segment, int heads) {
+        return static_cast<int64_t>(segment - s.sequence - 1) * heads;
+    }
+
+    static __host__ int64_t bytes(int64_t slots, int dim_qk, int dim_v) {
+        const int64_t state = static_cast<int64_t>(dim_qk) * dim_v + dim_qk + 1;
+        return slots * (sizeof(double2) + state * sizeof(float));
+    }
+
+    // gates first: their alignment is the largest
+    __host__ Workspace(void* memory, int64_t slots, int dim_qk, int dim_v) {
+        gates = static_cast<double2*>(memory);
+        arriving.c = reinterpret_cast<float*>(gates + slots);
+        arriving.n = arriving.c + slots * dim_qk * dim_v;
+        arriving.m = arriving.n + slots * dim_qk;
+    }
+};
+
+// What all kernels of a forward read; fields as in MlstmFwdWalk of params.h.
+struct FwdWalkGlobals {
+    TensorMap k, v;
+    Gate i, f;
+    State initial;
+    Workspace workspace;
+    Cut cut;
+    int heads, seq, dim_qk, dim_v, slices;
+    int group;        // heads that share one of q and k
+    int chunk_slots;  // of chunk_m
+    bool sigmoid_gate;
+
+    __device__ inline bool packed() const { return cut.offsets != nullptr; }
+};
+
+struct Globals : FwdWalkGlobals {
+    TensorMap q;
+    Operand keys, values;         // where k and v lie
+    GateWords i_words, f_words;   // i and f again
+    TensorMap h, h_row, h_chunk;  // boxes of 16 rows, of one and of a chunk's
+    State last;
+    float *row_n, *row_m, *chunk_m;
+    float scale, eps;
+    FloatPair log2_scale;
+};
+
+// The (segment, head, V slice) of a CTA; slices of one head are neighbours and share Q and K through L2.
+struct Task {
+    int batch, head, column;  // column: first of V
+    int key_head;             // of q and k
+    int first_row, tokens;    // tokens < 0: nothing to do
+    int chunks;
+    bool first, last;  // segment of its sequence
+    int64_t index;     // sequence * heads + head, of the caller's states
+    int64_t slot;      // of the workspace; the next segment's is slot + heads
+    int64_t chunk;     // the first one's entry in chunk_m
+
+    // Called by whole warps.
+    template <class C> __device__ static inline Task of_block(const FwdWalkGlobals& g, int block) {
+        const int pair = block / g.slices, segment = pair / g.heads, head = pair % g.heads;
+        const Segment s = find_segment(g.cut, g.seq, segment);
+        const int batch = g.packed() ? 0 : s.sequence;
+        // the segments before it in its sequence hold whole chunks
+        const int chunks_before = s.first_row / kChunk + (g.packed() ? s.sequence : 0);
+        return {batch,
+                head,
+                block % g.slices * C::kSliceV,
+                head / g.group,
+                s.first_row,
+                s.tokens,
+                (s.tokens + kChunk - 1) / kChunk,
+                s.number == 0,
+                s.number + 1 == s.count,
+                static_cast<int64_t>(s.sequence) * g.heads + head,
+                Workspace::slot(s, segment, g.heads) + head,
+                (static_cast<int64_t>(batch) * g.heads + head) * g.chunk_slots + chunks_before};
+    }
+
+    // The task's first entry of a [B, H, S] vector.
+    __device__ inline float* rows_of_head(const FwdWalkGlobals& g, float* rows) const {
+        return rows + (static_cast<int64_t>(batch) * g.heads + head) * g.seq + first_row;
+    }
+
+    // The state at the task's start: null where it is zero.
+    __device__ inline const float* initial_c(const FwdWalkGlobals& g) const {
+        const int64_t size = static_cast<int64_t>(g.dim_qk) * g.dim_v;
+        if (!first) return g.workspace.arriving.c + slot * size;
+        return g.initial.c ? g.initial.c + index * size : nullptr;
+    }
+    __device__ inline const float* initial_n(const FwdWalkGlobals& g) const {
+        if (!first) return g.workspace.arriving.n + slot * g.dim_qk;
+        return g.initial.n ? g.initial.n + index * g.dim_qk : nullptr;
+    }
+    __device__ inline float initial_m(const FwdWalkGlobals& g) const {
+        if (!first) return g.workspace.arriving.m[slot];
+        return g.initial.m ? g.initial.m[index] : 0.f;
+    }
+};
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,54 @@
+// Fused chunk-recurrent mLSTM forward at K = 256, where C^T rounded, as another warpgroup's operand, would
+// cost more than the GEMMs: every GEMM of the state is transposed, so that its warpgroups read it out of
+// their own registers.
+//
+// One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens. Per chunk:
+//   producer   TMA of Q and K into rings; two warps scan the gates ahead (gates.cuh); one loads V and stores
+//              h, which takes V's place
+//   scores     S, q n = Q [K, n]^T; sums of the scaled keys, and n of the next chunk; P = gate(S) / w, into
+//              shared memory, where 1 / w is what mlstm_fwd_rows.cuh makes of q n. Two CTAs whose slices are
+//              neighbours take turns: each makes every second chunk's P, for both
+//   state      h^T = C^T Q^T . inter / w + V^T P^T; C^T = decay C^T + (V . key_scale)^T K
+// Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
+#pragma once
+
+#include "scalar_gate/forward/transposed/config.cuh"
+#include "scalar_gate/forward/transposed/producer.cuh"
+#include "scalar_gate/forward/transposed/scores.cuh"
+#include "scalar_gate/forward/transposed/state.cuh"
+
+namespace tfla_tk::mlstm {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void mlstm_wide_kernel(const __grid_constant__ Globals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<WideMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+    if (!begin_task<C>(g, smem, blockIdx.x,
+                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h_chunk.prefetch(); }))
+        return;
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA's barriers are there
+
+    constexpr auto kRegisters = C::kRegisters;
+    if (warpgroup_id == 0) {
+        set_registers<kRegisters.producer, C::kThreads, 1>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_keys_and_queries(g, smem);
+        else if (warp == 1)
+            sum_wide_gates(g, smem);
+        else if (warp == 2)
+            scale_wide_gates(g, smem);
+        else
+            load_values_and_store_outputs(g, smem);
+    } else if (warpgroup_id == 1) {
+        set_registers<kRegisters.scores, C::kThreads, 1>();
+        make_wide_scores(g, smem);
+    } else {
+        set_registers<kRegisters.state, C::kThreads, 1>();
+        walk_wide_state(g, smem, warpgroup_id - 2);
+    }
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,177 @@
+// Producer warpgroup of the mLSTM forward at K = 256: TMA loads, gates in three steps, stores of h.
+#pragma once
+
+#include "common/store_rows.cuh"
+#include "common/tile_loader.cuh"
+#include "scalar_gate/forward/rows.cuh"
+#include "scalar_gate/forward/transposed/config.cuh"
+
+namespace tfla_tk::mlstm {
+
+// A token's values take what those of the token eight later have lost (mlstm_wide_values.cuh), unless their
+// weight is far less. own, before: key_scale of the lane's two tokens, and in the chunk before.
+template <class T2>
+__device__ inline void write_value_scale(WideStage<T2>& gates, float2 own, float2 before) {
+    using Scale = ValueScale<T2>;
+    constexpr float kLeast = 1.f / 16;  // of the giving token's weight
+    const int lane = fresh_laneid();
+    // the last eight tokens are given to by the first ones of the chunk before
+    float2 giving = own;
+    if (lane < 4) giving = {before.x * gates.decay, before.y * gates.decay};
+    auto take = [&](float own, float giving) {
+        return own >= kLeast * __shfl_sync(0xffffffff, giving, (lane + 4) % 32) ? Scale::kTakes : Scale::kNot;
+    };
+    gates.value_scale[lane] = Scale(own, {take(own.x, giving.x), take(own.y, giving.y)});
+}
+
+// key_scale of the lane's two tokens, for the sums of keys.
+template <class T> __device__ inline void write_weights(NormWeights<T>& weights, float2 key_scale) {
+    using T2 = typename base_types::packing<T>::packed_type;
+    const int t = 2 * fresh_laneid();
+    auto write = [&](int row, T2 pair) { *reinterpret_cast<T2*>(&weights.data[t / 8][row][t % 8]) = pair; };
+    constexpr float kUnit = NormWeights<T>::kUnit;
+    const HighAndLow<T2> parts({key_scale.x * kUnit, key_scale.y * kUnit});
+    write(NormWeights<T>::kHigh, parts.high), write(NormWeights<T>::kLow, parts.low);
+    fence_async_proxy();
+}
+
+// Q and K; and key_scale as the GEMM warpgroups multiply with it. NOTES: not by the warp that makes it, whose
+// instructions are the longest chain of the gates.
+template <class C> __device__ inline void load_keys_and_queries(const Globals& g, WideMemory<C>& smem) {
+    const Task& task = smem.task;
+    TileLoader load{task, g.packed(), smem.tail_landed};
+    float2 scale_before{};
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto keys = C::key_tile(chunk);
+        const auto tile = C::tile(chunk);
+        const auto stage = C::gate_stage(chunk);
+        auto& arrived = smem.tiles_arrived[keys.slot];
+        wait_free(smem.keys_free[keys.slot], keys.phase);
+        load(smem.keys[keys.slot], g.k, arrived, 0, task.key_head, chunk);
+        wait_free(smem.queries_free[tile.slot], tile.phase);
+        load(smem.queries[tile.slot], g.q, arrived, 0, task.key_head, chunk);
+        // so that one wait serves tiles and gates
+        wait(smem.gates_ready[stage.slot], stage.phase);
+        typename C::Stage& gates = smem.gates[stage.slot];
+        const float2 scale = *reinterpret_cast<const float2*>(&gates.key_scale[2 * fresh_laneid()]);
+        write_value_scale(gates, scale, scale_before);
+        if constexpr (C::kNormalize) write_weights(smem.norm_weights[stage.slot], scale);
+        scale_before = scale;
+        arrive_warp(arrived);
+    }
+}
+
+template <class C> __device__ inline void sum_wide_gates(const Globals& g, WideMemory<C>& smem) {
+    const Task& task = smem.task;
+    auto stream = [&](const GateWords& gate) {
+        return GateStream(gate, task.batch, task.head, task.first_row, task.tokens);
+    };
+    using P = typename C::Gate;
+    GateStream forget = stream(g.f_words);
+    auto input = [&] {
+        if constexpr (P::kHasInput)
+            return stream(g.i_words);
+        else
+            return 0;
+    }();
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [slot, phase] = C::sum_stage(chunk);
+        const int lane = fresh_laneid();
+        GateSums& sums = smem.gate_sums[slot];
+        wait_free(smem.sums_free[slot], phase);
+        const float2 f = P::forget([&](float none) { return forget.take(chunk, task.tokens, none); });
+        const TwoPairs b = sum_forget(log2_forget<P>(f), lane);
+        sums.b[lane] = b;
+        const float2 i = P::input([&](float none) {
+            if constexpr (P::kHasInput)
+                return input.take(chunk, task.tokens, none);
+            else
+                return float2{};
+        });
+        sums.a[lane] = input_over_forget<P>(i, b);
+        arrive_warp(smem.sums_ready[slot]);
+    }
+}
+
+template <class C> __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
+    using P = typename C::Gate;
+    const Task& task = smem.task;
+    using Owed = typename C::Owed;
+    GateScan<typename C::T, P, Owed> scan{
+        P::kStabilised ? finite_stabiliser(task.initial_m(g) * kLog2eDouble) : FloatPair{},
+        Owed(task.initial_c(g) != nullptr)};
+    if constexpr (C::kNormalize)
+        zero_units(reinterpret_cast<uint4*>(&smem.norm_weights), sizeof(smem.norm_weights) / sizeof(uint4));
+    __syncwarp();
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        if (P::kStabilised && g.chunk_m && task.column == 0 && fresh_laneid() == 0)
+            store_chunk_m(g.chunk_m, task.chunk + chunk, scan.m);
+        const auto sums = C::sum_stage(chunk);
+        const auto stage = C::gate_stage(chunk);
+        wait_free(smem.gates_free[stage.slot], stage.phase);
+        wait(smem.sums_ready[sums.slot], sums.phase);
+        const GateSums& of_chunk = smem.gate_sums[sums.slot];
+        const int lane = fresh_laneid();
+        typename C::Stage& gates = smem.gates[stage.slot];
+        if constexpr (Owed::kRunsAhead)
+            // the stage was that of the chunk looked at
+            if (chunk % RunAhead::kEvery == C::kGateStages) scan.owed.may_run_ahead = smem.may_run_ahead;
+        const float2 m = scan.finish(gates, of_chunk.b[lane], of_chunk.a[lane], g.scale, g.log2_scale,
+                                     chunk + 1 == task.chunks);
+        if constexpr (Owed::kRunsAhead)
+            if (lane == 0) gates.log2_unit = scan.owed.log2, gates.ahead = scan.owed.ahead();
+        if constexpr (C::kHoldsRowsLarger)
+            if (const bool any = __any_sync(0xffffffff, may_be_held_larger(fminf(m.x, m.y))); lane == 0)
+                gates.has_larger_rows = any;
+        arrive_warp(smem.sums_free[sums.slot]);
+        arrive_warp(smem.gates_ready[stage.slot]);
+        if constexpr (P::kStabilised) store_row_stabilisers(g, task, chunk, m);
+    }
+    if constexpr (P::kStabilised) store_last_stabiliser(g, task, scan.m);
+}
+
+// V, and in its place h as the state's warpgroups leave it; in fp16 a look at samples of keys and values.
+// NOTES: by one warp: behind the stores of h, in the order of a loader of all tiles, K would come too late.
+template <class C>
+__device__ inline void load_values_and_store_outputs(const Globals& g, WideMemory<C>& smem) {
+    const Task& task = smem.task;
+    TileLoader load{task, g.packed(), smem.value_tail_landed};
+    auto load_values = [&](int chunk) {
+        if (chunk >= task.chunks) return;
+        const int slot = C::tile(chunk).slot;
+        load(smem.values[slot], g.v, smem.values_arrived[slot], task.column, task.head, chunk);
+    };
+    auto store_outputs = [&](int chunk) {
+        const auto [slot, phase] = C::tile(chunk);
+#pragma unroll 1
+        for (int id = 0; id < C::kStateWarpgroups; id++) {
+            wait(smem.out_ready[slot][id], phase);
+            fence_async_proxy();  // NOTES: here, not by the state's warps, who would wait for their stores
+            store_chunk(task, g.packed(), g.h_chunk, g.h, g.h_row, smem.values[slot].data[id], chunk,
+                        [&](const TensorMap& map, uint32_t from, int row) {
+                            map.store_panel(from, task.column + id * 64, row, task.head, task.batch);
+                        });
+        }
+        wait_stores_read();
+        __syncwarp();  // each lane has waited for its own
+    };
+    RunAhead run_ahead;
+    auto look = [&](int chunk) {
+        const auto [slot, phase] = C::gate_stage(chunk);
+        if (chunk % RunAhead::kEvery == 0) {
+            const SampledToken sample(g, task, chunk);
+            wait(smem.gates_ready[slot], phase);
+            const auto& gates = smem.gates[slot];
+            smem.may_run_ahead = run_ahead.look(sample, gates, gates.ahead);
+        }
+        arrive_warp(smem.gates_free[slot]);
+    };
+    for (int chunk = 0; chunk < C::kStages; chunk++) load_values(chunk);
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        if constexpr (C::Owed::kRunsAhead) look(chunk);
+        store_outputs(chunk);
+        load_values(chunk + C::kStages);
+    }
+}
+
+}  // namespace tfla_tk::mlstm

@@ -1,0 +1,203 @@
+// The gate side of mLSTM: three numbers per token, scanned ahead of the GEMMs by a warp, at K = 256 by two
+// one after the other, in the states pass by three in turns.
+//
+// Notation of the TFLA papers, in log2 units: b_t = cumsum(log f) in the chunk, a_j = log i_j - b_j,
+// M_t = max(m_in, max_{j <= t} a_j), m_t = b_t + M_t. Sums are pairs of floats, in which gates of +-1e4
+// cancel to 1e-8; fp64 would do, but its instructions wait for the tensor cores. The GEMM side sees pairs
+// and differences.
+#pragma once
+
+#include "common/float_pair.cuh"
+#include "common/sync.cuh"
+#include "common/warp.cuh"
+#include "kittens.cuh"
+#include "scalar_gate/gate/loads.cuh"
+#include "scalar_gate/gate/policy.cuh"
+#include "sequence/cut.h"
+
+namespace tfla_tk {
+
+constexpr double kLn2 = 0.6931471805599453;
+
+// What the GEMM warpgroups and the warp of n read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) +
+// column_j.y}, S unscaled.
+struct alignas(16) GateStage {
+    float2 column[kChunk];  // a_j + log2(scale) as high and low part
+    float row[kChunk];      // M_t rounded up to fp32: the stabiliser that the row really uses
+    float inter[kChunk];    // scale 2^{m_in - row_t}, of q C_in, times what is owed of C_in's decay
+    // with m_t = row_t + b_t: 2^{-m_t}, lower bound of |q n| (exponential), or 2^{m_t}, a factor of the row's
+    // output (sigmoid)
+    float unit[kChunk];
+    // 2^{a_j - M_L} (exponential) or 2^{a_j + b_L} (sigmoid), over what is owed then: of k_j in the state
+    float key_scale[kChunk];
+    float decay;  // of the state, 1 where it is owed
+};
+
+// A score of the chunk's P, from GateStage::column and GateStage::row.
+// kInPlace: NOTES: ptxas computes only what is visible, into a register beside the score's; this way into the
+// score's, always, which costs 0.4 % of the forward at K = 256.
+template <bool kInPlace = false>
+__device__ inline float gated(float score, float high, float low, float row, bool visible) {
+    if constexpr (!kInPlace) return visible ? score * exp2f((high - row) + low) : 0.f;
+    float p = score * exp2f((high - row) + low);
+    asm("{\n"
+        ".reg .pred visible;\n"
+        "setp.ne.s32 visible, %1, 0;\n"
+        "selp.f32 %0, %0, 0f00000000, visible;\n"
+        "}\n"
+        : "+f"(p)
+        : "r"(static_cast<int>(visible)));
+    return p;
+}
+
+// 2^x is 0 in fp32.
+constexpr float kNothing = -150.f;
+
+// 2^x, rounded to 0 below 2^-150.
+__device__ inline float exp2_of(double x) { return exp2f(static_cast<float>(x)); }
+
+// w of a row, max(|d|, floor) + eps. NaN of d stays, as n beyond the range of fp16 is one: fmaxf drops it.
+__device__ inline float row_normaliser(float d, float floor, float eps) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(d)), "f"(floor));
+    return larger + eps;
+}
+
+// As GateStage::column holds them, of the lane's two tokens.
+__device__ inline void write_pairs(float2* to, FloatPair x, FloatPair y) {
+    *reinterpret_cast<float4*>(to) = {x.high, x.low, y.high, y.low};
+}
+
+// M_t of the lane's two tokens, rounded up to fp32.
+__device__ inline float2 rounded_up_maxima(FloatPair a_x, FloatPair a_y, FloatPair m_in, int lane) {
+    const float up_x = fmaxf(rounded_up(a_x), rounded_up(m_in));
+    const float up_y = fmaxf(rounded_up(a_y), up_x);
+    const float row_y = warp_inclusive_max(up_y);
+    const float before = __shfl_up_sync(0xffffffff, row_y, 1);
+    return {lane == 0 ? up_x : fmaxf(before, up_x), row_y};
+}
+
+// A stabiliser as it is stored, log2 units. -inf, of a state without weight, becomes a number as good.
+// NOTES: a cast would flush subnormals, by a comparison in fp64.
+__device__ inline FloatPair finite_stabiliser(double m) {
+    constexpr float kLeast = -1e30f;
+    auto rounded = [](double x) {
+        float y;
+        asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+        return y;
+    };
+    const float high = rounded(m), low = rounded(m - static_cast<double>(high));
+    return high < kLeast ? FloatPair{kLeast} : FloatPair{high, low};
+}
+
+// Stabilisers of chunks, as the forward leaves them for the backward. NOTES: pairs, not fp64: the forward's
+// conversion waited for the tensor cores, 11 us of 625 at 256/512.
+__device__ inline void store_chunk_m(float* chunk_m, int64_t at, FloatPair m) {
+    reinterpret_cast<float2*>(chunk_m)[at] = {m.high, m.low};
+}
+__device__ inline FloatPair load_chunk_m(const float* chunk_m, int64_t at) {
+    const float2 m = reinterpret_cast<const float2*>(chunk_m)[at];
+    return {m.x, m.y};
+}
+
+// Of a lane's two tokens of a chunk, 2 lane and 2 lane + 1.
+struct alignas(16) TwoPairs {
+    FloatPair x, y;
+};
+
+// log2 of the forget gates of pre-activations.
+template <class P> __device__ inline TwoPairs log2_forget(float2 f) {
+    return {P::log2_forget(f.x), P::log2_forget(f.y)};
+}
+
+// b, the sums of log2_forget over the chunk's tokens.
+__device__ inline TwoPairs sum_forget(const TwoPairs& log_f, int lane) {
+    const FloatPair b_y = warp_inclusive_sum(log_f.x + log_f.y, lane);
+    return {b_y - log_f.y, b_y};
+}
+
+// a. i: pre-activations.
+template <class P> __device__ inline TwoPairs input_over_forget(float2 i, const TwoPairs& b) {
+    return {P::log2_input(i.x) - b.x, P::log2_input(i.y) - b.y};
+}
+
+// The decay of a state in registers may be owed for some chunks, while what reads the state is scaled with
+// the debt and what is added to it with its inverse: a multiplication of the whole state falls due only when
+// the debt passes 2^kLargestDebt. fp16 has no range for a state in other units.
+template <class T> constexpr float kLargestDebt = std::is_same_v<T, kittens::bf16> ? 32.f : 0.f;
+
+template <class T> struct OwedDecay {
+    static constexpr bool kFollowsWeights = false, kRunsAhead = false;
+    float log2 = 0.f;
+
+    OwedDecay() = default;
+    __device__ inline explicit OwedDecay(bool) {}  // whether a state is given
+
+    // Adds a chunk's decay, log2. Returns what the state is to be multiplied with: 1 while it is owed.
+    // settle: nothing may be owed after this chunk. NOTES: little is owed where the decay is slow: a large
+    // debt would round off the same from each of many small ones.
+    __device__ inline float add(float decay, bool settle) {
+        log2 += decay;
+        const float most = decay > -1.f ? fminf(kLargestDebt<T>, 4.f) : kLargestDebt<T>;
+        if (!settle && log2 >= -most) return 1.f;
+        const float due = exp2f(log2);
+        log2 = 0.f;
+        return due;
+    }
+};
+
+// Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk. Owed: the units
+// that the state is in, whose `log2` is to be 0 after the last chunk unless they follow the weights.
+template <class T, class P, class Owed = OwedDecay<T>> struct GateScan {
+    FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
+    Owed owed{};
+
+    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f() as soon as they are
+    // read, so that loads there are in flight over the scan. last: of the walk. Returns the tokens' m_t.
+    template <class NextI, class NextF>
+    __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, FloatPair log2_scale,
+                                   bool last, NextI next_i, NextF next_f) {
+        const int lane = fresh_laneid();
+        const TwoPairs log_f = log2_forget<P>(f);
+        f = next_f();
+        const TwoPairs b = sum_forget(log_f, lane);
+        const float2 taken_i = i;
+        i = next_i();
+        const TwoPairs a = input_over_forget<P>(taken_i, b);
+        return finish(out, b, a, scale, log2_scale, last);
+    }
+
+    // The part of it that needs the chunks before. b, a: of the lane's two tokens.
+    __device__ inline float2 finish(GateStage& out, const TwoPairs& b, const TwoPairs& a, float scale,
+                                    FloatPair log2_scale, bool last) {
+        const int lane = fresh_laneid();
+        auto write_pair = [&](float (&values)[kChunk], float x, float y) {
+            *reinterpret_cast<float2*>(&values[2 * lane]) = {x, y};
+        };
+        write_pairs(&out.column[2 * lane], a.x + log2_scale, a.y + log2_scale);
+        const auto [row_x, row_y] = rounded_up_maxima(a.x, a.y, m, lane);
+        const auto m_x = static_cast<float>(b.x + row_x), m_y = static_cast<float>(b.y + row_y);
+        write_pair(out.row, row_x, row_y);
+        auto inter = [&](float row) { return scale * exp2f(rounded_sum(m, -row) + owed.log2); };
+        write_pair(out.inter, inter(row_x), inter(row_y));
+        write_pair(out.unit, exp2f(P::kStabilised ? -m_x : m_x), exp2f(P::kStabilised ? -m_y : m_y));
+        // The state's gates are relative to the chunk's end.
+        const FloatPair b_end = of_last_lane(b.y);
+        const FloatPair a_max = !P::kStabilised && !Owed::kFollowsWeights ? FloatPair{} : warp_max(a.x, a.y);
+        const FloatPair m_max = P::kStabilised ? larger(m, a_max) : FloatPair{};
+        const FloatPair end = P::kStabilised ? -m_max : b_end;
+        float decay = rounded_sum(m, end);
+        if constexpr (Owed::kFollowsWeights)
+            decay = owed.add(decay, rounded_sum(a_max, end));
+        else
+            decay = owed.add(decay, last);
+        if (lane == 0) out.decay = decay;
+        auto key_scale = [&](FloatPair a) { return exp2f(rounded_sum(a, end) - owed.log2); };
+        write_pair(out.key_scale, key_scale(a.x), key_scale(a.y));
+        if constexpr (P::kStabilised) m = b_end + m_max;
+        constexpr auto kNaturalLog = static_cast<float>(kLn2);
+        return {m_x * kNaturalLog, m_y * kNaturalLog};
+    }
+};
+
+}  // namespace tfla_tk

@@ -1,0 +1,107 @@
+// Gates as they are stored, from global memory: one by one, by chunks, or a chunk ahead.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/operand.h"
+#include "common/sync.cuh"
+#include "kittens.cuh"
+#include "sequence/cut.h"
+
+namespace tfla_tk {
+
+__device__ inline float load_gate(const Gate& gate, int64_t offset) {
+    switch (gate.dtype) {
+        case DType::bfloat16:
+            return __bfloat162float(static_cast<const __nv_bfloat16*>(gate.data)[offset]);
+        case DType::float16:
+            return __half2float(static_cast<const __half*>(gate.data)[offset]);
+        default:
+            return static_cast<const float*>(gate.data)[offset];
+    }
+}
+
+// The gates of one (batch, head) from a row on.
+struct GateRows {
+    const Gate& gate;
+    int64_t offset;
+
+    __device__ inline GateRows(const Gate& gate, int batch, int head, int row)
+        : gate(gate), offset(batch * gate.batch_stride + head * gate.head_stride + row * gate.row_stride) {}
+
+    __device__ inline float operator[](int t) const { return load_gate(gate, offset + t * gate.row_stride); }
+
+    // This lane's two tokens of a chunk; `none` past `tokens`.
+    __device__ inline float2 pair(int chunk, int tokens, float none) const {
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        return {t < tokens ? (*this)[t] : none, t + 1 < tokens ? (*this)[t + 1] : none};
+    }
+};
+
+// A Gate as GateStream reads it: strides in bytes, and how a word of 32 bits that has a number of it becomes
+// one. NOTES: made on the host: the constant bank costs a lone warp no instructions and no registers.
+struct GateWords {
+    const char* data;
+    int64_t batch_bytes, head_bytes, row_bytes, chunk_bytes;
+    // Selectors of __byte_perm, 4 is a byte of zeros: of a number at the word's start, and what is added for
+    // one a byte later. fp32 all four bytes; bf16 its two as the upper half, fp16 as the lower one.
+    uint32_t bytes, a_byte_later;
+    bool is_half;
+
+    __host__ explicit GateWords(const Gate& gate)
+        : data(static_cast<const char*>(gate.data)), is_half(gate.dtype == DType::float16) {
+        const bool is_float = gate.dtype == DType::float32;
+        const int64_t size = is_float ? 4 : 2;
+        batch_bytes = gate.batch_stride * size, head_bytes = gate.head_stride * size;
+        row_bytes = gate.row_stride * size, chunk_bytes = kChunk * row_bytes;
+        bytes = is_float ? 0x3210 : is_half ? 0x4410 : 0x1044;
+        a_byte_later = is_half ? 0x11 : 0x1100;
+    }
+};
+
+// A gate's pre-activations of the lane's two tokens of chunk after chunk, loaded a chunk before they are
+// taken. NOTES: a load is waited for where its register is converted, or moved, as behind a branch it is. So
+// words are loaded, whatever is in them, and converted when they are taken. With a number of 16 bits comes
+// its neighbour, of a tensor's last one what lies behind it in the same word.
+struct GateStream {
+    const GateWords& gate;
+    const char* at;  // the first of the two tokens whose words are here
+    uint32_t first = 0, second = 0;
+
+    __device__ inline GateStream(const GateWords& gate, int batch, int head, int row, int tokens)
+        : gate(gate) {
+        const int t = 2 * fresh_laneid();
+        at = gate.data + batch * gate.batch_bytes + head * gate.head_bytes + (row + t) * gate.row_bytes;
+        load(t, tokens);
+    }
+
+    // `none` past `tokens`; starts to load the next chunk's.
+    __device__ inline float2 take(int chunk, int tokens, float none) {
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        const float2 taken{t < tokens ? number(first, at) : none,
+                           t + 1 < tokens ? number(second, at + gate.row_bytes) : none};
+        at += gate.chunk_bytes;
+        load(t + kChunk, tokens);
+        return taken;
+    }
+
+  private:
+    __device__ inline void load(int t, int tokens) {
+        auto load_word = [&](uint32_t& word, const char* at, int t) {
+            const uintptr_t address = reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3};
+            asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; @p ld.global.nc.b32 %0, [%1];}"
+                         : "+r"(word)
+                         : "l"(address), "r"(t), "r"(tokens));
+        };
+        load_word(first, at, t), load_word(second, at + gate.row_bytes, t + 1);
+    }
+    __device__ inline float number(uint32_t word, const char* at) const {
+        const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) & 2;  // 0 or 2
+        const uint32_t bits = __byte_perm(word, 0, gate.bytes + byte * gate.a_byte_later);
+        const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+        return gate.is_half ? of_half : __uint_as_float(bits);
+    }
+};
+
+}  // namespace tfla_tk

@@ -1,0 +1,102 @@
+// Gate policies: what the two gates of a token mean. A policy has
+//   kStabilised              whether weights are relative to a running maximum of the gates, m
+//   kHasInput                whether there is an input gate
+//   input(load)              the input gate as it is stored, load(none) where there is one; `none` stands for
+//   a
+//                            token that is not there, which adds nothing
+//   forget(load)             the same of the forget gate; a token that is not there forgets nothing
+//   log2_input, log2_forget  log2 of the gates, from what is stored
+//   input_gradient, forget_gradient
+//                            the gradient of what is stored, from that of the gate's natural log
+#pragma once
+
+#include "common/float_pair.cuh"
+#include "kittens.cuh"
+
+namespace tfla_tk {
+
+constexpr double kLog2eDouble = 1.4426950408889634;
+
+// Gates below this count as it: sums over a chunk then stay where fp32 still resolves about 1, so that
+// rounding a row's reference up costs no range.
+constexpr float kLeastLogGate = -2e5f;
+
+// log2(e^x), finite also for x = -inf; NaN stays NaN.
+__device__ inline FloatPair log2_exp(float x) {
+    constexpr FloatPair kLog2e = high_and_low(kLog2eDouble);
+    return product(x < kLeastLogGate ? kLeastLogGate : x, kLog2e);
+}
+
+// log2(1 + e) for 0 <= e <= 1, relative error 2e-7 (a minimax polynomial of log2(1 + e) / e).
+__device__ inline float log2_1p(float e) {
+    float p = 0.00754808820784f;
+    p = p * e - 0.0425626747310f;
+    p = p * e + 0.112849049270f;
+    p = p * e - 0.197112902999f;
+    p = p * e + 0.275638550520f;
+    p = p * e - 0.358407735825f;
+    p = p * e + 0.480692863464f;
+    p = p * e - 0.721340179443f;
+    p = p * e + 1.44269502163f;
+    return p * e;
+}
+
+// log2(sigmoid(x)).
+__device__ inline FloatPair log2_sigmoid(float x) {
+    return log2_exp(fminf(x, 0.f)) + -log2_1p(__expf(-fabsf(x)));
+}
+
+__device__ inline float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+
+// mLSTM's gates as they are stored of a token that is not there.
+constexpr float kNoInput = -INFINITY, kNoForget = INFINITY;
+
+// mLSTM's forget gate: a sigmoid of what is stored.
+struct SigmoidForget {
+    static constexpr bool kHasInput = true;
+    __device__ static inline FloatPair log2_forget(float x) { return log2_sigmoid(x); }
+    __device__ static inline float forget_gradient(float of_log, float x) { return of_log * sigmoid(-x); }
+    template <class Load> __device__ static inline auto forget(Load load) { return load(kNoForget); }
+    template <class Load> __device__ static inline auto input(Load load) { return load(kNoInput); }
+};
+
+// mLSTMexp: the input gate is an exponential.
+struct ExponentialInput : SigmoidForget {
+    static constexpr bool kStabilised = true;
+    __device__ static inline FloatPair log2_input(float x) { return log2_exp(x); }
+    __device__ static inline float input_gradient(float of_log, float) { return of_log; }
+};
+
+// mLSTMsig: it is a sigmoid.
+struct SigmoidInput : SigmoidForget {
+    static constexpr bool kStabilised = false;
+    __device__ static inline FloatPair log2_input(float x) { return log2_sigmoid(x); }
+    __device__ static inline float input_gradient(float of_log, float x) { return of_log * sigmoid(-x); }
+};
+
+// Simple GLA, RetNet, Lightning: no input gate, and the natural log of the decay is stored.
+struct ScalarDecay {
+    static constexpr bool kStabilised = false, kHasInput = false;
+    __device__ static inline FloatPair log2_input(float) { return {0.f, 0.f}; }
+    __device__ static inline float forget_gradient(float of_log, float) { return of_log; }
+    __device__ static inline FloatPair log2_forget(float x) { return log2_exp(x); }
+    template <class Load> __device__ static inline auto forget(Load load) { return load(0.f); }
+    template <class Load> __device__ static inline auto input(Load load) { return decltype(load(0.f)){}; }
+};
+
+// Calls run(policy) with the policy of a kernel's gates. An instance for scalar decay has that alone, and no
+// normaliser. One for mLSTM has both of its gates and takes the one that the call asks for.
+#ifdef TFLA_SCALAR_DECAY
+constexpr bool kMayNormalize = false;
+template <class Run> __host__ __device__ inline void with_gate(bool, Run run) { run(ScalarDecay{}); }
+#else
+constexpr bool kMayNormalize = true;
+template <class Run> __host__ __device__ inline void with_gate(bool sigmoid_gate, Run run) {
+    if (sigmoid_gate)
+        run(SigmoidInput{});
+    else
+        run(ExponentialInput{});
+}
+#endif
+
+}  // namespace tfla_tk
