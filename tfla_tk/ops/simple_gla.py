@@ -121,7 +121,8 @@ def as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:
     if g is not None and g.dtype == torch.float64:
         g = as_dtype(g, dtype)
     elif g_gamma is not None:
-        g = g_gamma.to(dtype).expand(v.shape[:3])
+        g = g_gamma if g_gamma.dtype == dtype else g_gamma.to(dtype)
+        g = g.expand(call.batch, call.seq, call.value_heads)
     initial_state = as_dtype(initial_state, dtype)
     if initial_state is not None and call.state_v_first:
         initial_state = initial_state.mT
