@@ -18,6 +18,7 @@ PASS_TILES = MLSTM_TILES
 INTRA_TILES = ((64, 64), (128, 128), (128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 FORWARD = "scalar_gate/forward/forward.cu"
+_LAYOUT = ("CHUNK", "ANCHOR_CHUNKS", "DTYPES")
 # tokens of one call of mlstm_sequence
 SEQUENCE_TILES = (8, 16)
 MAX_TOKENS = max(SEQUENCE_TILES)
@@ -32,12 +33,14 @@ class Instance:
         source: The kernel's file below ``kernels/``, for instance ``scalar_gate/forward/forward.cu``.
         defines: Macros and their values.
         bindings: The file of the module's pybind11 bindings below ``kernels/``.
+        exports: What the module exports that ``exports.EXPECTED`` has, too.
     """
 
     name: str
     source: str
     defines: tuple[tuple[str, str], ...]
     bindings: str = "scalar_gate/bindings/forward.cpp"
+    exports: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -54,7 +57,8 @@ def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Inst
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
     """
-    return _instance("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
+    found = _instance("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
+    return replace(found, exports=_LAYOUT)
 
 
 @functools.cache
@@ -74,14 +78,20 @@ def mlstm_intra(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> In
 def mlstm_bwd() -> Instance:
     """The small kernels around the passes of the mLSTM backward, for all head dims."""
     return Instance(
-        "mlstm_bwd", "scalar_gate/backward/around_walks.cu", (), "scalar_gate/bindings/backward.cpp"
+        "mlstm_bwd", "scalar_gate/backward/around_walks.cu", (), "scalar_gate/bindings/backward.cpp", _LAYOUT
     )
 
 
 @functools.cache
 def mlstm_step() -> Instance:
     """One token of mLSTM, for all head dims and dtypes."""
-    return Instance("mlstm_step", "scalar_gate/decode/step.cu", (), "scalar_gate/bindings/step.cpp")
+    return Instance(
+        "mlstm_step",
+        "scalar_gate/decode/step.cu",
+        (),
+        "scalar_gate/bindings/step.cpp",
+        (*_LAYOUT, "MAX_KEYS", "MAX_SLICES"),
+    )
 
 
 @functools.cache
@@ -99,6 +109,7 @@ def mlstm_sequence(tokens: int) -> Instance:
         "scalar_gate/decode/sequence.cu",
         (("TFLA_TOKENS", str(tile)),),
         "scalar_gate/bindings/sequence.cpp",
+        (*_LAYOUT, "MAX_KEYS", "MAX_SLICES"),
     )
 
 
@@ -127,6 +138,7 @@ def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
         "scalar_gate/backward/walk/walk.cu",
         (("TFLA_DIM_KEYS", str(tile_keys)), ("TFLA_SLICE", str(slice_values))),
         "scalar_gate/bindings/walk.cpp",
+        (*_LAYOUT, "GRADIENTS"),
     )
 
 

@@ -28,7 +28,6 @@ from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import gate as _gate
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.scalar_gate.forward import states_at_cuts
 from tfla_tk.backends.tk.scalar_gate.launches import (
     Call,
     Grads,
@@ -281,13 +280,12 @@ def _cut(
     Args:
         offsets: of packed sequences, as the kernels take them.
     """
-    _, heads, _, *dims = sizes
     pointer, _, sequences = offsets
     cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
-    slots = (cut.segments - sequences) * heads
     if states is None or states.cut != cut:
         return cut, None
-    return cut, states_at_cuts(states.workspace, slots, *dims)
+    address, (c, n) = states.workspace.data_ptr(), states.offsets
+    return cut, (address + c, address + n)
 
 
 def _given(x: MaybeTensor) -> int:
