@@ -36,10 +36,25 @@ def _mlstm(backend: str) -> ModuleType:
     return reference
 
 
+def _linear(backend: str) -> ModuleType:
+    if backend == "tk":
+        from tfla_tk.backends.tk import linear as tk
+
+        return tk
+    if backend == "triton":
+        from tfla_tk.backends.triton import fla
+
+        return fla
+    from tfla_tk.backends.reference import linear as reference
+
+    return reference
+
+
 FAMILIES: dict[str, Callable[[str], ModuleType]] = {
     "mlstm": _mlstm,
     "mlstm_step": _mlstm,
     "mlstm_sequence": _mlstm,
+    "simple_gla": _linear,
 }
 
 

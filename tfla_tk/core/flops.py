@@ -47,11 +47,11 @@ def register(op: str, per_token: Callable[[int, int], int]) -> None:
     """Have FlopCounterMode count the op tfla_tk::<op>, whose tensors begin with q, k and v.
 
     Args:
-        per_token: FLOPs per token and head from the head dims of q and v.
+        per_token: FLOPs per token and head of v from the head dims of q and v.
     """
 
     def formula(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **options: Any) -> int:
-        return math.prod(q[:-1]) * per_token(q[-1], v[-1])
+        return math.prod(v[:-1]) * per_token(q[-1], v[-1])
 
     _formulas[op] = formula
     if _COUNTER in sys.modules:

@@ -6,7 +6,7 @@ read, so without a check the tangent would be lost and the derivative come out a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -142,14 +142,22 @@ def below_function() -> Iterator[None]:
         yield
 
 
-def merge_into_batch(op: Callable[..., Any], *, cu_seqlens: int | None = None) -> Callable[..., Any]:
+def merge_into_batch(
+    op: Callable[..., Any],
+    *,
+    cu_seqlens: int | None = None,
+    heads: Sequence[int] = (),
+    result_heads: Sequence[int] = (),
+) -> Callable[..., Any]:
     """The rule of vmap for a registered op: one call with the batch times as large.
 
     Packed sequences have a batch of one: there the heads are that many times as many.
 
     Args:
-        op: all of its tensors and results begin with a batch and heads, or are empty [0].
+        op: all of its tensors and results begin with a batch, or are empty [0].
         cu_seqlens: which argument holds the offsets of packed sequences, if any does.
+        heads, result_heads: the dimension of the heads in each of the first arguments and results; 1 in the
+            others.
 
     Returns:
         What torch.library.register_vmap takes.
@@ -162,19 +170,28 @@ def merge_into_batch(op: Callable[..., Any], *, cu_seqlens: int | None = None) -
                 "vmap over cu_seqlens: expected the same offsets for all, got a batch of them; "
                 "call once per entry"
             )
-        dim = 0 if offsets is None else 1
 
-        def merged(x: Any, batched: int | None) -> Any:
+        def place(dims: Sequence[int], number: int) -> int:
+            if offsets is None:
+                return 0
+            return dims[number] if number < len(dims) else 1
+
+        def merged(number: int, x: Any, batched: int | None) -> Any:
             if not isinstance(x, Tensor) or x is offsets or (batched is None and x.shape == (0,)):
                 return x
+            dim = place(heads, number)
             if batched is None:
                 x = x.unsqueeze(dim).expand(*x.shape[:dim], info.batch_size, *x.shape[dim:])
             else:
                 x = x.movedim(batched, dim)
             return x.flatten(dim, dim + 1)
 
-        results = op(*map(merged, args, in_dims))
-        found = tuple(x if x.shape == (0,) else x.unflatten(dim, (info.batch_size, -1)) for x in results)
-        return found, tuple(None if x.shape == (0,) else dim for x in found)
+        results = op(*map(merged, range(len(args)), args, in_dims))
+        dims = [None if x.shape == (0,) else place(result_heads, number) for number, x in enumerate(results)]
+        found = (
+            x if dim is None else x.unflatten(dim, (info.batch_size, -1))
+            for x, dim in zip(results, dims, strict=True)
+        )
+        return tuple(found), tuple(dims)
 
     return rule

@@ -76,7 +76,7 @@ def test_which_takes_positional_arguments_and_variants(make_inputs: Make) -> Non
 
 
 def test_which_rejects_unknown_operators(make_inputs: Make) -> None:
-    with pytest.raises(ValueError, match=r"op: expected one of mlstm_chunkwise, .*, got 'softmax'"):
+    with pytest.raises(ValueError, match=r"op: expected one of .*mlstm_chunkwise, .*, got 'softmax'"):
         which("softmax", **make_inputs())
     with pytest.raises(ValueError, match="op: expected one of"):
         which(torch.softmax, **make_inputs())
@@ -371,7 +371,7 @@ def test_auto_moves_on_where_the_triton_kernels_do_not_import(
     def broken(name: str) -> ModuleType:
         raise ImportError(f"cannot import something in {name}")
 
-    triton._import_fault.cache_clear()
+    installation.import_fault.cache_clear()
     monkeypatch.setattr(triton.importlib, "import_module", broken)
     try:
         for kernel, seq in (("mlstm", 128), ("mlstm_step", 1)) * 2:
@@ -383,7 +383,7 @@ def test_auto_moves_on_where_the_triton_kernels_do_not_import(
                 dispatch.choose(kernel, kernel, call, "triton")
             assert caught.value.failed and caught.value.remedy
     finally:
-        triton._import_fault.cache_clear()
+        installation.import_fault.cache_clear()
     assert len(caplog.records) == 2
 
 

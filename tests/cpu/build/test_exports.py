@@ -37,11 +37,10 @@ def test_what_python_expects() -> None:
 
 
 def test_what_a_module_exports() -> None:
-    """All of the backends' modules tell chunk, anchors and dtypes; the ablation's instrument does not."""
+    """All of them tell chunk, anchors and dtypes."""
     shared = {"CHUNK", "ANCHOR_CHUNKS", "DTYPES"}
     for instance in all_instances():
-        if not instance.name.startswith("mlstm_intra"):
-            assert shared <= set(instance.exports) <= EXPECTED.keys(), instance.name
+        assert shared <= set(instance.exports) <= EXPECTED.keys(), instance.name
     assert set(mlstm_fwd(64, 64).exports) == set(mlstm_bwd().exports) == shared
     assert set(mlstm_pass("dq", 64, 64).exports) == shared | {"GRADIENTS"}
     for instance in (mlstm_step(), mlstm_sequence(8)):

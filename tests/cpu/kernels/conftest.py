@@ -17,8 +17,8 @@ from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.bench import intra
 from tfla_tk.build.disassembly import find_tool
-from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
 from tfla_tk.core.layout import DTYPES, GRADIENTS
 
@@ -126,7 +126,7 @@ def parse_sass(sass: str) -> list[Kernel]:
                 slice_v=int(slice_v),
                 normalize=flags == ["1"],
                 gate=gate[1] if gate else "",
-                schedule=INTRA_SCHEDULES[int(enums["Schedule"])] if "Schedule" in enums else "",
+                schedule=intra.SCHEDULES[int(enums["Schedule"])] if "Schedule" in enums else "",
                 gradient=_GRADIENTS[int(enums["Gradient"])] if "Gradient" in enums else "",
                 instructions=instructions,
             )

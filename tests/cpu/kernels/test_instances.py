@@ -11,8 +11,6 @@ from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
-    INTRA_SCHEDULES,
-    INTRA_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
     MAX_TOKENS,
@@ -23,7 +21,6 @@ from tfla_tk.build.instances import (
     for_scalar_decay,
     mlstm_bwd,
     mlstm_fwd,
-    mlstm_intra,
     mlstm_pass,
     mlstm_sequence,
     mlstm_step,
@@ -161,22 +158,6 @@ def test_schedules_agree_with_the_sources() -> None:
     assert tuple(sorted(schedules, key=schedules.__getitem__)) == SCHEDULES
     assert [x for x in ALL_SCHEDULES if x != "auto"] == list(SCHEDULES)
     assert DEFAULT_SCHEDULE in SCHEDULES
-
-
-def test_instances_of_the_intra_chunk_kernel() -> None:
-    assert INTRA_SCHEDULES[: len(SCHEDULES)] == SCHEDULES
-    schedules = enum_of("intra/mlstm_intra_config.cuh", "Schedule")
-    assert tuple(sorted(schedules, key=schedules.__getitem__)) == INTRA_SCHEDULES
-    for dims in INTRA_TILES:
-        instance = mlstm_intra(*dims, "three_stage")
-        assert instance.name == f"mlstm_intra_k{dims[0]}_v{dims[1]}_three_stage"
-        assert dict(instance.defines)["TFLA_SCHEDULE"] == "3"
-        assert instance not in shipped_instances()
-        for file in (instance.source, instance.bindings):
-            assert (sources.kernels_root() / file).is_file()
-    assert mlstm_intra(256, 512).name == "mlstm_intra_k256_v128_overlapped"
-    with pytest.raises(ValueError, match=r"schedule: expected one of .*three_stage, got 'eager'"):
-        mlstm_intra(64, 64, "eager")
 
 
 def test_no_torch_header_under_kernels() -> None:

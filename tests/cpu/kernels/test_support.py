@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfla_tk
 from tfla_tk import UnsupportedError, build
-from tfla_tk.backends import tk_intra
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.backends.tk.scalar_gate import support as tk
@@ -366,24 +365,6 @@ def test_a_cpu_call_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", touched)
     assert not tk.supports_mlstm(replace(CALL, device=torch.device("cpu"))).ok
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": (1, 2, 8, 16)}, r"k: expected shape \[B, NH, S, K\] = \(1, 2, 64, 16\), got \(1, 2, 8, 16\)"),
-        ({"v": (1, 2, 8, 16)}, "v: expected shape"),
-        ({"i": (1, 2, 8)}, "i: expected shape"),
-        ({"f": (1, 64)}, "f: expected shape"),
-        ({name: (1, 65536, 1, 16)[: 4 - (name in "if")] for name in "qkvif"}, "batch times heads: .* 65536"),
-        ({}, "expected torch.bfloat16 on a GPU, got torch.bfloat16 on cpu"),
-    ],
-)
-def test_the_intra_chunk_kernel_refuses(change: dict[str, tuple[int, ...]], message: str) -> None:
-    shapes = dict.fromkeys("qkv", (1, 2, 64, 16)) | dict.fromkeys("if", (1, 2, 64)) | change
-    tensors = [torch.zeros(shapes[name], dtype=torch.bfloat16) for name in "qkvif"]
-    with pytest.raises(ValueError, match=message):
-        tk_intra.mlstm_intra(*tensors)
 
 
 def test_a_gpu_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:

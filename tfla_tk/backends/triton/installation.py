@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import logging
 import re
 import sys
 
@@ -13,6 +15,8 @@ from tfla_tk import env
 from tfla_tk.core.installed import find_package
 from tfla_tk.core.support import Support
 
+_log = logging.getLogger("tfla_tk")
+GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
 INTERPRETED = env.TRITON_INTERPRET.get() == "1"
 
 INSTALL = "pip install 'tfla_tk[baselines]'"
@@ -53,3 +57,22 @@ def unusable(device: torch.device, missing: Support | None) -> Support | None:
             False, f"Triton kernels run on a GPU, the tensors are on {device}", "move them to a CUDA device"
         )
     return missing
+
+
+@functools.cache
+def import_fault(module: str) -> str:
+    """Why a module cannot be imported; empty when it is."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a package of others does on import
+        _log.warning("the Triton kernels cannot be used: %s does not import", module, exc_info=True)
+        return f"{module} does not import: {type(error).__name__}: {error}"
+    return ""
+
+
+import_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def too_many(what: str, count: int, remedy: str) -> Support:
+    """The refusal of a launch with more blocks along y or z than CUDA takes."""
+    return Support(False, f"{what} = {count:,}, a CUDA grid takes {GRID_LIMIT:,} there", remedy)

@@ -6,9 +6,7 @@ it takes the call's chunk_size. Plain "triton" is `default_variant`.
 
 from __future__ import annotations
 
-import functools
 import importlib
-import logging
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,15 +16,20 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.triton import installation
-from tfla_tk.backends.triton.installation import INSTALL, missing, unusable
+from tfla_tk.backends.triton.installation import (
+    GRID_LIMIT,
+    INSTALL,
+    import_fault,
+    missing,
+    too_many,
+    unusable,
+)
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.ops import mlstm_decode
 
-_log = logging.getLogger("tfla_tk")
 INT32_LIMIT = 2**31  # elements that an int32 offset reaches
-GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
 
 _TRANSFORMED = Support(
     False, "mlstm_kernels has no rules for torch.func transforms", "use backend 'tk' or 'reference'"
@@ -175,28 +178,14 @@ def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
     """Import what serves a call that is supported: an installed package may still fail to import."""
     if kernel == "mlstm":
         name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
-        fault = _import_fault(_module_of(name))
+        fault = import_fault(_module_of(name))
     else:
-        fault = _import_fault(_STEP_MODULE)
+        fault = import_fault(_STEP_MODULE)
     return Support(False, fault, INSTALL, failed=True) if fault else SUPPORTED
 
 
 def _module_of(name: str) -> str:
     return f"mlstm_kernels.torch.chunkwise.{FAMILIES[name].module}"
-
-
-@functools.cache
-def _import_fault(module: str) -> str:
-    """Why a module cannot be imported; empty when it is."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # whatever a package of others does on import
-        _log.warning("the Triton kernels cannot be used: %s does not import", module, exc_info=True)
-        return f"{module} does not import: {type(error).__name__}: {error}"
-    return ""
-
-
-_import_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -226,7 +215,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
         return Support(False, f"its int32 offsets wrap: {elements:,} elements in c", "split the batch")
     rows = call.batch * call.heads
     if rows > GRID_LIMIT:
-        return _too_many("batch x heads", rows, "split the batch or the heads")
+        return too_many("batch x heads", rows, "split the batch or the heads")
     if installation.INTERPRETED and call.device.type == "cpu":
         return Support(True, "runs in Triton's interpreter", auto=False)
     return SUPPORTED
@@ -309,7 +298,7 @@ def _length_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | No
         return Support(False, f"S = {seq} is no multiple of the chunk size {chunk_size}", "pad S")
     rows = call.batch * call.heads
     if rows > GRID_LIMIT:
-        return _too_many("batch x heads", rows, "split the batch or the heads")
+        return too_many("batch x heads", rows, "split the batch or the heads")
     states = rows * (seq // chunk_size + 1) * call.dim_qk * call.dim_v
     # limit_chunk sums dv over slices of the query head dimension
     slices = call.dim_qk // _MAX_TILE if name == "limit_chunk" and call.requires_grad else 1
@@ -335,19 +324,15 @@ def _grid_refusal(name: str, rows: int, chunks: int, chunk_size: int) -> Support
     """
     if name == "limit_chunk":
         if chunks > GRID_LIMIT:
-            return _too_many("chunks", chunks, "use larger chunks")
+            return too_many("chunks", chunks, "use larger chunks")
         return None
     if chunks * rows > GRID_LIMIT:
         remedy = "use larger chunks, or split the batch or the heads"
-        return _too_many("chunks x batch x heads", chunks * rows, remedy)
+        return too_many("chunks x batch x heads", chunks * rows, remedy)
     tiles = chunk_size // min(chunk_size, _MAX_TILE)
     if tiles > GRID_LIMIT:
-        return _too_many("tiles of a chunk", tiles, "use smaller chunks")
+        return too_many("tiles of a chunk", tiles, "use smaller chunks")
     return None
-
-
-def _too_many(what: str, count: int, remedy: str) -> Support:
-    return Support(False, f"{what} = {count:,}, a CUDA grid takes {GRID_LIMIT:,} there", remedy)
 
 
 def _gradient_refusal(call: MLSTMCall, name: str, chunk_size: int) -> Support | None:

@@ -19,6 +19,8 @@ dq, has been left by the forward.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -125,7 +127,7 @@ def scalar_gate_bwd(
     states: KeptStates | None,
     decay: bool = False,
     needs_df: bool = True,
-) -> tuple[MaybeTensor, ...]:
+) -> tuple[Any, ...]:
     """The backward of mLSTM and of a scalar decay; arguments and results as of `mlstm_bwd`.
 
     Args:

@@ -7,12 +7,14 @@ import torch
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import passes
 from tfla_tk.build import Instance, instances
+from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import MAX_SLICES, SCHEDULES
 from tfla_tk.core.support import SUPPORTED, Support
 
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
 _MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels count in an int
 
 
@@ -38,6 +40,36 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
             f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
     return _on_this_machine("mlstm", call, variant)
+
+
+def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
+    """Whether the kernels for a scalar decay serve a call; ValueError for a variant that is no schedule.
+
+    CUDA is only touched for calls on a CUDA device.
+    """
+    _check_schedule(variant)
+    if call.device.type != "cuda":
+        return device.not_on_a_gpu(call.device)
+    if call.dtype not in _OPERAND_DTYPES:
+        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
+    if (
+        call.dim_qk > instances.MAX_DIM_QK
+        or call.dim_v > instances.MAX_DIM_V
+        or call.dim_qk % 16
+        or call.dim_v % 16
+    ):
+        return Support(
+            False,
+            f"head dims are K = {call.dim_qk}, V = {call.dim_v}",
+            f"use multiples of 16 up to {instances.MAX_DIM_QK} and {instances.MAX_DIM_V}",
+        )
+    if not call.scale > 0:
+        return Support(False, f"scale = {call.scale}, the kernels take positive ones", "scale q by -1")
+    count = call.sequences * call.value_heads
+    if count > _MOST_SEQUENCES:
+        reason = f"sequences x value heads = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
+        return Support(False, reason, "split the batch or the heads")
+    return _on_this_machine("simple_gla", call, variant)
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -100,11 +132,11 @@ def _supports_decoding(kernel: str, call: MLSTMCall) -> Support:
     return _on_this_machine(kernel, call)
 
 
-def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
     """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
 
     Args:
-        kernel: "mlstm", "mlstm_step" or "mlstm_sequence".
+        kernel: "mlstm", "mlstm_step", "mlstm_sequence" or "simple_gla".
 
     Returns:
         Whether the call can be served.
@@ -117,7 +149,7 @@ def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
     return device.load(_instances_of, *_kernel_key(kernel, call, variant))
 
 
-def _on_this_machine(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
     """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
     return device.supports(call.device, _instances_of, *_kernel_key(kernel, call, variant))
 
@@ -125,12 +157,12 @@ def _on_this_machine(kernel: str, call: MLSTMCall, variant: str | None = None) -
 KernelKey = tuple[str, int, int, str, bool]  # kernel, tiles of K and V or of tokens, schedule, gradients
 
 
-def _kernel_key(kernel: str, call: MLSTMCall, variant: str | None) -> KernelKey:
+def _kernel_key(kernel: str, call: MLSTMCall | LinearCall, variant: str | None) -> KernelKey:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    if call.requires_grad:
+    if call.requires_grad and kernel != "simple_gla":
         # of one token, too: the chunkwise kernel has the gradients
         kernel = "mlstm"
-    if kernel == "mlstm":
+    if kernel in ("mlstm", "simple_gla"):
         schedule = variant or instances.DEFAULT_SCHEDULE
         if schedule == "auto":
             schedule = instances.DEFAULT_SCHEDULE
@@ -155,5 +187,7 @@ def _instances_of(kernel: str, first: int, second: int, schedule: str, gradients
         return [instances.mlstm_step()]
     if kernel == "mlstm_sequence":
         return [instances.mlstm_sequence(first)]
-    forward = instances.mlstm_fwd(first, second, schedule)
-    return [forward, *passes.instances_of(first, second)] if gradients else [forward]
+    forward, decay = instances.mlstm_fwd(first, second, schedule), kernel == "simple_gla"
+    if decay:
+        forward = instances.for_scalar_decay(forward)
+    return [forward, *passes.instances_of(first, second, decay=decay)] if gradients else [forward]

@@ -11,9 +11,9 @@
 #include <cmath>
 
 #include "common/launch.cuh"
-#include "intra/mlstm_intra_config.cuh"
-#include "intra/mlstm_intra_consumer.cuh"
-#include "intra/mlstm_intra_gates.cuh"
+#include "mlstm_intra_config.cuh"
+#include "mlstm_intra_consumer.cuh"
+#include "mlstm_intra_gates.cuh"
 
 #ifndef TFLA_DIM_QK
 #error "TFLA_DIM_QK, TFLA_SLICE_V and TFLA_SCHEDULE choose the instance"

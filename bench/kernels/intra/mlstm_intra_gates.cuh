@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "common/warp.cuh"
-#include "intra/mlstm_intra_config.cuh"
+#include "mlstm_intra_config.cuh"
 #include "scalar_gate/gate/gates.cuh"
 
 namespace tfla_tk::intra {

@@ -4,8 +4,8 @@
 #include "common/sync.cuh"
 #include "common/tiles.cuh"
 #include "common/tma.cuh"
-#include "intra/params_intra.h"
 #include "kittens.cuh"
+#include "params_intra.h"
 
 namespace tfla_tk::intra {
 

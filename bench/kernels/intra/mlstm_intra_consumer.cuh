@@ -2,7 +2,7 @@
 // diagonal.
 #pragma once
 
-#include "intra/mlstm_intra_config.cuh"
+#include "mlstm_intra_config.cuh"
 #include "scalar_gate/gate/gates.cuh"
 
 namespace tfla_tk::intra {

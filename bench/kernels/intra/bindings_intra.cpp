@@ -1,5 +1,5 @@
 // pybind11 module of one instance of the intra-chunk kernel: integers in, two launches out.
-#include "intra/params_intra.h"
+#include "params_intra.h"
 #include "scalar_gate/bindings/tuples.h"
 
 namespace {
