@@ -34,7 +34,7 @@ from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import simple_gla as simple_gla_ops
 
 Inputs = dict[str, Tensor]
-LEFT = KeptStates(torch.arange(3.0), Cut(4, 2))  # what a forward leaves for its backward
+LEFT = KeptStates(torch.arange(3.0), Cut(4, 2), (8, 16))  # what a forward leaves for its backward
 
 
 def draw(

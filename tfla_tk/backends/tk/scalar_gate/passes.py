@@ -14,11 +14,10 @@ from typing import NamedTuple
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.build import instances
-from tfla_tk.core.layout import Cut
+from tfla_tk.core.layout import ANCHOR_CHUNKS, Cut
 
 ALIGNMENT = 256  # bytes
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
-ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 # Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
 PART_COLUMNS = instances.MAX_DIM_QK
 
