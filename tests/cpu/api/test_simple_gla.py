@@ -659,6 +659,30 @@ def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("backend", ["reference", "tk"])
+def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
+    """Tokens, heads, groups and head dims: one graph serves another size."""
+    compiled = torch.compile(chunk_simple_gla, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seq, heads, dims in ((40, (2, 4), (16, 32)), (56, (3, 9), (24, 8))):
+        x = draw(seq=seq, heads=heads, dims=dims)
+        expected = gradients(reference.simple_gla_recurrent, x)
+        assert_same(gradients(compiled, x, backend=backend), expected)
+    torch._dynamo.reset()
+
+
+def test_export() -> None:
+    """Packed sequences: the exported program reads the offsets when it runs."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor) -> Tensor:
+            return chunk_simple_gla(q, k, v, g, cu_seqlens=cu_seqlens, backend="reference")[0]
+
+    x = [t for name, t in draw(batch=1).items() if name != "initial_state"]
+    program = torch.export.export(Model(), (*x, torch.tensor([0, 7, 40]))).module()
+    offsets = torch.tensor([0, 20, 40])
+    torch.testing.assert_close(program(*x, offsets), Model()(*x, offsets))
+
+
 def test_fake_and_meta_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
