@@ -82,7 +82,7 @@ def mlstm_bwd(
     forward's alone.
 
     Args:
-        states: the last result of `tk_forward.mlstm_fwd`: what enters the segments of "dq" is then not made
+        states: the last result of `forward.mlstm_fwd`: what enters the segments of "dq" is then not made
             again.
 
     Raises:
@@ -137,7 +137,7 @@ def scalar_gate_bwd(
         f: with a decay its natural log.
         h: with a normaliser alone it is read.
         scale: of q k^T.
-        decay: as in `tk_forward.Options`.
+        decay: as in `forward.Options`.
         needs_df: without it di and df come back as None.
     """
     if not normalize:

@@ -1,6 +1,6 @@
 """The plan of an mLSTM backward: its parts of V, and where its kernels leave what others of them read.
 
-It follows from sizes alone, so calls of equal sizes share it; `tk_backward` allocates and launches by it.
+It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it.
 """
 
 from __future__ import annotations
