@@ -58,10 +58,12 @@ def head_groups(q: Tensor, v: Tensor) -> int:
         ValueError: HV is no multiple of H.
     """
     heads, value_heads = q.shape[2], v.shape[2]
-    groups, rest = divmod(value_heads, max(heads, 1))
-    if rest or (value_heads > 0) != (heads > 0):
+    if heads == value_heads:
+        return 1
+    # torch.compile, which may have the sizes as symbols, does not know divmod
+    if heads == 0 or value_heads == 0 or value_heads % heads != 0:
         raise ValueError(f"v: expected a multiple of q's {heads} heads, got {value_heads}")
-    return max(groups, 1)
+    return value_heads // heads
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from tfla_tk import env
 from tfla_tk.build import cache
 from tfla_tk.build.compiler import CompileResult, Slots, compile_module, compile_to_cubin
 from tfla_tk.build.errors import BuildError, CaptureError
+from tfla_tk.build.exports import check_exports
 from tfla_tk.build.instances import Instance, shipped_instances
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
@@ -75,8 +76,8 @@ def load(instance: Instance) -> ModuleType:
 
     Raises:
         BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a refusal
-            by the ptxas gate. CaptureError: a CUDA graph is being captured and the module would have to be
-            compiled.
+            by the ptxas gate, a module that disagrees with this package (`exports`).
+        CaptureError: A CUDA graph is being captured and the module would have to be compiled.
     """
     module = _loaded.get(instance)
     if module is not None:
@@ -84,7 +85,9 @@ def load(instance: Instance) -> ModuleType:
     with _load_lock:
         if instance not in _loaded:
             entry = _build(instance, Slots(env.build_jobs()), announce=True)
-            _loaded[instance] = _import(instance.name, entry.module)
+            module = _import(instance.name, entry.module)
+            check_exports(instance, module)
+            _loaded[instance] = module
         return _loaded[instance]
 
 

@@ -17,6 +17,7 @@ MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)
 PASS_TILES = MLSTM_TILES
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 FORWARD = "scalar_gate/forward/forward.cu"
+_LAYOUT = ("CHUNK", "ANCHOR_CHUNKS", "DTYPES")
 # tokens of one call of mlstm_sequence
 SEQUENCE_TILES = (8, 16)
 MAX_TOKENS = max(SEQUENCE_TILES)
@@ -33,6 +34,7 @@ class Instance:
         bindings: The file of the module's pybind11 bindings below ``kernels/``.
         root: The directory that source and bindings lie below in place of ``kernels/``; what they include
             is looked for beside them, then where the kernels' own includes are.
+        exports: What the module exports that ``exports.EXPECTED`` has, too.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Instance:
     defines: tuple[tuple[str, str], ...]
     bindings: str = "scalar_gate/bindings/forward.cpp"
     root: Path | None = None
+    exports: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -56,21 +59,32 @@ def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Inst
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
     """
-    return _instance("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
+    found = _instance("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
+    return replace(found, exports=_LAYOUT)
 
 
 @functools.cache
 def mlstm_bwd() -> Instance:
     """The small kernels around the passes of the mLSTM backward, for all head dims."""
     return Instance(
-        "mlstm_bwd", "scalar_gate/backward/around_walks.cu", (), "scalar_gate/bindings/backward.cpp"
+        "mlstm_bwd",
+        "scalar_gate/backward/around_walks.cu",
+        (),
+        "scalar_gate/bindings/backward.cpp",
+        exports=_LAYOUT,
     )
 
 
 @functools.cache
 def mlstm_step() -> Instance:
     """One token of mLSTM, for all head dims and dtypes."""
-    return Instance("mlstm_step", "scalar_gate/decode/step.cu", (), "scalar_gate/bindings/step.cpp")
+    return Instance(
+        "mlstm_step",
+        "scalar_gate/decode/step.cu",
+        (),
+        "scalar_gate/bindings/step.cpp",
+        exports=(*_LAYOUT, "MAX_KEYS", "MAX_SLICES"),
+    )
 
 
 @functools.cache
@@ -88,6 +102,7 @@ def mlstm_sequence(tokens: int) -> Instance:
         "scalar_gate/decode/sequence.cu",
         (("TFLA_TOKENS", str(tile)),),
         "scalar_gate/bindings/sequence.cpp",
+        exports=(*_LAYOUT, "MAX_KEYS", "MAX_SLICES"),
     )
 
 
@@ -116,6 +131,7 @@ def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
         "scalar_gate/backward/walk/walk.cu",
         (("TFLA_DIM_KEYS", str(tile_keys)), ("TFLA_SLICE", str(slice_values))),
         "scalar_gate/bindings/walk.cpp",
+        exports=(*_LAYOUT, "GRADIENTS"),
     )
 
 

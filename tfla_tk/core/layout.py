@@ -7,7 +7,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-CHUNK = 64  # tokens; kChunk of the kernels
+# The kernels' modules export these, and a module whose own differ is not loaded (build/exports.py).
+CHUNK = 64  # tokens
+ANCHOR_CHUNKS = 8  # from one anchor of the backward to the next
+GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes
+MAX_SLICES = 16  # of V in decoding, each a CTA
 SCHEDULES = ("auto", "sequential", "overlapped", "pingpong")
 
 MaybeTensor: TypeAlias = Tensor | None
@@ -30,12 +35,15 @@ class KeptStates(NamedTuple):
     """The states at the cuts of a forward's sequences, for its backward.
 
     Attributes:
-        workspace: of the forward's kernels, which know where the states lie in it.
+        workspace: of the forward's kernels.
         cut: of the forward's sequences.
+        offsets: bytes from the start of the workspace to c [slots, K, V] and n [slots, K], which is written
+            with a normaliser only.
     """
 
     workspace: Tensor
     cut: Cut
+    offsets: tuple[int, int]
 
 
 def state_dtype(q: Tensor) -> torch.dtype:

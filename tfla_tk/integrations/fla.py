@@ -152,7 +152,7 @@ def _current(name: str) -> Callable[..., Any]:
 
 def _rebind(present: Any, wanted: Any) -> list[str]:
     """Have every attribute of a module that is one function be the other one; which they were."""
-    found = []
+    found: list[str] = []
     if present is wanted:
         return found
     # a module may be imported meanwhile, and sys.modules may hold what is no module

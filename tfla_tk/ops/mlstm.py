@@ -38,7 +38,6 @@ from tfla_tk.calls.mlstm import Grads, MaybeGrads, MLSTMCall
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import (
     CHUNK,
-    Cut,
     KeptStates,
     MaybeTensor,
     as_dtype,
@@ -369,20 +368,20 @@ def _record_directly(*args: Any) -> Recorded:
     keep_states = not are_saved_tensors_hooked()
     found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, keep_states)
     h, c, n, m, *rows, states = found
-    workspace, cut = (None, None) if states is None else states
+    workspace, *left = (None,) if states is None else states
     saved = *_saved(tensors, h, rows, (c, n)), workspace
-    return Recorded((h, c, n, m), () if m is None else (m,), saved, ((*options, schedule), cut))
+    return Recorded((h, c, n, m), () if m is None else (m,), saved, ((*options, schedule), left))
 
 
 def _differentiate_directly(
-    saved: Sequence[Any], options: tuple[Any, Cut | None], grads: tuple[MaybeTensor, ...]
+    saved: Sequence[Any], options: tuple[Any, list[Any]], grads: tuple[MaybeTensor, ...]
 ) -> Sequence[MaybeTensor]:
     """The kernels again where the backward is plain, too."""
-    (*saved, workspace), (options, cut) = saved, options
+    (*saved, workspace), (options, left) = saved, options
     tensors = _backward_tensors(saved, *grads[:3])
     if not autograd.is_plain_backward((*tensors, workspace), grads):
         return _bwd(*tensors, *options)
-    states = None if workspace is None or cut is None else KeptStates(workspace, cut)
+    states = None if workspace is None else KeptStates(workspace, *left)
     return _kernels_bwd(*tensors, *options, states)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.layout import CHUNK, Cut, KeptStates, MaybeTensor, as_dtype, state_dtype
+from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, state_dtype
 from tfla_tk.core.memo import are_saved_tensors_hooked, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
@@ -121,7 +121,8 @@ def as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:
     if g is not None and g.dtype == torch.float64:
         g = as_dtype(g, dtype)
     elif g_gamma is not None:
-        g = g_gamma.to(dtype).expand(v.shape[:3])
+        g = g_gamma if g_gamma.dtype == dtype else g_gamma.to(dtype)
+        g = g.expand(call.batch, call.seq, call.value_heads)
     initial_state = as_dtype(initial_state, dtype)
     if initial_state is not None and call.state_v_first:
         initial_state = initial_state.mT
@@ -282,21 +283,21 @@ def _record_directly(*args: Any) -> Recorded:
     # one of them may take, saves no states
     keep_states = not are_saved_tensors_hooked()
     o, last, kept = _kernels().simple_gla_fwd(*tensors, scale, output_final_state, schedule, keep_states)
-    workspace, cut = (None, None) if kept is None else kept
+    workspace, *left = (None,) if kept is None else kept
     saved, needs_dg = _saved(tensors, last)
-    return Recorded((o, last), (), (*saved, workspace), ((scale, needs_dg, schedule), cut))
+    return Recorded((o, last), (), (*saved, workspace), ((scale, needs_dg, schedule), left))
 
 
 def _differentiate_directly(
-    saved: Sequence[Any], options: tuple[Any, Cut | None], grads: tuple[MaybeTensor, ...]
+    saved: Sequence[Any], options: tuple[Any, list[Any]], grads: tuple[MaybeTensor, ...]
 ) -> Sequence[MaybeTensor]:
     """The kernels again where the backward is plain, too."""
-    (*saved, workspace), (options, cut) = saved, options
+    (*saved, workspace), (options, left) = saved, options
     tensors = _backward_tensors(saved, *grads)
     if not autograd.is_plain_backward((*tensors, workspace), grads):
         found: Grads = _bwd(*tensors, *options)
         return found
-    kept = None if workspace is None or cut is None else KeptStates(workspace, cut)
+    kept = None if workspace is None else KeptStates(workspace, *left)
     gradients: Sequence[MaybeTensor] = _kernels().simple_gla_bwd(*tensors, *options, kept)
     return gradients
 

@@ -15,20 +15,19 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.operands import DTYPES
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
-from tfla_tk.backends.tk.scalar_gate import launches as tk_backward_launches
 from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.bench import intra
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.locking import file_lock
+from tfla_tk.core.layout import DTYPES, GRADIENTS
 
 from .backward_emulation import BackwardFormulas
 from .backward_launches import Launches
 from .sass import Instruction, functions_of
 from .stand_in import launch_instead
 
-_GRADIENTS = tuple(tk_backward_launches.GRADIENTS)
+_GRADIENTS = tuple(GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
 # a kernel's config in its symbol: type, tile and, in any order, flags, gate, schedule and gradient
 _CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(\w*?)EEv")

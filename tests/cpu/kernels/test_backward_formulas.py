@@ -149,7 +149,8 @@ def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> KeptStates:
             )
             c[slot : slot + heads], n[slot : slot + heads] = left_c[0], left_n[0]
             slot += heads
-    return KeptStates(workspace, Cut(segments, chunks))
+    places = (c.data_ptr() - workspace.data_ptr(), n.data_ptr() - workspace.data_ptr())
+    return KeptStates(workspace, Cut(segments, chunks), places)
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS, LONG[:4]], ids=["batch", "packed", "long"])

@@ -248,9 +248,9 @@ def test_the_states_of_the_forward_are_not_made_again(
     sequences = x.c_initial.shape[0]
     slots = NH * (x.q.shape[2] // CHUNK if packed else sequences * (-(-S // CHUNK) - 1))
     workspace = torch.empty(slots * (4 + K * dim_v + K + 1))
-    cut = segments.Cut(slots // NH + sequences, 1)
+    cut, places = segments.Cut(slots // NH + sequences, 1), (16 * slots, 4 * slots * (4 + K * dim_v))
 
-    tk_backward.mlstm_bwd(*given, KeptStates(workspace, cut))
+    tk_backward.mlstm_bwd(*given, KeptStates(workspace, cut, places))
     expected = [*["rows"] * normalize, "scan", "segments_dk", "combine", "dv", "dq", "dk", "gates"]
     assert [launch.name for launch in launches] == expected
     (of_dq,) = launches.of("dq")
@@ -261,7 +261,7 @@ def test_the_states_of_the_forward_are_not_made_again(
 
     # those of another cut do not fit, though they are as many
     launches.clear()
-    tk_backward.mlstm_bwd(*given, KeptStates(workspace, cut._replace(chunks=2)))
+    tk_backward.mlstm_bwd(*given, KeptStates(workspace, cut._replace(chunks=2), places))
     assert len(launches.of("segments_dq")) == 1
 
 

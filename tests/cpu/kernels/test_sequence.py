@@ -18,10 +18,10 @@ from torch import Tensor
 from tfla_tk import build, env, reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
-from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
+from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
 from . import sequence_emulation as emulation
@@ -186,7 +186,7 @@ def test_warps(multiprocessors: int) -> None:
         assert found == sorted(found)
         for warps in found:
             assert warps in (1, 2, 4, 8) and warps * columns <= 128
-            assert -(-dim_v // (warps * columns)) <= tk_step._MAX_SLICES
+            assert -(-dim_v // (warps * columns)) <= MAX_SLICES
         assert found[-1] == 2 or columns >= dim_v
     assert tk_sequence._warps(8, 512, 4, 132) == 1  # 128 CTAs
     assert tk_sequence._warps(512, 512, 4, 132) == 2
@@ -347,7 +347,6 @@ def test_refuses(change: dict[str, object], reason: str, remedy: str, hopper: No
 
 @pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000), (2**27 - 1, 1), (1, 2**27 - 1)])
 def test_serves_any_number_of_heads(batch: int, heads: int, hopper: None) -> None:
-    assert tk._DECODING_SLICES == tk_step._MAX_SLICES
     assert tk.supports_mlstm_sequence(replace(CALL, batch=batch, sequences=batch, heads=heads)) == SUPPORTED
 
 
@@ -415,7 +414,6 @@ def test_the_module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFact
         patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
         patch.setattr(builder, "_loaded", {})
         module = build.load(mlstm_sequence(8))
-    assert (module.MAX_KEYS, module.MAX_SLICES) == (MAX_DIM_QK, tk_step._MAX_SLICES)
     assert module.MAX_COLUMNS >= 8 * 8 * tk_sequence._MOST_WARPS
     rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)

@@ -18,8 +18,9 @@ from tfla_tk import build, env, reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build import builder, sources
+from tfla_tk.build import builder
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
+from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
 from .stand_in import launch_instead
@@ -172,7 +173,7 @@ def test_lanes(multiprocessors: int) -> None:
         assert found == sorted(found)
         for lanes in found:
             assert lanes in (1, 2, 4, 8, 16, 32)
-            assert -(-dim_v // (lanes * width)) <= tk_step._MAX_SLICES
+            assert -(-dim_v // (lanes * width)) <= MAX_SLICES
         assert found[-1] >= 16 or found[-1] * width >= dim_v
     assert tk_step._lanes(8, 512, 4, 132) == 8  # 128 CTAs
     assert tk_step._lanes(8, 512, 8, 132) == 4
@@ -196,11 +197,6 @@ def test_every_element_has_one_thread(lanes: int, width: int) -> None:
                     if column < dim_v and row < dim_qk:
                         count[row, column : column + width] += 1
     assert (count == 1).all()
-
-
-def test_constants_agree_with_the_sources() -> None:
-    text = (sources.kernels_root() / "scalar_gate/bindings/params_decode.h").read_text()
-    assert f"kDecodeMaxKeys = {MAX_DIM_QK}, kDecodeMaxSlices = {tk_step._MAX_SLICES};" in text
 
 
 # the formula
@@ -277,7 +273,6 @@ def test_refuses(change: dict[str, object], reason: str, remedy: str, hopper: No
 
 @pytest.mark.parametrize(("batch", "heads"), [(70000, 1), (1, 70000), (2**27 - 1, 1), (1, 2**27 - 1)])
 def test_serves_any_number_of_heads(batch: int, heads: int, hopper: None) -> None:
-    assert tk._DECODING_SLICES == tk_step._MAX_SLICES
     assert tk.supports_mlstm_step(replace(CALL, batch=batch, sequences=batch, heads=heads)) == SUPPORTED
 
 
@@ -310,7 +305,6 @@ def test_the_module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFact
         patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
         patch.setattr(builder, "_loaded", {})
         module = build.load(mlstm_step())
-    assert (module.MAX_KEYS, module.MAX_SLICES) == (MAX_DIM_QK, tk_step._MAX_SLICES)
     row, state = (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)
 

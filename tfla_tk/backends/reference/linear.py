@@ -30,13 +30,18 @@ def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Te
         tensors: q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
     form = variant or "chunkwise"
-    q, *_, cu_seqlens, cu_seqlens_cpu = tensors
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
     if cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
         return ops.packed_simple_gla(call, form, *tensors)
     o, last = ops.in_form(
         form,
         call.chunk_size,
-        *tensors[:6],
+        q,
+        k,
+        v,
+        g,
+        g_gamma,
+        initial_state,
         cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
         scale=call.scale,
         output_final_state=call.output_final_state,

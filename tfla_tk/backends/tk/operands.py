@@ -8,12 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.layout import DTYPES, MaybeTensor
 
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
 Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum class DType of params.h
 ADDRESS_ALIGNMENT = 16  # bytes: of what TMA and vector loads read
 _ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
 

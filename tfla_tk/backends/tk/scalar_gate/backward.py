@@ -19,6 +19,8 @@ dq, has been left by the forward.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,6 @@ from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import gate as _gate
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.scalar_gate.forward import states_at_cuts
 from tfla_tk.backends.tk.scalar_gate.launches import (
     Call,
     Grads,
@@ -81,7 +82,7 @@ def mlstm_bwd(
     forward's alone.
 
     Args:
-        states: the last result of `tk_forward.mlstm_fwd`: what enters the segments of "dq" is then not made
+        states: the last result of `forward.mlstm_fwd`: what enters the segments of "dq" is then not made
             again.
 
     Raises:
@@ -126,7 +127,7 @@ def scalar_gate_bwd(
     states: KeptStates | None,
     decay: bool = False,
     needs_df: bool = True,
-) -> tuple[MaybeTensor, ...]:
+) -> tuple[Any, ...]:
     """The backward of mLSTM and of a scalar decay; arguments and results as of `mlstm_bwd`.
 
     Args:
@@ -136,7 +137,7 @@ def scalar_gate_bwd(
         f: with a decay its natural log.
         h: with a normaliser alone it is read.
         scale: of q k^T.
-        decay: as in `tk_forward.Options`.
+        decay: as in `forward.Options`.
         needs_df: without it di and df come back as None.
     """
     if not normalize:
@@ -281,13 +282,12 @@ def _cut(
     Args:
         offsets: of packed sequences, as the kernels take them.
     """
-    _, heads, _, *dims = sizes
     pointer, _, sequences = offsets
     cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
-    slots = (cut.segments - sequences) * heads
     if states is None or states.cut != cut:
         return cut, None
-    return cut, states_at_cuts(states.workspace, slots, *dims)
+    address, (c, n) = states.workspace.data_ptr(), states.offsets
+    return cut, (address + c, address + n)
 
 
 def _given(x: MaybeTensor) -> int:

@@ -15,12 +15,12 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, descriptor_strides
-from tfla_tk.backends.tk.operands import DTYPES as _GATE_DTYPES
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import instances
+from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
 from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
 
@@ -159,7 +159,8 @@ class Forward:
         self._has_initial = any(x is not None for x in initial)
         self._h_in_place = strides_of_h is not None
         self._workspace_size = -(-kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
-        self._kept_cut = cut if kept else None
+        # what a forward leaves, but for the workspace
+        self._left = (cut, tuple(kernel.workspace_offsets(slots, dim_qk, dim_v))) if kept else None
         self._sequences = sequences
         self._launch = kernel.Forward(
             *(descriptor_strides(x.shape, x.stride()) for x in (q, k, v)),
@@ -226,8 +227,8 @@ class Forward:
         if written is not h:
             h.copy_(written)
         states = None
-        if self._kept_cut is not None and workspace is not None:
-            states = KeptStates(workspace, self._kept_cut)
+        if self._left is not None and workspace is not None:
+            states = KeptStates(workspace, *self._left)
         return h, c, n, m, row_n, row_m, chunk_m, states
 
     def _last_states(self, q: Tensor, v: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:
@@ -276,13 +277,6 @@ def _instance(dim_qk: int, dim_v: int, schedule: str, decay: bool = False) -> tu
         instance = instances.for_scalar_decay(instance)
     slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])
     return instance, -(-dim_v // slice_v)
-
-
-def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int]:
-    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; n is written with a normaliser only."""
-    # struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
-    c = workspace.data_ptr() + 2 * tk_passes.DOUBLE * slots
-    return c, c + tk_passes.FLOAT * slots * dim_qk * dim_v
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

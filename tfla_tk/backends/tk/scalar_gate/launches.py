@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.scalar_gate.passes import INT, PART_COLUMNS, Memory, Plan, Sizes
-
-GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
+from tfla_tk.core.layout import GRADIENTS
 
 # addresses, of states or their gradients 0 where there is none
 Pair = tuple[int, int]  # c and n, row sums and their inter, or anchors: states and flows

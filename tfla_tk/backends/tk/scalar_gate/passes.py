@@ -1,6 +1,6 @@
 """The plan of an mLSTM backward: its parts of V, and where its kernels leave what others of them read.
 
-It follows from sizes alone, so calls of equal sizes share it; `tk_backward` allocates and launches by it.
+It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import NamedTuple
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.build import instances
-from tfla_tk.core.layout import Cut
+from tfla_tk.core.layout import ANCHOR_CHUNKS, Cut
 
 ALIGNMENT = 256  # bytes
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
-ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
 # Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
 PART_COLUMNS = instances.MAX_DIM_QK
 

@@ -46,7 +46,7 @@ def simple_gla_fwd(
         initial_state: [N, HV, K, V] in fp32, or None for zeros.
         cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, or None.
         scale: of q k^T, positive.
-        keep_states: as in `tk_forward.Options`.
+        keep_states: as in `forward.Options`.
 
     Returns:
         o [B, T, HV, V], the state after the last token or None, and what a backward can use or None.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import DTYPES as _GATE_DTYPES
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import gate as _gate
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
@@ -25,6 +24,7 @@ from tfla_tk.backends.tk.scalar_gate.step import (
     with_new_state,
 )
 from tfla_tk.build import instances
+from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
 
 _FEWEST_COLUMNS = 4  # of a thread
 _MOST_WARPS = 2  # side by side in a row of C

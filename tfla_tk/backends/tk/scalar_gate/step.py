@@ -1,7 +1,7 @@
 """One token of mLSTM by the step kernel, from tensors: one launch, whatever strides q, k and v have.
 
 The state is read once and written once. docs/mlstm-step.md tells how the kernel shares it among its threads.
-What becomes of a state, new or in place, is the same for a few tokens (tk_sequence.py).
+What becomes of a state, new or in place, is the same for a few tokens (sequence.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import DTYPES as _GATE_DTYPES
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import gate as _gate
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.build import instances
-from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
+from tfla_tk.core.layout import MAX_SLICES, MaybeTensor
 
 _VECTOR = 16  # bytes of a thread's load
 _MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C
-_MAX_SLICES = 16  # kDecodeMaxSlices of params_decode.h
 _FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
 
 State = tuple[Tensor, Tensor, MaybeTensor]
@@ -195,12 +194,12 @@ def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
     def slices(lanes: int) -> int:
         return -(-dim_v // (lanes * width))
 
-    while slices(found) > _MAX_SLICES:
+    while slices(found) > MAX_SLICES:
         found *= 2
     while (
         found > _FEWEST_LANES
         and heads * slices(found) < _FULL * multiprocessors
-        and slices(found // 2) <= _MAX_SLICES
+        and slices(found // 2) <= MAX_SLICES
     ):
         found //= 2
     return found

@@ -10,13 +10,12 @@ from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
-from tfla_tk.core.layout import SCHEDULES
+from tfla_tk.core.layout import MAX_SLICES, SCHEDULES
 from tfla_tk.core.support import SUPPORTED, Support
 
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
-_DECODING_SLICES = 16  # of V at most, each a CTA: kDecodeMaxSlices of params_decode.h
 _MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
-_MOST_HEADS = (2**31 - 1) // _DECODING_SLICES  # of all sequences, which the kernels count in an int
+_MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels count in an int
 
 
 def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:

@@ -1,0 +1,72 @@
+"""fla's layers on the GPU: these kernels in the place of fla's functions train them to the same loss."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tfla_tk.backends.triton import fla
+from tfla_tk.integrations import fla as integration
+
+pytest.importorskip("fla.layers", reason="flash-linear-attention is not installed")
+
+LAYERS = {
+    "SimpleGatedLinearAttention": ("simple_gla", "chunk_simple_gla"),
+    "MultiScaleRetention": ("multiscale_retention", "chunk_retention"),
+}
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    integration.restore()
+    yield
+    integration.restore()
+
+
+def losses(name: str, **options: Any) -> list[float]:
+    """Of a few steps of training a layer in bf16, from the same start."""
+    torch.manual_seed(0)
+    module, _ = LAYERS[name]
+    layer = getattr(importlib.import_module(f"fla.layers.{module}"), name)(hidden_size=256, num_heads=2)
+    layer = layer.to("cuda", torch.bfloat16)
+    x, target = (torch.randn(1, 512, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    found = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (layer(x, **options)[0].float() - target.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_train_to_the_same_loss(name: str, packed: bool) -> None:
+    if name == "SimpleGatedLinearAttention" and fla._gated_backward_is_guarded():
+        pytest.skip("fla refuses its gated backward with this Triton")
+    offsets = torch.tensor([0, 100, 101, 512], device="cuda")
+    options = {"cu_seqlens": offsets} if packed else {}
+    expected = losses(name, **options)
+    integration.accelerate()
+    found = losses(name, **options)
+    assert integration.last_path() == integration.Path(LAYERS[name][1], "tk")
+    assert found[-1] < found[0]
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)
+
+
+def test_what_tk_cannot_serve_goes_to_fla() -> None:
+    """In fp32, with the reason; the result is fla's own."""
+    q, k, v = (torch.randn(1, 100, 2, 64, device="cuda") for _ in range(3))
+    function = importlib.import_module("fla.ops.retention").chunk_retention
+    expected, _ = function(q, k, v)
+    integration.accelerate()
+    found, _ = importlib.import_module("fla.ops.retention").chunk_retention(q, k, v)
+    path = integration.last_path()
+    assert path is not None and path.backend == "fla" and "torch.float32" in path.reason
+    assert torch.equal(found, expected)
