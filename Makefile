@@ -49,14 +49,18 @@ test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (
 kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs nvcc, no GPU; ARGS=--all: every one)
 	@$(PY) -m tfla_tk build $(ARGS)
 
+MLSTM := --op mlstm_exp,mlstm_sig
 .PHONY: bench
 bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (ARGS="--op mlstm_exp")
-	@$(PY) -m tfla_tk compare $(ON_RECORD) --pass fwd,fwdbwd --shapes main,sweep,heads,tiny $(ARGS)
-	@$(PY) -m tfla_tk compare $(ON_RECORD) --shapes main,heads --backends tk \
+	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --shapes main,sweep,heads,tiny $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --shapes main,heads --backends tk \
 		--schedules sequential,overlapped,pingpong $(ARGS)
-	@$(PY) -m tfla_tk compare $(ON_RECORD) --pass fwd,fwdbwd --layout bsnd $(ARGS)
-	@$(PY) -m tfla_tk compare $(ON_RECORD) --pass fwd,fwdbwd --dtype fp16 $(ARGS)
-	@$(PY) -m tfla_tk compare $(ON_RECORD) --forget-bias 12 $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --layout bsnd $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --dtype fp16 $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --forget-bias 12 $(ARGS)
+	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --shapes packed --backends tk $(ARGS)
+	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
+		--op simple_gla,retention,lightning --pass fwd,fwdbwd --shapes scalar,sweep --backends tk,triton $(ARGS)
 	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype fp32
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype bf16
@@ -80,7 +84,7 @@ lint: $(DEV_STAMP) ## ruff, mypy and clang-format
 	@rm -rf build/typing && mkdir -p build/typing && cp -rs "$(CURDIR)/tfla_tk" build/typing
 	@for part in reference bench; do cp -rs "$(CURDIR)/$$part" build/typing/tfla_tk; done
 	@cd build/typing && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml --package tfla_tk
-	@find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
+	@find kernels bench/kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
 		xargs --no-run-if-empty $(dir $(PY))clang-format --dry-run --Werror
 
 .PHONY: sass

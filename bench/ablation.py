@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.backends import tk
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
+from . import intra
 from .compare import Contest, carry_out
 from .inputs import mlstm_inputs
 from .operators import Operator
@@ -33,11 +33,11 @@ SHAPES = tuple(
 class IntraOperator(Operator):
     """The intra-chunk part of mLSTMexp; over one chunk and without initial state it is the whole result."""
 
-    def call(self, backend: str, *tensors: Tensor) -> Tensor:
+    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
         """The kernel's h with the schedule of "tk:<schedule>"; UnsupportedError where it refuses the call."""
         q, k, v, i, f = tensors
         try:
-            return tk.mlstm_intra(q, k, v, i, f, backend.partition(":")[2])
+            return intra.mlstm_intra(q, k, v, i, f, backend.partition(":")[2])
         except ValueError as error:
             raise UnsupportedError(INTRA, str(error)) from error
 

@@ -90,7 +90,8 @@ def add_problem_arguments(
         "--shapes",
         type=argument(parse_shapes),
         metavar="SHAPES",
-        help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256 (default: {shapes})",
+        help=f"comma-separated: {sets}, or BxTxHxKxV such as 8x8192x16x128x256, behind it xN.. for packed "
+        f"sequences, xHV.. for heads of v (default: {shapes})",
     )
     add(
         "--backends",
@@ -116,7 +117,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=LAYOUTS,
         default=LAYOUTS[0],
-        help="memory order of q, k, v: bnsd contiguous (default), bsnd as models pass them",
+        help="memory order of q, k, v of mLSTM: bnsd contiguous (default), bsnd as models pass them",
     )
     add(
         "--forget-bias",
@@ -146,16 +147,41 @@ def run(args: argparse.Namespace) -> int:
     """
     on_gpu = torch.cuda.is_available()
     shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
+    for op in args.op:
+        if args.layout != LAYOUTS[0] and OPERATORS[op].layout != LAYOUTS[0]:
+            raise ValueError(
+                f"--layout: expected {LAYOUTS[0]} for {op}, which has no other, got {args.layout}"
+            )
     variants = {
         op: find_variants(OPERATORS[op], args.backends, args.schedules, on_gpu=on_gpu) for op in args.op
     }
+    served = {op: shapes_of(OPERATORS[op], shapes) for op in args.op}
     contests = [
         Contest(OPERATORS[op], which, shape, variants[op])
         for op in args.op
         for which in args.passes
-        for shape in (shapes[:1] if args.quick else shapes)
+        for shape in (served[op][:1] if args.quick else served[op])
     ]
     return carry_out(args, contests, on_gpu=on_gpu)
+
+
+def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
+    """Those of the shapes that an operator has; what is left out is told.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    found: list[Shape] = []
+    for shape in shapes:
+        try:
+            operator.check_shape(shape)
+        except ValueError as error:
+            if shape == shapes[-1] and not found:
+                raise
+            make_console().print(f"{shape} left out: {error}", markup=False, soft_wrap=True)
+        else:
+            found.append(shape)
+    return found
 
 
 def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: bool) -> int:
@@ -286,7 +312,7 @@ def _print_head(console: Console, settings: Settings, on_gpu: bool) -> None:
     else:
         console.print("No CUDA GPU: the forms of the PyTorch reference.")
     console.print(
-        "Error: relative Frobenius against the fp64 reference on the same inputs; h, worst gradient."
+        "Error: relative Frobenius against the fp64 reference on the same inputs; output, worst gradient."
     )
     console.print()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tfla_tk import build, doctor
-from tfla_tk.backends.tk import HOPPER
+from tfla_tk.backends.tk.device import HOPPER
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,7 +93,7 @@ def missing() -> list[str]:
         if "error" in found[key]:
             first = found[key]["error"].splitlines()[0]
             lines.append(f"no {what}, the kernels cannot be compiled: {first}; {found[key]['remedy']}")
-    absent = [name for name in ("triton", "mlstm_kernels") if not found["libraries"][name]]
+    absent = [name for name in ("triton", "mlstm_kernels", "fla-core") if not found["libraries"][name]]
     if absent:
         lines.append(f"no Triton baselines ({', '.join(absent)} missing): pip install 'tfla_tk[baselines]'")
     return lines

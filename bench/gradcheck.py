@@ -1,8 +1,9 @@
 """`tfla-tk gradcheck`: the error of every gradient of every backend, against fp64 on the same rounded inputs.
 
-What is differentiated is <h, dh>, and with last states + <c_T, dc> + <n_T, dn>, for random dh, dc and dn. The
-truth is autograd through the fp64 reference: the recurrent form, or the chunkwise one where that would take
-too much memory or time; the heading of each table says which.
+What is differentiated is <h, dh>, and with last states + <c_T, dc> + <n_T, dn>, for random dh, dc and dn; in
+the scalar-decay family <o, do> and <S_T, dS>. The truth is autograd through the fp64 reference: the
+recurrent form, or the chunkwise one where that would take too much memory or time; the heading of each table
+says which.
 
 Exit status: 0 done; 1 where one of this package's backends, or any variant named by --backends, is past its
 tolerance or raises, or where a named one serves no case at all. What the Triton kernels do not compute
@@ -16,6 +17,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,14 +29,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-import tfla_tk
-from tfla_tk import ops, reference
-from tfla_tk.validation import check_mlstm
+from tfla_tk.calls.mlstm import check_mlstm
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.ops import mlstm as ops
 
-from . import accuracy, compare, environment, report
-from .accuracy import RANDOM, SLICE_BYTES, TOLERANCES, Truth
-from .inputs import DTYPES, FORGET_BIAS, mlstm_inputs
-from .operators import OPERATORS, Operator
+from . import accuracy, compare, environment, fla, report
+from .accuracy import RANDOM, SLICE_BYTES, Truth
+from .inputs import DTYPES, FORGET_BIAS, LAYOUTS, OFFSETS
+from .operators import OPERATORS, Operator, last_state_of, output_of, split_offsets
 from .results import rounded
 from .runner import FAILED, OK, UNSUPPORTED, Outcome, guard, refuse_quadratic, release
 from .shapes import CHUNK, Shape
@@ -49,6 +51,7 @@ GPU_SHAPES = (
     Shape(1, 8192, 4, 128, 256),
 )
 OP = "op"  # the registered op of the tk backend, which computes the explicit backward formulas on a CPU
+WITH_OP = ("mlstm_exp", "mlstm_sig")
 WHICH = "fwdbwd"
 RECURRENT_TOKENS = 1024  # longer ones would take minutes
 KEPT_PER_STEP = 4  # matrices [K, V] that autograd keeps per token of the recurrent form
@@ -57,21 +60,14 @@ RESET = 30.0  # e^-30 is nothing beside 1 in fp32
 
 @dataclass(frozen=True)
 class Problem:
-    """A public function with its options.
-
-    Attributes:
-        recurrent: the reference's recurrent form, of the arguments of `operator.truth` without chunk_size.
-        stabilised: the state has an m.
-    """
+    """A public function with its options."""
 
     operator: Operator
-    recurrent: Callable[..., Any]
-    stabilised: bool
 
     @property
     def normalize(self) -> bool:
         """Whether h is divided by the normaliser; without it there is no n to differentiate."""
-        return bool(self.operator.options.get("normalize", True))
+        return "n_initial" in self.operator.states
 
     @property
     def title(self) -> str:
@@ -79,15 +75,22 @@ class Problem:
         chosen = [f"{name}={value}" for name, value in self.operator.options.items()]
         return ", ".join([report.TITLES[self.operator.name], *chosen])
 
+    def cases(self, chosen: Sequence[Case]) -> list[Case]:
+        """Those that differ for this operator: without a gate there is nothing but the default."""
+        if self.operator.gates:
+            return list(chosen)
+        return list(dict.fromkeys(case._replace(gates="default") for case in chosen))
 
-_SIG = OPERATORS["mlstm_sig"]
-PROBLEMS: dict[str, tuple[Problem, ...]] = {
-    "mlstm_exp": (Problem(OPERATORS["mlstm_exp"], reference.mlstm_recurrent, True),),
-    "mlstm_sig": tuple(
-        Problem(replace(_SIG, options={"normalize": normalize}), reference.mlstm_siging_recurrent, False)
-        for normalize in (True, False)
-    ),
-}
+
+def _problems(operator: Operator) -> tuple[Problem, ...]:
+    """The options of an operator that are checked: of mLSTMsig with and without the normaliser."""
+    if operator.name != "mlstm_sig":
+        return (Problem(operator),)
+    normalized = replace(operator, options={"normalize": True}, states={**operator.states, "n_initial": "K"})
+    return Problem(normalized), Problem(operator)
+
+
+PROBLEMS: dict[str, tuple[Problem, ...]] = {name: _problems(operator) for name, operator in OPERATORS.items()}
 
 
 class Case(NamedTuple):
@@ -101,36 +104,31 @@ class Case(NamedTuple):
         return "+".join([self.gates, *["initial"] * self.initial, *["last"] * self.last])
 
 
-def _default(tensors: dict[str, Tensor]) -> None:
-    """i ~ N(0, 1), f ~ FORGET_BIAS + N(0, 1)."""
+# the mean of the forget gates' inputs; at 0 half of the state is forgotten in each step
+GATES = {"default": FORGET_BIAS, "normal": 0.0, "extreme": FORGET_BIAS}
 
 
-def _normal(tensors: dict[str, Tensor]) -> None:
-    """f ~ N(0, 1): half of the state is forgotten in each step."""
-    tensors["f"] -= FORGET_BIAS
-
-
-def _extreme(tensors: dict[str, Tensor]) -> None:
+def _make_extreme(operator: Operator, tensors: dict[str, Tensor]) -> None:
     """Tokens that forget all or nothing or are skipped, and a stabiliser that leaps in the middle.
 
-    q, k and n are positive: the normaliser has no floor here, and near q.n = 0 every kernel would lose
-    digits.
+    Where there is a normaliser q, k and n are positive: it has no floor here, and near q.n = 0 every kernel
+    would lose digits.
     """
+    gates = {name: operator.head_first(tensors[name]) for name in operator.gates}
+    if "g" in gates:
+        gates["g"][..., 6::7] = -RESET
+        gates["g"][..., 3::7] = 0
+        return
     for name in ("q", "k", "n_initial"):
         if name in tensors:
             tensors[name].abs_()
-    i, f = tensors["i"], tensors["f"]
+    i, f = gates["i"], gates["f"]
     f[..., 6::7] = -RESET
     f[..., 3::7] = RESET
     i[..., ::5] = -RESET
     i[..., i.shape[-1] // 2 :] += RESET
 
 
-GATES: dict[str, Callable[[dict[str, Tensor]], None]] = {
-    "default": _default,
-    "normal": _normal,
-    "extreme": _extreme,
-}
 CASES = {str(case): case for case in itertools.starmap(Case, itertools.product(GATES, *[(False, True)] * 2))}
 DEFAULT_CASES = [
     *(name for name, case in CASES.items() if case.gates == "default"),
@@ -190,27 +188,33 @@ def run(args: argparse.Namespace) -> int:
     if any(shape.T < 2 for shape in shapes):
         raise ValueError("--shapes: expected at least 2 tokens, the gradients of a single one vanish")
     cases = [CASES[name] for name in args.cases]
+    if any(shape.N for shape in shapes) and any(case.last for case in cases):
+        raise ValueError("--cases: expected none with +last for packed sequences, such as default+initial")
     settings = Settings(device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
     facts = environment.provenance(device)
+    served = {op: compare.shapes_of(OPERATORS[op], shapes) for op in args.op}
     contests = [
         (problem, shape, find_checked(problem.operator, args.backends, args.schedules, on_gpu=on_gpu))
         for op in args.op
         for problem in PROBLEMS[op]
-        for shape in shapes
+        for shape in served[op]
     ]
     environment.fetch_thunderkittens()
     console = compare.make_console()
-    _print_head(console, settings, facts)
+    _print_head(console, settings, facts, [problem.operator for op in args.op for problem in PROBLEMS[op]])
     found: list[Checked] = []
     with compare.make_progress() as bar:
-        task = bar.add_task("", total=len(cases) * sum(1 + len(variants) for *_, variants in contests))
+        steps = sum(len(problem.cases(cases)) * (1 + len(variants)) for problem, _, variants in contests)
+        task = bar.add_task("", total=steps)
 
         def advance(label: str) -> None:
             bar.update(task, advance=1, description=label)
 
         for problem, shape, variants in contests:
             checked = [
-                one for case in cases for one in run_case(problem, shape, case, variants, settings, advance)
+                one
+                for case in problem.cases(cases)
+                for one in run_case(problem, shape, case, variants, settings, advance)
             ]
             release(device)
             _print_contest(console, checked, settings.dtype)
@@ -239,7 +243,7 @@ def find_checked(
         raise ValueError(f"backends: {OP} is the registered op on a CPU; on a GPU that is tk")
     others = None if backends is None else [name for name in backends if name != OP]
     found = find_variants(operator, others, schedules, on_gpu=on_gpu)
-    if OP in backends if backends is not None else not on_gpu:
+    if OP in backends if backends is not None else not on_gpu and operator.name in WITH_OP:
         found.append(Variant(OP, OP, named=backends is not None))
     return found
 
@@ -270,41 +274,50 @@ def make_case(
     problem: Problem, shape: Shape, case: Case, settings: Settings
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The tensors of a call by their names, and the cotangents of h and of the last c and n."""
-    tensors = mlstm_inputs(shape, DTYPES[settings.dtype], settings.device, seed=settings.seed)
+    operator = problem.operator
+    dtype, bias = DTYPES[settings.dtype], GATES[case.gates]
+    tensors = operator.inputs(shape, dtype, settings.device, LAYOUTS[0], settings.seed, bias)
     generator = torch.Generator(settings.device).manual_seed(settings.seed + 1)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(shape.B, shape.H, *size, generator=generator, device=settings.device)
+        return torch.randn(size, generator=generator, device=settings.device)
 
-    # c, and n where there is one
-    sizes = {"c": (shape.K, shape.V), "n": (shape.K,)}
-    states = {name: sizes[name] for name in ("c", "n")[: 1 + problem.normalize]}
-    cotangents = {"h": normal(shape.T, shape.V).to(tensors["v"].dtype)}
+    rows = (shape.N or shape.B, shape.value_heads)
+    states = {name: (*rows, *(getattr(shape, dim) for dim in dims)) for name, dims in operator.states.items()}
+    # drawn head-first, whatever the layout
+    drawn = normal(shape.B, shape.value_heads, shape.T, shape.V).to(tensors["v"].dtype)
+    cotangents = {operator.output: operator.head_first(drawn).contiguous()}
     if case.last:
         cotangents |= {name: normal(*size) for name, size in states.items()}
     if case.initial:
-        tensors |= {f"{name}_initial": normal(*size) for name, size in states.items()}
-        if problem.stabilised:
-            tensors["m_initial"] = normal(1)
-    GATES[case.gates](tensors)
+        tensors |= {name: normal(*size) for name, size in states.items()}
+        tensors |= {name: normal(*rows, size) for name, size in operator.constants.items()}
+    if case.gates == "extreme":
+        _make_extreme(operator, tensors)
     return tensors, cotangents
 
 
 def gradients(
-    function: Callable[..., Any], tensors: Mapping[str, Tensor], cotangents: Mapping[str, Tensor]
+    function: Callable[..., Any],
+    operator: Operator,
+    tensors: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The gradient of every tensor but m_initial, "dq" to "dn_initial"; zeros where a function drops it.
+    """The gradient of every tensor but the constants, "dq" to "dn_initial"; zeros where a function drops it.
 
     Args:
-        function: takes `tensors` by name and return_last_states; returns h or (h, (c, n, ..)).
-        cotangents: of h, or of h, c and, with a normaliser, n, in this order.
+        function: takes `tensors` by name and `operator.last`; returns the output or (output, last state).
+        cotangents: of the output, or of it and the parts of the last state, named as the initial ones are.
     """
-    leaves = {name: tensor.detach().requires_grad_(name != "m_initial") for name, tensor in tensors.items()}
+    differentiated, offsets = split_offsets(tensors)
+    leaves = {
+        name: tensor.detach().requires_grad_(name not in operator.constants)
+        for name, tensor in differentiated.items()
+    }
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    output = function(**leaves, return_last_states="c" in cotangents)
-    h, state = output if isinstance(output, tuple) else (output, ())
+    result = function(**leaves, **offsets, **{operator.last: len(cotangents) > 1})
     found = torch.autograd.grad(
-        (h, *state)[: len(cotangents)],
+        (output_of(result), *last_state_of(result))[: len(cotangents)],
         list(wanted.values()),
         list(cotangents.values()),
         allow_unused=True,
@@ -316,25 +329,43 @@ def gradients(
 def compute_truth(
     problem: Problem, shape: Shape, tensors: Mapping[str, Tensor], cotangents: Mapping[str, Tensor]
 ) -> tuple[str, Truth]:
-    """The form of the reference that was taken and its gradients in fp64, on the pairs of `pick_pairs`."""
-    device = tensors["v"].device
-    pairs = accuracy.pick_pairs(problem.operator, shape, WHICH, device)
-    indices = torch.tensor(pairs, device=device)
-    batch, head = indices // shape.H, indices % shape.H
-    size = SLICE_BYTES[device.type] // (8 * KEPT_PER_STEP * shape.T * shape.K * shape.V)
-    form, function = "recurrent", partial(problem.recurrent, **problem.operator.options)
-    if size < 1 or shape.T > RECURRENT_TOKENS:
-        form, size = "chunkwise", accuracy.slice_size(shape, WHICH, device)
-        function = partial(problem.operator.truth, chunk_size=CHUNK, **problem.operator.options)
+    """The form of the reference that was taken and its gradients in fp64, on what `accuracy.pick` picks."""
+    operator, device = problem.operator, tensors["v"].device
+    picks = accuracy.pick(operator, shape, WHICH, tensors)
+    count, length = picks.padded or (1, shape.T)
+    tokens = count * length * shape.group
+    size = SLICE_BYTES[device.type] // (8 * KEPT_PER_STEP * tokens * shape.K * shape.V)
+    form, function = "recurrent", operator.recurrent
+    if size < 1 or length > RECURRENT_TOKENS or function is None:
+        form, size = "chunkwise", accuracy.slice_size(shape, WHICH, device, picks.padded)
+        function = partial(operator.truth, chunk_size=CHUNK)
+    turn, states = operator.head_first, {*operator.states, *operator.constants}
+    # the padding of packed sequences changes their last states
+    assert not (picks.padded and len(cotangents) > 1)
+    differentiated, _ = split_offsets(tensors)
     parts: list[dict[str, Tensor]] = []
-    for b, h in zip(batch.split(size), head.split(size), strict=True):
+    for part in picks.split(size):
         exact, given = (
-            {name: tensor[b, h].double().unsqueeze(0) for name, tensor in group.items()}
-            for group in (tensors, cotangents)
+            {
+                name: part.take_state(tensor).double()
+                if name in states
+                else turn(part.take(turn(tensor)).double())
+                for name, tensor in group.items()
+            }
+            for group in (differentiated, cotangents)
         )
-        parts.append(gradients(function, exact, given))
-    values = {name: torch.cat([part[name][0] for part in parts]) for name in parts[0]}
-    return form, Truth({RANDOM: values}, {}, batch, head, partial=len(pairs) < shape.B * shape.H)
+        if part.filled is not None:
+            given[operator.output] = turn(turn(given[operator.output]) * part.filled[:, None, :, None])
+        options = {**operator.options, **part.decays(operator, shape.value_heads)}
+        found = gradients(partial(function, **options), operator, exact, given)
+        parts.append(
+            {
+                name: part.state_rows(grad) if name.removeprefix("d") in states else part.rows(turn(grad))
+                for name, grad in found.items()
+            }
+        )
+    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return form, Truth({RANDOM: values}, {}, picks, operator)
 
 
 def _check(
@@ -347,21 +378,27 @@ def _check(
 ) -> None:
     """Fill the outcome's errors, and stop it where they exceed the tolerance."""
     refuse_quadratic(outcome)
+    operator = problem.operator
     if outcome.variant.call == OP:
         function: Callable[..., Any] = partial(_registered_op, problem)
     else:
-        public = getattr(tfla_tk, problem.operator.function)
-        function = partial(public, backend=outcome.variant.call, **problem.operator.options)
+        options = {**operator.options, **operator.decay_options}
+        function = partial(operator.function_of(outcome.variant.call), **options)
     accuracy.poison(tensors["v"].numel() * tensors["v"].element_size(), settings.device)
-    outcome.errors = truth.errors(RANDOM, gradients(function, tensors, cotangents))
-    outcome.incomplete = truth.partial
-    wrong = accuracy.failures(outcome.errors, TOLERANCES[settings.dtype])
+    guard = settings.device.type == "cuda" and outcome.variant.call == fla.VARIANT
+    with fla.lifted_guard(operator.function) if guard else nullcontext(False) as lifted:
+        outcome.errors = truth.errors(RANDOM, gradients(function, operator, tensors, cotangents))
+    outcome.notes += [f"{outcome.variant.call}: {fla.NOTE}"] * bool(lifted)
+    outcome.notes += [truth.picks.left_out] * truth.partial
+    wrong = accuracy.failures(outcome.errors, operator.tolerances(settings.dtype))
     if wrong:
         outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
 
 
-def _registered_op(problem: Problem, *, return_last_states: bool, **tensors: Tensor) -> Any:
+def _registered_op(problem: Problem, *, return_last_states: bool = False, **tensors: Any) -> Any:
     """The path of the tk backend with the op's own implementation for the tensors' device."""
+    if problem.operator.name not in WITH_OP:
+        raise UnsupportedError(OP, f"no registered op of {problem.operator.name} is checked", "name others")
     q, k, v, i, f = (tensors[name] for name in "qkvif")
     c, n, m = (tensors.get(f"{name}_initial") for name in "cnm")
     call = check_mlstm(
@@ -373,13 +410,13 @@ def _registered_op(problem: Problem, *, return_last_states: bool, **tensors: Ten
         c,
         n,
         m,
-        sigmoid_gate=not problem.stabilised,
+        sigmoid_gate=not problem.operator.constants,
         normalize=problem.normalize,
         return_last_states=return_last_states,
         eps=1e-6,
         chunk_size=CHUNK,
     )
-    return ops.mlstm(call, "auto", q, k, v, i, f, c, n, m, None)
+    return ops.mlstm(call, "auto", q, k, v, i, f, c, n, m, tensors.get(OFFSETS))
 
 
 def has_failed(found: Iterable[Checked]) -> bool:
@@ -394,13 +431,16 @@ def has_failed(found: Iterable[Checked]) -> bool:
     return not all(served.values())
 
 
-def _print_head(console: Console, settings: Settings, facts: Mapping[str, Any]) -> None:
+def _print_head(
+    console: Console, settings: Settings, facts: Mapping[str, Any], chosen: Iterable[Operator]
+) -> None:
     place = facts["gpu"] or f"CPU, {torch.get_num_threads()} threads"
     console.print(f"{place}; torch {facts['torch']}; triton {facts['triton']}; {settings.dtype}")
     limits: dict[float, list[str]] = {}
-    for name, limit in TOLERANCES[settings.dtype].items():
-        if name != "h":
-            limits.setdefault(limit, []).append(name)
+    for operator in chosen:
+        for name, limit in operator.tolerances(settings.dtype).items():
+            if name != operator.output and name not in limits.setdefault(limit, []):
+                limits[limit].append(name)
     told = "; ".join(f"{', '.join(names)} {limit:.3g}" for limit, names in limits.items())
     if settings.device.type != "cuda":
         console.print(f"No CUDA GPU: the forms of the PyTorch reference, and the registered {OP}.")
@@ -420,8 +460,8 @@ def _print_contest(console: Console, checked: Sequence[Checked], dtype: str) -> 
     for line, names in reasons.items():
         where = "" if len(names) == cases else f" [{', '.join(names)}]"
         console.print(f"  {line}{where}", markup=False, soft_wrap=True)
-    if any(one.outcome.incomplete for one in checked):
-        console.print("  on a part of the heads")
+    for note in dict.fromkeys(note for one in checked for note in one.outcome.notes):
+        console.print(f"  {note}", markup=False, soft_wrap=True)
     console.print()
 
 
@@ -430,16 +470,18 @@ def errors_table(checked: Sequence[Checked], dtype: str) -> Table:
     problem, _, form, first = checked[0]
     title = f"{problem.title}, gradients, {first.shape}; truth: {form} in fp64"
     # as the reference names them: a variant that was not served has none
-    names = ["dq", "dk", "dv", "di", "df"]
+    operator = problem.operator
+    names = [f"d{name}" for name in ("q", "k", "v", *operator.gates)]
     if any(one.case.initial for one in checked):
-        names += ["dc_initial", "dn_initial"][: 1 + problem.normalize]
+        names += [f"d{name}" for name in operator.states]
     table = Table(title=title, title_justify="left", highlight=False)
     table.add_column("case", no_wrap=True)
     table.add_column("backend", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for place, (_, case, _, outcome) in enumerate(checked):
-        cells = [_cell(name, outcome.errors, dtype) for name in names]
+        limits = operator.tolerances(dtype)
+        cells = [_cell(name, outcome.errors, limits) for name in names]
         if not outcome.errors:
             cells[0] = Text(outcome.status)
         ends = place + 1 == len(checked) or checked[place + 1].case != case
@@ -448,10 +490,10 @@ def errors_table(checked: Sequence[Checked], dtype: str) -> Table:
     return table
 
 
-def _cell(name: str, errors: Mapping[str, float], dtype: str) -> Text:
+def _cell(name: str, errors: Mapping[str, float], limits: Mapping[str, float]) -> Text:
     if name not in errors:
         return Text("")
-    if accuracy.failures({name: errors[name]}, TOLERANCES[dtype]):
+    if accuracy.failures({name: errors[name]}, limits):
         return Text(f"{errors[name]:.1e}!", style="bold red")
     return Text(f"{errors[name]:.1e} ")
 
@@ -469,9 +511,9 @@ def _row(checked: Checked, settings: Settings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "seed": settings.seed,
         "truth": form,
-        "partial": outcome.incomplete,
+        "partial": any(note.startswith("error on a part") for note in outcome.notes),
         "status": outcome.status,
         "reason": outcome.reason,
         "rel_err": {name: rounded(x, 3) if x == x else None for name, x in errors.items()},
-        "tolerance": {name: TOLERANCES[settings.dtype][name] for name in errors},
+        "tolerance": {name: problem.operator.tolerances(settings.dtype)[name] for name in errors},
     }

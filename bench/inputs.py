@@ -10,6 +10,7 @@ from .shapes import Shape
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYOUTS = ("bnsd", "bsnd")
 FORGET_BIAS = 3.0
+OFFSETS = "cu_seqlens"  # among the inputs: of packed sequences, not differentiated
 
 
 def mlstm_inputs(
@@ -29,7 +30,7 @@ def mlstm_inputs(
         forget_bias: mean of f; at 12 the gates forget nothing.
 
     Returns:
-        q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S].
+        q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S], and cu_seqlens where sequences are packed.
     """
     generator = torch.Generator(device).manual_seed(seed)
     rows = (shape.B, shape.H, shape.T)
@@ -39,7 +40,56 @@ def mlstm_inputs(
     }
     found["i"] = torch.randn(rows, generator=generator, device=device)
     found["f"] = torch.randn(rows, generator=generator, device=device) + forget_bias
-    return found
+    return found | packed_offsets(shape, device, seed)
+
+
+def scalar_decay_inputs(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bnsd",
+    seed: int = 0,
+    forget_bias: float = FORGET_BIAS,
+    *,
+    gated: bool = True,
+) -> dict[str, Tensor]:
+    """q, k, v, N(0, 1), and g = logsigmoid(N(0, 1) + forget_bias) of one call of the scalar-decay family.
+
+    Args:
+        dtype: of q, k, v; g is fp32.
+        layout: "bnsd", the default: the operator has one memory order, contiguous as it takes the tensors.
+        seed: equal seeds give equal values on one device.
+        gated: with g; the decay of retention and Lightning is no input.
+
+    Returns:
+        q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV], and cu_seqlens where sequences are packed.
+
+    Raises:
+        ValueError: another layout.
+    """
+    if layout != LAYOUTS[0]:
+        raise ValueError(f"layout: expected {LAYOUTS[0]}, [B, T, H, D] has no other here; got {layout!r}")
+    generator = torch.Generator(device).manual_seed(seed)
+    found = {
+        name: torch.randn(shape.B, shape.T, heads, dim, generator=generator, dtype=dtype, device=device)
+        for name, heads, dim in (
+            ("q", shape.H, shape.K),
+            ("k", shape.H, shape.K),
+            ("v", shape.value_heads, shape.V),
+        )
+    }
+    if gated:
+        raw = torch.randn(shape.B, shape.T, shape.value_heads, generator=generator, device=device)
+        found["g"] = torch.nn.functional.logsigmoid(raw + forget_bias)
+    return found | packed_offsets(shape, device, seed)
+
+
+def packed_offsets(shape: Shape, device: torch.device, seed: int) -> dict[str, Tensor]:
+    """cu_seqlens [N + 1] int32 of the packed sequences under its name; nothing where none are packed."""
+    if shape.N is None:
+        return {}
+    ends = torch.tensor([0, *shape.lengths(seed)], dtype=torch.int64).cumsum(0)
+    return {OFFSETS: ends.to(device=device, dtype=torch.int32)}
 
 
 def cotangent_like(output: Tensor, seed: int) -> Tensor:

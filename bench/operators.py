@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk import reference
 
-from .inputs import mlstm_inputs
+from . import fla
+from .inputs import OFFSETS, mlstm_inputs, scalar_decay_inputs
 from .shapes import Cost, Shape, cost
 
 # |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
@@ -21,23 +23,62 @@ KINK = 1e-3
 MakeInputs = Callable[[Shape, torch.dtype, torch.device, str, int, float], dict[str, Tensor]]
 
 
+class Limits(NamedTuple):
+    """Relative Frobenius errors that are allowed: of the output, of dq, dk, dv and of the gates' gradients.
+
+    The initial states' gradients are sums of products of the operands, as dq, dk and dv are.
+    """
+
+    output: float
+    operands: float
+    gates: float
+
+
+# of this package's backends, per dtype
+LIMITS = {
+    "bf16": Limits(5e-3, 8e-3, 1e-2),
+    "fp16": Limits(1.25e-3, 2e-3, 2.5e-3),
+    "fp32": Limits(1e-4, 1e-4, 1e-3),
+}
+# of the Triton kernels: those of mLSTM keep n and m in bf16, and the products of fp32 are tf32 in all of them
+BASELINE_LIMITS = {
+    "bf16": Limits(1.5e-2, 3e-2, 1e-1),
+    "fp16": Limits(4e-3, 8e-3, 2.5e-2),
+    "fp32": Limits(4e-3, 8e-3, 2.5e-2),
+}
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator of the comparison.
 
     Attributes:
         name: as it stands in a results row.
-        function: the public function of tfla_tk, which takes `backend=`.
-        options: its keyword arguments besides the inputs and the backend.
-        inputs: makes the inputs, in the order of the function's parameters.
-        truth: the reference's chunkwise form; it is called with fp64 inputs and `options`.
+        function: the public function of tfla_tk, which takes `backend=`; looked up when it is called.
+        inputs: makes the inputs, in the order of the function's parameters, and cu_seqlens where sequences
+            are packed.
+        truth: the reference's chunkwise form; it is called with fp64 inputs, chunk_size, `options` and, where
+            there is a `decay`, g_gamma.
+        options: keyword arguments of function and truth besides the inputs.
+        recurrent: the reference's recurrent form, of the arguments of `truth` without chunk_size.
+        layout: of the tensors of all tokens: "bnsd" [B, H, T(, D)] or "bshd" [B, T, H(, D)].
+        output: the output's name in rows and tolerances.
+        gates: names of the gates among the inputs.
+        states: arguments of the initial state that have a gradient, each with its dims: letters of a Shape.
+        constants: arguments of the initial state that have none, each with its size.
+        last: the argument that asks for the last state, whose parts come in the order of `states`.
+        decay: of the number of heads and the device, the log decay of each head [H] in fp64; None where the
+            decay is a gate.
+        decay_options: keyword arguments of the public function alone that make this decay.
+        has_value_heads: v may have more heads than q and k.
         at_kink: of the inputs in fp64, the rows [B, NH, S] where the gradient jumps and rounding decides it;
             None where it never does.
         forms: variants of the reference backend, all of which are compared where there is no GPU.
         baseline_omits_normaliser: the Triton backward leaves out the gradient through the normaliser; it can
             only be checked with an output gradient that is orthogonal to the output (see `accuracy`).
-        baseline_tolerances: of the Triton kernel's h per dtype, where `accuracy.BASELINE_TOLERANCES` is not
-            what it is judged by.
+        baseline_tolerances: of the Triton kernel's output per dtype, where BASELINE_LIMITS is not what it is
+            judged by.
+        baseline_unchecked: gradients of the Triton kernels that are reported and not checked.
         runs_in_graphs: a CUDA graph is how it is used, so that its replay is timed whatever a call takes.
     """
 
@@ -46,20 +87,89 @@ class Operator:
     inputs: MakeInputs
     truth: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
+    recurrent: Callable[..., Any] | None = None
+    layout: str = "bnsd"
+    output: str = "h"
+    gates: tuple[str, ...] = ("i", "f")
+    states: dict[str, str] = field(default_factory=lambda: {"c_initial": "KV", "n_initial": "K"})
+    constants: dict[str, int] = field(default_factory=dict)
+    last: str = "return_last_states"
+    decay: Callable[[int, torch.device], Tensor] | None = None
+    decay_options: dict[str, Any] = field(default_factory=dict)
+    has_value_heads: bool = False
     at_kink: Callable[..., Tensor] | None = None
     forms: tuple[str, ...] = ("recurrent", "parallel", "chunkwise")
     baseline_omits_normaliser: bool = False
     baseline_tolerances: dict[str, float] = field(default_factory=dict)
+    baseline_unchecked: tuple[str, ...] = ()
     runs_in_graphs: bool = False
 
-    def call(self, backend: str, *tensors: Tensor) -> Tensor:
-        """The output of the public function on one backend, without states."""
-        output: Tensor = getattr(tfla_tk, self.function)(*tensors, backend=backend, **self.options)
-        return output
+    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
+        """The output of one backend, without states.
+
+        Args:
+            backend: as the public function takes it.
+            tensors: the inputs in their order. offsets: cu_seqlens, where sequences are packed.
+        """
+        return output_of(self.function_of(backend)(*tensors, **offsets, **self.options, **self.decay_options))
+
+    def function_of(self, backend: str) -> Callable[..., Any]:
+        """What computes the operator on a backend: the public function, or FLA's own for "triton:fla"."""
+        if backend == fla.VARIANT and self.layout == "bshd":
+            return partial(fla.call, self.function)
+        return partial(getattr(tfla_tk, self.function), backend=backend)
 
     def cost(self, shape: Shape, which: str, itemsize: int) -> Cost:
         """FLOP and minimum bytes of one call."""
         return cost(self.name, shape, which, itemsize)
+
+    def check_shape(self, shape: Shape) -> None:
+        """Whether the operator has such calls.
+
+        Raises:
+            ValueError: names the argument of the shape.
+        """
+        if shape.HV is not None and not self.has_value_heads:
+            raise ValueError(
+                f"shape HV: expected {shape.H}, {self.name} has no more value heads, got {shape.HV}"
+            )
+
+    def head_first(self, tensor: Tensor) -> Tensor:
+        """A view [B, H, T(, D)] of a tensor of all tokens; of such a view the tensor again."""
+        return tensor if self.layout == "bnsd" else tensor.transpose(1, 2)
+
+    def tolerances(self, dtype: str, *, baseline: bool = False) -> dict[str, float]:
+        """What the error of each result may be: of the output, of every input and of the initial states.
+
+        Args:
+            baseline: of the Triton kernels, without what is not checked.
+        """
+        limits = (BASELINE_LIMITS if baseline else LIMITS)[dtype]
+        output = self.baseline_tolerances.get(dtype, limits.output) if baseline else limits.output
+        products = dict.fromkeys(("dq", "dk", "dv", *(f"d{name}" for name in self.states)), limits.operands)
+        found = {self.output: output, **products, **{f"d{name}": limits.gates for name in self.gates}}
+        skipped = self.baseline_unchecked if baseline else ()
+        return {name: limit for name, limit in found.items() if name not in skipped}
+
+
+def split_offsets(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is differentiated among the inputs of a call, and cu_seqlens where sequences are packed."""
+    tensors = {name: tensor for name, tensor in inputs.items() if name != OFFSETS}
+    return tensors, {name: tensor for name, tensor in inputs.items() if name == OFFSETS}
+
+
+def output_of(result: Any) -> Tensor:
+    """The output of what a function returned, without the last state."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+def last_state_of(result: Any) -> tuple[Tensor, ...]:
+    """The parts of the last state in what a function returned; none where it was not asked for."""
+    state = result[1] if isinstance(result, tuple) else ()
+    if state is None:
+        return ()
+    return (state,) if isinstance(state, Tensor) else tuple(state)
 
 
 def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
@@ -67,6 +177,43 @@ def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) 
     # one column of v: it takes no part
     terms = reference.mlstm_forward_terms(q, k, v[..., :1], i, f)
     return (terms.d.abs() * terms.m_t.exp() - 1).abs() < KINK
+
+
+def _grouped(
+    form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any
+) -> Any:
+    """The scalar-decay reference with q and k repeated for the heads of v that share them."""
+    group = v.shape[2] // q.shape[2]
+    q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q, k))
+    return form(q, k, v, *gates, **options)
+
+
+def _retention_decay(heads: int, device: torch.device) -> Tensor:
+    return reference.retention_log_decay(heads, torch.float64, device)
+
+
+LIGHTNING_LAYER = {"layer_idx": 4, "num_layers": 32}
+
+
+def _lightning_decay(heads: int, device: torch.device) -> Tensor:
+    return reference.lightning_log_decay(heads, **LIGHTNING_LAYER, dtype=torch.float64, device=device)
+
+
+def _scalar_decay(name: str, function: str, **fields: Any) -> Operator:
+    """An operator of the scalar-decay family, with FLA's signature."""
+    gates = fields.get("gates", ())
+    return Operator(
+        name,
+        function,
+        partial(scalar_decay_inputs, gated=bool(gates)),
+        partial(_grouped, reference.simple_gla_chunkwise),
+        recurrent=partial(_grouped, reference.simple_gla_recurrent),
+        layout="bshd",
+        output="o",
+        states={"initial_state": "KV"},
+        last="output_final_state",
+        **{"gates": gates, **fields},
+    )
 
 
 OPERATORS: dict[str, Operator] = {
@@ -77,8 +224,12 @@ OPERATORS: dict[str, Operator] = {
             "mlstm_chunkwise",
             mlstm_inputs,
             reference.mlstm_chunkwise,
+            recurrent=reference.mlstm_recurrent,
+            constants={"m_initial": 1},
             at_kink=_normaliser_at_floor,
             baseline_omits_normaliser=True,
+            # summed from rounded dq and dk
+            baseline_unchecked=("df",),
         ),
         Operator(
             "mlstm_sig",
@@ -86,6 +237,14 @@ OPERATORS: dict[str, Operator] = {
             mlstm_inputs,
             reference.mlstm_siging_chunkwise,
             options={"normalize": False},
+            recurrent=reference.mlstm_siging_recurrent,
+            states={"c_initial": "KV"},
+            baseline_unchecked=("df",),
+        ),
+        _scalar_decay("simple_gla", "chunk_simple_gla", gates=("g",), has_value_heads=True),
+        _scalar_decay("retention", "chunk_retention", decay=_retention_decay),
+        _scalar_decay(
+            "lightning", "chunk_lightning_attn", decay=_lightning_decay, decay_options=LIGHTNING_LAYER
         ),
     )
 }

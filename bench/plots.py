@@ -90,7 +90,7 @@ def _title(row: Row) -> str:
 def is_sweep(rows: Sequence[Row]) -> bool:
     """Whether the rows are one sweep: several lengths at one number of tokens, heads and head dims alike."""
     shapes = {shape_of(row) for row in rows}
-    alike = {(shape.B * shape.T, shape.H, shape.K, shape.V) for shape in shapes}
+    alike = {(shape.B * shape.T, shape.H, shape.HV, shape.K, shape.V, shape.N) for shape in shapes}
     return len(alike) == 1 and len(shapes) >= LEAST_SWEEP
 
 

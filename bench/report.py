@@ -9,7 +9,17 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from .results import DEFAULTS, OPTIONAL, REQUIRED, Row, baselines, conditions_of, contest_of, shape_of
+from .results import (
+    DEFAULTS,
+    OPTIONAL,
+    OUTPUTS,
+    REQUIRED,
+    Row,
+    baselines,
+    conditions_of,
+    contest_of,
+    shape_of,
+)
 from .runner import OK, Outcome
 from .shapes import Shape
 
@@ -18,9 +28,11 @@ TITLES = {
     "mlstm_sig": "mLSTM, sigmoid input gate",
     "simple_gla": "simple GLA",
     "retention": "retention",
+    "lightning": "Lightning attention",
     "gla": "GLA",
     "delta_rule": "delta rule",
     "gated_delta_rule": "gated delta rule",
+    "kda": "KDA",
     "mlstm_step": "mLSTM, one step",
     "mlstm_intra": "mLSTM, intra-chunk part",
     "model_step": "xLSTM, whole model",
@@ -58,8 +70,8 @@ def milliseconds(value: float) -> str:
 
 def errors_of(errors: dict[str, float]) -> str:
     """The output's error and the worst of the gradients': "h 2.3e-03, df 4.0e-03"."""
-    shown = [f"h {errors['h']:.1e}"] if "h" in errors else []
-    grads = {name: error for name, error in errors.items() if name != "h"}
+    shown = [f"{name} {errors[name]:.1e}" for name in OUTPUTS if name in errors]
+    grads = {name: error for name, error in errors.items() if name not in OUTPUTS}
     if grads:
         # NaN first: it compares as neither larger nor smaller
         worst = max(grads, key=lambda name: (grads[name] != grads[name], grads[name]))
@@ -123,9 +135,9 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV, the shape in columns B, T, H, K, V and each error in its own column.
+    """Rows as CSV, the shape in columns B, T, H, K, V, N, HV and each error in its own column.
 
-    An optional key that a row lacks is an empty cell.
+    What a row lacks is an empty cell.
     """
     errors = list(dict.fromkeys(name for row in rows for name in row["rel_err"]))
     plain = [key for key in REQUIRED if key not in ("op", "shape", "rel_err")]
@@ -136,6 +148,8 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         "H",
         "K",
         "V",
+        "N",
+        "HV",
         *plain,
         *(f"rel_err_{name}" for name in errors),
         *OPTIONAL,

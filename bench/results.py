@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tfla_tk.build import instances
 
+from . import intra
 from .inputs import FORGET_BIAS, LAYOUTS
 from .shapes import MAIN, PASSES, PHASES, SWEEP, ModelShape, Shape
 
@@ -26,16 +27,19 @@ OPS = (
     "mlstm_sig",
     "simple_gla",
     "retention",
+    "lightning",
     "gla",
     "delta_rule",
     "gated_delta_rule",
+    "kda",
     STEP,
     INTRA,
     MODEL,
 )
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
 # of any operator; null where the kernel chose it
-SCHEDULES = (*instances.INTRA_SCHEDULES, None)
+SCHEDULES = (*intra.SCHEDULES, None)
+OUTPUTS = ("h", "o")  # the output among the errors of a row; the others are gradients
 # optional keys that are part of a row's identity, and what an absent one means
 DEFAULTS: dict[str, Any] = {"layout": LAYOUTS[0], "forget_bias": FORGET_BIAS}
 
@@ -110,7 +114,10 @@ def validate(row: Any) -> None:
         shape_of(row)
     except TypeError as error:
         more = " and layers and width" if row["op"] == MODEL else ""
-        raise ValueError(f"row shape: expected B, T, H, K and V{more}, got {row['shape']!r}") from error
+        expected = f"B, T, H, K and V{more}, and N and HV where they apply"
+        raise ValueError(f"row shape: expected {expected}, got {row['shape']!r}") from error
+    if shape_of(row).as_dict() != row["shape"]:
+        raise ValueError(f"row shape: expected no HV that equals H and no null, got {row['shape']!r}")
     for key in ("tflops", "gbps"):
         if (row[key] is None) != (row["op"] == MODEL):
             raise ValueError(f"row {key}: expected null for {MODEL} and a number else, got {row[key]!r}")
@@ -137,7 +144,7 @@ def passes_of(op: str) -> tuple[str, ...]:
 
 def schedules_of(op: str) -> tuple[str, ...]:
     """The schedules that the tk kernel of an operator has."""
-    return instances.INTRA_SCHEDULES if op == INTRA else instances.SCHEDULES
+    return intra.SCHEDULES if op == INTRA else instances.SCHEDULES
 
 
 def conditions_of(row: Row) -> tuple[str, float]:
@@ -172,7 +179,8 @@ def merge(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
 
 def _order(row: Row) -> tuple[Any, ...]:
     shape = row["shape"]
-    size = (-shape["B"], -shape["T"], -shape["H"], shape["K"], shape["V"])
+    more = (shape.get("HV", 0), shape.get("N", 0))
+    size = (-shape["B"], -shape["T"], -shape["H"], shape["K"], shape["V"], *more)
     layout, forget_bias = conditions_of(row)
     return (
         OPS.index(row["op"]),

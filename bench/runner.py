@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,19 +13,20 @@ import torch
 from torch import Tensor
 
 from tfla_tk.build import BuildError
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
-from . import accuracy, timing
+from . import accuracy, fla, timing
 from .accuracy import ORTHOGONAL, RANDOM, Truth
 from .ceilings import Ceilings
 from .inputs import DTYPES
-from .operators import Operator
+from .operators import Operator, split_offsets
 from .results import DEFAULTS, Row, rounded
 from .shapes import Shape
 from .variants import Variant
 
 RECORD_REPEATS = 30
 QUADRATIC_BYTES = 2**29
+REFERENCE_SEQUENCES = 2048
 OK, FAILED, UNSUPPORTED = "ok", "FAILED", "unsupported"
 
 
@@ -53,7 +55,7 @@ class Settings:
 class Outcome:
     """What became of one variant: a row, or the reason why there is none.
 
-    errors are against fp64; incomplete says that they cover a part of the heads.
+    errors are against fp64; notes say what is to be known of them and of the variant.
     """
 
     op: str
@@ -64,7 +66,7 @@ class Outcome:
     reason: str = ""
     row: Row | None = None
     errors: dict[str, float] = field(default_factory=dict)
-    incomplete: bool = False
+    notes: list[str] = field(default_factory=list)
 
     def stop(self, status: str, reason: str) -> None:
         """No row: it failed, or nothing serves the call."""
@@ -88,7 +90,32 @@ def run_contest(
     Returns:
         An outcome per variant, in their order. A variant that is wrong or raises is not timed.
     """
+    with _lifted_guard(operator, variants, which, settings.device) as lifted:
+        return _run(operator, shape, which, variants, settings, advance, [fla.NOTE] * lifted)
+
+
+def _lifted_guard(
+    operator: Operator, variants: Sequence[Variant], which: str, device: torch.device
+) -> AbstractContextManager[bool]:
+    """FLA's guard off where its backward takes part: every contest checks it before it is timed."""
+    takes_part = which == "fwdbwd" and any(variant.call == fla.VARIANT for variant in variants)
+    return fla.lifted_guard(operator.function) if takes_part and device.type == "cuda" else nullcontext(False)
+
+
+def _run(
+    operator: Operator,
+    shape: Shape,
+    which: str,
+    variants: Sequence[Variant],
+    settings: Settings,
+    advance: Callable[[str], object],
+    fla_notes: Sequence[str],
+) -> list[Outcome]:
+    """`run_contest`; fla_notes: what is to be said of FLA's figures."""
     outcomes = [Outcome(operator.name, shape, which, variant) for variant in variants]
+    for outcome in outcomes:
+        if outcome.variant.call == fla.VARIANT:
+            outcome.notes += fla_notes
     kinds = list(dict.fromkeys(cotangent_kind(operator, variant, which) for variant in variants))
     try:
         inputs = operator.inputs(
@@ -133,22 +160,24 @@ def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
 def make_step(
     operator: Operator, variant: Variant, inputs: Mapping[str, Tensor], cotangent: Tensor | None
 ) -> Callable[[], dict[str, Tensor]]:
-    """One call of the pass: h and, given an output gradient, each input's gradient; nothing accumulates."""
+    """One call of the pass: the output and, given its gradient, each input's; nothing accumulates."""
+    differentiated, offsets = split_offsets(inputs)
     if cotangent is None:
-        tensors = list(inputs.values())
+        tensors = list(differentiated.values())
 
         def forward() -> dict[str, Tensor]:
             with torch.no_grad():
-                return {"h": operator.call(variant.call, *tensors)}
+                return {operator.output: operator.call(variant.call, *tensors, **offsets)}
 
         return forward
 
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in differentiated.items()}
 
     def forward_backward() -> dict[str, Tensor]:
-        output = operator.call(variant.call, *leaves.values())
+        output = operator.call(variant.call, *leaves.values(), **offsets)
         grads = torch.autograd.grad(output, list(leaves.values()), cotangent)
-        return {"h": output.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
+        named = {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        return {operator.output: output.detach(), **named}
 
     return forward_backward
 
@@ -162,7 +191,7 @@ def _check(
     step = make_step(operator, outcome.variant, inputs, truth.cotangents.get(kind))
     accuracy.poison(inputs["v"].numel() * inputs["v"].element_size(), settings.device)
     outcome.errors = truth.errors(kind, step())
-    outcome.incomplete = truth.partial
+    outcome.notes += [truth.picks.left_out] * truth.partial
     wrong = accuracy.failures(outcome.errors, _tolerances(operator, outcome.variant, settings.dtype))
     if wrong:
         outcome.stop(FAILED, "error against fp64: " + ", ".join(wrong))
@@ -170,16 +199,20 @@ def _check(
 
 def _tolerances(operator: Operator, variant: Variant, dtype: str) -> dict[str, float]:
     """By result."""
-    if variant.family != "triton":
-        return accuracy.TOLERANCES[dtype]
-    own = operator.baseline_tolerances
-    return accuracy.BASELINE_TOLERANCES[dtype] | ({"h": own[dtype]} if dtype in own else {})
+    return operator.tolerances(dtype, baseline=variant.family == "triton")
 
 
 def refuse_quadratic(outcome: Outcome) -> None:
-    """The parallel form has matrices [S, S]; long sequences would fill the memory."""
+    """The parallel form has matrices [S, S]; long sequences would fill the memory.
+
+    The reference loops over packed sequences; many would take minutes.
+    """
     shape = outcome.shape
-    matrix = 4 * shape.B * shape.H * shape.T**2
+    if outcome.variant.family == "reference" and (shape.N or 0) > REFERENCE_SEQUENCES:
+        raise UnsupportedError(outcome.variant.call, f"it computes {shape.N:,} sequences one after the other")
+    # of packed sequences the matrices follow one another
+    longest = max(shape.lengths())
+    matrix = 4 * shape.B * shape.value_heads * longest**2
     if outcome.variant.call == "reference:parallel" and matrix > QUADRATIC_BYTES:
         raise UnsupportedError(
             "reference:parallel", f"one of its [S, S] matrices takes {matrix / 1e9:.0f} GB"
@@ -290,8 +323,7 @@ def make_row(
     notes = []
     if cotangent_kind(operator, outcome.variant, outcome.which) == ORTHOGONAL:
         notes.append("gradients without the normaliser's part, checked with dh orthogonal to h")
-    if outcome.incomplete:
-        notes.append("error on a part of the heads")
+    notes += outcome.notes
     if notes:
         row["note"] = "; ".join(notes)
     return row

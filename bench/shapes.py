@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 
-from tfla_tk import flops
+from tfla_tk.core import flops
 
 CHUNK = flops.CHUNK
 PASSES = ("fwd", "fwdbwd")
@@ -15,30 +17,78 @@ PHASES = ("train", "prefill", "decode")  # of a whole model, in place of passes
 
 @dataclass(frozen=True)
 class Shape:
-    """B sequences of T tokens, H heads, head dims K of q and k and V of v."""
+    """B sequences of T tokens, H heads, head dims K of q and k and V of v.
+
+    Attributes:
+        N: sequences packed in a batch of one of T tokens in all; None where nothing is packed.
+        HV: heads of v, a multiple of H, where they are more than those of q and k; None where they are H.
+    """
 
     B: int
     T: int
     H: int
     K: int
     V: int
+    N: int | None = field(default=None, kw_only=True)
+    HV: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in self.as_dict().items():
             if value < 1:
                 raise ValueError(f"shape {name}: expected a positive integer, got {value}")
+        if self.HV == self.H:
+            object.__setattr__(self, "HV", None)
+        if self.value_heads % self.H:
+            raise ValueError(f"shape HV: expected a multiple of H = {self.H}, got {self.HV}")
+        if self.N is not None and self.B != 1:
+            raise ValueError(f"shape N: expected a batch of one of packed sequences, got B = {self.B}")
+        if self.N is not None and self.N > self.T:
+            raise ValueError(f"shape N: expected at most one sequence per token of {self.T}, got {self.N}")
 
     def __str__(self) -> str:
-        return f"B{self.B} T{self.T} H{self.H} {self.K}/{self.V}"
+        packed = "" if self.N is None else f" N{self.N}"
+        return f"B{self.B} T{self.T}{packed} {self._heads()} {self.K}/{self.V}"
+
+    def _heads(self) -> str:
+        return f"H{self.H}" if self.HV is None else f"H{self.H} HV{self.HV}"
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of v: HV, or H."""
+        return self.HV or self.H
+
+    @property
+    def group(self) -> int:
+        """Heads of v per head of q and k."""
+        return self.value_heads // self.H
 
     @property
     def head_tokens(self) -> int:
-        """Tokens times heads: what the formulas per token and head are multiplied by."""
-        return self.B * self.T * self.H
+        """Tokens times heads of v: what the formulas per token and head are multiplied by."""
+        return self.B * self.T * self.value_heads
 
     def as_dict(self) -> dict[str, int]:
-        """The shape as it stands in a results row."""
-        return asdict(self)
+        """The shape as it stands in a results row, without what is None."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def lengths(self, seed: int = 0) -> list[int]:
+        """The lengths of the sequences: T of each, or N unequal ones of T tokens in all.
+
+        Packed sequences have between a half and one and a half of the T / N tokens, but for rounding, and at
+        least one token. Equal seeds give equal lengths on any machine.
+        """
+        if self.N is None:
+            return [self.T] * self.B
+        source = random.Random(seed)
+        weights = [source.uniform(0.5, 1.5) for _ in range(self.N)]
+        spare, total = self.T - self.N, sum(weights)
+        ends, reached = [0], 0.0
+        for weight in weights:
+            reached += weight
+            ends.append(round(spare * (reached / total)))
+        ends[-1] = spare
+        return [1 + end - start for start, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +99,7 @@ class ModelShape(Shape):
     width: int
 
     def __str__(self) -> str:
-        return f"B{self.B} T{self.T}, {self.layers} layers of {self.width}, H{self.H} {self.K}/{self.V}"
+        return f"B{self.B} T{self.T}, {self.layers} layers of {self.width}, {self._heads()} {self.K}/{self.V}"
 
 
 MAIN = (
@@ -76,22 +126,43 @@ TINY = (
     Shape(1, 512, 4, 64, 64),
     Shape(1, 1024, 8, 128, 256),
 )
+# packed: 1,000 and 32,000 sequences of about 10 tokens, 128 documents of about 512
+PACKED = (
+    Shape(1, 10_000, 4, 64, 64, N=1000),
+    Shape(1, 320_000, 4, 64, 64, N=32_000),
+    Shape(1, 65536, 16, 128, 256, N=128),
+)
+# those of the scalar-decay family: simple GLA and RetNet, Lightning, small models, one long row, Mamba-2
+SCALAR = (
+    Shape(8, 8192, 16, 128, 256),
+    Shape(8, 8192, 64, 128, 128),
+    Shape(4, 4096, 16, 128, 128),
+    Shape(1, 65536, 16, 128, 128),
+    Shape(1, 65536, 16, 128, 128, N=128),
+    Shape(1, 16384, 8, 128, 64, HV=128),
+)
 SETS: dict[str, tuple[Shape, ...]] = {
     "main": MAIN,
     "sweep": SWEEP,
     "heads": HEADS,
     "tiny": TINY,
     "small": SMALL,
+    "packed": PACKED,
+    "scalar": SCALAR,
 }
 
-_SHAPE = re.compile(r"B?(\d+)x[TS]?(\d+)xH?(\d+)x(?:K?(\d+)xV?(\d+)|(\d+)/(\d+))", re.IGNORECASE)
+_SHAPE = re.compile(
+    r"B?(\d+)x[TS]?(\d+)xH?(\d+)x(?:K?(\d+)xV?(\d+)|(\d+)/(\d+))((?:x(?:N|HV)\d+)*)", re.IGNORECASE
+)
+_MORE = re.compile(r"x(N|HV)(\d+)", re.IGNORECASE)
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """Shapes of a comma-separated list of sets (the keys of SETS) and of shapes such as 8x8192x16x128x256.
 
     Args:
-        text: for example "main" or "1x4096x8x64x128,small"; the numbers are B x T x H x K x V.
+        text: for example "main" or "1x4096x8x64x128,small"; the numbers are B x T x H x K x V, and behind
+            them N of packed sequences and HV heads of v, as in 1x320000x4x64x64xN32000.
 
     Raises:
         ValueError: neither a set nor a shape.
@@ -102,9 +173,15 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
         if item in SETS:
             found.update(dict.fromkeys(SETS[item]))
         elif match:
-            found[Shape(*(int(number) for number in match.groups() if number is not None))] = None
+            *numbers, rest = match.groups()
+            named = _MORE.findall(rest)
+            more = {name.upper(): int(number) for name, number in named}
+            if len(more) < len(named):
+                raise ValueError(f"shapes: expected N and HV at most once each, got {item!r}")
+            found[Shape(*(int(number) for number in numbers if number is not None), **more)] = None
         else:
-            raise ValueError(f"shapes: expected one of {', '.join(SETS)} or BxTxHxKxV, got {item!r}")
+            expected = f"one of {', '.join(SETS)} or BxTxHxKxV[xN..][xHV..]"
+            raise ValueError(f"shapes: expected {expected}, got {item!r}")
     return tuple(found)
 
 
@@ -153,17 +230,38 @@ def cost(op: str, shape: Shape, which: str, itemsize: int = 2) -> Cost:
 PerToken = Callable[[Shape, int], tuple[Cost, Cost | None]]
 
 
-def _scalar_decay(numbers: int) -> PerToken:
-    """Formulas per token and head of mLSTM and of the scalar-decay family.
+def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
+    """Formulas per token and head of mLSTM.
 
-    Forward, fused: q, k, v, h once, and `numbers` fp32 gate values. Backward: two sweeps, dq forward in
-    time, dk and dv backward in time, with no state in memory.
+    Forward, fused: q, k, v, h and three fp32 gate values (i, f and m) once. Backward: two sweeps, dq forward
+    in time, dk and dv backward in time, with no state in memory.
+    """
+    dims = itemsize * (shape.K + shape.V)
+    return Cost(flops.forward(shape.K, shape.V), 2 * dims + 12), Cost(
+        flops.backward(shape.K, shape.V), 5 * dims
+    )
+
+
+def _scalar_decay(numbers: int) -> PerToken:
+    """Formulas per token and head of v of the scalar-decay family, `numbers` fp32 log decays per token.
+
+    Bytes: every input and every output once; forward q, k, v, g and o, backward q, k, v, g, do and the
+    gradients of the inputs. FLOP: as mLSTM. q and k are read once per head of their own, however many heads
+    of v share it, and so are the products that none of v enters (Q K^T, and in the backward dq and dk
+    within a chunk) counted once.
     """
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-        dims = itemsize * (shape.K + shape.V)
-        forward = Cost(flops.forward(shape.K, shape.V), 2 * dims + 4 * numbers)
-        return forward, Cost(flops.backward(shape.K, shape.V), 5 * dims)
+        share = 1 / shape.group
+        shared = (1 - share) * flops.intra_chunk(shape.K, 0)
+        forward = Cost(
+            flops.forward(shape.K, shape.V) - shared,
+            itemsize * 2 * (share * shape.K + shape.V) + 4 * numbers,
+        )
+        return forward, Cost(
+            flops.backward(shape.K, shape.V) - 3 * shared,
+            itemsize * (4 * share * shape.K + 3 * shape.V) + 8 * numbers,
+        )
 
     return per_token
 
@@ -197,13 +295,14 @@ def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
     return Cost(flops.step(shape.K, shape.V), 2 * itemsize * (state + shape.K + shape.V) + 8), None
 
 
-# three numbers: i, f and m; one: the log decay of the token; none: one decay per head
 COSTS: dict[str, PerToken] = {
-    "mlstm_exp": _scalar_decay(3),
-    "mlstm_sig": _scalar_decay(3),
+    "mlstm_exp": _mlstm,
+    "mlstm_sig": _mlstm,
     "mlstm_intra": _intra,
     "mlstm_step": _step,
+    # a log decay per token; one per head
     "simple_gla": _scalar_decay(1),
     "retention": _scalar_decay(0),
+    "lightning": _scalar_decay(0),
     "gla": _gla,
 }

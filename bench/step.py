@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import mlstm_step, reference
-from tfla_tk.backends import triton
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.backends.triton import mlstm_kernels
+from tfla_tk.core.errors import UnsupportedError
 
 from .compare import Contest, carry_out
 from .inputs import FORGET_BIAS
@@ -67,7 +67,7 @@ def step_inputs(
 class StepOperator(Operator):
     """T steps of mLSTMexp; in place they go on from the state that the call before left."""
 
-    def call(self, backend: str, *tensors: Tensor) -> Tensor:
+    def call(self, backend: str, *tensors: Tensor, **offsets: Tensor) -> Tensor:
         """h [B, NH, T, V] of "tk", "tk:in_place", "triton" or "reference"."""
         state = _own_copy(tensors[5:]) if backend == IN_PLACE else tensors[5:]
         outputs = []
@@ -96,7 +96,7 @@ def _own_copy(state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _triton_step(*tensors: Tensor) -> Tensor:
     """mlstm_kernels' step as its users call it, the state in the dtype it has."""
-    missing = triton.MLSTM_KERNELS_MISSING
+    missing = mlstm_kernels.MLSTM_KERNELS_MISSING
     if missing is not None:
         raise UnsupportedError("triton's step", missing.reason, missing.remedy)
     module = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")
@@ -139,6 +139,10 @@ def run(args: argparse.Namespace) -> int:
     """
     on_gpu = torch.cuda.is_available()
     shapes = args.shapes or (SHAPES if on_gpu else (Shape(2, 3, 2, 16, 32),))
+    for shape in shapes:
+        OPERATOR.check_shape(shape)
+        if shape.N is not None:
+            raise ValueError(f"shape N: expected none, a step has one token, got {shape.N}")
     try:
         return carry_out(args, contests(shapes[:1] if args.quick else shapes), on_gpu=on_gpu)
     finally:

@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from tfla_tk.dispatch import split_backend
+from tfla_tk.core.dispatch import split_backend
 
 from . import compare, environment, plots
 from .model import LanguageModel

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tfla_tk.backends import triton
-from tfla_tk.ops import SCHEDULES
+from tfla_tk.backends.triton.variants import variants
+from tfla_tk.core.layout import SCHEDULES
 
+from . import fla
 from .operators import Operator
 
 FAMILIES = ("tk", "triton", "reference")
@@ -60,7 +61,7 @@ def find_variants(
         elif family == "tk":
             new = [_single(f"tk:{schedule}", "tk", schedule, backends is not None) for schedule in schedules]
         elif family == "triton":
-            new = [Variant(call, call) for call in triton.variants(operator.function)]
+            new = [Variant(call, call) for call in _baselines(operator)]
         elif on_gpu:
             new = [Variant("reference", "reference")]
         else:
@@ -68,6 +69,11 @@ def find_variants(
         for variant in new:
             found.setdefault(variant.call, variant)
     return list(found.values())
+
+
+def _baselines(operator: Operator) -> list[str]:
+    """The Triton kernels that an operator is compared with."""
+    return [fla.VARIANT] if operator.function in fla.MODULES else variants(operator.function)
 
 
 def _single(name: str, family: str, detail: str, named: bool = True) -> Variant:

@@ -33,8 +33,10 @@ from .mlstm_siging import (
     mlstm_siging_step,
 )
 from .simple_gla import (
+    SimpleGLAGrads,
     lightning_log_decay,
     retention_log_decay,
+    simple_gla_backward,
     simple_gla_chunkwise,
     simple_gla_parallel,
     simple_gla_recurrent,
@@ -46,6 +48,7 @@ __all__ = [
     "MLSTMChunkGrads",
     "MLSTMForward",
     "MLSTMGrads",
+    "SimpleGLAGrads",
     "delta_rule_chunkwise",
     "delta_rule_parallel",
     "delta_rule_recurrent",
@@ -69,6 +72,7 @@ __all__ = [
     "mlstm_siging_step",
     "mlstm_step",
     "retention_log_decay",
+    "simple_gla_backward",
     "simple_gla_chunkwise",
     "simple_gla_parallel",
     "simple_gla_recurrent",

@@ -14,11 +14,10 @@ for keys of norm 1.
 from __future__ import annotations
 
 import torch
-from einops import repeat
 from torch import Tensor, einsum
 
 from .common import Form, States, full_precision, scan_chunks, scan_tokens, segment_sum
-from .linear import run_linear
+from .linear import repeat_heads, run_linear
 
 
 @full_precision
@@ -195,8 +194,5 @@ def run_gated_delta(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Repeat the heads of q and k to those of v and run ``form``."""
-    groups, rest = divmod(v.shape[2], q.shape[2])
-    if rest:
-        raise ValueError(f"v: expected a multiple of q's {q.shape[2]} heads, got {v.shape[2]}")
-    q, k = (repeat(x, "b t h k -> b t (h n) k", n=groups) for x in (q, k))
+    q, k = repeat_heads(q, k, v)
     return run_linear(form, q, k, v, (g, beta), scale, initial_state, output_final_state, cu_seqlens)

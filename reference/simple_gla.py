@@ -9,11 +9,25 @@ Source: Yang et al., "Gated Linear Attention" (2024); Sun et al., "Retentive Net
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+from einops import rearrange
 from torch import Tensor, einsum
 
-from .common import States, full_precision, scan_chunks, scan_tokens, segment_sum
-from .linear import run_linear
+from .common import (
+    Form,
+    States,
+    compute_dtype,
+    full_precision,
+    promote,
+    scan_chunks,
+    scan_tokens,
+    segment_sum,
+    sequence_count,
+    split_sequences,
+)
+from .linear import head_groups, repeat_heads, run_linear
 
 
 @full_precision
@@ -27,30 +41,35 @@ def simple_gla_recurrent(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Scalar-decay linear attention token by token: the specification of the operator.
 
     Args:
-        q, k: [B, T, H, K]. v: [B, T, H, V]. Any float dtype; computed in the common dtype, at least fp32.
-        g: [B, T, H] natural-log decay per token. g_gamma: [H] natural-log decay per head. Both given: their
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. Any float dtype; computed in the common dtype, at least fp32.
+            HV is a multiple of H; head h of q and k serves heads h HV/H to (h + 1) HV/H - 1 of v.
+        g: [B, T, HV] natural-log decay per token. g_gamma: [HV] natural-log decay per head. Both given: their
             sum; none: no decay.
         scale: factor on q; None is K^-1/2.
-        initial_state: [N, H, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
+        initial_state: [N, HV, K, V] or None (zeros); N is B, or the number of sequences with ``cu_seqlens``.
         output_final_state: return the last state instead of None.
         cu_seqlens: [N + 1] int32 or int64, offsets of sequences packed in a batch of one.
+        state_v_first: states are [N, HV, V, K].
 
     Returns:
-        (o [B, T, H, V] in q's dtype, state [N, H, K, V] of at least fp32 or None).
+        (o [B, T, HV, V] in q's dtype, state [N, HV, K, V] of at least fp32 or None).
 
     Raises:
-        ValueError: ``cu_seqlens`` that does not fit.
+        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
 
     def form(*args: Tensor) -> tuple[Tensor, States]:
         return scan_tokens(simple_gla_step, args[:4], args[4:])
 
-    gates = (log_decay(v, g, g_gamma),)
-    return run_linear(form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens)
+    return run_simple_gla(
+        form, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    )
 
 
 @full_precision
@@ -64,6 +83,8 @@ def simple_gla_parallel(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Scalar-decay linear attention as one masked [T, T] product plus the term of the initial state.
 
@@ -73,8 +94,9 @@ def simple_gla_parallel(
     def form(*args: Tensor) -> tuple[Tensor, States]:
         return scan_chunks(simple_gla_chunk, args[:4], args[4:], max(args[0].shape[2], 1))
 
-    gates = (log_decay(v, g, g_gamma),)
-    return run_linear(form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens)
+    return run_simple_gla(
+        form, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    )
 
 
 @full_precision
@@ -89,6 +111,8 @@ def simple_gla_chunkwise(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
+    *,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Scalar-decay linear attention in chunks: parallel inside a chunk, recurrent from chunk to chunk.
 
@@ -99,8 +123,30 @@ def simple_gla_chunkwise(
     def form(*args: Tensor) -> tuple[Tensor, States]:
         return scan_chunks(simple_gla_chunk, args[:4], args[4:], chunk_size)
 
+    return run_simple_gla(
+        form, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    )
+
+
+def run_simple_gla(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Repeat the heads of q and k to those of v, make the decay one per token, and run ``form``."""
+    q, k = repeat_heads(q, k, v)
     gates = (log_decay(v, g, g_gamma),)
-    return run_linear(form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens)
+    return run_linear(
+        form, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, state_v_first
+    )
 
 
 def simple_gla_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:
@@ -120,9 +166,131 @@ def simple_gla_chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> t
 
 
 def log_decay(v: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
-    """The log decay [B, T, H] that g and g_gamma stand for."""
+    """The log decay [B, T, HV] that g and g_gamma stand for."""
     decay = torch.zeros_like(v[..., 0]) if g is None else g
     return decay if g_gamma is None else decay + g_gamma
+
+
+class SimpleGLAGrads(NamedTuple):
+    """Gradients of :func:`simple_gla_recurrent`, each in the dtype and shape of its input.
+
+    Attributes:
+        dq, dk: [B, T, H, K], summed over the heads of v that a head of q and k serves. dv: [B, T, HV, V].
+        dg: [B, T, HV] gradient of the log decay of every token; that of g_gamma is its sum over B and T.
+        dh0: [N, HV, K, V] gradient of the initial state, [N, HV, V, K] with ``state_v_first``.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dh0: Tensor
+
+
+@full_precision
+def simple_gla_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    state_v_first: bool = False,
+) -> SimpleGLAGrads:
+    """Exact gradients by the explicit formulas, chunk by chunk.
+
+    In a chunk with b = cumsum(g), E_tj = e^{b_t - b_j} for j <= t and else 0, S the state that enters it, dS
+    the gradient of the one that leaves it, and s the scale::
+
+        dq = s (E . do v^T) k + s e^b (do S^T)
+        dk = s (E . do v^T)^T q + e^{b_L - b} (v dS^T)
+        dv = s (E . q k^T)^T do + e^{b_L - b} (k dS)
+        dS <- e^{b_L} dS + s (e^b q)^T do
+        dg_t = sum_{u >= t} (q_u . dq_u - k_u . dk_u) + <dS_T, S_T>          T: after the last token
+
+    Args:
+        do: [B, T, HV, V] gradient of o. dht: gradient of the last state, shaped like it; None is zero.
+        others: as in :func:`simple_gla_recurrent`; the result does not depend on ``chunk_size``.
+
+    Raises:
+        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+    """
+    groups = head_groups(q, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    gate = log_decay(v, g, g_gamma)
+    tokens = (*repeat_heads(q, k, v), v, gate, do)
+    shape = (sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
+    zero = q.new_zeros(shape, dtype=compute_dtype(*tokens))
+    states = (_state_k_first(x, zero, state_v_first) for x in (initial_state, dht))
+    *promoted, h0, ds = promote(*tokens, *states)
+    promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
+    promoted[0] = promoted[0] * scale
+    parts = [
+        _sequence_backward(own, state, chunk_size)
+        for own, state in split_sequences(promoted, (h0, ds), cu_seqlens)
+    ]
+    dq, dk, dv, dg = (
+        rearrange(torch.cat(column, dim=2), "b h t ... -> b t h ...")
+        for column in list(zip(*parts, strict=True))[:4]
+    )
+    dq, dk = (rearrange(x, "b t (h n) k -> b t h n k", n=groups).sum(3) for x in (scale * dq, dk))
+    dh0 = torch.cat([part[4] for part in parts])
+    dh0 = dh0.mT if state_v_first else dh0
+    like = (q, k, v, gate, dh0 if initial_state is None else initial_state)
+    return SimpleGLAGrads(*(x.to(y.dtype) for x, y in zip((dq, dk, dv, dg, dh0), like, strict=True)))
+
+
+def _state_k_first(state: Tensor | None, zero: Tensor, state_v_first: bool) -> Tensor:
+    """A state or its gradient as [N, HV, K, V]; None is zero."""
+    if state is None:
+        return zero
+    return state.mT if state_v_first else state
+
+
+def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor, ...]:
+    """dq (of the scaled q), dk, dv, dg, dh0 of one sequence of any length.
+
+    Args:
+        tokens: q (scaled), k, v, g, do, head-first. state: S before the first token, dS after the last. All
+            in the compute dtype.
+    """
+    q, k, v, _, _ = tokens
+    s, ds = state
+    pieces = list(zip(*(x.split(int(size), dim=2) for x in tokens), strict=True)) if q.shape[2] else []
+    # forward in time: the state that enters every chunk
+    entering = []
+    for q_c, k_c, v_c, g_c, _ in pieces:
+        entering.append(s)
+        _, (s,) = simple_gla_chunk(q_c, k_c, v_c, g_c, s)
+    state_term = (ds * s).sum((-1, -2))[..., None]
+
+    # backward in time
+    grads: list[tuple[Tensor, Tensor, Tensor]] = []
+    for (q_c, k_c, v_c, g_c, do), s_in in zip(reversed(pieces), reversed(entering), strict=True):
+        decay = torch.exp(segment_sum(g_c))
+        through = torch.exp(g_c.cumsum(-1))[..., None]
+        to_end = decay[..., -1, :, None]
+        scores = decay * einsum("bhtk,bhjk->bhtj", q_c, k_c)
+        dscores = decay * einsum("bhtv,bhjv->bhtj", do, v_c)
+        dq = dscores @ k_c + through * einsum("bhtv,bhkv->bhtk", do, s_in)
+        dk = dscores.mT @ q_c + to_end * einsum("bhjv,bhkv->bhjk", v_c, ds)
+        dv = scores.mT @ do + to_end * (k_c @ ds)
+        grads.insert(0, (dq, dk, dv))
+        ds = through[..., -1:, :] * ds + (through * q_c).mT @ do
+
+    # empty pieces in front: there may be no token
+    dq, dk, dv = (
+        torch.cat([x[:, :, :0], *(chunk[place] for chunk in grads)], dim=2)
+        for place, x in enumerate((q, k, v))
+    )
+    dg = ((q * dq).sum(-1) - (k * dk).sum(-1)).flip(-1).cumsum(-1).flip(-1) + state_term
+    return dq, dk, dv, dg, ds
 
 
 def retention_log_decay(

@@ -5,21 +5,25 @@ Importing this package touches no GPU and compiles nothing. Public names:
     mlstm_chunkwise, mlstm_siging_chunkwise    mLSTM with exponential and with sigmoid input gate
     mlstm_step, mlstm_siging_step              one token of them, for decoding
     mlstm_sequence, mlstm_siging_sequence      a few tokens of them, for decoding
+    chunk_simple_gla                           linear attention with a decay per token and head, or per head
+    chunk_retention, chunk_lightning_attn      the same with the decays of RetNet and of Lightning Attention
     which                                      the backend that a call would use, and why
     __version__                                the version of this package
     UnsupportedError                           a backend asked for by name cannot serve the call
 
-Imported by name: tfla_tk.integrations.xlstm puts the kernels into xLSTM models, tfla_tk.reference holds every
-operator in pure PyTorch.
+Imported by name: tfla_tk.integrations.xlstm puts the kernels into xLSTM models, tfla_tk.integrations.fla into
+models that call FLA's functions, tfla_tk.reference holds every operator in pure PyTorch.
 """
 
 from __future__ import annotations
 
-from tfla_tk import packed_ops as packed_ops
+from tfla_tk import ops as ops
+from tfla_tk.core.dispatch import which
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.support import Choice, Support
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
-from tfla_tk.dispatch import Choice, Support, which
-from tfla_tk.errors import UnsupportedError
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
+from tfla_tk.simple_gla import chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
@@ -28,6 +32,9 @@ __all__ = [
     "Support",
     "UnsupportedError",
     "__version__",
+    "chunk_lightning_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
     "mlstm_chunkwise",
     "mlstm_sequence",
     "mlstm_siging_chunkwise",

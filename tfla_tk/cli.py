@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tfla_tk
 from tfla_tk import build, doctor, env
-from tfla_tk.bench import compare, gradcheck
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.bench import compare, gradcheck, intra
+from tfla_tk.core.errors import UnsupportedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +94,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    known = build.all_instances() if arguments.all else build.shipped_instances()
+    known = build.shipped_instances()
+    if arguments.all:
+        known = [*build.all_instances(), *intra.all_instances()]
     chosen = [instance for instance in known if fnmatch.fnmatch(instance.name, arguments.match)]
     if known and not chosen:
         names = ", ".join(instance.name for instance in known)

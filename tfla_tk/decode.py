@@ -7,36 +7,32 @@ written once (docs/mlstm-step.md, docs/mlstm-sequence.md).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tfla_tk import ops, sequence_ops, step_ops
-from tfla_tk.dispatch import choose, load_backend, operator
-from tfla_tk.memo import Memo, is_direct
-from tfla_tk.validation import MLSTMCall, check_mlstm_sequence, check_mlstm_step
+from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm_sequence, check_mlstm_step
+from tfla_tk.core.dispatch import operator
+from tfla_tk.core.plan import CallPath
 
 _TENSORS = ("q", "k", "v", "i", "f", "c", "n", "m")
-_CHECKS = {"mlstm_step": check_mlstm_step, "mlstm_sequence": check_mlstm_sequence}
-_KERNELS: dict[str, Callable[..., tuple[Tensor, tuple[Tensor, ...]]]]
-_KERNELS = {"mlstm_step": step_ops.mlstm_step, "mlstm_sequence": sequence_ops.mlstm_sequence}
-_OPTIONS = ("kernel", "sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
+_OPTIONS = ("sigmoid_gate", "normalize", "eps", "dtype_state", "inplace", "backend")
+_step = CallPath("mlstm_step", _TENSORS, _OPTIONS, check_mlstm_step)
+_sequence = CallPath("mlstm_sequence", _TENSORS, _OPTIONS, check_mlstm_sequence)
 
 
-def _description(kernel: str, sigmoid_gate: bool) -> Callable[..., tuple[str, MLSTMCall]]:
+def _description(path: CallPath, sigmoid_gate: bool) -> Callable[..., tuple[str, MLSTMCall]]:
     """What `which` makes of a public function's arguments."""
-    check = _CHECKS[kernel]
 
-    def describe(*, backend: str, **arguments: Any) -> tuple[str, MLSTMCall]:
+    def describe(**arguments: Any) -> tuple[str, MLSTMCall]:
         fixed = {"m": None} if sigmoid_gate else {"normalize": True}
-        return kernel, check(sigmoid_gate=sigmoid_gate, **fixed, **arguments)
+        return path.describe(sigmoid_gate=sigmoid_gate, **fixed, **arguments)
 
     return describe
 
 
-@operator(_description("mlstm_step", sigmoid_gate=False))
+@operator(_description(_step, sigmoid_gate=False))
 def mlstm_step(
     q: Tensor,
     k: Tensor,
@@ -81,12 +77,12 @@ def mlstm_step(
         TypeError, ValueError: bad arguments, before anything is computed.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
-    options = ("mlstm_step", False, True, eps, dtype_state, inplace, backend)
-    h, (c, n, m) = _run("mlstm_step", (q, k, v, i, f, c, n, m), options)
+    options = (False, True, eps, dtype_state, inplace, backend)
+    h, (c, n, m) = _step.serve("mlstm_step", (q, k, v, i, f, c, n, m), options)
     return h, (c, n, m)
 
 
-@operator(_description("mlstm_step", sigmoid_gate=True))
+@operator(_description(_step, sigmoid_gate=True))
 def mlstm_siging_step(
     q: Tensor,
     k: Tensor,
@@ -113,12 +109,12 @@ def mlstm_siging_step(
     Returns:
         h [B, NH, DHHV] in q's dtype and the state after the token (c, n), new tensors unless `inplace`.
     """
-    options = ("mlstm_step", True, normalize, eps, dtype_state, inplace, backend)
-    h, (c, n) = _run("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
+    options = (True, normalize, eps, dtype_state, inplace, backend)
+    h, (c, n) = _step.serve("mlstm_siging_step", (q, k, v, i, f, c, n, None), options)
     return h, (c, n)
 
 
-@operator(_description("mlstm_sequence", sigmoid_gate=False))
+@operator(_description(_sequence, sigmoid_gate=False))
 def mlstm_sequence(
     q: Tensor,
     k: Tensor,
@@ -157,12 +153,12 @@ def mlstm_sequence(
         TypeError, ValueError: bad arguments, before anything is computed.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
-    options = ("mlstm_sequence", False, True, eps, dtype_state, inplace, backend)
-    h, (c, n, m) = _run("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
+    options = (False, True, eps, dtype_state, inplace, backend)
+    h, (c, n, m) = _sequence.serve("mlstm_sequence", (q, k, v, i, f, c, n, m), options)
     return h, (c, n, m)
 
 
-@operator(_description("mlstm_sequence", sigmoid_gate=True))
+@operator(_description(_sequence, sigmoid_gate=True))
 def mlstm_siging_sequence(
     q: Tensor,
     k: Tensor,
@@ -189,8 +185,8 @@ def mlstm_siging_sequence(
         h [B, NH, S, DHHV] in q's dtype and the state after the last token (c, n), new tensors unless
         `inplace`.
     """
-    options = ("mlstm_sequence", True, normalize, eps, dtype_state, inplace, backend)
-    h, (c, n) = _run("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
+    options = (True, normalize, eps, dtype_state, inplace, backend)
+    h, (c, n) = _sequence.serve("mlstm_siging_sequence", (q, k, v, i, f, c, n, None), options)
     return h, (c, n)
 
 
@@ -210,81 +206,5 @@ def is_sequence_on_tk(
         tensors: q, k, v, i, f, c, n, m; m is None with the sigmoid gate.
     """
     op = "mlstm_siging_sequence" if sigmoid_gate else "mlstm_sequence"
-    options = ("mlstm_sequence", sigmoid_gate, normalize, eps, dtype_state, False, "auto")
-    return _plans.of(tensors, options, partial(_make_plan, op)).backend == "tk"
-
-
-class _Plan(NamedTuple):
-    """How a call is served; direct: the kernel is called without the op."""
-
-    call: MLSTMCall
-    backend: str
-    variant: str | None
-    direct: bool
-
-
-_plans: Memo[_Plan] = Memo()
-
-
-def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Validate, choose the backend, apply: h and the next state as the public function returns it.
-
-    Args:
-        op: name of the public function.
-        tensors: in the order of _TENSORS. options: in the order of _OPTIONS; they tell the operators apart.
-    """
-    call, name, variant, direct = _plans.of(tensors, options, partial(_make_plan, op))
-    kernel, *_, dtype_state, inplace, _ = options
-    kept = None if inplace else dtype_state or ops.state_dtype(tensors[0])
-    if name == "tk" and not call.requires_grad:
-        written = torch.float32 if kept == torch.float64 else kept
-        h, state = _KERNELS[kernel](call, written, *tensors, direct=direct)
-        return h, state if written == kept else tuple(x.to(kept) for x in state)
-    if name == "tk":
-        h, state = _chunk_of_one(call, variant, tensors)
-    else:
-        h, state = getattr(load_backend(name), kernel)(call, *tensors)
-    return h, _as_stored(state, tensors[5 : 5 + len(state)], kept)
-
-
-def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> _Plan:
-    """Validate a call and choose its backend; `eager` says that nothing traces or intercepts it."""
-    arguments = dict(zip(_TENSORS + _OPTIONS, tensors + options, strict=True))
-    kernel, backend = arguments.pop("kernel"), arguments.pop("backend")
-    call = _CHECKS[kernel](**arguments)
-    name, variant = choose(op, kernel, call, backend)
-    if call.is_empty:
-        # nothing to launch
-        name, variant = "reference", None
-    return _Plan(call, name, variant, direct=eager and name == "tk" and is_direct(tensors))
-
-
-def _as_stored(
-    state: tuple[Tensor, ...], given: tuple[Tensor, ...], kept: torch.dtype | None
-) -> tuple[Tensor, ...]:
-    """A new state in the dtype that is kept, or over the given one where that is None."""
-    dtypes = [x.dtype if kept is None else kept for x in given]
-    if len(state) == 3 and dtypes[2].itemsize == 2:
-        state = step_ops.representable(*state, dtypes[2])
-    if kept is not None:
-        # the sigmoid gate without normaliser hands n through
-        return tuple(
-            x.clone() if x is old and x.dtype == kept else x.to(kept)
-            for x, old in zip(state, given, strict=True)
-        )
-    for old, x in zip(given, state, strict=True):
-        if old is not x:
-            old.copy_(x)
-    return given
-
-
-def _chunk_of_one(
-    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The chunkwise kernel over a sequence of one token: it has gradients."""
-    q, k, v, i, f, c, n, m = tensors
-    q, k, v = (x.unsqueeze(2) for x in (q, k, v))
-    h, state = ops.mlstm(call, variant or "auto", q, k, v, i, f, c, n, m, None)
-    if call.sigmoid_gate and not call.normalize:
-        state = (state[0], n)
-    return h.squeeze(2), state
+    options = (sigmoid_gate, normalize, eps, dtype_state, False, "auto")
+    return _sequence.plan(op, tensors, options).backend == "tk"

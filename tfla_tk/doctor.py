@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tfla_tk import env
-from tfla_tk.backends.triton import triton_version
+from tfla_tk.backends.triton.installation import triton_version
 from tfla_tk.build.cache import count_modules
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.locking import cache_root, is_writable
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
-from tfla_tk.dispatch import OPERATORS, which
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.dispatch import OPERATORS, which
+from tfla_tk.core.errors import UnsupportedError
 
 LIBRARIES = ("torch", "triton", "einops", "pybind11", "mlstm_kernels", "fla-core", "xlstm")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
@@ -206,7 +206,27 @@ def _with_m(example: Callable[[bool], list[Tensor]]) -> Callable[[bool], list[Te
     return extended
 
 
-EXAMPLES: dict[str, Callable[[bool], list[Tensor]]] = {
+def _linear_example(requires_grad: bool) -> list[Tensor]:
+    """q, k, v of a small call: one batch entry, 64 tokens, one head, head dims 128 and 128."""
+    q, k, v, *_ = (tensor.detach() for tensor in _mlstm_example(False))
+    return [x.transpose(1, 2).requires_grad_(requires_grad) for x in (q, k, v[..., :128])]
+
+
+def _gated_example(requires_grad: bool) -> list[Tensor]:
+    """The same and g, a decay per token."""
+    q, k, v = _linear_example(requires_grad)
+    return [q, k, v, torch.zeros(v.shape[:3], device=v.device).requires_grad_(requires_grad)]
+
+
+def _lightning_example(requires_grad: bool) -> list[Any]:
+    """q, k, v, the number of the layer and of all layers."""
+    return [*_linear_example(requires_grad), 0, 1]
+
+
+EXAMPLES: dict[str, Callable[[bool], list[Any]]] = {
+    "chunk_lightning_attn": _lightning_example,
+    "chunk_retention": _linear_example,
+    "chunk_simple_gla": _gated_example,
     "mlstm_chunkwise": _mlstm_example,
     "mlstm_siging_chunkwise": _mlstm_example,
     "mlstm_step": _with_m(_step_example),

@@ -5,40 +5,43 @@ Signatures follow mlstm_kernels' chunkwise functions up to chunk_size; its tile 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tfla_tk import ops
-from tfla_tk.dispatch import choose, load_backend, operator
-from tfla_tk.memo import Memo, is_plain
-from tfla_tk.validation import MLSTMCall, autocast_dtype, check_bool, check_kernel_dtype, check_mlstm
+from tfla_tk.calls.mlstm import MLSTMCall, check_mlstm_chunkwise
+from tfla_tk.core.dispatch import operator
+from tfla_tk.core.plan import CallPath
 
 ExpState: TypeAlias = tuple[Tensor, Tensor, Tensor]
 SigState: TypeAlias = tuple[Tensor, Tensor]
 
-_TENSORS = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens")
-_OPTIONS = (
-    "sigmoid_gate",
-    "normalize",
-    "return_last_states",
-    "eps",
-    "chunk_size",
-    "recompute_states_in_bw",
-    "autocast_kernel_dtype",
-    "backend",
+_chunkwise = CallPath(
+    "mlstm",
+    ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens"),
+    (
+        "sigmoid_gate",
+        "normalize",
+        "return_last_states",
+        "eps",
+        "chunk_size",
+        "recompute_states_in_bw",
+        "autocast_kernel_dtype",
+        "backend",
+    ),
+    check_mlstm_chunkwise,
+    cast=3,
+    strided=True,
 )
 
 
 def _describe_exp(**arguments: Any) -> tuple[str, MLSTMCall]:
-    return "mlstm", _check(sigmoid_gate=False, normalize=True, **arguments)
+    return _chunkwise.describe(sigmoid_gate=False, normalize=True, **arguments)
 
 
 def _describe_sig(**arguments: Any) -> tuple[str, MLSTMCall]:
-    return "mlstm", _check(sigmoid_gate=True, **arguments)
+    return _chunkwise.describe(sigmoid_gate=True, **arguments)
 
 
 @operator(_describe_exp)
@@ -115,7 +118,7 @@ def mlstm_chunkwise(
             process calls with its local tensors, sharded over batch and heads.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
-    h, state = _run(
+    h, state = _chunkwise.serve(
         "mlstm_chunkwise",
         (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
         (
@@ -174,7 +177,7 @@ def mlstm_siging_chunkwise(
         place of B with cu_seqlens) in fp32 (fp64 for fp64 q, k, v), whatever dtypes gates and initial state
         have; n is zeros with normalize=False.
     """
-    h, state = _run(
+    h, state = _chunkwise.serve(
         "mlstm_siging_chunkwise",
         (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens),
         (
@@ -192,76 +195,3 @@ def mlstm_siging_chunkwise(
         return h
     c, n = state
     return h, (c, n)
-
-
-def _check(
-    *, autocast_kernel_dtype: Any, recompute_states_in_bw: Any, backend: Any, **arguments: Any
-) -> MLSTMCall:
-    """Validate all arguments of a public function; `choose` checks backend."""
-    check_kernel_dtype(autocast_kernel_dtype)
-    check_bool("recompute_states_in_bw", recompute_states_in_bw)
-    return check_mlstm(**arguments, autocast_dtype=autocast_dtype(arguments["q"], autocast_kernel_dtype))
-
-
-class _Plan(NamedTuple):
-    """How a call is served.
-
-    Attributes:
-        casts: q, k, v are not all of the call's dtype (autocast).
-        kernels: what serves it on the tk backend without the op, from tensors of the call's dtype; or None.
-    """
-
-    call: MLSTMCall
-    backend: str
-    variant: str | None
-    casts: bool
-    kernels: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None
-
-
-_plans: Memo[_Plan] = Memo(strided=True)
-
-
-def _run(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Validate, choose the backend, apply: h and the last state.
-
-    Args:
-        op: name of the public function.
-        tensors: in the order of _TENSORS. options: in the order of _OPTIONS; they tell the operators apart.
-    """
-    call, name, variant, casts, kernels = _plans.of(tensors, options, partial(_make_plan, op))
-    if casts:
-        tensors = _cast(tensors, call.dtype)
-    if kernels is not None:
-        return kernels(*tensors)
-    if name == "tk":
-        return ops.mlstm(call, variant or "auto", *tensors)
-    result: tuple[Tensor, tuple[Tensor, ...]]
-    if name == "triton":
-        recompute = bool(options[_OPTIONS.index("recompute_states_in_bw")])
-        result = load_backend(name).mlstm(call, variant, *tensors, recompute_states_in_bw=recompute)
-    else:
-        result = load_backend(name).mlstm(call, variant, *tensors)
-    h, last = result
-    # the reference computes in the widest dtype of its inputs
-    dtype = ops.state_dtype(tensors[0])
-    return h, tuple(x if x.dtype == dtype else x.to(dtype) for x in last)
-
-
-def _make_plan(op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> _Plan:
-    """Validate a call and choose its backend; `eager` says that nothing traces or intercepts it."""
-    arguments = dict(zip(_TENSORS + _OPTIONS, tensors + options, strict=True))
-    call = _check(**arguments)
-    name, variant = choose(op, "mlstm", call, arguments["backend"])
-    if call.is_empty:
-        # nothing to launch: the reference carries the initial state and the graph through
-        name, variant = "reference", None
-    casts = any(x.dtype != call.dtype for x in tensors[:3])
-    kernels = None
-    if eager and name == "tk" and is_plain(tensors):
-        kernels = ops.prepare_mlstm(call, variant or "auto", _cast(tensors, call.dtype) if casts else tensors)
-    return _Plan(call, name, variant, casts, kernels)
-
-
-def _cast(tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The tensors with q, k, v in the given dtype."""
-    return *(x.to(dtype) for x in tensors[:3]), *tensors[3:]

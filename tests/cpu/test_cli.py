@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from tfla_tk import build, doctor
-from tfla_tk.bench import compare, gradcheck
+from tfla_tk.bench import compare, gradcheck, intra
 from tfla_tk.build import Built, Instance
 from tfla_tk.build.compiler import CompileResult
 from tfla_tk.cli import main
@@ -36,6 +36,7 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> list[Instance]:
 
     monkeypatch.setattr(build, "shipped_instances", lambda: SHIPPED)
     monkeypatch.setattr(build, "all_instances", lambda: [*SHIPPED, Instance("toy_c", "toy/toy.cu", ())])
+    monkeypatch.setattr(intra, "all_instances", lambda: [Instance("toy_d", "toy/toy.cu", ())])
     monkeypatch.setattr(build, "ensure", ensure)
     return asked
 
@@ -89,7 +90,7 @@ def test_build_lists_without_compiling(shipped: list[Instance], capsys: pytest.C
     assert main(["build", "--list"]) == 0
     assert capsys.readouterr().out.split() == ["toy_a", "toy_b"]
     assert main(["build", "--list", "--all"]) == 0
-    assert capsys.readouterr().out.split() == ["toy_a", "toy_b", "toy_c"]
+    assert capsys.readouterr().out.split() == ["toy_a", "toy_b", "toy_c", "toy_d"]
     assert shipped == []
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tfla_tk import doctor, env
 from tfla_tk.cli import main
-from tfla_tk.dispatch import OPERATORS
+from tfla_tk.core.dispatch import OPERATORS
 
 
 def test_there_is_an_example_call_for_every_operator() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import tfla_tk
 from tfla_tk import mlstm
-from tfla_tk.backends import segments, tk_forward
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench.operators import KINK
 
 DEVICE = "cuda"
@@ -279,7 +280,7 @@ def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
-    mlstm._plans.clear()
+    mlstm._chunkwise.plans.clear()
     tk_forward._forwards.clear()
 
 

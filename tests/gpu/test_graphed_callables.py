@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tfla_tk
-from tfla_tk.backends import tk_passes
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 
 WIDTH = 128
 # batch, heads, tokens, head dims; the last ones are so long that the few heads are cut into segments

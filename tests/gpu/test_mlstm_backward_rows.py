@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk import _current_stream, _operand, _pointer
-from tfla_tk.backends.tk_passes import PART_COLUMNS
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import operand as _operand
+from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.scalar_gate.passes import PART_COLUMNS
 from tfla_tk.build import instances
 
 from .memory import normal, uninitialised_memory_is_nan

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tfla_tk import build, ops
-from tfla_tk.backends.tk import Operands, _current_stream, _gate, _pointer
+from tfla_tk import build
+from tfla_tk.backends.tk.operands import Operands
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import gate as _gate
+from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.build import instances
+from tfla_tk.ops import mlstm as ops
 
 from .memory import LENGTHS, high_and_low, normal
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import memo
-from tfla_tk.backends import segments, tk_passes
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build.instances import MLSTM_TILES
+from tfla_tk.core import memo
 
 from .memory import LENGTHS, TOKENS
 

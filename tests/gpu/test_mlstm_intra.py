@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.tk_intra import mlstm_intra
-from tfla_tk.build.instances import INTRA_SCHEDULES, INTRA_TILES
+from tfla_tk.bench.intra import SCHEDULES, TILES, mlstm_intra
 from tfla_tk.reference import mlstm_parallel
 
 Make = Callable[..., dict[str, Tensor]]
@@ -17,7 +16,7 @@ Error = Callable[[Tensor, Tensor], float]
 
 TOLERANCE = 5e-3
 REPEATS = 50
-DIMS = [*INTRA_TILES, (128, 512), (256, 512), (48, 80)]
+DIMS = [*TILES, (128, 512), (256, 512), (48, 80)]
 
 
 def truth(inputs: dict[str, Tensor]) -> Tensor:
@@ -31,14 +30,12 @@ def truth(inputs: dict[str, Tensor]) -> Tensor:
 def test_every_schedule(seq: int, dims: tuple[int, int], make_inputs: Make, rel_err: Error) -> None:
     x = make_inputs(2, 3, seq, dims)
     expected = truth(x)
-    errors = {
-        schedule: rel_err(mlstm_intra(**x, schedule=schedule), expected) for schedule in INTRA_SCHEDULES
-    }
+    errors = {schedule: rel_err(mlstm_intra(**x, schedule=schedule), expected) for schedule in SCHEDULES}
     assert all(error <= TOLERANCE for error in errors.values()), errors
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("schedule", INTRA_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bitwise_repeatable(schedule: str, dims: tuple[int, int], make_inputs: Make, rel_err: Error) -> None:
     x = make_inputs(2, 16, 1000, dims)
     first = mlstm_intra(**x, schedule=schedule)
@@ -53,5 +50,5 @@ def test_large_gates(scale: float, make_inputs: Make, rel_err: Error) -> None:
     x = make_inputs(1, 4, 1000)
     x = x | {"i": x["i"] * scale, "f": x["f"] * scale}
     expected = truth(x)
-    for schedule in INTRA_SCHEDULES:
+    for schedule in SCHEDULES:
         assert rel_err(mlstm_intra(**x, schedule=schedule), expected) <= TOLERANCE, schedule

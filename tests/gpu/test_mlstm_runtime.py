@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,33 @@ def test_current_stream_and_no_wait(operator: Any, make_inputs: Make) -> None:
     assert not stream.query()
     stream.synchronize()
     assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+def test_other_threads_run_while_the_launch_queue_is_full(exponential: Any, make_inputs: Make) -> None:
+    """A launch into a full queue waits for the GPU, without Python's lock."""
+    x = make_inputs(1, 1, 64, (64, 64))
+    exponential(x)
+    torch.cuda.synchronize()
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.is_set():
+            time.sleep(0.002)
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    thread.start()
+    started = time.perf_counter()
+    for _ in range(3000):  # a queue holds about a thousand launches
+        exponential(x)
+    waited = time.perf_counter() - started
+    done.set()
+    thread.join()
+    torch.cuda.synchronize()
+    assert waited > 0.5, "the queue was never full"
+    assert ticks > 0.25 * waited / 0.002
 
 
 def test_no_host_synchronisation(operator: Any, make_inputs: Make) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk.backends import segments
+from tfla_tk.backends.tk import segments
 
 from .memory import LENGTHS, TOKENS
 

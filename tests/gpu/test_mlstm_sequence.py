@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import tfla_tk
 from tfla_tk import UnsupportedError
-from tfla_tk.backends import tk_sequence
+from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 
 from .decoding import (
     DEVICE,

@@ -12,7 +12,7 @@ import torch
 from torch.library import opcheck
 
 import tfla_tk
-from tfla_tk.backends import tk_step
+from tfla_tk.backends.tk.scalar_gate import step as tk_step
 
 from .decoding import (
     DEVICE,

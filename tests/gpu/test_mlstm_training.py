@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from tfla_tk import memo
+from tfla_tk.core import memo
 
 from .memory import LENGTHS, OPERANDS, TOKENS, relayout, transposed
 

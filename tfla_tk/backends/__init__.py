@@ -1,5 +1,4 @@
-"""Backends in the order that "auto" tries them.
+"""Backends: tk (ThunderKittens kernels), triton (installed Triton kernels), reference (pure PyTorch).
 
-tk (ThunderKittens kernels), triton (adapters onto mlstm_kernels and fla), reference (pure PyTorch). A module
-is imported on the first call that considers it.
+`registry` finds what serves a kernel in each of them.
 """

@@ -93,7 +93,7 @@ def compile_module(
             *defines,
             f"-DTFLA_MODULE={instance.name}",
             "-c",
-            str(root / instance.bindings),
+            str(sources.root_of(instance) / instance.bindings),
         ],
         "driver_shim": [nvcc, *host, "-c", str(root / "common/driver_shim.cpp")],
     }
@@ -127,7 +127,7 @@ def compile_to_cubin(
 
 def _device_command(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens) -> list[str]:
     root = sources.kernels_root()
-    source = root / instance.source
+    source = sources.root_of(instance) / instance.source
     if not source.is_file():
         raise BuildError(f"{instance.name}: its source {source} does not exist", "reinstall tfla_tk")
     includes = [f"-I{root}", f"-I{kittens.include}"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-SCHEDULES = ("sequential", "overlapped", "pingpong")
+from tfla_tk.core import layout
+
+SCHEDULES = layout.SCHEDULES[1:]  # but "auto"
 DEFAULT_SCHEDULE = "overlapped"
-INTRA_SCHEDULES = (*SCHEDULES, "three_stage")
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
 # (tile of the keys, slice of the values of one CTA) of the backward's passes; slices of 256 are dv's
 PASS_TILES = MLSTM_TILES
-INTRA_TILES = ((64, 64), (128, 128), (128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 FORWARD = "scalar_gate/forward/forward.cu"
 # tokens of one call of mlstm_sequence
@@ -30,12 +31,15 @@ class Instance:
         source: The kernel's file below ``kernels/``, for instance ``scalar_gate/forward/forward.cu``.
         defines: Macros and their values.
         bindings: The file of the module's pybind11 bindings below ``kernels/``.
+        root: The directory that source and bindings lie below in place of ``kernels/``; what they include
+            is looked for beside them, then where the kernels' own includes are.
     """
 
     name: str
     source: str
     defines: tuple[tuple[str, str], ...]
     bindings: str = "scalar_gate/bindings/forward.cpp"
+    root: Path | None = None
 
 
 @functools.cache
@@ -53,19 +57,6 @@ def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Inst
         ValueError: No tile is large enough, or there is no such schedule.
     """
     return _instance("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
-
-
-@functools.cache
-def mlstm_intra(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
-    """The intra-chunk mLSTM over one chunk of all tokens: an instrument, not a backend's kernel.
-
-    Raises:
-        ValueError: No tile is large enough, or there is no such schedule.
-    """
-    found = _instance(
-        "mlstm_intra", "intra/mlstm_intra.cu", INTRA_TILES, INTRA_SCHEDULES, dim_qk, dim_v, schedule
-    )
-    return replace(found, bindings="intra/bindings_intra.cpp")
 
 
 @functools.cache
@@ -157,13 +148,12 @@ def _instance(
 
 
 def all_instances() -> list[Instance]:
-    """The shipped ones, then the forward's other schedules and the intra-chunk kernel of the ablation."""
+    """The shipped ones, then the forward's other schedules."""
     others = [schedule for schedule in SCHEDULES if schedule != DEFAULT_SCHEDULE]
     return [
         *shipped_instances(),
         *(mlstm_fwd(qk, v, schedule) for schedule in others for qk, v in MLSTM_TILES),
         *(for_scalar_decay(mlstm_fwd(qk, v, schedule)) for schedule in others for qk, v in MLSTM_TILES),
-        *(mlstm_intra(qk, v, schedule) for schedule in INTRA_SCHEDULES for qk, v in INTRA_TILES),
     ]
 
 

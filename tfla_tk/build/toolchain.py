@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tfla_tk import env
 from tfla_tk.build.errors import BuildError
-from tfla_tk.installed import find_package
+from tfla_tk.core.installed import find_package
 
 # ThunderKittens needs CUDA 12.8
 MINIMUM_CUDA = (12, 8)

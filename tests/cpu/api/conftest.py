@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import tfla_tk.backends
-from tfla_tk import Support, decode, mlstm, ops, step_ops
-from tfla_tk.backends import tk, tk_forward
-from tfla_tk.backends.segments import Cut, KeptStates
-from tfla_tk.validation import MLSTMCall
+import tfla_tk.backends.tk.scalar_gate.backward
+import tfla_tk.backends.tk.scalar_gate.sequence
+from tfla_tk import Support, decode, mlstm
+from tfla_tk.backends.tk import mlstm as tk
+from tfla_tk.backends.tk import scalar_gate
+from tfla_tk.backends.tk.scalar_gate import forward
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.layout import Cut, KeptStates
+from tfla_tk.ops import mlstm as ops
+from tfla_tk.ops import mlstm_decode
 
 Inputs = dict[str, Tensor]
 
@@ -85,51 +90,62 @@ def chosen_verdict(supports: Callable[..., Support]) -> Callable[..., Support]:
 
 
 class FakeForward(ModuleType):
-    """tk_forward with the op's CPU code as its kernel; what is prepared calls `mlstm_fwd`, too."""
+    """The launches of the forward with the op's CPU code as its kernel; `prepare` leads to it, too."""
 
-    Options = tk_forward.Options
+    Options = forward.Options
     mlstm_fwd = staticmethod(forward_kernel)
 
-    def prepare(self, tensors: tuple[Any, ...], options: tk_forward.Options) -> Callable[..., Any]:
+    def prepare(self, tensors: tuple[Any, ...], options: forward.Options) -> Callable[..., Any]:
         def layouts(tensors: tuple[Any, ...]) -> list[Any]:
             return [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
 
         expected = layouts(tensors)
 
-        def forward(*tensors: Any) -> Any:
+        def run(*tensors: Any) -> Any:
             assert layouts(tensors) == expected and not options.keep_states
             return self.mlstm_fwd(*tensors, *options[:-1])
 
-        return forward
+        return run
 
 
 class FakeTk(ModuleType):
-    """The tk backend's module with a verdict that a test chooses."""
+    """The tk backend's module for mLSTM with a verdict that a test chooses, and its launches."""
 
     verdict = Support(False, "no GPU of compute capability 9.0", "run on a Hopper GPU")
     forward: FakeForward
+    backward: ModuleType
+    step: ModuleType
+    sequence: ModuleType
     states_left = LEFT
 
     supports_mlstm = chosen_verdict(tk.supports_mlstm)
     supports_mlstm_step = chosen_verdict(tk.supports_mlstm_step)
     supports_mlstm_sequence = chosen_verdict(tk.supports_mlstm_sequence)
 
+    def load(self, kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
+        return Support(True)
+
 
 @pytest.fixture(autouse=True)
 def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
-    """Replaces tfla_tk.backends.tk, which asks the machine, and the kernels; it refuses every call."""
-    mlstm._plans.clear()
-    decode._plans.clear()
-    module = FakeTk("tfla_tk.backends.tk")
-    module.forward = FakeForward("tfla_tk.backends.tk_forward")
-    fakes: dict[str, ModuleType] = {"tk": module, "tk_forward": module.forward}
-    fakes["tk_backward"] = ModuleType("tfla_tk.backends.tk_backward")
-    fakes["tk_backward"].mlstm_bwd = backward_kernels  # type: ignore[attr-defined]
-    for kernel in ("step", "sequence"):
-        fakes[f"tk_{kernel}"] = ModuleType(f"tfla_tk.backends.tk_{kernel}")
-        setattr(fakes[f"tk_{kernel}"], f"mlstm_{kernel}", step_ops.on_cpu)
-        setattr(fakes[f"tk_{kernel}"], f"mlstm_{kernel}_", step_ops.in_place_on_cpu)
-    for name, fake in fakes.items():
+    """Replaces what asks the machine, and the kernels; it refuses every call."""
+    for path in (mlstm._chunkwise, decode._step, decode._sequence):
+        path.plans.clear()
+    module = FakeTk(tk.__name__)
+    for name, value in vars(tk).items():
+        if name not in vars(FakeTk):
+            setattr(module, name, value)
+    module.forward = FakeForward(f"{scalar_gate.__name__}.forward")
+    for name in ("backward", "step", "sequence"):
+        setattr(module, name, ModuleType(f"{scalar_gate.__name__}.{name}"))
+    module.backward.mlstm_bwd = backward_kernels  # type: ignore[attr-defined]
+    for name in ("step", "sequence"):
+        setattr(getattr(module, name), f"mlstm_{name}", mlstm_decode.on_cpu)
+        setattr(getattr(module, name), f"mlstm_{name}_", mlstm_decode.in_place_on_cpu)
+    for package, name, fake in [
+        (tfla_tk.backends.tk, "mlstm", module),
+        *((scalar_gate, name, getattr(module, name)) for name in ("forward", "backward", "step", "sequence")),
+    ]:
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
-        monkeypatch.setattr(tfla_tk.backends, name, fake, raising=False)
+        monkeypatch.setattr(package, name, fake)
     return module

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import tfla_tk
 from tfla_tk import reference
-from tfla_tk.backends import triton as adapters
+from tfla_tk.backends.triton import fla as adapters
 
 HEADS, DIM_QK, DIM_V = 2, 16, 32
 MLSTM = {"exp": tfla_tk.mlstm_chunkwise, "sig": tfla_tk.mlstm_siging_chunkwise}
@@ -261,7 +261,7 @@ def fla_inputs(op: str, seq: int, dtype: torch.dtype) -> tuple[dict[str, Tensor]
     return tensors, options
 
 
-def fla_expected(op: str, options: dict[str, Any], **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def fla_expected(op: str, options: dict[str, Any], **tensors: Any) -> tuple[Tensor, Tensor]:
     """The reference of the same operator."""
     if op == "chunk_retention":
         tensors["g_gamma"] = reference.retention_log_decay(HEADS).double()
@@ -282,8 +282,30 @@ def fla(op: str, seq: int, dtype: torch.dtype) -> Numbers:
     tensors, options = fla_inputs(op, seq, dtype)
     leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
     leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
-    o, state = adapters.run_variant("triton:fla", op, **leaves, **options, output_final_state=True)
+    o, state = adapters.fla_op(op, **leaves, **options, output_final_state=True)
     o_ref, state_ref = fla_expected(op, options, **leaves64)
+    (projection(o.float()) + projection(state)).backward()
+    (projection(o_ref) + projection(state_ref)).backward()
+    return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
+        f"d{name}": error(leaves[name].grad, leaves64[name].grad) for name in leaves
+    }
+
+
+def public_fla(op: str) -> Numbers:
+    """The same of the public function on the Triton backend; simple GLA over packed sequences, V first."""
+    prepare_fla()
+    tensors, options = fla_inputs(op, 100, torch.float32)
+    expected: dict[str, Any] = {}
+    if op == "chunk_simple_gla":
+        tensors["initial_state"] = torch.randn(4, HEADS, DIM_V, DIM_QK)
+        offsets = torch.tensor([0, 30, 30, 31, 100])
+        expected = {"cu_seqlens": offsets, "state_v_first": True}
+        options = {"cu_seqlens_cpu": offsets, "scale": DIM_QK**-0.5, **expected}
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+    leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
+    o, state = getattr(tfla_tk, op)(**leaves, **options, output_final_state=True, backend="triton")
+    layer = options if op == "chunk_lightning_attn" else {}
+    o_ref, state_ref = fla_expected(op, layer, **leaves64, **expected)
     (projection(o.float()) + projection(state)).backward()
     (projection(o_ref) + projection(state_ref)).backward()
     return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
@@ -369,6 +391,8 @@ CASES["last_n/exp"] = lambda: mlstm_last_state_gradients("exp", "triton", 1)
 for op in adapters.FLA_OPS:
     dtype = torch.float16 if op == "chunk_delta_rule" else torch.float32
     CASES[f"fla/{op}"] = lambda op=op, dtype=dtype: fla(op, 100, dtype)
+for op in ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"):
+    CASES[f"public/{op}"] = lambda op=op: public_fla(op)
 
 
 def main(names: list[str]) -> None:

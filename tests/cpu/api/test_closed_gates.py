@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import mlstm_chunkwise, mlstm_sequence, mlstm_step
-from tfla_tk.step_ops import representable
+from tfla_tk.ops.mlstm_decode import representable
 
 Tensors = dict[str, Tensor]
 TOKENS, STATE = ("q", "k", "v", "i", "f"), ("c", "n", "m")

@@ -14,9 +14,12 @@ from torch.library import opcheck
 
 import tfla_tk
 from tfla_tk import UnsupportedError, mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_siging_step, mlstm_step
-from tfla_tk.backends import tk, triton
-from tfla_tk.step_ops import representable
-from tfla_tk.validation import check_mlstm_step
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk import mlstm as tk
+from tfla_tk.backends.triton import installation
+from tfla_tk.backends.triton import mlstm_kernels as triton
+from tfla_tk.calls.mlstm import check_mlstm_step
+from tfla_tk.ops.mlstm_decode import representable
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
 STEP, STEP_IN_PLACE = torch.ops.tfla_tk.mlstm_step.default, torch.ops.tfla_tk.mlstm_step_.default
@@ -166,8 +169,8 @@ def on_gpu(token: dict[str, Tensor], **changes: Any) -> Any:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", None)
-    monkeypatch.setattr(triton, "INTERPRETED", False)
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(installation, "INTERPRETED", False)
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize(

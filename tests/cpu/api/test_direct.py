@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import tfla_tk.backends
-from tfla_tk import Support, memo, mlstm_chunkwise, mlstm_siging_chunkwise, ops
+from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise
+from tfla_tk.core import memo
+from tfla_tk.ops import mlstm as ops
 
 Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
@@ -36,7 +37,7 @@ class Calls:
         self.last: tuple[Any, ...] = ()
         self.more: tuple[Any, ...] = ()
         fake_tk.verdict = Support(True)
-        for name, module in (("fwd", fake_tk.forward), ("bwd", tfla_tk.backends.tk_backward)):
+        for name, module in (("fwd", fake_tk.forward), ("bwd", fake_tk.backward)):
             kernel, op = getattr(module, f"mlstm_{name}"), getattr(ops, f"_{name}")
             monkeypatch.setattr(module, f"mlstm_{name}", self._noting(name, self.kernels.append, kernel))
             monkeypatch.setattr(ops, f"_{name}", self._noting(name, self.ops.add, op))

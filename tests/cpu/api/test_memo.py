@@ -21,8 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tfla_tk import Support, UnsupportedError, memo, mlstm, mlstm_chunkwise, mlstm_siging_chunkwise, ops
-from tfla_tk.validation import MLSTMCall
+import tfla_tk
+from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise, mlstm_siging_chunkwise
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core import memo
+from tfla_tk.ops import mlstm as ops
 
 Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
@@ -110,7 +113,7 @@ def key_of(x: dict[str, Any], sigmoid_gate: bool = False, strided: bool = False)
     defaults = {"return_last_states": False, "eps": 1e-6, "chunk_size": 64, "recompute_states_in_bw": True}
     defaults |= {"autocast_kernel_dtype": None, "backend": "auto"}
     options = (sigmoid_gate, True, *(x.get(name, default) for name, default in defaults.items()))
-    return memo.signature(tuple(x.get(name) for name in mlstm._TENSORS), options, strided)
+    return memo.signature(tuple(x.get(name) for name in mlstm._chunkwise.arguments[:9]), options, strided)
 
 
 def test_every_ingredient_makes_a_new_key(make_inputs: Make) -> None:
@@ -260,8 +263,9 @@ import torch.autograd.function, torch._library.autograd, torch._functorch.eager_
 if had:
     delattr(hidden, name)
 import tfla_tk
-from tfla_tk import Support, memo, ops
-from tfla_tk.backends import tk
+from tfla_tk import Support, ops
+from tfla_tk.core import memo
+from tfla_tk.backends.tk import mlstm as tk
 
 tk.supports_mlstm = lambda call, variant=None: Support(True)
 tk.load = lambda kernel, call, variant=None: Support(True)
@@ -297,7 +301,7 @@ def test_a_private_name_of_torch_may_go(name: str) -> None:
 
 def test_every_private_name_is_known() -> None:
     """Those that the package reads are those that the test above hides."""
-    package = Path(memo.__file__).parent
+    package = Path(tfla_tk.__file__).parent
     text = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
     names = re.findall(r"torch\._C\.(_\w+)", text)
     private = r"from torch(?:\._C[\w.]*|\.autograd) import (?!forward_ad)(?:\(([^)]*)\)|(.*))"
@@ -464,7 +468,7 @@ def test_compiled_calls_leave_the_memo_alone(served: Served, make_inputs: Make) 
     compiled = torch.compile(lambda **x: mlstm_chunkwise(**x), fullgraph=True, backend="aot_eager")
     x = make_inputs()
     torch.testing.assert_close(compiled(**x), mlstm_chunkwise(**x, backend="reference"))
-    assert served.direct == 0 and len(mlstm._plans) == 1
+    assert served.direct == 0 and len(mlstm._chunkwise.plans) == 1
     exported = torch.export.export(Module(), tuple(x.values()), strict=False)
     assert "tfla_tk.mlstm_fwd" in exported.graph_module.code and served.direct == 0
 

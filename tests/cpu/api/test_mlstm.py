@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference, which
-from tfla_tk.dispatch import OPERATORS
+from tfla_tk.core.dispatch import OPERATORS
 
 Make = Callable[..., dict[str, Tensor]]
 STATES = ("c_initial", "n_initial", "m_initial")

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, ops, reference, which
+from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference, which
+from tfla_tk.core.layout import SCHEDULES
+from tfla_tk.ops import mlstm as ops
 
 Make = Callable[..., dict[str, Tensor]]
 STATES = ("c_initial", "n_initial", "m_initial")
@@ -409,4 +411,4 @@ def test_compile_with_inductor(make_inputs: Make, fake_tk: Any) -> None:
 
 
 def test_schedules_are_the_ones_the_kernel_knows() -> None:
-    assert ops.SCHEDULES == ("auto", "sequential", "overlapped", "pingpong")
+    assert SCHEDULES == ("auto", "sequential", "overlapped", "pingpong")

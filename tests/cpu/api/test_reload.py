@@ -66,7 +66,7 @@ check(old)
 """
 
 NEWEST = """
-from tfla_tk import library
+from tfla_tk.core import library
 found = library.get()
 found.define("reload_probe(Tensor x) -> Tensor")
 found.impl("reload_probe", lambda x: x + 1, "CPU")

@@ -22,8 +22,11 @@ from tfla_tk import (
     mlstm_siging_step,
     mlstm_step,
 )
-from tfla_tk.backends import tk, triton
-from tfla_tk.validation import check_mlstm_sequence
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk import mlstm as tk
+from tfla_tk.backends.triton import installation
+from tfla_tk.backends.triton import mlstm_kernels as triton
+from tfla_tk.calls.mlstm import check_mlstm_sequence
 
 NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
 SEQUENCE, IN_PLACE = torch.ops.tfla_tk.mlstm_sequence.default, torch.ops.tfla_tk.mlstm_sequence_.default
@@ -205,8 +208,8 @@ def on_gpu(tokens: dict[str, Tensor], **changes: Any) -> Any:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", None)
-    monkeypatch.setattr(triton, "INTERPRETED", False)
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(installation, "INTERPRETED", False)
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,11 +236,11 @@ def test_whether_a_sequence_is_on_tk(tokens: Tokens, fake_tk: Any, sigmoid_gate:
     rest = {"sigmoid_gate": sigmoid_gate, "normalize": True}
     for serves in (False, True):
         fake_tk.verdict = tfla_tk.Support(serves)
-        decode._plans.clear()
+        decode._sequence.plans.clear()
         assert decode.is_sequence_on_tk(tuple(inputs.values()), **rest, **options) == serves
         given = {name: x for name, x in inputs.items() if x is not None}
         (mlstm_siging_sequence if sigmoid_gate else mlstm_sequence)(**given, **options)
-        assert len(decode._plans) == 1
+        assert len(decode._sequence.plans) == 1
 
 
 @pytest.mark.parametrize("changes", [{"seq": 17}, {"requires_grad": True}])

@@ -16,7 +16,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import tfla_tk
 from tfla_tk import Support, UnsupportedError, mlstm_chunkwise, mlstm_siging_chunkwise, which
-from tfla_tk.backends import triton
+from tfla_tk.backends.triton import installation
+from tfla_tk.backends.triton import mlstm_kernels as triton
 
 FUNCTIONS = (
     "mlstm_chunkwise",
@@ -349,17 +350,17 @@ def test_second_derivatives(draw: Draw) -> None:
         grad(lambda q: jvp(of_q("tk"), (q,), (x["q"],))[1])(x["q"])
 
 
-def test_gradients_in_a_vmap_are_seen_by_the_choice(draw: Draw) -> None:
+def test_gradients_in_a_vmap_are_seen_by_the_choice(draw: Draw, fake_tk: Any) -> None:
     """vmap hides that an input requires a gradient; the step's kernel has none."""
     x = without_m(draw("mlstm_siging_step", 3))
     seen = []
 
-    def supports(self: Any, call: Any, variant: str | None = None) -> Support:
+    def supports(call: Any, variant: str | None = None) -> Support:
         seen.append(call.requires_grad)
         return Support(not call.requires_grad, "its step has no gradients", "use torch.no_grad()")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(tfla_tk.backends.tk), "supports_mlstm_step", supports)
+        patch.setattr(fake_tk, "supports_mlstm_step", supports)
         found = grad(lambda q: vmap(lambda x: all_of("mlstm_siging_step", x, "auto")[0])(x | {"q": q}).sum())(
             x["q"]
         )
@@ -371,8 +372,8 @@ def test_triton_is_left_to_calls_without_transforms(
     function: str, draw: Draw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mlstm_kernels' functions have no rules for them: refused before they run, and auto goes on."""
-    monkeypatch.setattr(triton, "_unusable", lambda device, missing: None)
-    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(triton, "unusable", lambda device, missing: None)
+    monkeypatch.setattr(installation, "INTERPRETED", False)
     x = {name: t.float() for name, t in draw(function).items()}
     reasons = []
 

@@ -138,3 +138,11 @@ def test_fla_agrees(op: str, numbers: Numbers) -> None:
     errors = numbers[f"fla/chunk_{op}"]
     assert {"o", "state", "dq", "dk", "dv", "dinitial_state"} <= set(errors)
     assert max(errors.values()) < (HALF if op == "delta_rule" else EXACT), errors
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "retention", "lightning_attn"])
+def test_fla_agrees_behind_the_public_function(op: str, numbers: Numbers) -> None:
+    """Simple GLA over packed sequences, one of them empty, with states [N, H, V, K]."""
+    errors = numbers[f"public/chunk_{op}"]
+    assert {"o", "state", "dq", "dk", "dv", "dinitial_state"} <= set(errors)
+    assert max(errors.values()) < EXACT, errors

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import tfla_tk
 import tfla_tk.backends
-from tfla_tk import memo, step_ops
+from tfla_tk.core import memo
+from tfla_tk.ops import mlstm_decode
 
 STATE = ("c", "n", "m")
 FUNCTIONS = ("mlstm_step", "mlstm_siging_step", "mlstm_sequence", "mlstm_siging_sequence")
@@ -46,7 +47,7 @@ def kernels(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             called.append(name)
             state = args[5:8]
             results = [None if x is None else x.clone() for x in state]
-            h = step_ops.in_place_on_cpu(*args[:5], *results, *args[8:])
+            h = mlstm_decode.in_place_on_cpu(*args[:5], *results, *args[8:])
             for target, result in zip(state, results, strict=True):
                 if target is not None:
                     assert target.is_contiguous()
@@ -57,7 +58,7 @@ def kernels(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     fake_tk.verdict = tfla_tk.Support(True)
     for name in ("step", "sequence"):
-        module = getattr(tfla_tk.backends, f"tk_{name}")
+        module = getattr(fake_tk, name)
         monkeypatch.setattr(module, f"mlstm_{name}_", in_place(name))
     return called
 

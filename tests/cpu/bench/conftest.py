@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+import tfla_tk
+from tfla_tk import UnsupportedError, reference
 from tfla_tk.bench.inputs import FORGET_BIAS
 from tfla_tk.bench.results import Row
 from tfla_tk.bench.runner import Settings
@@ -45,6 +47,45 @@ class FakeStopwatch:
 
     def wait(self) -> None:
         self.log.append("|")
+
+
+def _stand_in(decay: Callable[..., torch.Tensor] | None) -> Callable[..., Any]:
+    """A function of the scalar-decay family: the reference's forms, q and k repeated for the heads of v."""
+
+    def function(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None = None,
+        *,
+        backend: str = "auto",
+        layer_idx: int | None = None,
+        num_layers: int | None = None,
+        **options: Any,
+    ) -> Any:
+        name, _, form = backend.partition(":")
+        if name != "reference":
+            raise UnsupportedError(backend, "it stands in for a function that is not there", "")
+        group = v.shape[2] // q.shape[2]
+        layer = [] if layer_idx is None else [layer_idx, num_layers]
+        gamma = None if decay is None else decay(v.shape[2], *layer)
+        run = getattr(reference, f"simple_gla_{form or 'chunkwise'}")
+        q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
+        return run(q, k, v, g, g_gamma=gamma, **options)
+
+    return function
+
+
+@pytest.fixture(autouse=True)
+def scalar_decay_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for those of the scalar-decay family that the package does not have."""
+    for name, decay in (
+        ("chunk_simple_gla", None),
+        ("chunk_retention", reference.retention_log_decay),
+        ("chunk_lightning_attn", reference.lightning_log_decay),
+    ):
+        if not hasattr(tfla_tk, name):
+            monkeypatch.setattr(tfla_tk, name, _stand_in(decay), raising=False)
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tfla_tk import doctor, reference
-from tfla_tk.backends import tk
-from tfla_tk.bench import ablation, compare, results
+from tfla_tk.bench import ablation, compare, intra, results
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.shapes import Shape
-from tfla_tk.errors import UnsupportedError
+from tfla_tk.core.errors import UnsupportedError
 
 SCHEDULES = ["sequential", "overlapped", "pingpong", "three_stage"]
 SMALL = (Shape(2, 96, 2, 16, 32), Shape(1, 64, 2, 32, 16))
@@ -44,7 +43,7 @@ def test_every_schedule_is_checked_timed_and_written(monkeypatch, tmp_path: Path
         called.add(schedule)
         return reference.mlstm_parallel(q, k, v, i, f)
 
-    monkeypatch.setattr(tk, "mlstm_intra", kernel)
+    monkeypatch.setattr(intra, "mlstm_intra", kernel)
     path = tmp_path / "rows.json"
     args = options("--json", str(path), "--commit", "abc")
     assert compare.carry_out(args, ablation.contests(), on_gpu=False) == 0
@@ -71,7 +70,7 @@ def test_what_the_kernel_refuses_is_skipped_with_the_reason(monkeypatch, tmp_pat
             raise UnsupportedError("mlstm_intra", "no room for a third stage")
         return reference.mlstm_parallel(q, k, v, i, f)
 
-    monkeypatch.setattr(tk, "mlstm_intra", kernel)
+    monkeypatch.setattr(intra, "mlstm_intra", kernel)
     path = tmp_path / "rows.json"
     assert compare.carry_out(options("--json", str(path)), ablation.contests(), on_gpu=False) == 0
     assert [row["schedule"] for row in results.load(path)] == SCHEDULES[:3]
@@ -87,7 +86,7 @@ def test_a_wrong_kernel_is_the_exit_status(monkeypatch, tmp_path: Path, fault: s
             raise RuntimeError("the launch was refused")
         return reference.mlstm_parallel(q, k, v, i, f) * (1.1 if schedule == "pingpong" else 1.0)
 
-    monkeypatch.setattr(tk, "mlstm_intra", kernel)
+    monkeypatch.setattr(intra, "mlstm_intra", kernel)
     path = tmp_path / "rows.json"
     args = options("--json", str(path))
     assert compare.carry_out(args, ablation.contests()[:1], on_gpu=False) == 1
@@ -95,13 +94,13 @@ def test_a_wrong_kernel_is_the_exit_status(monkeypatch, tmp_path: Path, fault: s
 
 
 def test_command_without_a_gpu(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(tk, "mlstm_intra", reference.mlstm_parallel)
+    monkeypatch.setattr(intra, "mlstm_intra", reference.mlstm_parallel)
     assert main(["ablation"]) == 1
     assert "ablation: expected a CUDA GPU, found none" in capsys.readouterr().err
 
 
 def test_command_runs_every_contest_with_its_options(monkeypatch) -> None:
-    monkeypatch.setattr(tk, "mlstm_intra", reference.mlstm_parallel)
+    monkeypatch.setattr(intra, "mlstm_intra", reference.mlstm_parallel)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen: list[tuple[list[Shape], str | None, bool]] = []
 

@@ -9,7 +9,7 @@ from tfla_tk import reference
 from tfla_tk.bench import accuracy
 from tfla_tk.bench.accuracy import ORTHOGONAL, RANDOM, compute_truth, failures
 from tfla_tk.bench.inputs import DTYPES, mlstm_inputs
-from tfla_tk.bench.operators import OPERATORS
+from tfla_tk.bench.operators import BASELINE_LIMITS, LIMITS, OPERATORS, output_of, split_offsets
 from tfla_tk.bench.shapes import SETS, Shape
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_a_part_of_the_heads_where_all_would_take_too_long(inputs, monkeypatch) 
     monkeypatch.setitem(accuracy.FLOP_LIMIT, "cpu", flops / 2)
     truth = compute_truth(EXP, inputs, SHAPE, "fwd")
     assert truth.partial
-    pairs = list(zip(truth.batch.tolist(), truth.head.tolist(), strict=True))
+    pairs = list(zip(truth.picks.batch.tolist(), truth.picks.head.tolist(), strict=True))
     assert pairs == [(0, 0), (0, 2), (1, 1)]
     h = reference.mlstm_chunkwise(*(tensor.double() for tensor in inputs.values()))
     # what was not picked is not looked at
@@ -144,15 +144,93 @@ def test_a_result_that_is_not_finite_never_passes(inputs, bad: float) -> None:
     assert failures(errors, {"h": 1e9}) == ["h is not finite"]
 
 
+PACKED = Shape(1, 90, 2, 16, 32, N=9)
+
+
+@pytest.mark.parametrize("name", ["mlstm_exp", "mlstm_sig", "simple_gla", "retention", "lightning"])
+@pytest.mark.parametrize("slice_bytes", [1, 2**28])
+def test_packed_sequences_are_judged_each_for_itself(monkeypatch, name: str, slice_bytes: int) -> None:
+    monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
+    operator = OPERATORS[name]
+    inputs = operator.inputs(PACKED, torch.bfloat16, CPU, "bnsd", 3, 3.0)
+    truth = compute_truth(operator, inputs, PACKED, "fwdbwd", seed=9)
+    assert not truth.partial
+    tensors, offsets = split_offsets(inputs)
+    leaves = [tensor.double().requires_grad_() for tensor in tensors.values()]
+    decay = {} if operator.decay is None else {"g_gamma": operator.decay(2, CPU)}
+    output = output_of(operator.truth(*leaves, **offsets, **operator.options, **decay))
+    grads = torch.autograd.grad(output, leaves, truth.cotangents[RANDOM].double())
+    found = {operator.output: output, **dict(zip((f"d{x}" for x in tensors), grads, strict=True))}
+    errors = truth.errors(RANDOM, found)
+    assert list(errors) == [operator.output, *(f"d{x}" for x in tensors)] and max(errors.values()) < 1e-10
+    # one sequence in place of all
+    whole = output_of(operator.truth(*leaves, **operator.options, **decay))
+    assert truth.errors(RANDOM, {operator.output: whole})[operator.output] > 0.1
+
+
+def test_a_sample_of_many_packed_sequences(monkeypatch) -> None:
+    """The first, the last and one in the middle; elsewhere any finite value passes."""
+    monkeypatch.setattr(accuracy, "SEQUENCES", 3)
+    inputs = mlstm_inputs(PACKED, torch.bfloat16, CPU, seed=3)
+    truth = compute_truth(EXP, inputs, PACKED, "fwd")
+    assert truth.partial and truth.picks.left_out == "error on a part of the sequences"
+    ends = inputs["cu_seqlens"].tolist()
+    h = reference.mlstm_chunkwise(
+        *(x.double() if x.is_floating_point() else x for x in list(inputs.values())[:5]),
+        cu_seqlens=inputs["cu_seqlens"],
+    )
+    assert truth.errors(RANDOM, {"h": h})["h"] < 1e-13
+    for sequence in range(9):
+        changed = h.clone()
+        changed[:, 1, ends[sequence]] += 1
+        assert (truth.errors(RANDOM, {"h": changed})["h"] > 0.01) == (sequence in (0, 4, 8))
+        changed[:, 1, ends[sequence]] = math.nan
+        assert math.isnan(truth.errors(RANDOM, {"h": changed})["h"])
+
+
+def test_the_longest_of_packed_sequences_bounds_a_slice() -> None:
+    cuda = torch.device("cuda")
+    for shape in SETS["packed"]:
+        assert len(accuracy.pick_pairs(EXP, shape, "fwdbwd", cuda)) == shape.H
+    kept = 8 * 1024 * (15 * (6 * 128 + 6 * 64) + 1 * 4 * 64 * 64)
+    found = accuracy.slice_size(SETS["packed"][1], "fwdbwd", cuda, (1024, 15))
+    assert found == 16 * 2**30 // kept >= 4
+
+
+@pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
+def test_heads_of_v_are_judged_with_the_head_of_q_and_k_that_they_share(monkeypatch, which: str) -> None:
+    operator, shape = OPERATORS["simple_gla"], Shape(2, 40, 3, 16, 32, HV=6)
+    inputs = operator.inputs(shape, torch.float32, CPU, "bnsd", 3, 3.0)
+    monkeypatch.setitem(accuracy.FLOP_LIMIT, "cpu", operator.cost(shape, which, 2).flops / 2)
+    truth = compute_truth(operator, inputs, shape, which, seed=9)
+    assert list(zip(truth.picks.batch.tolist(), truth.picks.head.tolist(), strict=True)) == [
+        (0, 0),
+        (0, 2),
+        (1, 1),
+    ]
+    leaves = [tensor.double().requires_grad_() for tensor in inputs.values()]
+    o, _ = reference.simple_gla_recurrent(*(x.repeat_interleave(2, 2) for x in leaves[:2]), *leaves[2:])
+    found = {"o": o.detach()}
+    if which == "fwdbwd":
+        grads = torch.autograd.grad(o, leaves, truth.cotangents[RANDOM].double())
+        found |= dict(zip(("dq", "dk", "dv", "dg"), grads, strict=True))
+    assert max(truth.errors(RANDOM, found).values()) < 1e-12
+    changed = found["o"].clone()
+    changed[0, :, 2:4] = 0  # of a head that was not picked
+    assert truth.errors(RANDOM, {"o": changed})["o"] < 1e-12
+    changed[1, :, 3] = 0
+    assert truth.errors(RANDOM, {"o": changed})["o"] > 0.1
+
+
 def test_failures_name_what_exceeds() -> None:
     errors = {"h": 4e-3, "dq": 2e-2, "df": 0.5}
-    assert failures(errors, accuracy.TOLERANCES["bf16"]) == ["dq 2.0e-02 > 8.0e-03", "df 5.0e-01 > 1.0e-02"]
+    assert failures(errors, EXP.tolerances("bf16")) == ["dq 2.0e-02 > 8.0e-03", "df 5.0e-01 > 1.0e-02"]
     # the baselines' df is not checked
-    assert failures(errors, accuracy.BASELINE_TOLERANCES["bf16"]) == []
+    assert failures(errors, EXP.tolerances("bf16", baseline=True)) == []
 
 
 def test_every_dtype_has_tolerances() -> None:
-    assert set(accuracy.TOLERANCES) == set(DTYPES) == set(accuracy.BASELINE_TOLERANCES)
+    assert set(LIMITS) == set(DTYPES) == set(BASELINE_LIMITS)
 
 
 def test_benchmark_shapes_fit_in_memory_slices() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from tfla_tk import UnsupportedError, doctor, mlstm_chunkwise, reference
 from tfla_tk.bench import accuracy, compare, environment, operators, results
 from tfla_tk.bench.operators import OPERATORS
+from tfla_tk.bench.shapes import parse_shapes
+from tfla_tk.bench.timing import Plan
 from tfla_tk.bench.variants import Variant, find_variants
 from tfla_tk.build import BuildError
 
@@ -29,6 +32,12 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "report", lambda: REPORT)
 
 
+@pytest.fixture(autouse=True)
+def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    for plan in ("CPU_PLAN", "CPU_QUICK"):
+        monkeypatch.setattr(compare, plan, Plan(repeats=2, budget_ms=20))
+
+
 def parse(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
@@ -46,7 +55,8 @@ def patch_backend(monkeypatch: pytest.MonkeyPatch, function) -> None:
 
 def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
-    options = ("--shapes", "1x48x2x16x32", "--pass", "all", "--quick", "--json", str(path))
+    mlstm = ("--op", "mlstm_exp,mlstm_sig")
+    options = (*mlstm, "--shapes", "1x48x2x16x32", "--pass", "all", "--quick", "--json", str(path))
     assert run(*options, "--csv", str(tmp_path / "rows.csv")) == 0
     rows = results.load(path)
     forms = [f"reference:{form}" for form in ("recurrent", "parallel", "chunkwise")]
@@ -61,7 +71,7 @@ def test_forms_of_the_reference_without_a_gpu(tmp_path: Path, capsys) -> None:
     assert "no CUDA GPU (nvidia-smi is absent or reports no device)" in out
     assert "no nvcc, the kernels cannot be compiled: no usable nvcc: looked everywhere; set CUDA_HOME" in out
     assert "no ThunderKittens" in out and "set THUNDERKITTENS_ROOT" in out
-    assert "no Triton baselines (mlstm_kernels missing): pip install 'tfla_tk[baselines]'" in out
+    assert "no Triton baselines (mlstm_kernels, fla-core missing): pip install 'tfla_tk[baselines]'" in out
 
 
 def test_inputs_other_than_the_default_ones_are_told_and_written(tmp_path: Path, capsys) -> None:
@@ -87,6 +97,105 @@ def test_layout_and_forget_bias_reach_every_backend(monkeypatch) -> None:
     options = ("--op", "mlstm_exp", "--shapes", "1x64x4x16x16", "--quick")
     assert run(*options, "--layout", "bsnd", "--forget-bias", "12") == 0
     assert len(means) > 3 and all(abs(mean - 12) < 0.5 for mean in means)
+
+
+def test_the_scalar_decay_family(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "rows.json"
+    options = ("--op", "simple_gla,retention,lightning", "--shapes", "1x48x2x16x32", "--pass", "all")
+    assert run(*options, "--quick", "--json", str(path)) == 0
+    rows = results.load(path)
+    assert [row["op"] for row in rows] == ["simple_gla"] * 6 + ["retention"] * 6 + ["lightning"] * 6
+    for row in rows:
+        gates = ["dg"] * (row["op"] == "simple_gla")
+        assert list(row["rel_err"]) == ["o", *["dq", "dk", "dv", *gates] * (row["pass"] == "fwdbwd")]
+    assert max(max(row["rel_err"].values()) for row in rows) < 1e-4
+    assert "Lightning attention, forward, B1 T48 H2 16/32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", ["mlstm_exp", "simple_gla"])
+@pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
+def test_packed_sequences_and_more_value_heads(tmp_path: Path, op: str, which: str) -> None:
+    path = tmp_path / "rows.json"
+    shape = "1x60x2x16x32xN7" + "xHV4" * (op == "simple_gla")
+    assert run("--op", op, "--shapes", shape, "--pass", which, "--json", str(path)) == 0
+    rows = results.load(path)
+    assert len(rows) == 3 and all("note" not in row for row in rows)
+    value_heads = {"HV": 4} if op == "simple_gla" else {}
+    assert rows[0]["shape"] == {"B": 1, "T": 60, "H": 2, "K": 16, "V": 32, "N": 7, **value_heads}
+
+
+def test_mlstm_gets_the_offsets_of_packed_sequences(monkeypatch) -> None:
+    given: list[list[int]] = []
+
+    def spy(*tensors, cu_seqlens, backend):
+        given.append(cu_seqlens.tolist())
+        return mlstm_chunkwise(*tensors, cu_seqlens=cu_seqlens, backend=backend)
+
+    monkeypatch.setattr(operators.tfla_tk, "mlstm_chunkwise", spy)
+    assert run("--op", "mlstm_exp", "--shapes", "1x64x1x16x16xN5", "--quick") == 0
+    lengths = parse_shapes("1x64x1x16x16xN5")[0].lengths()
+    assert given[0] == [0, *itertools.accumulate(lengths)] and all(x == given[0] for x in given)
+
+
+def test_triton_says_that_it_has_no_variable_length(capsys) -> None:
+    options = ("--op", "mlstm_exp", "--shapes", "1x64x1x16x16xN4", "--backends", "triton,reference")
+    assert run(*options, "--quick") == 0
+    assert "triton:xl_chunk_64: unsupported: mlstm_kernels has no variable length" in capsys.readouterr().out
+
+
+def test_a_state_that_crosses_packed_sequences_is_caught(monkeypatch, capsys) -> None:
+    """Packed sequences taken for one are wrong from the second on, where the sample looks as well."""
+
+    def one_sequence(*tensors, cu_seqlens, backend):
+        return mlstm_chunkwise(*tensors, backend=backend)
+
+    monkeypatch.setattr(operators.tfla_tk, "mlstm_chunkwise", one_sequence)
+    options = ("--op", "mlstm_exp", "--shapes", "1x64x1x16x16xN5", "--backends", "reference", "--quick")
+    assert run(*options) == 1
+    assert "FAILED: error against fp64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--op", "mlstm_sig", "--shapes", "1x32x2x16x16xHV4"),
+            "shape HV: expected 2, mlstm_sig has no more",
+        ),
+        (
+            ("--op", "retention", "--shapes", "1x32x2x16x16xHV4"),
+            "shape HV: expected 2, retention has no more",
+        ),
+        (("--op", "lightning", "--layout", "bsnd"), "--layout: expected bnsd for lightning"),
+    ],
+)
+def test_what_an_operator_does_not_have(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(*options)
+
+
+def test_shapes_that_an_operator_does_not_have_are_left_out_and_told(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "rows.json"
+    shapes = "1x16x2x16x16,1x16x2x16x16xHV4"
+    options = ("--op", "simple_gla,retention", "--shapes", shapes, "--backends", "reference:chunkwise")
+    assert run(*options, "--json", str(path)) == 0
+    found = [(row["op"], row["shape"].get("HV")) for row in results.load(path)]
+    assert found == [("simple_gla", None), ("simple_gla", 4), ("retention", None)]
+    told = "B1 T16 H2 HV4 16/16 left out: shape HV: expected 2, retention has no more value heads, got 4"
+    assert told in capsys.readouterr().out
+
+
+def test_fla_is_the_baseline_of_the_scalar_decay_family() -> None:
+    for name, backends in (("simple_gla", None), ("retention", ["triton"]), ("lightning", ["triton:fla"])):
+        found = find_variants(OPERATORS[name], backends, ["auto"], on_gpu=True)
+        assert "triton:fla" in [variant.call for variant in found]
+        assert not any(x.family == "triton" and x.call != "triton:fla" for x in found)
+
+
+def test_fla_without_a_gpu_says_so(capsys) -> None:
+    options = ("--op", "retention", "--shapes", "1x32x2x16x16", "--quick", "--backends", "triton,reference")
+    assert run(*options) == 0
+    assert "triton:fla: unsupported: Triton kernels need a GPU" in capsys.readouterr().out
 
 
 def test_quick_takes_the_first_shape(tmp_path: Path) -> None:

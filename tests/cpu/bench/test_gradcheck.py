@@ -84,7 +84,8 @@ def crash(backend: str, tensors: dict[str, Tensor]) -> Result:
 def test_the_forms_of_the_reference_and_the_op_pass(tmp_path: Path, capsys) -> None:
     path = tmp_path / "new" / "errors.json"
     cases = "default,normal+last,extreme+initial+last"
-    assert main(["gradcheck", *SMALL, "--cases", cases, "--json", str(path)]) == 0
+    options = ["--op", "mlstm_exp,mlstm_sig", *SMALL, "--cases", cases, "--json", str(path)]
+    assert main(["gradcheck", *options]) == 0
     rows = json.loads(path.read_text())
     assert [row["backend"] for row in rows[:4]] == [*FORMS, "op"]
     assert len(rows) == 3 * 3 * 4
@@ -190,6 +191,26 @@ def test_long_sequences_are_judged_by_the_chunkwise_form(monkeypatch, capsys) ->
     assert "truth: chunkwise in fp64" in capsys.readouterr().out
 
 
+def retention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    gamma = reference.retention_log_decay(v.shape[2], torch.float64)
+    return reference.simple_gla_parallel(q, k, v, g_gamma=gamma, **options)
+
+
+def lightning(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    layer = OPERATORS["lightning"].decay_options
+    gamma = reference.lightning_log_decay(v.shape[2], **layer, dtype=torch.float64)
+    return reference.simple_gla_parallel(q, k, v, g_gamma=gamma, **options)
+
+
+PARALLEL: dict[str, Callable[..., Any]] = {
+    "mlstm_exp": reference.mlstm_parallel,
+    "mlstm_sig": reference.mlstm_siging_parallel,
+    "simple_gla": reference.simple_gla_parallel,
+    "retention": retention,
+    "lightning": lightning,
+}
+
+
 @pytest.mark.parametrize("slice_bytes", [2**28, 3 * 8 * 4 * 40 * 16 * 32, 1])
 @pytest.mark.parametrize(
     "problem", [one for both in PROBLEMS.values() for one in both], ids=lambda p: p.title
@@ -198,16 +219,16 @@ def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, slice_bytes: int
     monkeypatch.setitem(gradcheck.SLICE_BYTES, "cpu", slice_bytes)
     shape = Shape(2, 40, 2, 16, 32)
     settings = Settings(torch.device("cpu"), "fp32", 3)
-    tensors, cotangents = make_case(problem, shape, CASES["normal+initial+last"], settings)
+    (case,) = problem.cases([CASES["normal+initial+last"]])
+    tensors, cotangents = make_case(problem, shape, case, settings)
     form, truth = compute_truth(problem, shape, tensors, cotangents)
     assert form == ("chunkwise" if slice_bytes == 1 else "recurrent") and not truth.partial
     exact64 = [{name: x.double() for name, x in group.items()} for group in (tensors, cotangents)]
 
     def parallel(**arguments: Any) -> Any:
-        function = reference.mlstm_parallel if problem.stabilised else reference.mlstm_siging_parallel
-        return function(**arguments, **problem.operator.options)
+        return PARALLEL[problem.operator.name](**arguments, **problem.operator.options)
 
-    errors = truth.errors(accuracy.RANDOM, gradients(parallel, *exact64))
+    errors = truth.errors(accuracy.RANDOM, gradients(parallel, problem.operator, *exact64))
     assert list(errors) == [f"d{name}" for name in tensors if name != "m_initial"]
     assert max(errors.values()) < 1e-11
 
@@ -220,17 +241,80 @@ def test_cases() -> None:
     shape, settings = Shape(1, 256, 4, 16, 16), Settings(torch.device("cpu"), "bf16", 0)
     default, plain = make_case(problem, shape, CASES["default"], settings)
     normal, both = make_case(problem, shape, CASES["normal+initial+last"], settings)
-    assert [*default] == ["q", "k", "v", "i", "f"] and [*plain] == ["h"] and [*both] == ["h", "c", "n"]
+    assert [*default] == ["q", "k", "v", "i", "f"] and [*plain] == ["h"]
+    assert [*both] == ["h", "c_initial", "n_initial"]
     assert [*normal][5:] == ["c_initial", "n_initial", "m_initial"]
-    assert torch.equal(normal["f"], default["f"] - 3) and torch.equal(plain["h"], both["h"])
+    assert torch.allclose(normal["f"], default["f"] - 3, atol=1e-5) and torch.equal(plain["h"], both["h"])
     assert plain["h"].dtype == torch.bfloat16 and normal["c_initial"].dtype == torch.float32
     extreme, _ = make_case(problem, shape, CASES["extreme"], settings)
     assert extreme["f"].min() == -30 and extreme["f"].max() == 30 and extreme["q"].min() >= 0
 
 
 def test_every_gradient_has_a_tolerance() -> None:
-    names = {"h", "dq", "dk", "dv", "di", "df", "dc_initial", "dn_initial"}
-    assert all(set(limits) == names for limits in accuracy.TOLERANCES.values())
+    for problem in (one for both in PROBLEMS.values() for one in both):
+        settings = Settings(torch.device("cpu"), "bf16", 0)
+        (case,) = problem.cases([CASES["default+initial+last"]])
+        tensors, cotangents = make_case(problem, Shape(1, 32, 2, 16, 16), case, settings)
+        wanted = {f"d{name}" for name in tensors if name not in problem.operator.constants}
+        for dtype in ("bf16", "fp16", "fp32"):
+            limits = problem.operator.tolerances(dtype)
+            assert set(limits) == {*wanted, next(iter(cotangents))}
+
+
+def test_an_operator_without_a_gate_has_no_patterns_of_gates() -> None:
+    (problem,) = PROBLEMS["retention"]
+    found = problem.cases([CASES["default"], CASES["extreme"], CASES["normal+last"]])
+    assert found == [CASES["default"], CASES["default+last"]]
+
+
+def test_extreme_gates_of_the_scalar_decay() -> None:
+    (problem,) = PROBLEMS["simple_gla"]
+    shape, settings = Shape(1, 64, 2, 16, 16), Settings(torch.device("cpu"), "fp32", 0)
+    tensors, _ = make_case(problem, shape, CASES["extreme"], settings)
+    assert (tensors["g"][:, 6::7] == -30).all() and (tensors["g"][:, 3::7] == 0).all()
+    assert tensors["g"].max() == 0 and tensors["q"].min() < 0
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "retention", "lightning"])
+@pytest.mark.parametrize("shapes", ["1x40x2x16x16", "1x64x2x16x32xN5"])
+def test_the_scalar_decay_family(op: str, shapes: str, tmp_path: Path, capsys) -> None:
+    path, packed = tmp_path / "errors.json", "N" in shapes
+    options = ["--op", op, "--shapes", shapes, "--json", str(path)]
+    if packed:
+        options += ["--cases", "default,normal+initial"]
+    assert main(["gradcheck", *options]) == 0
+    rows = json.loads(path.read_text())
+    assert {row["backend"] for row in rows} == set(FORMS)
+    gates = ["dg"] * (op == "simple_gla")
+    for row in rows:
+        initial = ["dinitial_state"] * ("initial" in row["case"])
+        assert list(row["rel_err"]) == ["dq", "dk", "dv", *gates, *initial]
+    assert ("extreme+initial+last" in {row["case"] for row in rows}) == (op == "simple_gla" and not packed)
+    assert "truth: recurrent in fp64" in capsys.readouterr().out
+
+
+def test_a_wrong_gate_gradient_of_the_scalar_decay_is_caught(monkeypatch, capsys) -> None:
+    right = tfla_tk.chunk_simple_gla
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
+        return right(q, k, v, g.detach() + 1.02 * (g - g.detach()), **options)
+
+    monkeypatch.setattr(tfla_tk, "chunk_simple_gla", wrong)
+    options = ["--op", "simple_gla", *SMALL, "--backends", "reference:chunkwise", "--cases", "default"]
+    assert main(["gradcheck", *options]) == 1
+    assert "2.0e-02!" in capsys.readouterr().out
+
+
+def test_value_heads_are_checked_against_the_repeated_heads(monkeypatch, capsys) -> None:
+    options = ["--op", "simple_gla", "--shapes", "2x40x2x16x32xHV6", "--backends", "reference:chunkwise"]
+    assert main(["gradcheck", *options]) == 0
+    right = tfla_tk.chunk_simple_gla
+
+    def swapped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Any:
+        return right(q.flip(2), k.flip(2), v, g, **options)
+
+    monkeypatch.setattr(tfla_tk, "chunk_simple_gla", swapped)
+    assert main(["gradcheck", *options, "--cases", "default"]) == 1
 
 
 def test_variants() -> None:
@@ -269,6 +353,8 @@ def test_wrong_usage(options: tuple[str, str], capsys) -> None:
     [
         (("--backends", "cuda"), "backends: expected tk, triton, reference"),
         (("--shapes", "1x1x1x16x16"), "--shapes: expected at least 2 tokens"),
+        (("--shapes", "1x64x1x16x16xN4"), "--cases: expected none with +last for packed sequences"),
+        (("--shapes", "1x64x2x16x16xHV4"), "shape HV: expected 2, mlstm_exp has no more value heads, got 4"),
     ],
 )
 def test_what_cannot_be_checked(options: tuple[str, str], message: str, capsys) -> None:
@@ -280,6 +366,6 @@ def test_defaults() -> None:
     parser = argparse.ArgumentParser()
     gradcheck.add_arguments(parser)
     args = parser.parse_args([])
-    assert args.op == ["mlstm_exp", "mlstm_sig"] and args.shapes is None and args.backends is None
+    assert args.op == list(OPERATORS) and args.shapes is None and args.backends is None
     assert args.schedules == ["sequential", "overlapped", "pingpong"]
     assert args.cases == gradcheck.DEFAULT_CASES and args.seed == 0

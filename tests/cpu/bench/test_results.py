@@ -31,6 +31,7 @@ def test_an_earlier_run_does_not_replace(make_row) -> None:
     [
         {"op": "mlstm_sig"},
         {"shape": {"B": 8, "T": 8192, "H": 8, "K": 256, "V": 512}},
+        {"shape": {"B": 8, "T": 8192, "H": 16, "K": 128, "V": 256, "HV": 32}},
         {"pass": "fwdbwd"},
         {"backend": "reference"},
         {"schedule": "pingpong"},
@@ -116,6 +117,9 @@ def test_no_file_holds_no_rows(tmp_path: Path) -> None:
         ({"host_us": -1.0}, "host_us"),
         ({"shape": {"B": 1}}, "shape"),
         ({"shape": {"B": 0, "T": 1, "H": 1, "K": 1, "V": 1}}, "shape B"),
+        ({"shape": {"B": 2, "T": 8, "H": 1, "K": 16, "V": 16, "N": 2}}, "shape N"),
+        ({"shape": {"B": 2, "T": 8, "H": 2, "K": 16, "V": 16, "HV": 2}}, "row shape: expected no HV"),
+        ({"shape": {"B": 2, "T": 8, "H": 2, "K": 16, "V": 16, "HV": None}}, "row shape: expected no HV"),
         ({"ms": "0.5"}, "ms"),
         ({"ms": float("nan")}, "ms"),
         ({"ms": True}, "ms"),
@@ -133,6 +137,17 @@ def test_validation_names_the_key(make_row, change, named) -> None:
 def test_the_intra_chunk_part_has_a_schedule_of_its_own(make_row) -> None:
     validate(make_row(op="mlstm_intra", schedule="three_stage"))
     assert results.schedules_of("mlstm_intra") == (*results.schedules_of("mlstm_exp"), "three_stage")
+
+
+def test_rows_of_packed_sequences_and_value_heads(make_row) -> None:
+    shape = {"B": 1, "T": 65536, "H": 16, "K": 128, "V": 256}
+    rows = [make_row(shape=shape), make_row(shape=shape | {"N": 128}), make_row(shape=shape | {"HV": 32})]
+    for row in rows:
+        validate(row)
+    assert len(merge(rows, [])) == 3 and merge(rows, []) == merge(reversed(rows), [])
+    assert len({contest_of(row) for row in rows}) == 3
+    # only the first is a point of the sweep
+    assert [results.in_sweep(row) for row in rows] == [True, False, False]
 
 
 def test_a_forget_bias_may_be_negative(make_row) -> None:

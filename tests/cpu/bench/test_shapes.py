@@ -38,6 +38,9 @@ def test_roofline_takes_the_larger_term() -> None:
         ("mlstm_sig", "fwd", 98304, 1036),
         ("simple_gla", "fwd", 98304, 1028),
         ("retention", "fwd", 98304, 1024),
+        ("lightning", "fwd", 98304, 1024),
+        ("simple_gla", "fwdbwd", 98304 + 262144, 1028 + 14 * 128 + 8),
+        ("retention", "fwdbwd", 98304 + 262144, 1024 + 14 * 128),
         ("gla", "fwd", 98304, 1280),
         ("gla", "fwdbwd", 98304 + 229376, 1280 + 2304),
     ],
@@ -45,6 +48,19 @@ def test_roofline_takes_the_larger_term() -> None:
 def test_cost_at_128_128(op: str, which: str, flops: int, nbytes: int) -> None:
     found = cost(op, Shape(1, 1, 1, 128, 128), which)
     assert (found.flops, found.bytes) == (flops, nbytes)
+
+
+def test_cost_of_more_value_heads_counts_queries_and_keys_once() -> None:
+    """q and k, their gradients and the products that no value enters: once per head of q and k."""
+    shape = Shape(1, 64, 2, 128, 64, HV=32)
+    tokens, forward, both = 64, cost("simple_gla", shape, "fwd"), cost("simple_gla", shape, "fwdbwd")
+    assert forward.bytes == tokens * (2 * (2 * 2 * 128 + 2 * 32 * 64) + 32 * 4)
+    assert both.bytes - forward.bytes == tokens * (2 * (4 * 2 * 128 + 3 * 32 * 64) + 32 * 8)
+    scores, values, state = 128 * 128 * 2, 128 * 64 * 32, 128 * 64 * 32
+    assert forward.flops == tokens * (scores + values + 4 * state)
+    assert both.flops - forward.flops == tokens * (3 * scores + 3 * values + 10 * state)
+    repeated = cost("simple_gla", Shape(1, 64, 32, 128, 64), "fwd")
+    assert forward.flops < repeated.flops and forward.bytes < repeated.bytes
 
 
 @pytest.mark.parametrize(("length", "tiles"), [(64, 1), (128, 3), (8192, 8256), (65, 3)])
@@ -94,7 +110,45 @@ def test_parse_shapes() -> None:
     assert parse_shapes("small") == SETS["small"]
 
 
-@pytest.mark.parametrize("text", ["", "big", "8x8192x16x128", "0x64x1x16x16", "main,"])
+def test_parse_packed_sequences_and_value_heads() -> None:
+    (packed,) = parse_shapes("1x320000x4x64x64xN32000")
+    assert packed == SETS["packed"][1] and str(packed) == "B1 T320000 N32000 H4 64/64"
+    (grouped,) = parse_shapes("1x16384x8x128x64xHV128")
+    assert grouped == SETS["scalar"][-1] and str(grouped) == "B1 T16384 H8 HV128 128/64"
+    assert grouped.group == 16 and grouped.head_tokens == 16384 * 128
+    assert parse_shapes("B1xT64xH2x16/32xhv4xn3") == (Shape(1, 64, 2, 16, 32, N=3, HV=4),)
+    # as many as there are key heads is no shape of its own, so that rows have one key
+    assert parse_shapes("2x64x2x16x16xHV2") == (Shape(2, 64, 2, 16, 16),)
+    assert "HV" not in parse_shapes("2x64x2x16x16xHV2")[0].as_dict()
+
+
+def test_lengths_of_packed_sequences() -> None:
+    for shape in (*SETS["packed"], Shape(1, 7, 1, 16, 16, N=7), Shape(1, 65, 1, 16, 16, N=2)):
+        lengths = shape.lengths(3)
+        assert len(lengths) == shape.N and sum(lengths) == shape.T and min(lengths) >= 1
+        assert lengths == shape.lengths(3)
+    tokens = SETS["packed"][1].lengths(0)
+    assert len(set(tokens)) > 5 and min(tokens) >= 4 and max(tokens) <= 16
+    assert tokens != SETS["packed"][1].lengths(1)
+    assert Shape(3, 40, 1, 16, 16).lengths() == [40, 40, 40]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "big",
+        "8x8192x16x128",
+        "0x64x1x16x16",
+        "main,",
+        "2x64x1x16x16xN2",
+        "1x64x1x16x16xN65",
+        "1x64x1x16x16xN0",
+        "1x64x2x16x16xHV3",
+        "1x64x2x16x16xHV1",
+        "1x64x2x16x16xN2xN3",
+    ],
+)
 def test_parse_shapes_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         parse_shapes(text)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tfla_tk import decode, sequence_ops, step_ops
-from tfla_tk.backends import tk
+from tfla_tk import decode
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk import mlstm as tk
+from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.integrations import xlstm
 from tfla_tk.integrations.xlstm import kernels
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.ops import mlstm_decode
 
 NATIVE = {
     "chunkwise_kernel": "chunkwise--native_autograd",
@@ -174,7 +176,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         def answer(call: MLSTMCall, variant: str | None = None) -> Any:
             return supports(dataclasses.replace(call, device=gpu), variant)
 
-        monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+        monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
         monkeypatch.setattr(tk, name, answer)
 
     return pretend
@@ -204,7 +206,9 @@ def sequence_calls(
         for name, changes in (("chunkwise", {"backend": "reference"}), ("sequence", {})):
             monkeypatch.setattr(kernels, f"mlstm_{gate}{name}", recorded(f"mlstm_{gate}{name}", **changes))
     on_a_gpu("supports_mlstm_sequence")
-    monkeypatch.setattr(sequence_ops, "_kernel_sequence", step_ops.on_cpu)
-    decode._plans.clear()
+    monkeypatch.setattr(mlstm_decode, "_kernel_sequence", mlstm_decode.on_cpu)
+    decode._step.plans.clear()
+    decode._sequence.plans.clear()
     yield found
-    decode._plans.clear()
+    decode._step.plans.clear()
+    decode._sequence.plans.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_step
-from tfla_tk.backends import tk
+from tfla_tk.backends.tk import device
 from tfla_tk.integrations.xlstm import kernels
 
 Draw = Callable[..., dict[str, Tensor]]
@@ -207,7 +207,7 @@ def test_a_few_tokens_with_gradients(from_a_state: FromAState, sequence_calls: C
 def test_a_few_tokens_where_tk_serves_none(
     from_a_state: FromAState, sequence_calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
     kernels.chunkwise(**from_a_state(4))
     assert sequence_calls == [("mlstm_chunkwise", "auto")]
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.tk_passes import ANCHOR_CHUNKS
+from tfla_tk.backends.tk.scalar_gate.passes import ANCHOR_CHUNKS
 
 CHUNK = 64
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tfla_tk import ops
-from tfla_tk.backends import segments
-from tfla_tk.backends.tk_passes import ANCHOR_CHUNKS
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate.passes import ANCHOR_CHUNKS
 from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
+from tfla_tk.ops import mlstm as ops
 from tfla_tk.reference.common import segment_sum
 
 from .addresses import (

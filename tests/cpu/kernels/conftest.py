@@ -14,9 +14,13 @@ import pytest
 import torch
 
 from tfla_tk import build
-from tfla_tk.backends import segments, tk, tk_backward, tk_backward_launches, tk_passes
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.operands import DTYPES
+from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
+from tfla_tk.backends.tk.scalar_gate import launches as tk_backward_launches
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.bench import intra
 from tfla_tk.build.disassembly import find_tool
-from tfla_tk.build.instances import INTRA_SCHEDULES
 from tfla_tk.build.locking import file_lock
 
 from .backward_emulation import BackwardFormulas
@@ -123,7 +127,7 @@ def parse_sass(sass: str) -> list[Kernel]:
                 slice_v=int(slice_v),
                 normalize=flags == ["1"],
                 gate=gate[1] if gate else "",
-                schedule=INTRA_SCHEDULES[int(enums["Schedule"])] if "Schedule" in enums else "",
+                schedule=intra.SCHEDULES[int(enums["Schedule"])] if "Schedule" in enums else "",
                 gradient=_GRADIENTS[int(enums["Gradient"])] if "Gradient" in enums else "",
                 instructions=instructions,
             )
@@ -186,5 +190,5 @@ def backward_formulas(
     monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
     # what the kernels hold in fp32, and gates in fp64
     monkeypatch.setattr(tk_passes, "FLOAT", torch.float64.itemsize)
-    monkeypatch.setitem(tk._GATE_DTYPES, torch.float64, -1)
+    monkeypatch.setitem(DTYPES, torch.float64, -1)
     return found

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import ops, reference
-from tfla_tk.backends.segments import Cut, KeptStates
+from tfla_tk import reference
+from tfla_tk.core.layout import Cut, KeptStates
+from tfla_tk.ops import mlstm as ops
 
 from .addresses import CHUNK
 

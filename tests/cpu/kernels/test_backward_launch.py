@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk.backends import segments, tk_backward
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.build import sources
 from tfla_tk.build.instances import mlstm_pass
-from tfla_tk.ops import chunk_slots
+from tfla_tk.core.layout import KeptStates, chunk_slots
 
 from .addresses import CHUNK, slices_of
 from .backward_emulation import ARGUMENTS
@@ -249,7 +250,7 @@ def test_the_states_of_the_forward_are_not_made_again(
     workspace = torch.empty(slots * (4 + K * dim_v + K + 1))
     cut = segments.Cut(slots // NH + sequences, 1)
 
-    tk_backward.mlstm_bwd(*given, segments.KeptStates(workspace, cut))
+    tk_backward.mlstm_bwd(*given, KeptStates(workspace, cut))
     expected = [*["rows"] * normalize, "scan", "segments_dk", "combine", "dv", "dq", "dk", "gates"]
     assert [launch.name for launch in launches] == expected
     (of_dq,) = launches.of("dq")
@@ -260,7 +261,7 @@ def test_the_states_of_the_forward_are_not_made_again(
 
     # those of another cut do not fit, though they are as many
     launches.clear()
-    tk_backward.mlstm_bwd(*given, segments.KeptStates(workspace, cut._replace(chunks=2)))
+    tk_backward.mlstm_bwd(*given, KeptStates(workspace, cut._replace(chunks=2)))
     assert len(launches.of("segments_dq")) == 1
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build.instances import INTRA_SCHEDULES, INTRA_TILES, mlstm_intra
+from tfla_tk.bench.intra import all_instances
 
 TILE = 64
 EXPONENTIALS = TILE * TILE // 128  # gates per thread and KV tile
-INSTANCES = [mlstm_intra(*dims, schedule) for dims in INTRA_TILES for schedule in INTRA_SCHEDULES]
+INSTANCES = all_instances()
 
 # How often each GEMM, S and P V, stands in the code of both consumers.
 # sequential: in the loop and in the last step, of each.

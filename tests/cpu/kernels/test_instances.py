@@ -7,13 +7,12 @@ import re
 
 import pytest
 
-from tfla_tk import ops
-from tfla_tk.backends import tk, tk_backward_launches, tk_passes
+from tfla_tk.backends.tk.operands import DTYPES
+from tfla_tk.backends.tk.scalar_gate import launches as tk_backward_launches
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
-    INTRA_SCHEDULES,
-    INTRA_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
     MAX_TOKENS,
@@ -24,12 +23,12 @@ from tfla_tk.build.instances import (
     for_scalar_decay,
     mlstm_bwd,
     mlstm_fwd,
-    mlstm_intra,
     mlstm_pass,
     mlstm_sequence,
     mlstm_step,
     shipped_instances,
 )
+from tfla_tk.core.layout import SCHEDULES as ALL_SCHEDULES
 
 TILES = [
     ((16, 16), (64, 64)),
@@ -159,29 +158,13 @@ def enum_of(file: str, name: str) -> dict[str, int]:
 def test_enums_agree_with_the_sources() -> None:
     schedules = enum_of("scalar_gate/forward/globals.cuh", "Schedule")
     assert tuple(sorted(schedules, key=schedules.__getitem__)) == SCHEDULES
-    assert [x for x in ops.SCHEDULES if x != "auto"] == list(SCHEDULES)
+    assert [x for x in ALL_SCHEDULES if x != "auto"] == list(SCHEDULES)
     assert DEFAULT_SCHEDULE in SCHEDULES
-    names = {str(dtype).removeprefix("torch."): code for dtype, code in tk._GATE_DTYPES.items()}
+    names = {str(dtype).removeprefix("torch."): code for dtype, code in DTYPES.items()}
     assert names == enum_of("common/operand.h", "DType")
     assert enum_of("scalar_gate/bindings/params_walk.h", "Gradient") == tk_backward_launches.GRADIENTS
     text = (sources.kernels_root() / "scalar_gate/bindings/params.h").read_text()
     assert f"kAnchorChunks = {tk_passes.ANCHOR_CHUNKS};" in text
-
-
-def test_instances_of_the_intra_chunk_kernel() -> None:
-    assert INTRA_SCHEDULES[: len(SCHEDULES)] == SCHEDULES
-    schedules = enum_of("intra/mlstm_intra_config.cuh", "Schedule")
-    assert tuple(sorted(schedules, key=schedules.__getitem__)) == INTRA_SCHEDULES
-    for dims in INTRA_TILES:
-        instance = mlstm_intra(*dims, "three_stage")
-        assert instance.name == f"mlstm_intra_k{dims[0]}_v{dims[1]}_three_stage"
-        assert dict(instance.defines)["TFLA_SCHEDULE"] == "3"
-        assert instance not in shipped_instances()
-        for file in (instance.source, instance.bindings):
-            assert (sources.kernels_root() / file).is_file()
-    assert mlstm_intra(256, 512).name == "mlstm_intra_k256_v128_overlapped"
-    with pytest.raises(ValueError, match=r"schedule: expected one of .*three_stage, got 'eager'"):
-        mlstm_intra(64, 64, "eager")
 
 
 def test_no_torch_header_under_kernels() -> None:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfla_tk import ops
-from tfla_tk.backends import segments, tk_forward, tk_passes
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import Instance, sources
+from tfla_tk.ops import mlstm as ops
 
 from .addresses import tensor_at
 from .stand_in import launch_instead

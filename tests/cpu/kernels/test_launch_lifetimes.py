@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tfla_tk.backends import tk_sequence, tk_step
+from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
+from tfla_tk.backends.tk.scalar_gate import step as tk_step
 
 B, NH, K, V = 2, 3, 16, 32
 

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from tfla_tk.backends.segments import BACKWARD, CHUNK, FORWARD, Costs, Cut, cut, cut_packed
+from tfla_tk.backends.tk.segments import BACKWARD, FORWARD, Costs, cut, cut_packed
+from tfla_tk.core.layout import CHUNK, Cut
 
 H200 = 132
 

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, env, reference
-from tfla_tk.backends import tk, tk_sequence, tk_step
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
+from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
-from tfla_tk.dispatch import SUPPORTED
+from tfla_tk.core.support import SUPPORTED
 
 from . import sequence_emulation as emulation
 from .sass import functions_of
@@ -313,7 +316,7 @@ def test_a_state_of_thousands_of_calls_does_not_shrink() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -349,7 +352,7 @@ def test_serves_any_number_of_heads(batch: int, heads: int, hopper: None) -> Non
 
 
 def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
     verdict = tk.supports_mlstm_sequence(CALL)
     assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
 

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import build, env, reference
-from tfla_tk.backends import tk, tk_step
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import step as tk_step
+from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import builder, sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
-from tfla_tk.dispatch import SUPPORTED
+from tfla_tk.core.support import SUPPORTED
 
 from .stand_in import launch_instead
 from .test_support import CALL
@@ -246,7 +248,7 @@ def test_m_as_it_is_stored_changes_nothing_else(stored: torch.dtype, gates: tupl
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("", ""))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,7 +282,7 @@ def test_serves_any_number_of_heads(batch: int, heads: int, hopper: None) -> Non
 
 
 def test_the_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tk, "_device_fault", lambda index: ("no nvcc", "install it"))
+    monkeypatch.setattr(device, "device_fault", lambda index: ("no nvcc", "install it"))
     verdict = tk.supports_mlstm_step(CALL)
     assert (verdict.ok, verdict.reason, verdict.remedy) == (False, "no nvcc", "install it")
 

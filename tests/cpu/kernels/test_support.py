@@ -13,13 +13,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tfla_tk
-from tfla_tk import UnsupportedError, build, dispatch
-from tfla_tk.backends import tk, tk_intra, tk_passes
+from tfla_tk import UnsupportedError, build
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import support as tk
 from tfla_tk.build import Instance, cache, instances
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.build.toolchain import Toolchain
-from tfla_tk.dispatch import Support
-from tfla_tk.validation import MLSTMCall
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core import dispatch
+from tfla_tk.core.support import Support
 
 CALL = MLSTMCall(
     device=torch.device("cuda", 0),
@@ -51,9 +54,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(build, "find_toolchain", lambda: TOOLCHAIN)
     monkeypatch.setattr(build, "check_cache", lambda: True)
     monkeypatch.setattr(build, "find_thunderkittens", lambda clone: None)
-    monkeypatch.setattr(tk, "_driver_version", lambda: (13, 0))
-    monkeypatch.setattr(tk, "_failed", {})
-    probes = (tk._probe_device, tk._can_add_kernels, tk._is_cached)
+    monkeypatch.setattr(device, "_driver_version", lambda: (13, 0))
+    monkeypatch.setattr(device, "_failed", {})
+    probes = (device._probe_device, device._can_add_kernels, device._is_cached)
     for probe in probes:
         probe.cache_clear()
     yield
@@ -125,7 +128,7 @@ def test_a_driver_of_an_older_major_version_is_refused(
     supports: Callable[[MLSTMCall], Support],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tk, "_driver_version", lambda: driver)
+    monkeypatch.setattr(device, "_driver_version", lambda: driver)
     monkeypatch.setattr(build, "find_toolchain", lambda: replace(TOOLCHAIN, version=toolkit))
     verdict = supports(replace(CALL, seq=1))
     assert verdict.ok == serves
@@ -153,8 +156,8 @@ def test_the_driver_is_asked_for_its_version(
 
         return SimpleNamespace(cuDriverGetVersion=get_version)
 
-    monkeypatch.setattr(tk.ctypes, "CDLL", library)
-    assert tk._driver_version() == version
+    monkeypatch.setattr(device.ctypes, "CDLL", library)
+    assert device._driver_version() == version
 
 
 @pytest.mark.parametrize("finder", ["find_toolchain", "check_cache", "find_thunderkittens"])
@@ -258,12 +261,12 @@ def test_a_cache_that_can_only_be_read_serves_what_it_holds(
     assert not verdict.ok and "set TFLA_TK_CACHE_DIR" in verdict.remedy
     assert verdict.reason == f"{needed[0].name} is not compiled, and the cache directory cannot be written"
     held += needed
-    tk._is_cached.cache_clear()
+    device._is_cached.cache_clear()
     assert dispatch.support("tk", kernel, call) == Support(True)
     if kernel == "mlstm":
         assert not tk.supports_mlstm(replace(call, requires_grad=True)).ok
         held += ALL_OF_GRADIENTS
-        tk._is_cached.cache_clear()
+        device._is_cached.cache_clear()
         assert tk.supports_mlstm(replace(call, requires_grad=True)).ok
 
 
@@ -364,29 +367,10 @@ def test_a_cpu_call_never_touches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tk.supports_mlstm(replace(CALL, device=torch.device("cpu"))).ok
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": (1, 2, 8, 16)}, r"k: expected shape \[B, NH, S, K\] = \(1, 2, 64, 16\), got \(1, 2, 8, 16\)"),
-        ({"v": (1, 2, 8, 16)}, "v: expected shape"),
-        ({"i": (1, 2, 8)}, "i: expected shape"),
-        ({"f": (1, 64)}, "f: expected shape"),
-        ({name: (1, 65536, 1, 16)[: 4 - (name in "if")] for name in "qkvif"}, "batch times heads: .* 65536"),
-        ({}, "expected torch.bfloat16 on a GPU, got torch.bfloat16 on cpu"),
-    ],
-)
-def test_the_intra_chunk_kernel_refuses(change: dict[str, tuple[int, ...]], message: str) -> None:
-    shapes = dict.fromkeys("qkv", (1, 2, 64, 16)) | dict.fromkeys("if", (1, 2, 64)) | change
-    tensors = [torch.zeros(shapes[name], dtype=torch.bfloat16) for name in "qkvif"]
-    with pytest.raises(ValueError, match=message):
-        tk_intra.mlstm_intra(*tensors)
-    assert tk.mlstm_intra is tk_intra.mlstm_intra
-
-
 def test_a_gpu_that_this_machine_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """`which` answers about fake tensors on one, with a build of torch without CUDA too."""
     monkeypatch.undo()
-    tk._probe_device.cache_clear()
+    device._probe_device.cache_clear()
     with FakeTensorMode():
 
         def empty(*shape: int) -> torch.Tensor:

@@ -146,6 +146,7 @@ OPERATORS = [
     Operator("mlstm_sig", run_siging, partial(draw_mlstm, states=2), 2, 2),
     Operator("mlstm_sig_unnormalised", run_siging_unnormalised, partial(draw_mlstm, states=1), 2, 1),
     Operator("simple_gla", linear_runner("simple_gla"), linear_drawer("g"), 1, 1),
+    Operator("simple_gla_groups", linear_runner("simple_gla"), linear_drawer("g", groups=2), 1, 1),
     Operator("gla", linear_runner("gla"), linear_drawer("G"), 1, 1),
     Operator("delta_rule", linear_runner("delta_rule"), linear_drawer("b"), 1, 1),
     Operator("gated_delta_rule", linear_runner("gated_delta_rule"), linear_drawer("gb"), 1, 1),

@@ -25,10 +25,10 @@ from typing import Any
 
 from torch import nn
 
-from tfla_tk.dispatch import split_backend
+from tfla_tk.core.checks import fail
+from tfla_tk.core.dispatch import split_backend
 from tfla_tk.integrations.xlstm import modules, registry
 from tfla_tk.integrations.xlstm.explain import which
-from tfla_tk.validation import fail
 
 __all__ = [
     "original",

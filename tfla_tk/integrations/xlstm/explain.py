@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tfla_tk import dispatch
-from tfla_tk.dispatch import Choice
+from tfla_tk.core import dispatch
+from tfla_tk.core.checks import FLOAT_DTYPES, autocast_dtype
+from tfla_tk.core.support import Choice
 from tfla_tk.integrations.xlstm import modules
-from tfla_tk.validation import FLOAT_DTYPES, autocast_dtype
 
 
 def which(model: nn.Module, batch: int = 1, seq: int = 2048) -> Choice:

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk.build.instances import MAX_TOKENS
+from tfla_tk.core.checks import CHUNK_MULTIPLE, autocast_dtype
+from tfla_tk.core.dispatch import split_backend
+from tfla_tk.core.layout import state_dtype
 from tfla_tk.decode import (
     is_sequence_on_tk,
     mlstm_sequence,
@@ -26,11 +29,8 @@ from tfla_tk.decode import (
     mlstm_siging_step,
     mlstm_step,
 )
-from tfla_tk.dispatch import split_backend
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
-from tfla_tk.ops import state_dtype
-from tfla_tk.step_ops import representable
-from tfla_tk.validation import CHUNK_MULTIPLE, autocast_dtype
+from tfla_tk.ops.mlstm_decode import representable
 
 State = tuple[Tensor, Tensor, Tensor]
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tfla_tk.dispatch import split_backend
+from tfla_tk.core.dispatch import split_backend
 from tfla_tk.integrations.xlstm import kernels
 
 ATTRIBUTES = ("chunkwise_kernel_fn", "sequence_kernel_fn", "step_kernel_fn", "_train_fn", "_inference_fn")

@@ -1,0 +1,95 @@
+"""FLA's own functions as the baseline of the operators in [B, T, H, D], called as its users call them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from tfla_tk import env
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.installed import find_package
+
+VARIANT = "triton:fla"
+MODULES = {
+    "chunk_simple_gla": "fla.ops.simple_gla",
+    "chunk_retention": "fla.ops.retention",
+    "chunk_lightning_attn": "fla.ops.lightning_attn",
+}
+# those whose backward FLA refuses on Hopper with some versions of Triton
+GUARDED = ("chunk_simple_gla",)
+NOTE = "FLA's guard of its gated backward on Hopper lifted, gradients checked first"
+_NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"
+
+
+def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> Any:
+    """FLA's function; where v has more heads than q and k, on these repeated, as FLA wants them.
+
+    Args:
+        function: a key of MODULES.
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. gates: [B, T, HV].
+
+    Raises:
+        UnsupportedError: FLA is not installed, or its kernels cannot run here.
+    """
+    if not (q.is_cuda or env.TRITON_INTERPRET.get() == "1"):
+        raise UnsupportedError(VARIANT, "Triton kernels need a GPU", "run on a GPU")
+    run = getattr(_load(MODULES[function]), function)
+    group = v.shape[2] // q.shape[2]
+    if group > 1:
+        q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
+    return run(q, k, v, *gates, **options)
+
+
+def _load(module: str) -> Any:
+    """A module of FLA with its dispatch to kernels of others off.
+
+    Raises:
+        UnsupportedError: it is not installed, or was imported with the dispatch on.
+    """
+    if find_package("fla") is None or find_package("triton") is None:
+        raise UnsupportedError(VARIANT, "fla-core is not installed", "pip install 'tfla_tk[baselines]'")
+    # read by FLA on import
+    os.environ.setdefault(_NO_DISPATCH, "1")
+    if not importlib.import_module("fla.backends")._DISPATCH_DISABLED:
+        reason = "FLA dispatches to the kernels of other packages"
+        raise UnsupportedError(VARIANT, reason, f"set {_NO_DISPATCH}=1 before fla is imported")
+    return importlib.import_module(module)
+
+
+def is_guarded(function: str) -> bool:
+    """Whether FLA refuses the backward of its function on this GPU with this Triton."""
+    if function not in GUARDED:
+        return False
+    try:
+        _load(MODULES[function])
+    except Exception:  # a call tells what is wrong
+        return False
+    guard = _guard()
+    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and not guard.TRITON_ABOVE_3_7_1)
+
+
+def _guard() -> Any:
+    return importlib.import_module("fla.ops.common.chunk_o")
+
+
+@contextlib.contextmanager
+def lifted_guard(function: str) -> Iterator[bool]:
+    """FLA's guard off within the block, on again after it; gives whether there was one.
+
+    The guard stands for kernels that some versions of Triton miscompile: what is computed within the block
+    is to be compared with the truth before anything else is done with it.
+    """
+    if not is_guarded(function):
+        yield False
+        return
+    guard = _guard()
+    guard.TRITON_ABOVE_3_7_1 = True
+    try:
+        yield True
+    finally:
+        guard.TRITON_ABOVE_3_7_1 = False

@@ -1,0 +1,1 @@
+"""The reference as a backend, one module for each family."""

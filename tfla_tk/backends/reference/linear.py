@@ -1,0 +1,46 @@
+"""The reference as a backend of the operators in [B, T, H, D]: any device and floating dtype, any shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.layout import MaybeTensor, as_dtype, state_dtype
+from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.ops import simple_gla as ops
+
+
+def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
+    """Everything is supported; ValueError for a variant that is no form."""
+    if variant is not None and variant not in ops.FORMS:
+        expected = " or ".join(f"'reference:{name}'" for name in ops.FORMS)
+        fail("backend", expected, repr(f"reference:{variant}"))
+    return SUPPORTED
+
+
+def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
+    """o [B, T, HV, V] and the final state, None unless asked for.
+
+    Args:
+        tensors: q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu.
+    """
+    form = variant or "chunkwise"
+    q, *_, cu_seqlens, cu_seqlens_cpu = tensors
+    if cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
+        return ops.packed_simple_gla(call, form, *tensors)
+    o, last = ops.in_form(
+        form,
+        call.chunk_size,
+        *tensors[:6],
+        cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
+        scale=call.scale,
+        output_final_state=call.output_final_state,
+        state_v_first=call.state_v_first,
+    )
+    # computed in the widest dtype of the inputs
+    return o, as_dtype(last, state_dtype(q))

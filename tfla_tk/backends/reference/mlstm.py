@@ -1,0 +1,76 @@
+"""The reference as a backend: pure PyTorch, plain autograd, any device and floating dtype, any shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.layout import state_dtype
+from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.ops import mlstm_decode, mlstm_packed
+from tfla_tk.ops import mlstm_reference as forms
+
+
+def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Everything is supported; ValueError for a variant that is no form."""
+    if variant is not None and variant not in forms.FORMS:
+        fail(
+            "backend",
+            " or ".join(f"'reference:{name}'" for name in forms.FORMS),
+            repr(f"reference:{variant}"),
+        )
+    return SUPPORTED
+
+
+def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n).
+
+    Args:
+        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens.
+    """
+    form = variant or "chunkwise"
+    cu_seqlens = tensors[-1]
+    if cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
+        h, last = mlstm_packed.packed_mlstm(call, form, tensors)
+    else:
+        h, last = forms.apply(
+            tensors,
+            form=form,
+            chunk_size=call.chunk_size,
+            sigmoid_gate=call.sigmoid_gate,
+            normalize=call.normalize,
+            eps=call.eps,
+        )
+    # computed in the widest dtype of the inputs
+    dtype = state_dtype(tensors[0])
+    return h, tuple(x if x.dtype == dtype else x.to(dtype) for x in last)
+
+
+def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Everything is supported; ValueError for a variant: the step has one form."""
+    if variant is not None:
+        fail("backend", "'reference' for a step", repr(f"reference:{variant}"))
+    return SUPPORTED
+
+
+def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Everything is supported; ValueError for a variant: a few tokens are the recurrence."""
+    if variant is not None:
+        fail("backend", "'reference' for a few tokens", repr(f"reference:{variant}"))
+    return SUPPORTED
+
+
+def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`mlstm_reference.decode` of q, k, v, i, f, c, n, m, with the state stored as the call says."""
+    q, k, v, i, f, c, n, m = tensors
+    m = None if call.sigmoid_gate else m
+    h, state = forms.decode(q, k, v, i, f, c, n, m, normalize=call.normalize, eps=call.eps)
+    return h, mlstm_decode.stored(call, state, tensors[5:])
+
+
+mlstm_sequence = mlstm_step

@@ -1,0 +1,4 @@
+"""The ThunderKittens kernels: what runs here (`device`), tensors as kernels take them (`operands`), families.
+
+A family's own module, such as `mlstm`, is what the registry finds; its launches are in a folder of kernels.
+"""

@@ -1,0 +1,292 @@
+"""The mLSTM forward by the ThunderKittens kernels: what calls have in common once, then its launches.
+
+Most calls of a process are like an earlier one but for the addresses: a `Forward` is what they share.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, descriptor_strides
+from tfla_tk.backends.tk.operands import DTYPES as _GATE_DTYPES
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.build import instances
+from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
+from tfla_tk.core.memo import Memo
+
+# q, k, v, i, f, the initial state c, n, m, and cu_seqlens; there is no i with a scalar decay
+Tensors: TypeAlias = tuple[
+    Tensor,
+    Tensor,
+    Tensor,
+    MaybeTensor,
+    Tensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+]
+
+# What tfla_tk::mlstm_fwd returns, None for what was not asked for, and the states that a backward can use.
+FwdResult: TypeAlias = tuple[
+    Tensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    MaybeTensor,
+    KeptStates | None,
+]
+
+_NONE = (0, 0, 0)  # the addresses of three tensors that there are not
+
+
+class Options(NamedTuple):
+    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and one more.
+
+    Attributes:
+        keep_states: where the backward will cut the sequences, cut them the same way and return the states
+            at the cuts as the last result.
+        scale: of q k^T; None for K^-1/2.
+        decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
+            normalize False.
+    """
+
+    sigmoid_gate: bool
+    normalize: bool
+    eps: float
+    return_last_states: bool
+    return_rows: bool
+    schedule: str
+    keep_states: bool = False
+    scale: float | None = None
+    decay: bool = False
+
+
+def mlstm_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: MaybeTensor,
+    n_initial: MaybeTensor,
+    m_initial: MaybeTensor,
+    cu_seqlens: MaybeTensor,
+    sigmoid_gate: bool,
+    normalize: bool,
+    eps: float,
+    return_last_states: bool,
+    return_rows: bool,
+    schedule: str,
+    keep_states: bool = False,
+) -> FwdResult:
+    """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
+
+    What was not asked for is None. One launch, or three where sequences are cut (`segments`).
+    q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
+
+    Args:
+        keep_states: as in `Options`.
+
+    Raises:
+        BuildError: The kernel is not compiled yet and cannot be.
+        RuntimeError: The launch was refused.
+    """
+    options = Options(sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule, keep_states)
+    return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
+
+
+def prepare(tensors: Tensors, options: Options) -> Callable[..., FwdResult]:
+    """`mlstm_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
+    if all(x is given for x, given in zip(_readable(tensors), tensors, strict=True)):
+        return Forward(tensors, tensors[2], options)
+    return lambda *tensors: run(tensors, options)
+
+
+def run(tensors: Tensors, options: Options) -> FwdResult:
+    """`mlstm_fwd` of tensors that may have to be copied first."""
+    v = tensors[2]
+    tensors = _readable(tensors)
+    layouts = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    key = (options, v.get_device(), v.stride(), *layouts)
+    forward = _forwards.get(key)
+    if forward is None:
+        forward = Forward(tensors, v, options)
+        _forwards.keep(key, forward)
+    return forward(*tensors, v)
+
+
+class Forward:
+    """The forward of calls whose tensors lie alike, as `_readable` leaves them but for odd addresses.
+
+    Args:
+        h_like: h gets the memory order of this one; v, or what v is a copy of.
+    """
+
+    def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
+        q, k, v, i, f, *initial, cu_seqlens = tensors
+        batch, heads, seq, dim_v = v.shape
+        key_heads, dim_qk = q.shape[1], q.shape[-1]
+        device = q.get_device()
+        instance, slices = _instance(dim_qk, dim_v, options.schedule, options.decay)
+        kernel = build.load(instance)
+        packed = cu_seqlens is not None
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        sizes = (batch, heads, seq, dim_qk, dim_v)
+        multiprocessors, kept = _multiprocessors(device), False
+        if options.keep_states:
+            cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
+            kept = cut.segments > sequences
+        if not kept:
+            find = segments.cut_packed if packed else segments.cut
+            cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
+        slots = (cut.segments - sequences) * heads
+        strides_of_h = descriptor_strides(v.shape, torch.empty_like(h_like, device="meta").stride())
+        self._options = options
+        self._device = device
+        self._has_initial = any(x is not None for x in initial)
+        self._h_in_place = strides_of_h is not None
+        self._workspace_size = -(-kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
+        self._kept_cut = cut if kept else None
+        self._sequences = sequences
+        self._launch = kernel.Forward(
+            *(descriptor_strides(x.shape, x.stride()) for x in (q, k, v)),
+            strides_of_h or (heads * seq * dim_v, seq * dim_v, dim_v),
+            *((0, 0, 0, 0) if x is None else (*x.stride(), _GATE_DTYPES[x.dtype]) for x in (i, f)),
+            (cu_seqlens is not None and cu_seqlens.dtype == torch.int64, sequences, *cut),
+            sizes,
+            heads // key_heads,
+            dim_qk**-0.5 if options.scale is None else options.scale,
+            options.eps,
+            q.dtype == torch.float16,
+            options.sigmoid_gate,
+            options.normalize,
+            device,
+        ).launch
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        i: MaybeTensor,
+        f: Tensor,
+        c_initial: MaybeTensor,
+        n_initial: MaybeTensor,
+        m_initial: MaybeTensor,
+        cu_seqlens: MaybeTensor,
+        h_like: MaybeTensor = None,
+    ) -> FwdResult:
+        """`mlstm_fwd` of these tensors; h_like is v unless it is given."""
+        options = self._options
+        at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        initial = _NONE
+        if self._has_initial:
+            initial = _pointer(c_initial), _pointer(n_initial), _pointer(m_initial)
+        if (at_q | at_k | at_v | initial[0] | initial[1] | initial[2]) % ADDRESS_ALIGNMENT:
+            return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
+        h = torch.empty_like(v if h_like is None else h_like)
+        written = h if self._h_in_place else torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        # of q's dtype because that need not be said, which is half of the time
+        workspace = q.new_empty(self._workspace_size) if self._workspace_size else None
+        c = n = m = row_n = row_m = chunk_m = None
+        last = rows = _NONE
+        if options.return_last_states:
+            c, n, m = self._last_states(q, v)
+            last = c.data_ptr(), _pointer(n) if options.normalize else 0, _pointer(m)
+        if options.return_rows:
+            row_n, row_m, chunk_m = self._rows(q, cu_seqlens)
+            rows = _pointer(row_n), _pointer(row_m), _pointer(chunk_m)
+        self._launch(
+            at_q,
+            at_k,
+            at_v,
+            written.data_ptr(),
+            0 if i is None else i.data_ptr(),
+            f.data_ptr(),
+            initial,
+            last,
+            rows,
+            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(),
+            _current_stream(self._device),
+        )
+        if written is not h:
+            h.copy_(written)
+        states = None
+        if self._kept_cut is not None and workspace is not None:
+            states = KeptStates(workspace, self._kept_cut)
+        return h, c, n, m, row_n, row_m, chunk_m, states
+
+    def _last_states(self, q: Tensor, v: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:
+        """Memory for c, n and m; without normaliser, n is what it will be: zeros, or none with a decay."""
+        heads, dim_qk, dim_v = v.shape[1], q.shape[-1], v.shape[-1]
+        c = _fp32(q, self._sequences, heads, dim_qk, dim_v)
+        if self._options.decay:
+            return c, None, None
+        n = _fp32(q, self._sequences, heads, dim_qk)
+        if not self._options.normalize:
+            n.zero_()
+        return c, n, None if self._options.sigmoid_gate else _fp32(q, self._sequences, heads, 1)
+
+    def _rows(self, q: Tensor, cu_seqlens: MaybeTensor) -> tuple[MaybeTensor, MaybeTensor, MaybeTensor]:
+        """Memory for row_n, row_m and chunk_m."""
+        batch, heads, seq, _ = q.shape
+        row_n = _fp32(q, batch, heads, seq) if self._options.normalize else None
+        if self._options.sigmoid_gate:
+            return row_n, None, None
+        return row_n, _fp32(q, batch, heads, seq), _fp32(q, batch, heads, chunk_slots(seq, cu_seqlens), 2)
+
+
+def _readable(tensors: Tensors) -> Tensors:
+    """The tensors as they lie where the kernels can take them so, else copies."""
+    q, k, v, i, f, c, n, m, cu_seqlens = tensors
+    return (
+        as_operand(q),
+        as_operand(k),
+        as_operand(v),
+        i,
+        f,
+        as_state(c),
+        as_state(n),
+        as_state(m),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+    )
+
+
+@functools.cache
+def _instance(dim_qk: int, dim_v: int, schedule: str, decay: bool = False) -> tuple[build.Instance, int]:
+    """The kernel instance and in how many slices of V its CTAs share a head."""
+    instance = instances.mlstm_fwd(
+        dim_qk, dim_v, instances.DEFAULT_SCHEDULE if schedule == "auto" else schedule
+    )
+    if decay:
+        instance = instances.for_scalar_decay(instance)
+    slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])
+    return instance, -(-dim_v // slice_v)
+
+
+def states_at_cuts(workspace: Tensor, slots: int, dim_qk: int, dim_v: int) -> tuple[int, int]:
+    """Addresses of C [slots, K, V] and n [slots, K] in a workspace; n is written with a normaliser only."""
+    # struct Workspace of mlstm_fwd_globals.cuh: two doubles per slot, C, n, m
+    c = workspace.data_ptr() + 2 * tk_passes.DOUBLE * slots
+    return c, c + tk_passes.FLOAT * slots * dim_qk * dim_v
+
+
+def _fp32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+_forwards: Memo[Forward] = Memo()

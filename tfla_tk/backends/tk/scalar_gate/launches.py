@@ -1,0 +1,322 @@
+"""The launches of an mLSTM backward: what its kernels are given, address by address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+from tfla_tk.backends.tk.operands import Gate, Operand
+from tfla_tk.backends.tk.scalar_gate.passes import INT, PART_COLUMNS, Memory, Plan, Sizes
+
+GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # enum class Gradient of params_pass.h
+
+# addresses, of states or their gradients 0 where there is none
+Pair = tuple[int, int]  # c and n, row sums and their inter, or anchors: states and flows
+Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries
+
+
+@dataclass(slots=True)
+class RowCall:
+    """What the kernels for e and log2_w read: tensors by their addresses, 0 where there is none.
+
+    Attributes:
+        plan, memory: what is launched, and where it leaves what.
+        sizes: batch, heads, seq, dim_qk, dim_v.
+        h, dh: [B, NH, S, V], rows aligned for TMA.
+        row_n, row_m: as the forward returns them; row_n is 0 without normaliser alone.
+    """
+
+    plan: Plan
+    memory: Memory
+    sizes: Sizes
+    h: Operand
+    dh: Operand
+    row_n: int
+    row_m: int
+    eps: float
+    half: bool
+    device: int
+    stream: int
+
+
+@dataclass(slots=True)
+class Call(RowCall):
+    """What all kernels read, in the same way.
+
+    Attributes:
+        q, k, v: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
+        chunk_m: as the forward returns it.
+        cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
+            plan's cut.
+        c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
+        scale: of q k^T.
+        group: heads that share one of q and k.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    i: Gate
+    f: Gate
+    chunk_m: int
+    cut: tuple[int, bool, int, int, int]
+    c_initial: int
+    n_initial: int
+    c_last: int
+    n_last: int
+    dc_last: int
+    dn_last: int
+    scale: float
+    sigmoid_gate: bool
+    group: int = 1
+
+
+class Grads(NamedTuple):
+    """What they write, in the same way: each like what it is the gradient of."""
+
+    dq: Operand
+    dk: Operand
+    dv: Operand
+    di: Gate
+    df: Gate
+    dc_initial: int
+    dn_initial: int
+
+
+def launch_rows(x: RowCall) -> None:
+    """e_t of every token, from dh and h, and log2 w_t."""
+    x.plan.around.mlstm_bwd_rows(
+        x.dh,
+        x.h,
+        (x.row_n, x.row_m),
+        (x.memory.log2_w, x.memory.e, x.plan.e_stride),
+        (*x.sizes[:3], x.sizes[4], PART_COLUMNS),
+        x.eps,
+        x.half,
+        x.device,
+        x.stream,
+    )
+
+
+def launch_scan(x: Call) -> None:
+    """The gates of every chunk as the passes take them."""
+    x.plan.around.mlstm_bwd_scan(
+        x.i,
+        x.f,
+        (x.row_n, x.row_m),
+        x.chunk_m,
+        x.memory.gates,
+        x.memory.tickets if x.plan.parts > 1 else 0,
+        x.cut[:3],
+        x.sizes[:3],
+        x.eps,
+        x.scale,
+        x.sigmoid_gate,
+        x.device,
+        x.stream,
+    )
+
+
+def launch_factors(x: RowCall) -> None:
+    """e_t of every token, from the dots of "dv"."""
+    batch, heads, seq, *_ = x.sizes
+    rows = batch * heads * seq
+    x.plan.around.mlstm_bwd_factors(
+        (x.memory.dots, rows, x.plan.dot_slices, x.plan.part_slices),
+        (x.row_n, x.row_m),
+        (0, x.memory.e, x.plan.e_stride),
+        rows,
+        x.eps,
+        x.device,
+        x.stream,
+    )
+
+
+def launch_segments_of_dq(x: Call) -> None:
+    """The states that the pass for dq begins those segments with that follow others."""
+    memory = x.memory
+    states = (memory.state_c, memory.state_n, memory.state_decay)
+    _sum_segments(x, "dq", x.v, x.k, states)
+    _combine(x, states, 1, (x.c_initial, x.n_initial), backward=False)
+
+
+def launch_segments_of_dk(x: Call) -> None:
+    """The gradients of states that the passes for dk and dv begin those segments with that others follow."""
+    memory = x.memory
+    grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
+    _sum_segments(x, "dk", x.dh, x.q, grads)
+    _combine(x, grads, x.plan.parts, (x.dc_last, x.dn_last), backward=True)
+
+
+def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> None:
+    """What every segment adds by itself at the boundary over which the pass leaves it."""
+    *size, dim_qk, dim_v = x.sizes
+    x.plan.dq_and_dk.mlstm_pass_segments(
+        GRADIENTS[name],
+        keys,
+        values,
+        x.i,
+        x.f,
+        (x.memory.log2_w if x.row_n else 0, *_e(x), x.chunk_m),
+        boundary,
+        x.cut,
+        (*size, dim_v, dim_qk),
+        x.group,
+        x.scale,
+        x.half,
+        x.sigmoid_gate,
+        x.device,
+        x.stream,
+    )
+
+
+def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> None:
+    """Carries what enters the sequences on over the boundaries, in place."""
+    x.plan.around.mlstm_bwd_combine(
+        boundaries,
+        norm_parts,
+        entering,
+        x.cut,
+        x.sizes[1:],
+        backward,
+        x.device,
+        x.stream,
+    )
+
+
+def launch_dq_and_dk(x: Call, written: Grads, dn: int) -> None:
+    """The passes over all parts of V, the shares of their keys.
+
+    Args:
+        dn: address of the gradients of n_initial, one for each part; or 0.
+    """
+    memory = x.memory
+    batch, heads, seq, dim_qk, dim_v = x.sizes
+    sizes = (batch, heads, seq, dim_v, dim_qk)
+    anchors = (memory.anchors, memory.flows)
+    _run_pass(
+        x, "dq", x.plan.dq_and_dk, x.dh, x.v, x.k, written.dq, sizes,
+        entering=(x.c_initial, x.n_initial),
+        boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
+        factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
+    )  # fmt: skip
+    _run_pass(
+        x, "dk", x.plan.dq_and_dk, x.v, x.dh, x.q, written.dk, sizes,
+        entering=(x.dc_last, x.dn_last),
+        leaving=(0, dn),
+        boundary=_boundary(x, memory.grad_c, memory.grad_n, memory.grad_decay),
+        factor=x.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors, ticket=memory.tickets + INT,
+    )  # fmt: skip
+
+
+def launch_dv(x: Call, written: Grads, *, dots: bool) -> None:
+    """The pass over all of V: the state's columns are those of its values.
+
+    Args:
+        dots: whether dh_t.h_t is wanted.
+    """
+    memory = x.memory
+    _run_pass(
+        x, "dv", x.plan.dv, x.k, x.q, x.dh, written.dv, x.sizes,
+        entering=(x.dc_last, 0),
+        leaving=(written.dc_initial, 0),
+        boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
+        factor=x.h,
+        sums=(memory.dots if dots else 0, 0),
+    )  # fmt: skip
+
+
+def _run_pass(
+    x: Call,
+    name: str,
+    kernel: ModuleType,
+    queries: Operand,
+    keys: Operand,
+    values: Operand,
+    out: Operand,
+    sizes: Sizes,
+    *,
+    entering: Pair,
+    leaving: Pair = (0, 0),
+    boundary: Triple,
+    factor: Operand,
+    sums: Pair = (0, 0),
+    anchors: Pair = (0, 0),
+    ticket: int = 0,
+) -> None:
+    """One pass over the chunks, on the current stream.
+
+    Args:
+        name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
+        out: the gradient, to be written; like `values`.
+        sizes: batch, heads, seq, columns of the keys and of the values.
+        entering: what a sequence's walk begins with, (c, n) for "dq", (dc, dn) for the others, fp32; 0 is
+            zero. c and dc are [N, NH, K, V] always, contiguous: the state of "dv"; those of "dq" and "dk" are
+            its transpose. n and dn [N, NH, K] go with the values' columns and are 0 for "dv".
+        leaving: gradients of the initial state, to be written at the walk's end where there is an address:
+            "dv" has that of c, "dk" those of n, [P, N, NH, K].
+        boundary: c, n and log2_decay for the segments that follow others in the walk; 0 where nothing is cut.
+        factor: like `out`, what its rows are multiplied with for the row sums, those of `values` for "dv".
+        sums: where these are written, whole and inter; "dv" has no inter, and none at all where whole is 0.
+        anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them.
+        ticket: by which the CTAs of several parts of V count themselves.
+    """
+    kernel.mlstm_pass(
+        GRADIENTS[name],
+        queries,
+        keys,
+        values,
+        out,
+        factor,
+        (x.memory.gates, *_e(x)),
+        entering,
+        leaving,
+        boundary,
+        sums,
+        anchors,
+        ticket,
+        x.cut,
+        sizes,
+        x.group,
+        x.half,
+        x.device,
+        x.stream,
+    )
+
+
+def launch_gates(x: Call, written: Grads) -> None:
+    """di and df from the passes' row sums."""
+    memory, plan = x.memory, x.plan
+    x.plan.around.mlstm_bwd_gates(
+        (memory.q_dq, memory.q_dq_inter, plan.sums),
+        (memory.k_dk, memory.k_dk_inter, plan.sums),
+        (memory.flows, plan.flow_parts),
+        x.i,
+        x.f,
+        written.di,
+        written.df,
+        x.chunk_m,
+        _with_gradient(x.c_initial, written.dc_initial) + _with_gradient(x.n_initial, written.dn_initial),
+        _with_gradient(x.c_last, x.dc_last) + _with_gradient(x.n_last, x.dn_last),
+        memory.workspace,
+        x.cut[:3],
+        x.sizes,
+        x.sigmoid_gate,
+        x.device,
+        x.stream,
+    )
+
+
+def _e(x: RowCall) -> tuple[int, int]:
+    """e, and from a part's to the next one's; none without normaliser."""
+    return (x.memory.e, x.plan.e_stride) if x.row_n else (0, 0)
+
+
+def _boundary(x: Call, c: int, n: int, log2_decay: int) -> Triple:
+    return (c, n, log2_decay) if x.plan.is_cut else (0, 0, 0)
+
+
+def _with_gradient(state: int, grad: int) -> Pair:
+    """A state and its gradient; neither where one of them is missing."""
+    return (state, grad) if state and grad else (0, 0)

@@ -1,0 +1,226 @@
+"""The plan of an mLSTM backward: its parts of V, and where its kernels leave what others of them read.
+
+It follows from sizes alone, so calls of equal sizes share it; `tk_backward` allocates and launches by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+from tfla_tk import build
+from tfla_tk.backends.tk import segments
+from tfla_tk.build import instances
+from tfla_tk.core.layout import Cut
+
+ALIGNMENT = 256  # bytes
+INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
+ANCHOR_CHUNKS = 8  # kAnchorChunks of params.h
+# Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
+PART_COLUMNS = instances.MAX_DIM_QK
+
+Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
+
+
+class Memory(NamedTuple):
+    """What kernels of a call leave for others: addresses, in a plan bytes from the start of the allocation.
+
+    fp32 but for the decays and the anchors. P: parts of V. A boundary lies between two segments of a head, of
+    packed sequences as many as there can be; uncut sequences have none.
+
+    Attributes:
+        gates: of every chunk as the passes take them, [B, NH, slots].
+        log2_w, e: of every token, [B, NH, S], where something is cut, and of every part, [P, B, NH, S], each
+            aligned; none without normaliser, when both are 0.
+        dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; none
+            without normaliser.
+        state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
+            [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
+        grad_c, grad_n, grad_decay: the same of "dk" and "dv", gradients of states. n has e in it, which every
+            part of V has its own of: [P, boundaries, K].
+        q_dq, q_dq_inter, k_dk, k_dk_inter: sums of q_t.dq_t and of k_t.dk_t, of every part of V and slice
+            of K by itself: of every token, [sums, B, NH, S]; and of every chunk the part through the
+            state that entered it, with the squares of the summands, [sums, B, NH, slots, 2].
+        anchors: states that "dq" leaves for "dk" at some boundaries between chunks, in the middle of long
+            sequences.
+        flows: the exact flow of gradient over these boundaries, [B, NH, anchor slots, flow parts], to be
+            summed over its parts; slots without an anchor are not written.
+        workspace: of the kernels for the gates.
+        tickets: by which the CTAs of "dq" and of "dk" count themselves, [2] int32; none with one part of V.
+    """
+
+    gates: int
+    log2_w: int
+    e: int
+    dots: int
+    state_c: int
+    state_n: int
+    state_decay: int
+    grad_c: int
+    grad_n: int
+    grad_decay: int
+    q_dq: int
+    q_dq_inter: int
+    k_dk: int
+    k_dk_inter: int
+    anchors: int
+    flows: int
+    workspace: int
+    tickets: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a backward is launched.
+
+    Attributes:
+        around, dv, dq_and_dk: the modules of the kernels around the passes, and of the passes.
+        parts: of V: the shares of the passes for dq and dk.
+        e_stride: elements from a part's e to the next one's.
+        dot_slices, part_slices: of dots, all and of a part.
+        cut: of the sequences into segments.
+        is_cut: whether there are boundaries between segments.
+        sums, flow_parts: of the row sums and of the flows, as `Memory` has them.
+        bytes: of the allocation.
+        offsets: of what it holds.
+    """
+
+    around: ModuleType
+    dv: ModuleType
+    dq_and_dk: ModuleType
+    parts: int
+    e_stride: int
+    dot_slices: int
+    part_slices: int
+    cut: Cut
+    is_cut: bool
+    sums: int
+    flow_parts: int
+    bytes: int
+    offsets: Memory
+
+    def memory_at(self, address: int) -> Memory:
+        """The addresses in an allocation."""
+        return Memory._make([address + offset for offset in self.offsets])
+
+
+@functools.cache
+def instances_of(
+    dim_qk: int, dim_v: int, *, decay: bool = False
+) -> tuple[build.Instance, build.Instance, build.Instance]:
+    """Around the passes, the pass for dv, and those for dq and dk: both in one module.
+
+    Args:
+        decay: those for a scalar decay.
+    """
+    found = (
+        instances.mlstm_bwd(),
+        instances.mlstm_pass("dv", dim_qk, dim_v),
+        instances.mlstm_pass("dq", min(dim_v, PART_COLUMNS), dim_qk),
+    )
+    if not decay:
+        return found
+    around, dv, dq_and_dk = map(instances.for_scalar_decay, found)
+    return around, dv, dq_and_dk
+
+
+@functools.cache
+def ctas_of_a_pass(dim_qk: int, dim_v: int) -> int:
+    """CTAs that the passes for dq and dk have for one segment of a head: slices of K times parts of V."""
+    *_, instance = instances_of(dim_qk, dim_v)
+    return -(-dim_qk // _slice(instance)) * _parts(dim_v)
+
+
+def cut_sequences(sizes: Sizes, sequences: int, multiprocessors: int, *, packed: bool) -> Cut:
+    """How sequences are cut: the same for all passes, by the CTAs that dk has for one segment."""
+    _, heads, seq, *dims = sizes
+    find = segments.cut_packed if packed else segments.cut
+    return find(sequences, seq, heads * ctas_of_a_pass(*dims), multiprocessors, segments.BACKWARD)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(
+    kernels: tuple[ModuleType, ModuleType, ModuleType],
+    sizes: Sizes,
+    sequences: int,
+    chunk_slots: int,
+    cut: Cut,
+    *,
+    normalize: bool,
+    states_given: bool = False,
+) -> Plan:
+    """The plan of calls of these sizes.
+
+    Args:
+        kernels: the modules of `instances_of`.
+        sequences: of the batch, or packed.
+        chunk_slots: per head, of what there is once per chunk.
+        normalize: whether there is a normaliser.
+        states_given: the forward has left the states at the boundaries: state_c and state_n are in its
+            workspace, not in this allocation, and nobody reads state_decay.
+    """
+    around, dv, dq_and_dk = kernels
+    batch, heads, seq, dim_qk, dim_v = sizes
+    boundaries = (cut.segments - sequences) * heads
+    own_states = 0 if states_given else boundaries
+    row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
+    _, of_dv, _ = instances_of(dim_qk, dim_v)
+    dots_slice = _slice(of_dv)
+    dot_slices = -(-dim_v // dots_slice)
+    parts = _parts(dim_v)
+    sums = ctas_of_a_pass(dim_qk, dim_v)
+    sum_bytes = FLOAT * sums * batch * heads * seq
+    inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
+    flow_parts = dq_and_dk.flow_parts(dim_v, dim_qk)
+    taken = Memory(
+        gates=around.chunk_gates_bytes() * batch * heads * chunk_slots,
+        log2_w=row_bytes if boundaries else 0,
+        e=parts * row_bytes,
+        dots=FLOAT * dot_slices * batch * heads * seq if normalize and not boundaries else 0,
+        state_c=own_states * dim_qk * dim_v * FLOAT,
+        state_n=own_states * dim_qk * FLOAT,
+        state_decay=DOUBLE * own_states,
+        grad_c=boundaries * dim_qk * dim_v * FLOAT,
+        grad_n=parts * boundaries * dim_qk * FLOAT,
+        grad_decay=DOUBLE * boundaries,
+        q_dq=sum_bytes,
+        q_dq_inter=inter_bytes,
+        k_dk=sum_bytes,
+        k_dk_inter=inter_bytes,
+        anchors=dq_and_dk.anchor_bytes(batch, heads, chunk_slots, dim_v, dim_qk),
+        flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
+        workspace=around.mlstm_bwd_gates_workspace_bytes(heads, sequences),
+        tickets=2 * INT if parts > 1 else 0,
+    )
+    *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
+    return Plan(
+        around,
+        dv,
+        dq_and_dk,
+        parts,
+        row_bytes // FLOAT,
+        dot_slices,
+        PART_COLUMNS // dots_slice,
+        cut,
+        boundaries > 0,
+        sums,
+        flow_parts,
+        size,
+        Memory._make(offsets),
+    )
+
+
+def _slice(instance: build.Instance) -> int:
+    """Columns of the values that a CTA of a pass owns."""
+    return int(dict(instance.defines)["TFLA_SLICE"])
+
+
+def _parts(dim_v: int) -> int:
+    return -(-dim_v // PART_COLUMNS)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

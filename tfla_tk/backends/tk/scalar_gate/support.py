@@ -1,0 +1,194 @@
+"""What the kernels with one decay per token and head support, and the modules that a call of them takes."""
+
+from __future__ import annotations
+
+import torch
+
+from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk.scalar_gate import passes
+from tfla_tk.build import Instance, instances
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.layout import SCHEDULES
+from tfla_tk.core.support import SUPPORTED, Support
+
+_OPERAND_DTYPES = (torch.bfloat16, torch.float16)
+_DECODING_SLICES = 16  # of V at most, each a CTA: kDecodeMaxSlices of params_decode.h
+_MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
+_MOST_HEADS = (2**31 - 1) // _DECODING_SLICES  # of all sequences, which the kernels count in an int
+
+
+def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether the mLSTM kernels serve a call; ValueError for a variant that is no schedule.
+
+    CUDA is only touched for calls on a CUDA device.
+    """
+    _check_schedule(variant)
+    if call.device.type != "cuda":
+        return device.not_on_a_gpu(call.device)
+    if call.dtype not in _OPERAND_DTYPES:
+        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
+    if (
+        call.dim_qk > instances.MAX_DIM_QK
+        or call.dim_v > instances.MAX_DIM_V
+        or call.dim_qk % 16
+        or call.dim_v % 16
+    ):
+        return Support(
+            False,
+            f"head dims are {call.dim_qk}/{call.dim_v}",
+            f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
+        )
+    return _on_this_machine("mlstm", call, variant)
+
+
+def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
+    """Whether the kernels for a scalar decay serve a call; ValueError for a variant that is no schedule.
+
+    CUDA is only touched for calls on a CUDA device.
+    """
+    _check_schedule(variant)
+    if call.device.type != "cuda":
+        return device.not_on_a_gpu(call.device)
+    if call.dtype not in _OPERAND_DTYPES:
+        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
+    if (
+        call.dim_qk > instances.MAX_DIM_QK
+        or call.dim_v > instances.MAX_DIM_V
+        or call.dim_qk % 16
+        or call.dim_v % 16
+    ):
+        return Support(
+            False,
+            f"head dims are K = {call.dim_qk}, V = {call.dim_v}",
+            f"use multiples of 16 up to {instances.MAX_DIM_QK} and {instances.MAX_DIM_V}",
+        )
+    if not call.scale > 0:
+        return Support(False, f"scale = {call.scale}, the kernels take positive ones", "scale q by -1")
+    count = call.sequences * call.value_heads
+    if count > _MOST_SEQUENCES:
+        reason = f"sequences x value heads = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
+        return Support(False, reason, "split the batch or the heads")
+    return _on_this_machine("simple_gla", call, variant)
+
+
+def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name.
+
+    ValueError for a variant that is no schedule: the chunkwise kernel has them.
+    """
+    _check_schedule(variant)
+    if call.requires_grad:
+        support = supports_mlstm(call)
+        if not support.ok:
+            return support
+        reason = "its step has no gradients, they come from the chunkwise kernel over one token"
+        return Support(True, reason, "name it, or use torch.no_grad()", auto=False)
+    return _supports_decoding("mlstm_step", call)
+
+
+def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
+    """Whether the kernel for a few tokens serves a call; ValueError for a variant: it has one schedule."""
+    if variant is not None:
+        fail("backend", "'tk' for a few tokens", repr(f"tk:{variant}"))
+    if call.seq > instances.MAX_TOKENS:
+        return Support(
+            False,
+            f"{call.seq} tokens, the kernel takes {instances.MAX_TOKENS}",
+            "use mlstm_chunkwise",
+        )
+    if call.requires_grad:
+        return Support(
+            False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
+        )
+    return _supports_decoding("mlstm_sequence", call)
+
+
+def _check_schedule(variant: str | None) -> None:
+    if variant is not None and variant not in SCHEDULES:
+        fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", repr(f"tk:{variant}"))
+
+
+def _supports_decoding(kernel: str, call: MLSTMCall) -> Support:
+    """What the kernels of decoding have in common; they take no gradients."""
+    if call.device.type != "cuda":
+        return device.not_on_a_gpu(call.device)
+    if call.dtype == torch.float64:
+        return Support(
+            False, "q, k, v are torch.float64", "use torch.float32, torch.bfloat16 or torch.float16"
+        )
+    if call.dim_qk > instances.MAX_DIM_QK or call.dim_v > instances.MAX_DIM_V:
+        return Support(
+            False,
+            f"head dims are {call.dim_qk}/{call.dim_v}",
+            f"use at most {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
+        )
+    if call.batch * call.heads > _MOST_HEADS:
+        return Support(
+            False,
+            f"batch x heads = {call.batch * call.heads:,}, the kernels take {_MOST_HEADS:,}",
+            "split the batch or the heads",
+        )
+    return _on_this_machine(kernel, call)
+
+
+def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
+    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
+
+    Args:
+        kernel: "mlstm", "mlstm_step", "mlstm_sequence" or "simple_gla".
+
+    Returns:
+        Whether the call can be served.
+
+    Raises:
+        CaptureError: something would have to be compiled while a CUDA graph is being captured.
+    """
+    if call.is_empty:
+        return SUPPORTED
+    return device.load(_instances_of, *_kernel_key(kernel, call, variant))
+
+
+def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
+    """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
+    return device.supports(call.device, _instances_of, *_kernel_key(kernel, call, variant))
+
+
+KernelKey = tuple[str, int, int, str, bool]  # kernel, tiles of K and V or of tokens, schedule, gradients
+
+
+def _kernel_key(kernel: str, call: MLSTMCall | LinearCall, variant: str | None) -> KernelKey:
+    """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
+    if call.requires_grad and kernel != "simple_gla":
+        # of one token, too: the chunkwise kernel has the gradients
+        kernel = "mlstm"
+    if kernel in ("mlstm", "simple_gla"):
+        schedule = variant or instances.DEFAULT_SCHEDULE
+        if schedule == "auto":
+            schedule = instances.DEFAULT_SCHEDULE
+        return kernel, _tile(call.dim_qk), _tile(call.dim_v), schedule, call.requires_grad
+    tokens = 1
+    for tile in instances.SEQUENCE_TILES:
+        if tokens < call.seq:
+            tokens = tile
+    return kernel, tokens, 0, "", False
+
+
+def _tile(dim: int) -> int:
+    tile = 64
+    while tile < dim:
+        tile *= 2
+    return tile
+
+
+def _instances_of(kernel: str, first: int, second: int, schedule: str, gradients: bool) -> list[Instance]:
+    """The modules that the kernels of a call are in."""
+    if kernel == "mlstm_step":
+        return [instances.mlstm_step()]
+    if kernel == "mlstm_sequence":
+        return [instances.mlstm_sequence(first)]
+    forward, decay = instances.mlstm_fwd(first, second, schedule), kernel == "simple_gla"
+    if decay:
+        forward = instances.for_scalar_decay(forward)
+    return [forward, *passes.instances_of(first, second, decay=decay)] if gradients else [forward]

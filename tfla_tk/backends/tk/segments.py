@@ -1,0 +1,78 @@
+"""Into how many segments a sequence is cut, so that a few long sequences fill the GPU too.
+
+A CTA walks one segment of one slice of a head. Cut sequences cost two more launches: a states pass over
+all segments but the last of each sequence, and a small kernel that carries the states on from segment to
+segment. So it is in the forward, and in the backward's passes for C and for its gradient, with their own
+costs; a forward that keeps its states for the backward takes the backward's cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from tfla_tk.core.layout import CHUNK, Cut
+
+# Shorter segments would make the states between them larger than the inputs.
+_LEAST_CHUNKS = 4
+
+
+class Costs(NamedTuple):
+    """What a cut costs, in chunks of the kernel whose sequences are cut.
+
+    Attributes:
+        states_chunk: a chunk of the states pass that forgets nothing.
+        prologue: start and end of a CTA.
+        launches: the small kernel, with the gaps between launches.
+    """
+
+    states_chunk: float
+    prologue: float
+    launches: float
+
+
+# measured on an H200 (docs/log/mlstm.md, 2026-11-21)
+FORWARD = Costs(states_chunk=0.5, prologue=4.0, launches=6.0)
+# of one pass: estimates (docs/mlstm-backward.md, "Cut sequences")
+BACKWARD = Costs(states_chunk=0.35, prologue=4.0, launches=6.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
+    """The cut of `sequences` sequences of `tokens` tokens each.
+
+    Args:
+        ctas: that work on one segment: heads times slices of V, or of K times parts of V in the backward.
+        multiprocessors: of the GPU, times the CTAs that one of them holds.
+    """
+    chunks = -(-tokens // CHUNK)
+
+    def cost(length: int) -> float:
+        count = -(-chunks // length)
+        fused = _waves(sequences * count * ctas, multiprocessors) * (length + costs.prologue)
+        if count == 1:
+            return fused
+        states = _waves(sequences * (count - 1) * ctas, multiprocessors)
+        return fused + states * (costs.states_chunk * length + costs.prologue) + costs.launches
+
+    # more segments than fill the GPU twice only add work
+    most = max(1, min(chunks // _LEAST_CHUNKS, 2 * multiprocessors // (sequences * ctas)))
+    lengths = dict.fromkeys(-(-chunks // count) for count in range(1, most + 1))
+    best = min(lengths, key=cost)
+    return Cut(sequences * -(-chunks // best), best)
+
+
+def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Costs = FORWARD) -> Cut:
+    """The cut of packed sequences of `tokens` tokens together, whose lengths the host does not know.
+
+    A segment is as long as if all tokens were one sequence: then one long sequence among short ones fills the
+    GPU, and sequences of equal length are rarely cut at all.
+    """
+    length = cut(1, tokens, ctas, multiprocessors, costs).chunks
+    if length * CHUNK >= tokens:  # uncut: a segment that no sequence fills
+        return Cut(sequences, tokens // CHUNK + 1)
+    return Cut(sequences + tokens // (length * CHUNK), length)
+
+
+def _waves(ctas: int, multiprocessors: int) -> int:
+    return -(-ctas // multiprocessors)

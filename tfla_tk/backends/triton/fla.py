@@ -1,0 +1,202 @@
+"""Adapters onto fla's operators on tensors [B, T, H, D].
+
+What fla gets wrong or does not have is refused here with the reason; docs/triton-baselines.md lists it. The
+only variant is "triton:fla".
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.backends.triton import installation
+from tfla_tk.backends.triton.fla_own import on_its_own, original
+from tfla_tk.backends.triton.installation import (
+    GRID_LIMIT,
+    INSTALL,
+    import_fault,
+    missing,
+    too_many,
+    triton_version,
+    unusable,
+)
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.support import SUPPORTED, Support
+
+# public name -> module of fla
+FLA_OPS = {
+    "chunk_gla": "fla.ops.gla",
+    "chunk_simple_gla": "fla.ops.simple_gla",
+    "chunk_retention": "fla.ops.retention",
+    "chunk_lightning_attn": "fla.ops.lightning_attn",
+    "chunk_delta_rule": "fla.ops.delta_rule",
+    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+}
+
+_MODULE = FLA_OPS["chunk_simple_gla"]
+_SMALLEST_CHUNK = 16  # rows that a Triton matrix product takes
+_HALVES = (torch.float16, torch.bfloat16)
+_REPAIRED = (3, 7, 1)  # the Triton from which on the gated backward is right on Hopper
+
+# looked up once at import, so that torch.compile sees a constant
+FLA_MISSING = missing("fla", "fla-core")
+
+
+def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
+    """Whether fla's chunk_simple_gla serves the call correctly; ValueError for a variant but "fla"."""
+    if variant not in (None, "fla"):
+        fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
+    if call.transformed:
+        return Support(False, "fla has no rules for torch.func transforms", "use backend 'tk' or 'reference'")
+    # the kernel that Triton miscompiles is the one with a decay per token
+    op = "chunk_simple_gla" if call.gate == "token" else "chunk_retention"
+    verdict = supports_fla(op, call, requires_grad=call.requires_grad)
+    if not verdict.ok:
+        return verdict
+    if call.value_heads != call.heads:
+        return Support(
+            False,
+            f"fla takes as many heads of v as of q and k, these are {call.value_heads} and {call.heads}",
+            "repeat those of q and k: q.repeat_interleave(HV // H, dim=2)",
+        )
+    if call.chunk_size < _SMALLEST_CHUNK:
+        return Support(
+            False, f"chunk_size = {call.chunk_size}", f"use a power of two from {_SMALLEST_CHUNK} on"
+        )
+    if call.requires_grad and call.dtype in _HALVES and (call.dim_qk % 2 or call.dim_v % 2):
+        return Support(
+            False,
+            f"fla's backward takes even head dims in 16 bits, these are K = {call.dim_qk}, V = {call.dim_v}",
+            "pad them",
+        )
+    if call.batch * call.value_heads > GRID_LIMIT:
+        return too_many("batch x value heads", call.batch * call.value_heads, "split the batch or the heads")
+    if call.requires_grad and call.gate == "token" and _guard_is_lifted():
+        return Support(
+            True,
+            "fla's guard is lifted: this Triton miscompiles its gated backward on Hopper",
+            "check the gradients, or use triton >= 3.7.1",
+            auto=False,
+        )
+    if installation.INTERPRETED and call.device.type == "cpu":
+        return Support(True, "runs in Triton's interpreter", auto=False)
+    return SUPPORTED
+
+
+def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
+    """Import what serves a call that is supported: an installed package may still fail to import."""
+    fault = import_fault(_MODULE)
+    return Support(False, fault, INSTALL, failed=True) if fault else SUPPORTED
+
+
+def simple_gla(
+    call: LinearCall,
+    variant: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: MaybeTensor,
+    g_gamma: MaybeTensor,
+    initial_state: MaybeTensor,
+    cu_seqlens: MaybeTensor,
+    cu_seqlens_cpu: MaybeTensor,
+) -> tuple[Tensor, MaybeTensor]:
+    """o [B, T, HV, V] and the final state in fp32, None unless asked for."""
+    function = original(importlib.import_module(_MODULE).chunk_simple_gla)
+    # its launches go to the current device
+    device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
+    with device, torch.autocast(call.device.type, enabled=False), on_its_own():
+        o, last = function(
+            q,
+            k,
+            v,
+            g,
+            None if g_gamma is None else g_gamma.float(),
+            scale=call.scale,
+            initial_state=None if initial_state is None else initial_state.float(),
+            output_final_state=call.output_final_state,
+            state_v_first=call.state_v_first,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_cpu=cu_seqlens_cpu,
+            chunk_size=call.chunk_size,
+        )
+    return o, last
+
+
+def supports_fla(op: str, q: Tensor | LinearCall, *, requires_grad: bool = False) -> Support:
+    """Whether fla's operator serves a call.
+
+    Args:
+        op: one of FLA_OPS.
+        q: the queries, or the description of the call: device and dtype decide.
+        requires_grad: a gradient will be recorded.
+    """
+    refusal = unusable(q.device, FLA_MISSING)
+    if refusal is not None:
+        return refusal
+    if q.dtype == torch.float64:
+        return Support(False, "Triton kernels have no float64", "use float32 or the reference")
+    if op == "chunk_delta_rule" and q.dtype == torch.float32:
+        return Support(False, "fla's chunk_delta_rule does not take float32", "use bfloat16 or float16")
+    if (
+        requires_grad
+        and op in ("chunk_simple_gla", "chunk_gated_delta_rule")
+        and _gated_backward_is_guarded()
+    ):
+        return Support(
+            False,
+            "fla refuses the gated backward on Hopper with triton >= 3.4 and < 3.7.1, which miscompiles it",
+            "use triton >= 3.7.1",
+        )
+    return Support(True)
+
+
+def fla_op(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Call fla's operator: tensors [B, T, H, D], initial state cast to fp32.
+
+    Args:
+        op: one of FLA_OPS.
+        args, kwargs: fla's own arguments of that operator, q first.
+
+    Returns:
+        (o [B, T, H, V], final state fp32 [N, H, K, V] or None).
+
+    Raises:
+        UnsupportedError: fla cannot serve the call.
+    """
+    q = args[0] if args else kwargs["q"]
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    support = supports_fla(op, q, requires_grad=requires_grad)
+    if not support.ok:
+        raise UnsupportedError(f"{op} on backend 'triton'", support.reason, support.remedy)
+    state = kwargs.get("initial_state")
+    if state is not None:
+        kwargs["initial_state"] = state.float()
+    function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(FLA_OPS[op]), op)
+    with on_its_own():
+        return original(function)(*args, **kwargs)
+
+
+def _gated_backward_is_guarded() -> bool:
+    """fla's own check, so that a lifted guard counts here too."""
+    guard = importlib.import_module("fla.ops.common.chunk_o")
+    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and not guard.TRITON_ABOVE_3_7_1)
+
+
+def _guard_is_lifted() -> bool:
+    """Whether someone has told fla that a Triton that miscompiles its gated backward does not."""
+    version = triton_version()
+    if version is None or tuple(int(x) for x in re.findall(r"\d+", version)[:3]) >= _REPAIRED:
+        return False
+    guard = importlib.import_module("fla.ops.common.chunk_o")
+    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and guard.TRITON_ABOVE_3_7_1)

@@ -1,0 +1,37 @@
+"""fla's own functions, where `tfla_tk.integrations.fla` has put others in their place.
+
+What it puts there has the attribute ORIGINAL. fla's functions call one another, so within `on_its_own` those
+in their place hand every call on to the originals.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+ORIGINAL = "tfla_tk_original"
+_own = threading.local()
+
+
+def original(function: Callable[..., Any]) -> Callable[..., Any]:
+    """fla's own function, where one is in its place."""
+    found: Callable[..., Any] = getattr(function, ORIGINAL, function)
+    return found
+
+
+@contextmanager
+def on_its_own() -> Iterator[None]:
+    """Where fla's functions call fla's functions alone, in this thread."""
+    before = is_on_its_own()
+    _own.value = True
+    try:
+        yield
+    finally:
+        _own.value = before
+
+
+def is_on_its_own() -> bool:
+    """Whether this thread is within `on_its_own`."""
+    return getattr(_own, "value", False)

@@ -1,0 +1,1 @@
+"""Descriptions of calls, one module for each family, with the checks of its arguments."""

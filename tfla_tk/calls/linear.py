@@ -1,0 +1,223 @@
+"""Calls of the operators in [B, T, H, D]: their description, and the checks of their arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.core import transforms
+from tfla_tk.core.checks import (
+    autocast_dtype,
+    check_bool,
+    check_cu_seqlens,
+    check_device,
+    check_shape,
+    check_tensor,
+    fail,
+)
+
+DEFAULT_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """What a backend needs to know about one call to accept or refuse it.
+
+    heads counts the heads of q and k, value_heads those of v, gates and states, of one batch entry; seq the
+    tokens; dim_qk and dim_v the head dims of q/k and of v; sequences is the leading dimension of the states:
+    batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
+    decay per token and head) or "head" (a decay per head, without gradient). requires_grad says that a
+    gradient will be recorded, gate_requires_grad that one for the gates will.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    sequences: int
+    heads: int
+    value_heads: int
+    seq: int
+    dim_qk: int
+    dim_v: int
+    gate: str
+    scale: float
+    output_final_state: bool
+    has_initial: bool
+    state_v_first: bool
+    varlen: bool
+    requires_grad: bool
+    gate_requires_grad: bool
+    chunk_size: int = DEFAULT_CHUNK
+    forward_mode: bool = False
+    transformed: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is no token to compute."""
+        return self.batch * self.value_heads * self.seq == 0
+
+
+def check_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    *,
+    scale: float | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    chunk_size: int | None,
+) -> LinearCall:
+    """Check one call with a scalar decay and describe it.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV]. g_gamma: [HV]. At most one of them.
+        initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
+            number of packed sequences.
+        cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
+        cu_seqlens_cpu: the same on the CPU.
+
+    Raises:
+        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
+        ValueError: wrong rank, shape, device or value; g and g_gamma both.
+    """
+    check_tensor("q", q, 4, "[B, T, H, K]")
+    batch, seq, heads, dim_qk = q.shape
+    check_tensor("k", k, 4, "[B, T, H, K]")
+    check_shape("k", k, (batch, seq, heads, dim_qk), "[B, T, H, K] of q")
+    check_tensor("v", v, 4, "[B, T, HV, V]")
+    value_heads, dim_v = v.shape[2:]
+    check_shape("v", v, (batch, seq, value_heads, dim_v), "[B, T] of q and [HV, V]")
+    if value_heads != heads and (heads == 0 or value_heads == 0 or value_heads % heads != 0):
+        fail("v", f"a multiple of q's {heads} heads", f"{value_heads} with shape {tuple(v.shape)}")
+    if dim_qk == 0:
+        fail("q", "a head dimension of at least 1", f"shape {tuple(q.shape)}")
+    if dim_v == 0:
+        fail("v", "a head dimension of at least 1", f"shape {tuple(v.shape)}")
+    for name, value in (("k", k), ("v", v)):
+        check_device(name, value, q.device)
+    dtype = autocast_dtype(q, None)
+    if dtype is None:
+        dtype = q.dtype
+        for name, value in (("k", k), ("v", v)):
+            if value.dtype != dtype:
+                fail(name, f"dtype {dtype}, the dtype of q", value.dtype, TypeError)
+    gate = _check_gates(g, g_gamma, q, (batch, seq, value_heads))
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
+    _check_cpu_offsets(cu_seqlens_cpu, cu_seqlens)
+    state_v_first = check_bool("state_v_first", state_v_first)
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        rows = "B" if cu_seqlens is None else "N"
+        layout = f"[{rows}, HV, V, K]" if state_v_first else f"[{rows}, HV, K, V]"
+        dims = (dim_v, dim_qk) if state_v_first else (dim_qk, dim_v)
+        check_tensor("initial_state", initial_state, 4, layout)
+        check_shape("initial_state", initial_state, (sequences, value_heads, *dims), layout)
+        check_device("initial_state", initial_state, q.device)
+    inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
+    records = torch.is_grad_enabled()
+    return LinearCall(
+        device=q.device,
+        dtype=dtype,
+        batch=batch,
+        sequences=sequences,
+        heads=heads,
+        value_heads=value_heads,
+        seq=seq,
+        dim_qk=dim_qk,
+        dim_v=dim_v,
+        gate=gate,
+        scale=dim_qk**-0.5 if scale is None else _check_scale(scale),
+        output_final_state=check_bool("output_final_state", output_final_state),
+        has_initial=initial_state is not None,
+        state_v_first=state_v_first,
+        varlen=cu_seqlens is not None,
+        requires_grad=records and any(map(transforms.requires_grad, inputs)),
+        gate_requires_grad=records and g is not None and transforms.requires_grad(g),
+        chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
+        forward_mode=transforms.has_tangent((*inputs, g_gamma)),
+        transformed=any(map(transforms.is_transformed, [*inputs, *([] if g_gamma is None else [g_gamma])])),
+    )
+
+
+def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
+    """The place of a layer among all of them, from 0; as Python's integers.
+
+    Raises:
+        TypeError: not an int. ValueError: out of range.
+    """
+    for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            fail(name, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+    if num_layers < 1:
+        fail("num_layers", "at least 1", num_layers)
+    if not 0 <= layer_idx <= num_layers:
+        fail("layer_idx", f"0 to num_layers = {num_layers}", layer_idx)
+    return int(layer_idx), int(num_layers)
+
+
+def _check_gates(g: Any, g_gamma: Any, q: Tensor, shape: tuple[int, int, int]) -> str:
+    """At most one of the two; which it is."""
+    if g is not None and g_gamma is not None:
+        fail("g_gamma", "None where g is given (g + g_gamma is a decay per token)", "both g and g_gamma")
+    if g is not None:
+        check_tensor("g", g, 3, "[B, T, HV]")
+        check_shape("g", g, shape, "[B, T, HV] of v")
+        check_device("g", g, q.device)
+        return "token"
+    if g_gamma is None:
+        return "none"
+    check_tensor("g_gamma", g_gamma, 1, "[HV]")
+    check_shape("g_gamma", g_gamma, shape[2:], "[HV] of v")
+    check_device("g_gamma", g_gamma, q.device)
+    if torch.is_grad_enabled() and transforms.requires_grad(g_gamma):
+        expected = (
+            "no requires_grad (a decay per head is a constant; g = g_gamma.expand(B, T, HV) has a gradient)"
+        )
+        fail("g_gamma", expected, "a tensor that has it")
+    return "head"
+
+
+def _check_cpu_offsets(value: Any, cu_seqlens: Tensor | None) -> None:
+    """cu_seqlens_cpu: like cu_seqlens, on the CPU."""
+    name = "cu_seqlens_cpu"
+    if value is None:
+        return
+    if not isinstance(value, Tensor):
+        fail(name, "a tensor [N + 1] or None", type(value).__name__, TypeError)
+    if cu_seqlens is None:
+        fail(name, "None without cu_seqlens", "a tensor")
+    if value.device.type not in ("cpu", "meta"):
+        fail(name, "a tensor on the CPU", f"one on {value.device}")
+    if value.dtype not in (torch.int32, torch.int64):
+        fail(name, "dtype int32 or int64", value.dtype, TypeError)
+    check_shape(name, value, tuple(cu_seqlens.shape), "[N + 1] of cu_seqlens")
+
+
+def _check_scale(value: Any) -> float:
+    """A finite number, Python's or NumPy's; returned as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fail("scale", "a number or None", f"{value!r} of type {type(value).__name__}", TypeError)
+    if not math.isfinite(value):
+        fail("scale", "a finite number", value)
+    return float(value)
+
+
+def _check_power_of_two(name: str, value: Any) -> int:
+    """A positive power of two, of Python's or NumPy's integers; returned as Python's."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        fail(name, "an int or None", f"{value!r} of type {type(value).__name__}", TypeError)
+    if value < 1 or value & (value - 1):
+        fail(name, "a power of two", value)
+    return int(value)

@@ -1,0 +1,134 @@
+"""Argument checks of the public functions, on metadata alone: no tensor data is read, no device is touched.
+
+Every message names the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OFFSET_DTYPES = (torch.int32, torch.int64)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CHUNK_MULTIPLE = 16
+
+ExpectedTensor: TypeAlias = tuple[str, Any, tuple[int, ...], str]  # name, value, shape, layout
+
+
+def fail(name: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise `error` with the one message format of this package."""
+    raise error(f"{name}: expected {expected}, got {got}")
+
+
+def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
+    """A dense floating-point tensor of the given rank; `layout` spells its dimensions for the message."""
+    if not isinstance(value, Tensor):
+        fail(name, f"a tensor {layout}", type(value).__name__, TypeError)
+    _check_subclass(name, value)
+    if value.dtype not in FLOAT_DTYPES:
+        fail(name, "dtype float16, bfloat16, float32 or float64", value.dtype, TypeError)
+    if value.layout is not torch.strided:
+        fail(name, "a dense (strided) tensor", value.layout, TypeError)
+    if value.dim() != rank:
+        fail(name, f"{rank} dimensions {layout}", f"{value.dim()} with shape {tuple(value.shape)}")
+
+
+def _check_subclass(name: str, value: Tensor) -> None:
+    """No tensor that holds something else than its shape says; other subclasses of Tensor may come."""
+    if value.is_nested:
+        expected = "a dense (strided) tensor; cu_seqlens packs sequences of several lengths"
+        fail(name, expected, "a nested tensor", TypeError)
+    # by name: importing torch.distributed.tensor or torch.masked would cost every process its time
+    kind = type(value).__name__
+    if kind == "DTensor":
+        expected = (
+            "a local tensor (shard over batch and heads alone, pass x.to_local() of every tensor, and make "
+            "the results DTensors again by DTensor.from_local(result, x.device_mesh, x.placements))"
+        )
+        fail(name, expected, "a DTensor", TypeError)
+    if kind == "MaskedTensor":
+        fail(name, "a plain tensor, such as x.to_tensor(0)", "a MaskedTensor", TypeError)
+
+
+def check_shape(name: str, value: Tensor, expected: tuple[int, ...], layout: str) -> None:
+    """The exact shape; `layout` spells its dimensions for the message."""
+    if value.shape != expected:
+        fail(name, f"shape {layout} = {tuple(expected)}", tuple(value.shape))
+
+
+def check_device(name: str, value: Tensor, device: torch.device) -> None:
+    """The device of q."""
+    if value.device != device:
+        fail(name, f"device {device}, the device of q", value.device)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """A bool, Python's or NumPy's, not merely something truthy; returned as Python's."""
+    if not isinstance(value, (bool, np.bool_)):
+        fail(name, "a bool", f"{value!r} of type {type(value).__name__}", TypeError)
+    return bool(value)
+
+
+def check_chunk_size(value: Any) -> int:
+    """A positive multiple of CHUNK_MULTIPLE, of Python's or NumPy's integers; returned as Python's."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        fail("chunk_size", "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+    if value <= 0 or value % CHUNK_MULTIPLE != 0:
+        fail("chunk_size", f"a positive multiple of {CHUNK_MULTIPLE}", value)
+    return int(value)
+
+
+def check_eps(value: Any) -> float:
+    """A positive finite number, Python's or NumPy's; returned as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fail("eps", "a number", f"{value!r} of type {type(value).__name__}", TypeError)
+    if not 0 < float(value) < math.inf:
+        fail("eps", "a positive finite number", value)
+    return float(value)
+
+
+def check_cu_seqlens(value: Any, q: Tensor) -> None:
+    """Offsets [N + 1] of sequences packed in q's batch of one; their values are not read."""
+    name = "cu_seqlens"
+    if not isinstance(value, Tensor):
+        fail(name, "a tensor [N + 1]", type(value).__name__, TypeError)
+    _check_subclass(name, value)
+    if value.dtype not in OFFSET_DTYPES:
+        fail(name, "dtype int32 or int64", value.dtype, TypeError)
+    if value.layout is not torch.strided:
+        fail(name, "a dense (strided) tensor", value.layout, TypeError)
+    if value.dim() != 1:
+        fail(name, "1 dimension [N + 1]", f"{value.dim()} with shape {tuple(value.shape)}")
+    if value.shape[0] < 2:
+        fail(name, "at least 2 entries", value.shape[0])
+    check_device(name, value, q.device)
+    if q.shape[0] != 1:
+        fail(name, "a batch of 1 in q (packed sequences)", f"a batch of {q.shape[0]}")
+
+
+def check_kernel_dtype(value: Any) -> None:
+    """autocast_kernel_dtype: None or one of KERNEL_DTYPES."""
+    if value is not None and value not in KERNEL_DTYPES:
+        fail("autocast_kernel_dtype", "None, torch.float16, torch.bfloat16 or torch.float32", value)
+
+
+def autocast_dtype(q: Any, kernel_dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that q, k, v are cast to; None where autocast is off for q's device; fp64 is never cast."""
+    if not isinstance(q, Tensor) or q.dtype == torch.float64:
+        return None
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return kernel_dtype or torch.get_autocast_dtype(device)
+
+
+def check_constant(name: str, value: Tensor | None) -> None:
+    """No leaf that asks for a gradient: none is computed for it."""
+    if value is not None and value.requires_grad and value.is_leaf and torch.is_grad_enabled():
+        fail(name, f"no requires_grad ({name} is a constant of the differentiation)", "a leaf that has it")

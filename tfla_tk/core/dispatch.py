@@ -1,0 +1,127 @@
+"""Which backend serves a call, and why: the support table behind `backend=` and `which`.
+
+Backends are asked through `backends.registry`. "auto" takes the first one that serves the call exactly, in
+the order of BACKENDS; a backend asked for by name serves the call or raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tfla_tk.backends.registry import BACKENDS, family_module
+from tfla_tk.core.checks import fail
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.support import SUPPORTED, Choice, Support
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A public function and the step that turns its arguments into (kernel name, call description)."""
+
+    function: Callable[..., Any]
+    describe: Callable[..., tuple[str, Any]]
+
+
+# a reload of this module alone keeps what other modules have registered
+OPERATORS: dict[str, Operator] = globals().get("OPERATORS", {})
+
+
+def operator(describe: Callable[..., tuple[str, Any]]) -> Callable[[Function], Function]:
+    """Register a public function for `which`; `describe` takes all of its arguments by keyword."""
+
+    def register(function: Function) -> Function:
+        OPERATORS[function.__name__] = Operator(function, describe)
+        return function
+
+    return register
+
+
+def split_backend(backend: str) -> tuple[str, str | None]:
+    """Split "name" or "name:variant"; ValueError for a name that is no backend."""
+    if not isinstance(backend, str):
+        fail("backend", "a str", f"{backend!r} of type {type(backend).__name__}", TypeError)
+    name, colon, variant = backend.partition(":")
+    if name not in BACKENDS and backend != "auto":
+        fail("backend", f"one of {', '.join(('auto', *BACKENDS))}, or name:variant", repr(backend))
+    return name, variant if colon else None
+
+
+def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
+    """The verdict of one backend on one call."""
+    supports = getattr(family_module(name, kernel), f"supports_{kernel}")
+    verdict: Support = supports(call, variant)
+    if verdict.ok and name != "reference" and call.forward_mode:
+        return Support(False, "its kernels have no forward-mode derivative", "use backend='reference'")
+    return verdict
+
+
+def loaded(name: str, kernel: str, call: Any, variant: str | None = None) -> Support:
+    """The verdict of one backend after it has loaded what a call that it supports needs."""
+    load = getattr(family_module(name, kernel), "load", None)
+    if load is None:
+        return SUPPORTED
+    verdict: Support = load(kernel, call, variant)
+    return verdict
+
+
+def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) -> tuple[str, str | None]:
+    """The backend and variant that serve the call.
+
+    Args:
+        load: have the backend load what the call needs, as a call does before it is computed; "auto" goes on
+            to the next one where that fails.
+
+    Raises:
+        UnsupportedError: a backend asked for by name cannot serve it, or under "auto" none can.
+        CaptureError: a kernel would have to be compiled while a CUDA graph is being captured.
+    """
+    name, variant = split_backend(backend)
+    if name == "auto":
+        for candidate in BACKENDS:
+            verdict = support(candidate, kernel, call)
+            if verdict.ok and verdict.auto and (not load or loaded(candidate, kernel, call).ok):
+                return candidate, None
+        raise UnsupportedError(op, "no backend serves this call", f"see tfla_tk.which({op!r}, ...)")
+    verdict = support(name, kernel, call, variant)
+    if verdict.ok and load:
+        verdict = loaded(name, kernel, call, variant)
+    if not verdict.ok:
+        what = f"{op} on backend {backend!r}"
+        raise UnsupportedError(what, verdict.reason, verdict.remedy, failed=verdict.failed)
+    return name, variant
+
+
+def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
+    """Say which backend a call would use, and why not the others. Nothing is computed, loaded or compiled.
+
+    The machine is looked at once in a process. What only shows when a kernel is compiled, for instance a full
+    disk, is known after the first call that needs the kernel.
+
+    Args:
+        op: a public function of this package or its name, for example "mlstm_chunkwise".
+        args, kwargs: the arguments of that call; tensors on the meta device or fake tensors serve as well.
+
+    Returns:
+        The choice with a verdict per backend; `print` it to read it.
+
+    Raises:
+        UnsupportedError, ValueError, TypeError: whatever the call itself would raise before computing.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in OPERATORS:
+        fail("op", f"one of {', '.join(sorted(OPERATORS))}", repr(name))
+    entry = OPERATORS[name]
+    bound = inspect.signature(entry.function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    backend = bound.arguments["backend"]
+    kernel, call = entry.describe(**bound.arguments)
+    chosen, variant = choose(name, kernel, call, backend, load=False)
+    reasons = {candidate: support(candidate, kernel, call) for candidate in BACKENDS}
+    label = chosen if variant is None else f"{chosen}:{variant}"
+    reasons.setdefault(label, support(chosen, kernel, call, variant))
+    return Choice(label, reasons)

@@ -1,0 +1,58 @@
+"""Where several layers must agree on data: chunks, segments, dtypes of states, names of schedules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+CHUNK = 64  # tokens; kChunk of the kernels
+SCHEDULES = ("auto", "sequential", "overlapped", "pingpong")
+
+MaybeTensor: TypeAlias = Tensor | None
+
+
+class Cut(NamedTuple):
+    """How the sequences of a call are cut, as the kernels take it.
+
+    Attributes:
+        segments: of all sequences together; with packed sequences the numbers that there are for them
+            (segments.cuh): one for each sequence and one for every whole segment of tokens.
+        chunks: per segment; the last segment of a sequence may have fewer.
+    """
+
+    segments: int
+    chunks: int
+
+
+class KeptStates(NamedTuple):
+    """The states at the cuts of a forward's sequences, for its backward.
+
+    Attributes:
+        workspace: of the forward's kernels, which know where the states lie in it.
+        cut: of the forward's sequences.
+    """
+
+    workspace: Tensor
+    cut: Cut
+
+
+def state_dtype(q: Tensor) -> torch.dtype:
+    """dtype of states and rows: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def chunk_slots(seq: int, cu_seqlens: MaybeTensor) -> int:
+    """Entries per head for what is stored once per chunk; packed sequences begin a chunk each."""
+    return (seq + CHUNK - 1) // CHUNK + (0 if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+
+def grads_like(*inputs: MaybeTensor) -> tuple[Any, ...]:
+    """Uninitialised gradients, each like its input; None where there is none."""
+    return tuple(None if x is None else torch.empty_like(x) for x in inputs)
+
+
+def as_dtype(x: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
+    """x in a dtype; Tensor.to costs a microsecond even where there is nothing to do."""
+    return x if x is None or x.dtype == dtype else x.to(dtype)

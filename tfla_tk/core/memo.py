@@ -1,0 +1,172 @@
+"""What a public function made of its arguments, kept for the next call like it.
+
+Validation and the choice of a backend read metadata alone, so plain eager calls of equal metadata come out
+equal. Neither keys nor results hold a tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tfla_tk.core.checks import autocast_dtype
+from tfla_tk.core.transforms import is_forward_mode_on
+
+LIMIT = 1024
+
+# Names that torch keeps to itself and may drop. Without one of them nothing tells a plain eager call from
+# another one, so that no call counts as such and every call goes through the ops, which need none of them.
+try:
+    from torch._C import (
+        _any_requires_grad,
+        _dispatch_keys,
+        _get_tracing_state,
+        _is_any_autocast_enabled,
+        _len_torch_dispatch_stack,
+        _len_torch_function_stack,
+    )
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C._functorch import peek_interpreter_stack
+    from torch.autograd import _profiler_enabled
+except ImportError:
+    KNOWS_EAGER_CALLS = False
+else:
+    KNOWS_EAGER_CALLS = True
+
+
+_TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+_OPTION_TYPES = {type(None), bool, int, float, str, torch.dtype}
+_OPTION_TYPES |= {np.bool_, np.int32, np.int64, np.float32, np.float64}
+
+Result = TypeVar("Result")
+
+
+class Memo(Generic[Result]):
+    """Results by signature, at most LIMIT of them: when it is full the oldest goes.
+
+    Args:
+        strided: strides are part of the signature.
+    """
+
+    def __init__(self, strided: bool = False) -> None:
+        self._strided = strided
+        self._results: dict[Hashable, Result] = {}
+        self._lock = threading.Lock()
+        self.get = self._results.get
+        self.clear = self._results.clear
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def of(self, tensors: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Result]) -> Result:
+        """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one signature.
+
+        eager says that the call is such a one: nothing traces or intercepts it.
+        """
+        try:
+            key = signature(tensors, options, self._strided)
+        except RuntimeError:
+            # a nested tensor has no shape; `make` refuses it, and to ask every tensor here would take time
+            key = None
+        if key is None:
+            return make(tensors, options, eager=False)
+        result = self.get(key)
+        if result is None:
+            result = make(tensors, options, eager=True)
+            self.keep(key, result)
+        return result
+
+    def keep(self, key: Hashable, result: Result) -> None:
+        """Have `get(key)` return the result from now on."""
+        with self._lock:
+            while len(self._results) >= LIMIT and key not in self._results:
+                del self._results[next(iter(self._results))]
+            self._results[key] = result
+
+
+def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool = False) -> Hashable | None:
+    """All that validation, choice and dispatch of a call depend on, but for the machine.
+
+    None for anything but a plain eager call: while something traces, transforms or intercepts torch
+    operations, for tensor subclasses, and for arguments that are not of the types that a valid call has.
+
+    Args:
+        tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
+        strided: whether strides count.
+    """
+    types = tuple(map(type, options))
+    if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
+        return None
+    parts: list[Hashable] = [options, types, _profiler_enabled()]
+    grad_mode = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            parts.append(None)
+            continue
+        if x.layout is not torch.strided:
+            return None
+        if strided:
+            parts.append((x.shape, x.dtype, x.device, x.is_neg(), x.stride()))
+        else:
+            parts.append((x.shape, x.dtype, x.device, x.is_neg()))
+        if grad_mode and x.requires_grad:
+            parts.append(x.is_leaf)
+    if _is_any_autocast_enabled():
+        parts.append(autocast_dtype(tensors[0], None))
+    return tuple(parts)
+
+
+def is_eager(tensors: tuple[Any, ...]) -> bool:
+    """Whether nothing traces, transforms or intercepts torch operations on these tensors or Nones."""
+    if torch.compiler.is_compiling() or not KNOWS_EAGER_CALLS or _is_intercepted():
+        return False
+    return _TENSOR_TYPES.issuperset(map(type, tensors))
+
+
+def is_plain(tensors: tuple[Any, ...]) -> bool:
+    """Whether a kernel called with the tensors of an eager call does all that the op would do below autograd.
+
+    Not where a profiler expects the operator or a negation is still to be done.
+    """
+    return not (_profiler_enabled() or any(x is not None and x.is_neg() for x in tensors))
+
+
+def is_direct(tensors: tuple[Any, ...]) -> bool:
+    """Whether it does all that the op would do: the call `is_plain`, and no gradient is recorded."""
+    return is_plain(tensors) and not records(tensors)
+
+
+def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether the dispatcher has no more to do for any of the tensors than for a plain one.
+
+    Autograd may hand over gradients that stand for zeros or for a batch.
+    """
+    keys = _dispatch_keys(plain)
+    return all(x is None or _dispatch_keys(x) == keys for x in tensors)
+
+
+def records(tensors: tuple[Any, ...]) -> bool:
+    """Whether autograd records operations on the tensors; what is no tensor does not count."""
+    if not KNOWS_EAGER_CALLS:
+        return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and _any_requires_grad(*tensors)
+
+
+def are_saved_tensors_hooked() -> bool:
+    """Whether what autograd saves goes through hooks now, as in activation checkpointing."""
+    return _top_saved_tensors_default_hooks(False) is not None
+
+
+def _is_intercepted() -> bool:
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+        or peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
+        or is_forward_mode_on()
+    )

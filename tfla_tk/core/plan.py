@@ -1,0 +1,118 @@
+"""The path of every call: check it, choose the backend, serve it.
+
+Plain eager calls of one signature come out of the first two steps alike, so these are done once for all of
+them: such a call makes its signature, looks up the plan, and calls what serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tfla_tk.backends.registry import family_module
+from tfla_tk.core.dispatch import choose
+from tfla_tk.core.memo import Memo
+
+
+class Call(Protocol):
+    """What dispatch and plans read of a family's description of a call.
+
+    Attributes:
+        dtype: that the leading tensors are cast to.
+        is_empty: there is nothing to compute.
+        forward_mode: an input has a tangent.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def is_empty(self) -> bool: ...
+    @property
+    def forward_mode(self) -> bool: ...
+
+
+class Plan(NamedTuple):
+    """How a call is served.
+
+    Attributes:
+        serve: what the public function computes, from the call's tensors.
+    """
+
+    call: Any
+    backend: str
+    variant: str | None
+    serve: Callable[..., Any]
+
+
+class CallPath:
+    """The calls that a family's functions of one kernel make, and the plans of the plain ones.
+
+    Args:
+        name: of the kernel, as `registry.FAMILIES` has it.
+        tensors, options: the names of the arguments in the order in which `serve` gets them. Options tell the
+            functions of a kernel apart, and one of them is `backend`.
+        check: all arguments but `backend` by keyword to the description of a call, a `Call`; raises TypeError
+            and ValueError.
+        cast: how many tensors, from the first on, are cast to the call's dtype where they differ from it.
+        strided: whether strides are part of a signature: where `prepare_<name>` depends on them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: tuple[str, ...],
+        options: tuple[str, ...],
+        check: Callable[..., Any],
+        *,
+        cast: int = 0,
+        strided: bool = False,
+    ) -> None:
+        self.name = name
+        self.arguments = tensors + options
+        self.plans: Memo[Plan] = Memo(strided)
+        self._check = check
+        self._cast = cast
+
+    def describe(self, **arguments: Any) -> tuple[str, Any]:
+        """(name, description of the call) of a call's arguments by keyword, `backend` among them or not."""
+        arguments.pop("backend", None)
+        return self.name, self._check(**arguments)
+
+    def serve(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+        """What a call of the public function `op` computes, by its backend."""
+        return self.plans.of(tensors, options, partial(self._make_plan, op)).serve(*tensors)
+
+    def plan(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Plan:
+        """How `serve` would serve the call; nothing is computed."""
+        return self.plans.of(tensors, options, partial(self._make_plan, op))
+
+    def _make_plan(self, op: str, tensors: tuple[Any, ...], options: tuple[Any, ...], *, eager: bool) -> Plan:
+        """Check a call and choose its backend; `eager` says that nothing traces or intercepts it."""
+        arguments = dict(zip(self.arguments, tensors + options, strict=True))
+        backend = arguments.pop("backend")
+        call = self._check(**arguments)
+        name, variant = choose(op, self.name, call, backend)
+        if call.is_empty:
+            # nothing to launch: the reference carries the initial state and the graph through
+            name, variant = "reference", None
+        casts = any(x.dtype != call.dtype for x in tensors[: self._cast])
+        module = family_module(name, self.name)
+        serve = None
+        prepare = getattr(module, f"prepare_{self.name}", None)
+        if eager and prepare is not None:
+            serve = prepare(call, variant, self._as_dtype(tensors, call.dtype) if casts else tensors)
+        if serve is None:
+            serve = partial(getattr(module, self.name), call, variant)
+        if casts:
+            serve = partial(self._serve_cast, serve, call.dtype)
+        return Plan(call, name, variant, serve)
+
+    def _serve_cast(self, serve: Callable[..., Any], dtype: torch.dtype, *tensors: Any) -> Any:
+        return serve(*self._as_dtype(tensors, dtype))
+
+    def _as_dtype(self, tensors: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """The tensors with the leading ones in the given dtype."""
+        return *(x.to(dtype) for x in tensors[: self._cast]), *tensors[self._cast :]

@@ -1,0 +1,50 @@
+"""What a backend says about a call, and what came of it: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether a backend serves a call.
+
+    Attributes:
+        ok: it does, when asked for by name.
+        reason: what stands in the way; with ok, what to know about the result.
+        remedy: what to change; empty where nothing helps.
+        auto: "auto" may take it too. False for results that are not exact: those are never chosen silently.
+        failed: the backend takes such calls, but what serves them could not be built or loaded here.
+    """
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+    auto: bool = True
+    failed: bool = False
+
+    def __str__(self) -> str:
+        verdict = "no" if not self.ok else "yes" if self.auto else "by name only"
+        detail = self.reason + (f" ({self.remedy})" if self.remedy else "")
+        return f"{verdict}: {detail}" if detail else verdict
+
+
+SUPPORTED = Support(True)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call, with the verdict on each one that was considered.
+
+    Attributes:
+        backend: as it can be passed to `backend=`, for example "reference" or "triton:xl_chunk_128".
+        reasons: verdict per backend name, in the order they are tried.
+    """
+
+    backend: str
+    reasons: dict[str, Support] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.reasons), default=0)
+        table = [f"  {name:<{width}}  {support}" for name, support in self.reasons.items()]
+        return "\n".join([self.backend, *table])

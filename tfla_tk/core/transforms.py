@@ -1,0 +1,197 @@
+"""Forward-mode differentiation and torch.func transforms: what the rest of the package asks about them.
+
+The kernels have derivatives in reverse mode alone. A dual number carries its tangent outside of what they
+read, so without a check the tangent would be lost and the derivative come out as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+try:
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    _KNOWN = True
+except ImportError:
+    # private names: without them torch.func itself says what it cannot do
+    _KNOWN = False
+
+
+def is_forward_mode_on() -> bool:
+    """Whether any tensor may carry a tangent now."""
+    level: int = getattr(forward_ad, "_current_level", 0)
+    return level >= 0
+
+
+def is_dual(x: Any) -> bool:
+    """Whether x is a tensor with a tangent, of the innermost transform where there are transforms."""
+    return isinstance(x, Tensor) and x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def refuse_tangents(op: str, args: Iterable[Any]) -> None:
+    """RuntimeError for arguments of a registered op with tangents, which it would lose.
+
+    Args:
+        op: its name.
+    """
+    if is_forward_mode_on() and any(map(is_dual, args)):
+        raise RuntimeError(
+            f"tfla_tk::{op} has no forward-mode derivative (jvp, dual numbers); "
+            "use backend='reference', which has it, or reverse mode"
+        )
+
+
+def has_tangent(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of the tensors carries a tangent, of whichever transform.
+
+    False where torch.compile traces: the op that it traces asks itself.
+    """
+    if torch.compiler.is_compiling() or not is_forward_mode_on():
+        return False
+    return any(_has_tangent(x) for x in tensors if x is not None)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    if is_dual(x):
+        return True
+    if not is_transformed(x):
+        return False
+    with temporarily_pop_interpreter_stack():
+        return _has_tangent(get_unwrapped(x))
+
+
+def requires_grad(x: Tensor) -> bool:
+    """`x.requires_grad`, of any of the transforms that x is in: vmap hides that of what it wraps."""
+    return x.requires_grad or (is_transformed(x) and requires_grad(get_unwrapped(x)))
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Whether x is in a torch.func transform; False where torch.compile traces."""
+    return _KNOWN and not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(x)
+
+
+def _are_active() -> bool:
+    """Whether an op that is called now is called by a transform."""
+    return _KNOWN and peek_interpreter_stack() is not None
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)` from an op's autograd kernel, under torch.func transforms, too.
+
+    torch.autograd.Function.apply goes through all transforms by itself, which needs rules for each of them.
+    A kernel of the dispatcher is called by one transform after the other, and records on that one's level.
+    """
+    if not _are_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+class _ExcludeAutograd:
+    """What _AutoDispatchBelowAutograd does, by another private name of torch."""
+
+    def __enter__(self) -> None:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+            keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        self._guard = torch._C._ExcludeDispatchKeyGuard(keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._guard.__exit__(*error)
+
+
+class _ExcludeVersions:
+    """What _AutoDispatchBelowADInplaceOrView does, by the same name."""
+
+    def __enter__(self) -> None:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        self._guard = torch._C._ExcludeDispatchKeyGuard(keys)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._guard.__exit__(*error)
+
+
+# contexts in which ops are dispatched below autograd, whose implementations call the others in it, and below
+# the key that counts the versions of tensors
+below_versions: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", _ExcludeVersions)
+below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", _ExcludeAutograd)
+
+
+@contextmanager
+def below_function() -> Iterator[None]:
+    """Where the forward of an autograd function, applied by `apply`, calls its op again.
+
+    Forwards run without grad mode, but the transforms around the one that applies this still have to record.
+    """
+    recording = _are_active()
+    with (
+        torch.set_grad_enabled(recording or torch.is_grad_enabled()),
+        forward_ad._set_fwd_grad_enabled(True) if recording else nullcontext(),
+        below_autograd(),
+    ):
+        yield
+
+
+def merge_into_batch(
+    op: Callable[..., Any],
+    *,
+    cu_seqlens: int | None = None,
+    heads: Sequence[int] = (),
+    result_heads: Sequence[int] = (),
+) -> Callable[..., Any]:
+    """The rule of vmap for a registered op: one call with the batch times as large.
+
+    Packed sequences have a batch of one: there the heads are that many times as many.
+
+    Args:
+        op: all of its tensors and results begin with a batch, or are empty [0].
+        cu_seqlens: which argument holds the offsets of packed sequences, if any does.
+        heads, result_heads: the dimension of the heads in each of the first arguments and results; 1 in the
+            others.
+
+    Returns:
+        What torch.library.register_vmap takes.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        offsets = None if cu_seqlens is None else args[cu_seqlens]
+        if cu_seqlens is not None and in_dims[cu_seqlens] is not None:
+            raise RuntimeError(
+                "vmap over cu_seqlens: expected the same offsets for all, got a batch of them; "
+                "call once per entry"
+            )
+
+        def place(dims: Sequence[int], number: int) -> int:
+            if offsets is None:
+                return 0
+            return dims[number] if number < len(dims) else 1
+
+        def merged(number: int, x: Any, batched: int | None) -> Any:
+            if not isinstance(x, Tensor) or x is offsets or (batched is None and x.shape == (0,)):
+                return x
+            dim = place(heads, number)
+            if batched is None:
+                x = x.unsqueeze(dim).expand(*x.shape[:dim], info.batch_size, *x.shape[dim:])
+            else:
+                x = x.movedim(batched, dim)
+            return x.flatten(dim, dim + 1)
+
+        results = op(*map(merged, range(len(args)), args, in_dims))
+        dims = [None if x.shape == (0,) else place(result_heads, number) for number, x in enumerate(results)]
+        found = (
+            x if dim is None else x.unflatten(dim, (info.batch_size, -1))
+            for x, dim in zip(results, dims, strict=True)
+        )
+        return tuple(found), tuple(dims)
+
+    return rule

@@ -1,0 +1,219 @@
+"""These kernels in the place of fla's functions: in its layers, and in whatever else calls them.
+
+    accelerate()     fla's chunk_simple_gla, chunk_retention and chunk_lightning_attn become these kernels
+    restore()        the way back
+    last_path()      what has served the latest call, and why not the kernels
+
+`accelerate` puts a function of the same arguments in the place of fla's own, in every module that is loaded:
+wherever an attribute is fla's function. What is imported from fla later finds it, too. References that are no
+attributes of modules (in a list, a closure, a class) keep fla's function.
+
+A call that the kernels cannot serve goes to fla's own function. On a CPU, where that cannot run, the
+reference serves every call. Importing this module does not import fla.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tfla_tk
+from tfla_tk.backends.triton import fla_own, installation
+from tfla_tk.backends.triton.fla import FLA_OPS
+from tfla_tk.core.checks import fail
+from tfla_tk.core.errors import UnsupportedError
+
+__all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "restore"]
+
+# the names of fla's functions that have one of this package's for the same arguments: fla's module of each
+FUNCTIONS = {name: FLA_OPS[name] for name in ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn")}
+
+# options that callers of fla pass as None, or as numbers, for False and True
+_FLAGS = ("output_final_state", "state_v_first")
+
+_log = logging.getLogger("tfla_tk")
+_lock = threading.RLock()
+_told: set[tuple[str, str]] = set()  # what has been logged
+_LIMIT = 64  # of these
+_last: Path | None = None
+
+
+@dataclass(frozen=True)
+class Path:
+    """What has served a call.
+
+    Attributes:
+        function: the name of fla's function.
+        backend: "tk", "reference", or "fla" for fla's own function.
+        reason: why not the kernels; empty with "tk".
+    """
+
+    function: str
+    backend: str
+    reason: str = ""
+
+
+def accelerate(names: Iterable[str] | None = None) -> list[str]:
+    """Put these kernels in the place of fla's functions, in all modules. Calling it again does no harm.
+
+    Call it again where a module has got hold of fla's own function since then, for instance through a reload.
+
+    Args:
+        names: which of FUNCTIONS; None is all.
+
+    Returns:
+        The attributes that were replaced now, as "module.attribute".
+
+    Raises:
+        ImportError: fla is not installed; the message says how to install it.
+        ValueError: an unknown name.
+    """
+    with _lock:
+        replaced = []
+        for name in _known(names):
+            current = _current(name)
+            own = fla_own.original(current)
+            ours = current if current is not own else _in_place_of(name, own)
+            replaced += _rebind(own, ours)
+        return replaced
+
+
+def restore(names: Iterable[str] | None = None) -> list[str]:
+    """Undo `accelerate`: every attribute of a module is fla's own function again.
+
+    Args:
+        names: which of FUNCTIONS; None is all.
+
+    Returns:
+        The attributes that were put back, as "module.attribute".
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    with _lock:
+        replaced = []
+        for name in _known(names):
+            if FUNCTIONS[name] in sys.modules:
+                current = _current(name)
+                replaced += _rebind(current, fla_own.original(current))
+        return replaced
+
+
+def is_accelerated(name: str | None = None) -> bool:
+    """Whether these kernels are in the place of one of fla's functions; None: of all of them.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    with _lock:
+        return all(
+            FUNCTIONS[each] in sys.modules and hasattr(_current(each), fla_own.ORIGINAL)
+            for each in _known(None if name is None else [name])
+        )
+
+
+def last_path() -> Path | None:
+    """What has served the latest call that came here, of any thread; None before the first one.
+
+    Calls that torch.compile traces do not count.
+    """
+    return _last
+
+
+def _known(names: Iterable[str] | None) -> list[str]:
+    if isinstance(names, str):
+        names = [names]
+    found = list(FUNCTIONS if names is None else names)
+    for name in found:
+        if name not in FUNCTIONS:
+            fail("names", f"some of {', '.join(FUNCTIONS)}", repr(name))
+    return found
+
+
+def _current(name: str) -> Callable[..., Any]:
+    """What fla's module has under a name."""
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(FUNCTIONS[name]), name)
+    except ImportError as error:
+        raise ImportError(
+            f"fla cannot be imported: {error}. Install it with {installation.INSTALL}"
+        ) from error
+    return function
+
+
+def _rebind(present: Any, wanted: Any) -> list[str]:
+    """Have every attribute of a module that is one function be the other one; which they were."""
+    found = []
+    if present is wanted:
+        return found
+    # a module may be imported meanwhile, and sys.modules may hold what is no module
+    for module_name, module in list(sys.modules.items()):
+        attributes = getattr(module, "__dict__", None)
+        if not isinstance(attributes, dict):
+            continue
+        for attribute, value in list(attributes.items()):
+            if value is present:
+                setattr(module, attribute, wanted)
+                found.append(f"{module_name}.{attribute}")
+    return found
+
+
+def _in_place_of(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for the place of fla's own."""
+
+    # not the attributes: they keep torch.compile out of fla's function
+    @functools.wraps(own, updated=())
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return _serve(name, own, args, kwargs)
+
+    setattr(function, fla_own.ORIGINAL, own)
+    return function
+
+
+def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call, by the kernels where they can serve it."""
+    if not torch.compiler.is_compiling() and fla_own.is_on_its_own():
+        return own(*args, **kwargs)
+    ours = getattr(tfla_tk, name)
+    flags = {flag: bool(kwargs[flag]) for flag in _FLAGS if flag in kwargs}
+    if _is_on_cpu(args, kwargs):
+        _record(name, "reference", "the tensors are on a CPU")
+        return ours(*args, **{**kwargs, **flags}, backend="reference")
+    try:
+        result = ours(*args, **{**kwargs, **flags}, backend="tk")
+    except (TypeError, ValueError, UnsupportedError) as error:
+        reason = error.reason if isinstance(error, UnsupportedError) else str(error)
+    else:
+        _record(name, "tk", "")
+        return result
+    _record(name, "fla", reason)
+    if torch.compiler.is_compiling():
+        return own(*args, **kwargs)
+    with fla_own.on_its_own():
+        return own(*args, **kwargs)
+
+
+def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether fla's own function could not run: on meta tensors, too."""
+    q = args[0] if args else kwargs.get("q")
+    return isinstance(q, Tensor) and q.device.type in ("cpu", "meta") and not installation.INTERPRETED
+
+
+def _record(name: str, backend: str, reason: str) -> None:
+    """Keep what serves a call, and log once why it is not the kernels."""
+    global _last
+    if torch.compiler.is_compiling():
+        return
+    _last = Path(name, backend, reason)
+    if reason and (name, reason) not in _told and len(_told) < _LIMIT:
+        _told.add((name, reason))
+        _log.warning("%s is served by %s: %s", name, backend, reason)

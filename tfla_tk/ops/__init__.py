@@ -1,0 +1,8 @@
+"""The registered ops: importing this registers all of them, which loaded programs may call by name.
+
+One module for each kind of call, with the implementations for CPU, CUDA, fake tensors and autograd.
+"""
+
+from tfla_tk.ops import mlstm, mlstm_decode, mlstm_packed, simple_gla
+
+__all__ = ["mlstm", "mlstm_decode", "mlstm_packed", "simple_gla"]

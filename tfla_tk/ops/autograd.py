@@ -1,0 +1,171 @@
+"""What the registered ops of all families do about autograd: record a backward op, or refuse.
+
+An op's kernel for the Autograd key is `recording` or `without_gradients`; what records is a `function`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from tfla_tk.core import transforms
+from tfla_tk.core.layout import MaybeTensor
+from tfla_tk.core.memo import dispatch_like, is_direct, is_eager, records
+
+
+class Recorded(NamedTuple):
+    """What the forward of an autograd function has come to.
+
+    Attributes:
+        outputs: of the function; None for what there is not.
+        constants: those of the outputs that no gradient flows through.
+        saved: the tensors that the backward needs; copies of those that callers may write over.
+        options: what else it needs, of any kind.
+    """
+
+    outputs: tuple[MaybeTensor, ...]
+    constants: tuple[Tensor, ...]
+    saved: Sequence[MaybeTensor]
+    options: Any
+
+
+def function(
+    name: str,
+    forward: Callable[..., Recorded],
+    backward: Callable[[Sequence[Any], Any, tuple[MaybeTensor, ...]], Sequence[MaybeTensor]],
+    *,
+    once: bool = False,
+) -> type[torch.autograd.Function]:
+    """An autograd function.
+
+    Args:
+        name: of the class.
+        forward: of the function's arguments.
+        backward: of what forward has saved, its options, and the gradients of the outputs, None for zeros;
+            returns the gradients of the leading arguments, the others have none.
+        once: its backward cannot be differentiated, and says so.
+    """
+
+    def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
+        found = forward(*args)
+        ctx.save_for_backward(*found.saved)
+        ctx.options = found.options
+        ctx.mark_non_differentiable(*found.constants)
+        ctx.set_materialize_grads(False)
+        return found.outputs
+
+    def run_back(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        return _needed(ctx.needs_input_grad, backward(ctx.saved_tensors, ctx.options, grads))
+
+    methods = {
+        "forward": staticmethod(run),
+        "backward": staticmethod(once_differentiable(run_back) if once else run_back),
+    }
+    return types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods))
+
+
+def refusing(name: str, op: Callable[..., Any], message: str) -> type[torch.autograd.Function]:
+    """An autograd function that calls an op and has no backward: where a second derivative would be.
+
+    Args:
+        name: of the class. message: of the RuntimeError that its backward raises.
+    """
+
+    def forward(*args: Any) -> Recorded:
+        with transforms.below_function():
+            return Recorded(op(*args), (), (), None)
+
+    def backward(saved: Sequence[Any], options: Any, grads: tuple[MaybeTensor, ...]) -> Sequence[MaybeTensor]:
+        raise RuntimeError(message)
+
+    return function(name, forward, backward)
+
+
+def recording(
+    name: str, op: Callable[..., Any], recorder: type[torch.autograd.Function]
+) -> Callable[..., Any]:
+    """The kernel of an op for the Autograd key.
+
+    Args:
+        name: of the op. recorder: what is applied to its arguments where a gradient is recorded.
+    """
+
+    def call(*args: Any) -> Any:
+        transforms.refuse_tangents(name, args)
+        if records(args):
+            return transforms.apply(recorder, *args)
+        with transforms.below_autograd():
+            return op(*args)
+
+    return call
+
+
+def without_gradients(name: str, op: Callable[..., Any], inputs: int) -> Callable[..., Any]:
+    """The kernel for the Autograd key of an op that has no gradients.
+
+    Args:
+        name: of the op. inputs: how many of its arguments, from the first on, would have them; the others are
+            constants of the differentiation.
+    """
+
+    def call(*args: Any) -> Any:
+        transforms.refuse_tangents(name, args)
+        if records(args[:inputs]):
+            raise RuntimeError(
+                f"tfla_tk::{name} has no gradients; "
+                "use backend='reference', which has them, or torch.no_grad()"
+            )
+        with transforms.below_autograd():
+            return op(*args)
+
+    return call
+
+
+def noting_writes(
+    in_place: Callable[..., Tensor], written: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
+) -> Callable[..., Tensor]:
+    """in_place, after which autograd knows what was written.
+
+    A kernel writes by address, so nothing else would tell autograd that what it may have saved has changed.
+
+    Args:
+        written: from the arguments of in_place.
+    """
+
+    def call(*args: Any) -> Tensor:
+        result = in_place(*args)
+        increment_version(written(args))
+        return result
+
+    return call
+
+
+def below_versions(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op below the key that counts the versions of tensors."""
+
+    def call(*args: Any) -> Tensor:
+        with transforms.below_versions():
+            return op(*args)
+
+    return call
+
+
+def is_plain_backward(tensors: tuple[Any, ...], grads: tuple[MaybeTensor, ...]) -> bool:
+    """Whether a backward may call its kernels themselves, not the op.
+
+    Args:
+        tensors: of the backward, plain where it is. grads: as autograd hands them over.
+    """
+    return is_eager(tensors) and is_direct(tensors) and dispatch_like(tensors[0], grads)
+
+
+def _needed(needed: Sequence[bool], grads: Sequence[MaybeTensor]) -> tuple[MaybeTensor, ...]:
+    """For every argument of the forward its gradient, or None where nobody asks for it."""
+    found = [grad if asked else None for grad, asked in zip(grads, needed, strict=False)]
+    return *found, *(None,) * (len(needed) - len(found))
