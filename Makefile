@@ -15,7 +15,7 @@ WORKERS ?= 2
 SANITIZER ?= memcheck
 # What is measured, where this is no git checkout (make bench).
 COMMIT ?=
-# The results that the README shows, and how a command adds to the results of its GPU.
+# The results that README.md and docs/results.md show, and how a command adds to the results of its GPU.
 RECORD := bench/results/h200.json
 ON_RECORD = --update-results $(if $(COMMIT),--commit $(COMMIT))
 
@@ -51,7 +51,7 @@ kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs n
 
 MLSTM := --op mlstm_exp,mlstm_sig
 .PHONY: bench
-bench: $(STAMP) ## record the benchmarks of this GPU, the README's tables and the plots (ARGS="--op mlstm_exp")
+bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (ARGS="--op mlstm_exp")
 	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --shapes main,sweep,heads,tiny $(ARGS)
 	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --shapes main,heads --backends tk \
 		--schedules sequential,overlapped,pingpong $(ARGS)
@@ -69,8 +69,8 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the README's tables and th
 	@[ ! -f $(RECORD) ] || $(MAKE) tables
 
 .PHONY: tables
-tables: $(STAMP) ## write the README's tables and the plots from the results on record
-	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md
+tables: $(STAMP) ## write the tables of README.md and docs/results.md, and the plots, from the results on record
+	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md
 	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
 		--dtype bf16
 	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_sweep_h200.png --op mlstm_exp,mlstm_sig --pass fwd \

@@ -1,8 +1,8 @@
 """Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation | step | ...`.
 
-`merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of the README;
-`ablation` times the schedules of the intra-chunk kernel, `step` one token, `model` whole models; `train`
-compares loss curves.
+`merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of README.md and
+docs/results.md; `ablation` times the schedules of the intra-chunk kernel, `step` one token, `model` whole
+models; `train` compares loss curves.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("rows", type=Path, nargs="+", help="files that `tfla-tk compare --json` wrote")
     command.add_argument("--folder", type=Path, default=results.FOLDER, help="where the results are kept")
     command.set_defaults(run=_merge)
-    command = commands.add_parser("readme", help="write the tables between the README's markers")
+    command = commands.add_parser("readme", help="write tables between the markers of files")
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
-    command.add_argument("readme", type=Path, help="the file with the markers")
+    command.add_argument("files", type=Path, nargs="+", help="with markers: README.md, docs/results.md")
     command.set_defaults(run=_readme)
     command = commands.add_parser("plot", help="draw rows of a results file, those on the default inputs")
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
@@ -97,8 +97,9 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _readme(arguments: argparse.Namespace) -> int:
-    changed = readme.update(arguments.readme, _existing(arguments.results))
-    print(f"{arguments.readme}: {'changed' if changed else 'up to date'}")
+    rows = _existing(arguments.results)
+    for path in arguments.files:
+        print(f"{path}: {'changed' if readme.update(path, rows) else 'up to date'}")
     return 0
 
 

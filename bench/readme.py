@@ -1,4 +1,4 @@
-"""The README's tables, generated from the results on record between two markers."""
+"""What README.md and docs/results.md show of the results on record, generated between markers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,30 @@ from .results import (
     Row,
     contest_of,
     in_sweep,
+    is_plain,
     pairs,
     problem_of,
     schedules_of,
     shape_of,
     sweep_only,
 )
-from .shapes import PASSES, PHASES, SWEEP_TOKENS
+from .shapes import PASSES, PHASES, SWEEP_TOKENS, Shape
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"  # all tables: docs/results.md
+SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  # five lines: README.md
+
+# what the summary shows, the first SUMMARY_LINES of them that are on record: operator, pass, shape
+SUMMARY_LINES = 5
+SUMMARY = (
+    ("mlstm_exp", "fwd", Shape(8, 8192, 16, 128, 256)),
+    ("mlstm_exp", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
+    ("simple_gla", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
+    ("retention", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
+    ("lightning", "fwdbwd", Shape(8, 8192, 64, 128, 128)),
+    ("mlstm_sig", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
+    ("mlstm_exp", "fwdbwd", Shape(8, 8192, 8, 256, 512)),
+    ("mlstm_exp", "fwd", Shape(8, 8192, 8, 256, 512)),
+)
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -46,17 +61,43 @@ def render(rows: Sequence[Row]) -> str:
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
 
+def render_summary(rows: Sequence[Row]) -> str:
+    """The README's table: tk in bf16, on the default inputs, against the best Triton row of its run."""
+    plain = [row for row in rows if row["dtype"] == "bf16" and is_plain(row) and row["op"] != MODEL]
+    found = {
+        (pair.shown["op"], pair.shown["pass"], shape_of(pair.shown)): pair
+        for pair in pairs(plain)
+        if pair.speed_up is not None
+    }
+    chosen = [found[entry] for entry in SUMMARY if entry in found][:SUMMARY_LINES]
+    if not chosen:
+        return "No results are on record yet."
+    header = ("Operator", "pass", "Shape", "tk ms", "Triton ms", "best Triton", "speed-up", "roofline")
+    lines = []
+    for pair in chosen:
+        row, share = pair.shown, pair.shown["roofline"]
+        named = (TITLES[row["op"]], PASS_TITLES[row["pass"]], problem_title(row))
+        lines.append([*named, *_times(pair), "-" if share is None else f"{share:.0%}"])
+    return f"{_markdown(header, lines)}\n\nbf16; {_origin(chosen)}"
+
+
 def update(path: Path, rows: Sequence[Row]) -> bool:
-    """Replace what stands between the markers; returns whether the file changed.
+    """Replace what stands between each pair of markers of a file; returns whether the file changed.
 
     Raises:
-        ValueError: the markers are missing, repeated or in the wrong order.
+        ValueError: no marker is there, or one is repeated, without its other one or before it.
     """
-    text = path.read_text(encoding="utf-8")
-    begin, end = text.find(BEGIN), text.find(END)
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or end < begin:
-        raise ValueError(f"{path}: expected one {BEGIN} and after it one {END}")
-    new = f"{text[: begin + len(BEGIN)]}\n{render(rows)}\n{text[end:]}"
+    text = new = path.read_text(encoding="utf-8")
+    regions = ((BEGIN, END, render), (SUMMARY_BEGIN, SUMMARY_END, render_summary))
+    if not any(marker in text for *markers, _ in regions for marker in markers):
+        raise ValueError(f"{path}: expected {BEGIN} or {SUMMARY_BEGIN}, and its end after it")
+    for opening, closing, write in regions:
+        begin, end = new.find(opening), new.find(closing)
+        if begin == end == -1:
+            continue
+        if new.count(opening) != 1 or new.count(closing) != 1 or end < begin:
+            raise ValueError(f"{path}: expected one {opening} and after it one {closing}")
+        new = f"{new[: begin + len(opening)]}\n{write(rows)}\n{new[end:]}"
     if new == text:
         return False
     path.write_text(new, encoding="utf-8")

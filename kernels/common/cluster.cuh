@@ -1,4 +1,4 @@
-// CTAs of a cluster: their barrier, and what one of them writes into another one's shared memory.
+// Clusters: the cluster barrier, and writes to the shared memory of another CTA.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace tfla_tk {
 
-// CTAs of this cluster, and which of them this one is; 1 and 0 in a launch without clusters.
-// NOTES: read anew at every call: registers.
+// Number of CTAs in this cluster and this CTA's rank; 1 and 0 without clusters.
+// NOTES: reread at every call, to save registers.
 __device__ inline int cluster_ctas() {
     int ctas;
     asm volatile("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(ctas));
@@ -20,7 +20,7 @@ __device__ inline int cta_in_cluster() {
     return cta;
 }
 
-// Until all threads of the cluster are here.
+// Barrier over all threads of the cluster.
 __device__ inline void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.release;\n"
@@ -28,12 +28,12 @@ __device__ inline void cluster_sync() {
             : "memory");
 }
 
-// The same in two halves, where nothing is published. NOTES: relaxed: what a CTA has read and used cannot
-// change any more, and a release would wait for its loads in flight.
+// The same in two halves, for callers that publish nothing. NOTES: relaxed is enough to say that reads are
+// done, since their results have been used; a release would wait for the loads in flight.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
-// Where `own`, in this CTA's shared memory, is in that of the cluster's `cta`.
+// The address, in the shared memory of CTA `cta`, that corresponds to `own` in this CTA.
 __device__ inline uint32_t address_in_cta(const void* own, int cta) {
     uint32_t address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;\n"
@@ -42,7 +42,7 @@ __device__ inline uint32_t address_in_cta(const void* own, int cta) {
     return address;
 }
 
-// A number in the shared memory of the cluster's first CTA, which still runs.
+// Reads `own` from the shared memory of the cluster's first CTA, which must still run.
 __device__ inline int of_first_cta(const int& own) {
     int value;
     asm volatile("ld.shared::cluster.b32 %0, [%1];\n"
@@ -52,16 +52,16 @@ __device__ inline int of_first_cta(const int& own) {
     return value;
 }
 
-// arrive_warp on the barrier of the cluster's `cta`, this one or another. NOTES: of the CTA's scope, since a
-// release to the cluster is a MEMBAR.GPU: enough for readers, whose wgmmas are done, not for writers.
+// arrive_warp on the barrier of CTA `cta`, which may be this one. NOTES: the release has CTA scope, since one
+// of cluster scope costs a MEMBAR.GPU. That suffices for readers, whose wgmmas are done, but not for writers.
 __device__ inline void arrive_warp_in_cta(const kittens::semaphore& own, int cta) {
     if (arrives_for_warp())
         asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address_in_cta(&own, cta))
                      : "memory");
 }
 
-// Starts to copy `bytes` of shared memory to the same place of another CTA, where they count on `arrived`; by
-// one thread, 16 bytes aligned.
+// Starts a copy of `bytes` of shared memory to the same address in another CTA, where they complete
+// `arrived`. Called by one thread; 16-byte aligned.
 __device__ inline void send_to_cta(const void* own, uint32_t bytes, const kittens::semaphore& arrived,
                                    int cta) {
     asm volatile(

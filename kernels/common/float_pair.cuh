@@ -1,6 +1,6 @@
-// Numbers as pairs of floats, good for 46 bits, where fp64 instructions would wait for the tensor cores.
+// Pairs of floats with 46 significant bits, in place of fp64, whose instructions wait for the tensor cores.
 //
-// Steps that an error is taken from are intrinsics, which no compiler contracts. Infinities become NaN.
+// The steps are intrinsics, since contraction to fma would break the error terms. Infinities become NaN.
 #pragma once
 
 namespace tfla_tk {
@@ -49,14 +49,14 @@ __device__ inline FloatPair product(float x, FloatPair y) {
     return {high, __fmaf_rn(x, y.low, __fmaf_rn(x, y.high, -high))};
 }
 
-// x + y as one float, good for 22 bits also where the high parts cancel: they do so exactly.
+// x + y as one float, with 22 significant bits even where the high parts cancel, since they cancel exactly.
 __device__ inline float rounded_sum(FloatPair x, FloatPair y) { return (x.high + y.high) + (x.low + y.low); }
 __device__ inline float rounded_sum(FloatPair x, float y) { return (x.high + y) + x.low; }
 
 // The least float that is not below x.
 __device__ inline float rounded_up(FloatPair x) { return __fadd_ru(x.high, x.low); }
 
-// x where it is larger, else y: NaN of x is left out, NaN of y stays.
+// The larger one; a NaN in x is ignored, a NaN in y is returned.
 __device__ inline FloatPair larger(FloatPair x, FloatPair y) {
     return x.high > y.high || (x.high == y.high && x.low > y.low) ? x : y;
 }

@@ -32,7 +32,7 @@ struct DeviceGuard {
     }
 };
 
-// Allows a kernel on `device` what it may not do by itself, once.
+// Sets a function attribute of a kernel once per device.
 template <auto kKernel, cudaFuncAttribute kAttribute> void allow(int value, int device, const char* name) {
     static std::array<std::atomic<bool>, 64> allowed{};  // by device
     if (allowed.at(device)) return;
@@ -40,20 +40,20 @@ template <auto kKernel, cudaFuncAttribute kAttribute> void allow(int value, int 
     allowed[device] = true;
 }
 
-// A grid of `x` times `y` CTAs; throws std::runtime_error where a launch cannot have so many.
+// A grid of `x` times `y` CTAs; throws std::runtime_error where x exceeds the limit of a grid.
 inline dim3 grid_of(std::int64_t x, int y, const char* name) {
     if (x > std::numeric_limits<std::int32_t>::max())
         throw std::runtime_error(std::string(name) + ": more CTAs than a launch can have");
     return dim3(static_cast<unsigned>(x), y);
 }
 
-// Launches a kernel on `device`, the current one, with kSharedBytes of dynamic shared memory. `cluster`
-// consecutive CTAs run at the same time and see each other's shared memory.
+// Launches a kernel on `device`, which is current, with kSharedBytes of dynamic shared memory and clusters of
+// `cluster` consecutive CTAs.
 template <auto kKernel, int kSharedBytes = 0, class Arguments>
 void launch(const Arguments& arguments, dim3 grid, int threads, int device, cudaStream_t stream,
             const char* name, int cluster = 1) {
     static_assert(kSharedBytes <= kittens::MAX_SHARED_MEMORY);
-    constexpr int kPortable = 8;  // CTAs of a cluster that every device takes
+    constexpr int kPortable = 8;  // largest portable cluster size
     if (kSharedBytes > 0)
         allow<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(kSharedBytes, device, name);
     if (cluster > kPortable) allow<kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed>(1, device, name);

@@ -1,4 +1,4 @@
-// Tensors as the kernels' host functions take them. Like all headers of this kind it compiles without CUDA.
+// Tensors as arguments of the kernels' host functions. This header compiles without CUDA.
 #pragma once
 
 #include <cstdint>

@@ -7,11 +7,11 @@
 
 namespace tfla_tk {
 
-constexpr int kBoxRows = 16;  // of one store
+constexpr int kBoxRows = 16;  // rows of one TMA store
 
-// Stores the rows of a task's chunk from a panel in shared memory, by one warp: put(map, from, row) one box,
-// whose first row is the operand's `row`. `boxes` has kBoxRows rows a box, `single_rows` one. Each lane waits
-// for its own stores later.
+// Stores the rows of a task's chunk from a panel in shared memory, by one warp. put(map, from, row) stores
+// one box whose first row is row `row` of the operand; boxes of `boxes` have kBoxRows rows, those of
+// `single_rows` one. Each lane must later wait for its own stores.
 template <class Task, class Put>
 __device__ inline void store_rows(const Task& task, bool packed, const TensorMap& boxes,
                                   const TensorMap& single_rows, const void* panel, int chunk, Put put) {
@@ -19,15 +19,17 @@ __device__ inline void store_rows(const Task& task, bool packed, const TensorMap
     auto store = [&](const TensorMap& map, int row) {
         put(map, shared_address(panel) + row * kPanelColumns * 2, task.first_row + chunk * kChunk + row);
     };
-    // the last box may reach beyond the operand, but not into the next packed sequence
+    // the last box may reach past the operand's end, where TMA clips it, but not into the next packed
+    // sequence
     const int whole = (packed ? tokens : tokens + kBoxRows - 1) / kBoxRows;
     if (lane < whole) store(boxes, lane * kBoxRows);
     if (packed && lane < tokens % kBoxRows) store(single_rows, whole * kBoxRows + lane);
     commit_stores();
 }
 
-// The same as one box of `chunks`, by the first lane, where it does not reach into the next packed sequence.
-// NOTES: boxes by several lanes are issued one lane after the other, in a loop of eight instructions each.
+// The same as one box of `chunks`, stored by the first lane, where it does not reach into the next packed
+// sequence. NOTES: TMA takes its operands from uniform registers, so boxes of several lanes are issued in a
+// loop over lanes, eight instructions each.
 template <class Task, class Put>
 __device__ inline void store_chunk(const Task& task, bool packed, const TensorMap& chunks,
                                    const TensorMap& boxes, const TensorMap& single_rows, const void* panel,

@@ -15,41 +15,42 @@ template <int kSlots> struct Use {
         : slot(static_cast<unsigned>(index) % kSlots), phase((static_cast<unsigned>(index) / kSlots) & 1) {}
 };
 
-// This thread's lane, read anew at every call.
-// NOTES: kittens::laneid() is one value for the whole kernel, kept in a register that full roles do not have.
+// This thread's lane, reread at every call.
+// NOTES: kittens::laneid() is kept in a register for the whole kernel, which roles near their limit cannot
+// afford.
 __device__ inline int fresh_laneid() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-// This thread's number in the CTA, read anew at every call.
+// This thread's number in the CTA, reread at every call.
 __device__ inline int fresh_thread() {
     int thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
 
-// x, of which the compiler does not know that it is x: what is computed from it is not kept from before.
+// Returns x, opaque to the compiler, so that derived values are recomputed instead of kept in registers.
 __device__ inline int anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-// Writes `number` for any thread of the device, after all that this thread has written or seen written.
+// Store with release semantics at device scope.
 __device__ inline void release_to_device(int* place, int number) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(place), "r"(number) : "memory");
 }
 
-// What some thread has written by release_to_device.
+// Load with acquire semantics at device scope; the counterpart of release_to_device.
 __device__ inline int acquire_from_device(const int* place) {
     int number;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(number) : "l"(place) : "memory");
     return number;
 }
 
-// A word of shared memory, read anew at every call. NOTES: what is made of special registers, ptxas keeps,
-// and all that follows from it: an address of 4 bytes in place of that.
+// A word of shared memory, reread at every call. NOTES: ptxas keeps values derived from special registers
+// live; with this only one 4-byte address stays live instead.
 __device__ inline uint32_t load_anew(uint32_t address) {
     uint32_t x;
     asm volatile("ld.volatile.shared.u32 %0, [%1];\n" : "=r"(x) : "r"(address));
@@ -88,13 +89,14 @@ __device__ inline bool completed(kittens::semaphore& barrier, uint32_t phase) {
     return done != 0;
 }
 
-// wait(), where it is not known yet that the phase is `done`. NOTES: a barrier that is asked ahead of the
-// wait has its latency under what comes between.
+// wait(), skipped where an earlier poll has found the phase `done`. NOTES: polling ahead hides the barrier's
+// latency behind the work in between.
 __device__ inline void wait_unless(bool done, kittens::semaphore& barrier, uint32_t phase) {
     if (!done) wait(barrier, phase);
 }
 
-// A producer finds every slot free on its first lap: it waits for the phase before the consumers'.
+// A producer's wait for a free slot: the phase before the consumers', which counts as complete on the first
+// lap.
 __device__ inline void wait_free(kittens::semaphore& barrier, uint32_t phase) { wait(barrier, phase ^ 1); }
 
 // A warp arrives on a barrier by one of its lanes. compute-sanitizer's racecheck follows the arriving threads
@@ -110,23 +112,23 @@ __device__ inline void init_warp_barrier(kittens::semaphore& barrier, int warps)
     kittens::init_semaphore(barrier, warps * kArrivalsPerWarp);
 }
 
-// Whether this lane arrives for its warp, when all lanes are done.
+// Waits for all lanes of the warp; whether this lane arrives for it.
 __device__ inline bool arrives_for_warp() {
     __syncwarp();
     return kArrivalsPerWarp == 32 || fresh_laneid() == 0;
 }
 
-// Arrives after all lanes are done; `count` weighs the arrival.
+// Arrives after all lanes are done, as `count` arrivals.
 __device__ inline void arrive_warp(kittens::semaphore& barrier, uint32_t count = 1) {
     if (arrives_for_warp()) kittens::arrive(barrier, count);
 }
 
-// arrive_warp if `so`, which is one for all lanes. NOTES: a predicate, no branch.
+// arrive_warp if `so`, which is warp-uniform. NOTES: compiles to a predicate, not a branch.
 __device__ inline void arrive_warp_if(bool so, kittens::semaphore& barrier) {
     if (arrives_for_warp() && so) kittens::arrive(barrier);
 }
 
-// arrive_warp, announcing `bytes` that will arrive without a thread.
+// arrive_warp that also expects `bytes` of asynchronous copies.
 __device__ inline void arrive_warp_expecting(kittens::semaphore& barrier, uint32_t bytes) {
     __syncwarp();
     if (fresh_laneid() == 0)
@@ -135,17 +137,19 @@ __device__ inline void arrive_warp_expecting(kittens::semaphore& barrier, uint32
         kittens::arrive(barrier);
 }
 
-// Scans the steps of a walk into a ring of stages by kWarps warps in turns, of which this is the `warp`-th,
-// up to the step that finds itself to be the last one and says so in its stage. One warp alone may be slower
-// than the GEMMs that it feeds.
+// Scans the steps of a walk into a ring of stages, round robin by kWarps warps, since one warp alone may be
+// slower than the GEMMs that it feeds. This is the `warp`-th of them. The walk ends with the first step that
+// finds itself to be the last one; its stage says so.
+//   alone(step)                          the part that is independent of earlier steps. It is also called for
+//   steps
+//                                        past the last one; their results are discarded
+//   carry_on(stage, found, before, step) fills the stage from alone's result and from the stage of the step
+//   before,
+//                                        null for the first step. Returns whether the step is the last one
+//   end()                                called by the warp of the last step, after that
 //
-// alone(step): what needs nothing of the steps before; also called for steps behind the last one, whose
-// result is not used. carry_on(stage, found, before, step): fills the stage from that and from the stage of
-// the step before, null for the first step; whether the step is the last one. end(): after that, by the warp
-// of the last step.
-//
-// NOTES: the stage of the step before may be free again while it is read here; but this warp is the next to
-// write it.
+// NOTES: the stage of the step before may be free again while it is read here, but only this warp writes it
+// next.
 template <int kWarps, class Stage, int kStages, class Alone, class CarryOn, class End>
 __device__ inline void scan_in_turns(Stage (&stages)[kStages], kittens::semaphore (&ready)[kStages],
                                      kittens::semaphore (&free)[kStages], int warp, Alone alone,
@@ -161,7 +165,7 @@ __device__ inline void scan_in_turns(Stage (&stages)[kStages], kittens::semaphor
             wait(ready[use.slot], use.phase);
             before = &stages[use.slot];
         }
-        const bool ended = before && before->last;  // the step before tells, this one passes it on
+        const bool ended = before && before->last;  // passed on to the warps that come after
         const bool last = ended || carry_on(stages[slot], found, before, step);
         if (fresh_laneid() == 0) stages[slot].last = last;
         arrive_warp(ready[slot]);
@@ -171,7 +175,7 @@ __device__ inline void scan_in_turns(Stage (&stages)[kStages], kittens::semaphor
     }
 }
 
-// Gives a warpgroup its share of the register file, whatever the launch gave it.
+// Sets a warpgroup's registers per thread, up or down from what the launch gave.
 template <int kRegisters, int kThreads, int kCtas> __device__ inline void set_registers() {
     if constexpr (kRegisters > 65536 / (kThreads * kCtas))
         kittens::warpgroup::increase_registers<kRegisters>();
@@ -179,7 +183,7 @@ template <int kRegisters, int kThreads, int kCtas> __device__ inline void set_re
         kittens::warpgroup::decrease_registers<kRegisters>();
 }
 
-// Makes initialised barriers known to the TMA engine; other threads of the CTA need a __syncthreads.
+// Makes initialised barriers visible to the TMA engine; other threads of the CTA also need a __syncthreads.
 __device__ inline void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 }
@@ -190,7 +194,7 @@ __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.sha
 enum class NamedBarrier : int {
     gemm_turn = 1,
     norm_published = 4,
-    read_turn = 5,  // and 6: one per warpgroup
+    read_turn = 5,  // and 6: one per state warpgroup
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {

@@ -1,4 +1,4 @@
-// TMA loads of the chunks that a CTA walks.
+// TMA loads of a task's chunks.
 #pragma once
 
 #include "common/sync.cuh"
@@ -7,13 +7,13 @@
 
 namespace tfla_tk {
 
-// Loads tiles of a task's chunks, by one warp. Packed sequences follow one another in memory: rows behind the
-// last token of this one are another's, and zeros take their place.
+// Loads tiles of a task's chunks, by one warp. Rows past the last token of a packed sequence belong to the
+// next sequence; they are zeroed in shared memory before the tile is handed on.
 template <class Task> struct TileLoader {
     const Task& task;
     bool packed;
     kittens::semaphore& tail_landed;
-    int tails = 0;  // tiles that were loaded with zeros to fill in
+    int tails = 0;  // tiles so far that had rows to zero
 
     __device__ inline TileLoader(const Task& task, bool packed, kittens::semaphore& tail_landed)
         : task(task), packed(packed), tail_landed(tail_landed) {}

@@ -1,4 +1,4 @@
-// Register-tile pieces that ThunderKittens does not have: pins, transposed and scaled A operands, partial-K
+// Register-tile operations that ThunderKittens lacks: pins, transposed and scaled A operands, partial-K
 // accumulation, conversion into shared panels, state tiles in global memory.
 //
 // Element map of a row-layout 16 x 16 register subtile (one warp): data[k] holds row lane/4 + 8 (k % 2),
@@ -11,7 +11,7 @@
 
 namespace tfla_tk {
 
-// Pins every register of a tile at this point of the program (no instruction).
+// Forces every register of a tile to hold its value at this point of the program (no instruction).
 // NOTES: keeps initialisers out of open wgmma stages (C7515), and keeps the A registers of a wgmma in flight
 // from being reused before its wait.
 template <kittens::ducks::rt::all Tile> __device__ inline void pin(Tile& tile) {
@@ -35,8 +35,9 @@ template <int kPairs> __device__ inline void pin(float2 (&pairs)[kPairs]) {
     for (auto& pair : pairs) asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory");
 }
 
-// Ends the life of a tile's values (no instruction), before a GEMM that overwrites them.
-// NOTES: a wgmma's accumulators are read-write operands, so the old values would stay live up to it.
+// Marks a tile's values as dead (no instruction), before a GEMM that overwrites them.
+// NOTES: a wgmma's accumulators are read-write operands, so the old values would otherwise stay live up to
+// it.
 template <kittens::ducks::rt::all Tile> __device__ inline void forget(Tile& tile) {
 #pragma unroll
     for (int j = 0; j < Tile::width; j++)
@@ -54,7 +55,7 @@ template <class T2> __device__ inline float2 to_float2(T2 x) {
     }
     return kittens::base_types::convertor<float2, T2>::convert(x);
 }
-// Of eight numbers in 16 bytes each.
+// Dot product of eight numbers in 16 bytes each.
 template <class T2> __device__ inline float dot(const uint4& x, const uint4& y) {
     const T2 *a = reinterpret_cast<const T2*>(&x), *b = reinterpret_cast<const T2*>(&y);
     float sum = 0.f;
@@ -70,7 +71,7 @@ template <class T2> __device__ inline T2 from_float2(float2 x) {
     return kittens::base_types::convertor<T2, float2>::convert(x);
 }
 
-// Two numbers as a high and a low part of what T2 has two of.
+// Two numbers, each as the sum of a high and a low part of T2's element type.
 template <class T2> struct HighAndLow {
     T2 high, low;
 
@@ -85,7 +86,7 @@ __device__ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// The first lane's of every four.
+// The value of the first lane of every four.
 __device__ inline float of_first_lane(float x) { return __shfl_sync(0xffffffff, x, 0, 4); }
 
 __device__ inline uint32_t shared_address(const void* pointer) {
@@ -97,16 +98,16 @@ __device__ inline uint32_t panel_offset(uint32_t row, uint32_t unit) {
     return row * (kPanelColumns * 2) + ((unit ^ (row % 8)) * 16);
 }
 
-// The row, of 16, that a lane's address names for ldmatrix and stmatrix, transposed.
+// The row, of 16, whose address a lane passes to a transposed ldmatrix or stmatrix.
 template <class Lane> __device__ inline Lane transposed_row(Lane lane) { return lane % 8 + lane / 16 * 8; }
 
-// This lane's row address for them, relative to the panel: columns [16 warp, 16 warp + 16).
+// This lane's address for them, relative to the panel, for columns [16 warp, 16 warp + 16).
 __device__ inline uint32_t transposed_lane_offset(int warp) {
     const uint32_t lane = kittens::laneid();
     return panel_offset(transposed_row(lane), 2 * warp + (lane / 8) % 2);
 }
 
-// A = X^T for all 16 A::width rows of a panel of X and this warp's 16 columns. `address` is the panel plus
+// A = X^T for 16 A::width rows of a panel of X and this warp's 16 columns. `address` is the panel plus
 // transposed_lane_offset.
 template <class A> __device__ inline void load_transposed(A& a, uint32_t address) {
 #pragma unroll
@@ -141,7 +142,7 @@ template <class Tile> __device__ inline void scale_columns(Tile& tile, const flo
         }
 }
 
-// sums += the products of a 16 x 16 operand's rows lane / 4 and + 8 with `weights`, this lane's part.
+// sums += this lane's part of the dot products of rows lane / 4 and + 8 of a 16 x 16 operand with `weights`.
 template <class A> __device__ inline void add_row_dots(float2& sums, const A& a, const float* weights) {
     weights += 2 * (fresh_laneid() % 4);
 #pragma unroll
@@ -153,7 +154,7 @@ template <class A> __device__ inline void add_row_dots(float2& sums, const A& a,
     }
 }
 
-// A fragment of a wgmma from 16 columns of an fp32 tile.
+// Rounds 16 columns of an fp32 tile to an A fragment of a wgmma.
 template <class A, class Tile>
 __device__ inline void convert_fragment(A& a, const Tile& tile, int column_tile) {
 #pragma unroll
@@ -224,9 +225,9 @@ __device__ inline void store_panels(uint32_t base, int first_row, const Tile& ti
     }
 }
 
-// Zeros units of 16 bytes, by one warp; before a lane of it arrives for all.
+// Zeros units of 16 bytes, by one warp, one lane of which arrives for all afterwards.
 __device__ inline void zero_units(uint4* units, int count) {
-    constexpr int kLanes = kArrivalsPerWarp == 1 ? 32 : 1;  // racecheck follows the arriving lane alone
+    constexpr int kLanes = kArrivalsPerWarp == 1 ? 32 : 1;  // racecheck's build: by the arriving lane alone
     if (kittens::laneid() >= kLanes) return;
     for (int unit = kittens::laneid(); unit < count; unit += kLanes) units[unit] = {0, 0, 0, 0};
 }

@@ -16,8 +16,8 @@ namespace tfla_tk {
 
 constexpr int kPanelColumns = 64;  // 128 bytes of bf16: the swizzle width
 
-// A tile in shared memory as panels of 64 columns under the 128-byte swizzle, each with all of its rows and,
-// behind them, kMoreRows that no load touches.
+// A tile in shared memory as panels of 64 columns with the 128-byte swizzle. A panel has all rows of the
+// tile, then kMoreRows that no load writes.
 template <class T, int kRows, int kColumns, int kMoreRows = 0> struct alignas(1024) PanelTile {
     static constexpr int rows = kRows, panels = kColumns / kPanelColumns;
     static constexpr uint32_t panel_bytes = (kRows + kMoreRows) * kPanelColumns * sizeof(T);
@@ -25,7 +25,7 @@ template <class T, int kRows, int kColumns, int kMoreRows = 0> struct alignas(10
     T data[panels][kRows + kMoreRows][kPanelColumns];
 };
 
-// What a TensorMap says of its operand.
+// The inputs of a tensor map: the key of the cache of encoded maps.
 struct BoxedOperand {
     Operand operand;
     int batch, heads, seq, dim;
@@ -44,15 +44,15 @@ struct TensorMap {
     CUtensorMap map;
 
     // Boxes of `box_rows` x 64 columns, 128-byte swizzle: the panel layout of kittens::st<T, R, C>.
-    // NOTES: the driver takes most of a microsecond to encode one, and operands come back with the addresses
-    // that the allocator gave their predecessors.
+    // NOTES: encoding one takes the driver most of a microsecond, and the allocator gives new tensors the
+    // addresses of earlier ones, so encoded maps are cached.
     __host__ TensorMap(const Operand& x, int batch, int heads, int seq, int dim, int box_rows, bool half) {
         struct Encoded {
             BoxedOperand of;
             CUtensorMap map;
         };
         constexpr int kBits = 6;
-        static thread_local std::array<Encoded, 1 << kBits> lately{};  // at first of no operand
+        static thread_local std::array<Encoded, 1 << kBits> lately{};  // initially the key of no operand
         const BoxedOperand wanted{x, batch, heads, seq, dim, box_rows, half};
         Encoded& kept = lately[wanted.hash() >> (64 - kBits)];
         if (!(kept.of == wanted)) {
@@ -88,7 +88,7 @@ struct TensorMap {
         asm volatile("prefetch.tensormap [%0];\n" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
     }
 
-    // Starts the copy of one panel; its bytes count on `arrived`.
+    // Starts the load of one panel; its bytes complete `arrived`.
     __device__ inline void load_panel(void* dst, kittens::semaphore& arrived, int column, int row, int head,
                                       int batch) const {
         asm volatile(
@@ -110,7 +110,7 @@ struct TensorMap {
             : "memory");
     }
 
-    // The same, added to what is there; sums are rounded to the tensor's type.
+    // The same as an addition to global memory, rounded to the tensor's type.
     __device__ inline void add_panel(uint32_t src, int column, int row, int head, int batch) const {
         asm volatile(
             "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group"
@@ -139,7 +139,7 @@ __device__ inline void load_tile(Tile& tile, const TensorMap& map, kittens::sema
                        first_column + panel * kPanelColumns, row, head, batch);
 }
 
-// Starts to bring global memory into L2; 16 bytes aligned.
+// Starts a prefetch into L2; 16-byte aligned.
 __device__ inline void prefetch_bulk(const void* memory, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(__cvta_generic_to_global(memory)),
                  "r"(bytes)
@@ -148,14 +148,14 @@ __device__ inline void prefetch_bulk(const void* memory, uint32_t bytes) {
 
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
-// Until the sources of all committed stores have been read.
+// Waits until the shared memory of all committed stores may be overwritten.
 __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
 
-// Until all committed stores are done.
+// Waits until all committed stores are complete.
 __device__ inline void wait_stores_done() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
 
-// Orders this thread's stores to global memory, by whichever way, between those of the TMA engine that it has
-// waited for and those that it starts.
+// Orders this thread's generic accesses to global memory after the TMA accesses that it has waited for and
+// before those that it starts.
 __device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;\n" ::: "memory"); }
 
 }  // namespace tfla_tk

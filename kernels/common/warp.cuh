@@ -16,7 +16,8 @@ template <class X> __device__ inline X warp_inclusive_sum(X x, int lane) {
     return x;
 }
 
-// Of numbers of one sign. Low parts collect what high parts round off, and only the end waits for them.
+// All addends have the same sign. The rounding errors of the high parts add up in the low parts, off the
+// critical path until the end.
 __device__ inline FloatPair warp_inclusive_sum(FloatPair x, int lane) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -34,13 +35,13 @@ __device__ inline float warp_inclusive_max(float x) {
     return x;
 }
 
-// fmax without its care for NaN, which costs registers.
+// fmax without NaN handling, which costs registers.
 __device__ inline double larger(double x, double y) { return x > y ? x : y; }
 
-// A float's bits as an integer that sorts as the float does, NaN above all; its own inverse.
+// Maps a float's bits to an integer of the same order, NaN above all. The function is its own inverse.
 __device__ inline int sortable(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
 
-// The largest x and y of the warp, or NaN if one of them is.
+// Maximum over all lanes' x and y; NaN if any of them is NaN.
 __device__ inline float warp_max(float x, float y) {
     const int own = max(sortable(__float_as_int(x)), sortable(__float_as_int(y)));
     return __int_as_float(sortable(__reduce_max_sync(0xffffffff, own)));

@@ -1,4 +1,4 @@
-// Warpgroup MMAs a step of k = 16 at a time, over panel tiles in shared memory.
+// Warpgroup MMAs in steps of k = 16 over panel tiles in shared memory.
 //
 // A panel is 64 columns (128 bytes, 128-byte swizzle) of all rows of a tile; panels follow one another.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace tfla_tk {
 
-// Descriptor of a wgmma operand in 128-byte swizzled panels, made once per tile.
+// Descriptor of a wgmma operand in 128-byte swizzled panels, computed once per tile.
 struct Operand128B {
     uint32_t low;
 
@@ -24,11 +24,11 @@ struct Operand128B {
         constexpr uint64_t kHigh = 1024 >> 4 | 1u << 30;  // eight rows are 1024 bytes apart
         return kHigh << 32 | (low + (bytes >> 4));
     }
-    // The step-th 16 of k.
+    // Columns [16 step, 16 step + 16) as k.
     __device__ inline uint64_t row_step(uint32_t panel_bytes, int step) const {
         return at(step / 4 * panel_bytes + step % 4 * 32);
     }
-    // first: bytes before the operand's first panel.
+    // Rows [16 step, 16 step + 16) as k. first: byte offset of the operand's first panel.
     __device__ inline uint64_t column_step(int step, uint32_t first = 0) const {
         return at(first + step * 16 * kPanelColumns * 2);
     }
@@ -49,10 +49,13 @@ __device__ inline void wgmma_step(D& d, uint64_t a, uint64_t b, bool accumulate 
     kittens::detail::wgmma::base<float, T, D::cols, kColumnsOfA, 0>::st_st(d, a, b, accumulate);
 }
 
-// out = sum of kSteps GEMMs of k = 16 with A from registers, in `fragments`: one on its way, the others in a
-// GEMM. fill(a, k): the k-th 16 columns of A. operand(k): of B, called when they are needed. multiply(a, b,
-// k): issues the k-th. commit(): the GEMM of these. meanwhile(): under the last ones, of which none reads
-// fragments[kSteps % kFragments].
+// out = sum of kSteps GEMMs of k = 16 with A from registers. `fragments` are a ring: one is being filled
+// while the others are read by GEMMs in flight.
+//   fill(a, k)         writes columns [16 k, 16 k + 16) of A to a fragment
+//   operand(k)         descriptor of B's k-th step, called just before it is used
+//   multiply(a, b, k)  issues the k-th GEMM
+//   commit()           commits it
+//   meanwhile()        runs under the last GEMMs, none of which reads fragments[kSteps % kFragments]
 template <int kSteps, class Out, class A, int kFragments, class Fill, class Operand, class Multiply,
           class Commit, class Meanwhile>
 __device__ inline void multiply_in_turns(Out& out, A (&fragments)[kFragments], Fill fill, Operand operand,
@@ -79,8 +82,8 @@ __device__ inline void multiply_in_turns(Out& out, A (&fragments)[kFragments], F
     pin(out);
 }
 
-// out = state B^T: a warpgroup's state, in registers as kTiles tiles side by side, rounded into an operand 16
-// columns at a time. operand(k): B's k-th 16 columns. commit, meanwhile: of multiply_in_turns.
+// out = state B^T. The warpgroup's state is in registers as kTiles tiles side by side and is rounded to
+// operands of 16 columns. operand, commit, meanwhile: as in multiply_in_turns.
 template <class Out, class State, int kTiles, class A, int kFragments, class Operand, class Commit,
           class Meanwhile>
 __device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fragments)[kFragments],
@@ -91,15 +94,16 @@ __device__ inline void read_state(Out& out, const State (&state)[kTiles], A (&fr
         meanwhile);
 }
 
-// instruction(type), with T's name in the text of an asm statement.
+// instruction(type) with the PTX name of T.
 #define TFLA_BY_TYPE(T, instruction)                \
     if constexpr (std::is_same_v<T, kittens::bf16>) \
         instruction("bf16");                        \
     else                                            \
         instruction("f16")
 
-// d (+)= A B^T for 72 rows of B, both in shared memory and their columns k: one step of k = 16. Of columns 64
-// and further `more` has the lane's two, of rows lane / 4 and + 8: in the first lane of four 64 and 65.
+// d (+)= A B^T for 72 rows of B, both in shared memory with columns as k: one step of k = 16. `more` holds
+// the lane's two columns from 64 on, for rows lane / 4 and + 8; the first lane of every four has columns 64
+// and 65.
 template <class T, class D>
 __device__ inline void wgmma_step_72(D& d, float2 (&more)[2], uint64_t a, uint64_t b,
                                      bool accumulate = true) {
@@ -128,11 +132,12 @@ __device__ inline void wgmma_step_72(D& d, float2 (&more)[2], uint64_t a, uint64
 #undef TFLA_ACCUMULATORS
 }
 
-// Descriptor of eight rows of a wgmma operand without swizzle, from any of kRows on: per 8 of k kRows rows of
-// 16 bytes, and those behind the last one are the first of the next 8 of k. Made once, as Operand128B.
+// Descriptor of eight rows of a wgmma operand without swizzle. Memory holds blocks of 8 columns of k, each
+// kRows rows of 16 bytes; an operand may start at any row and then runs into the first rows of the next
+// block. Computed once, as Operand128B.
 struct OperandRows16B {
     static constexpr int kRows = 8;
-    static constexpr uint32_t kBytes = kRows * 16;  // of 8 of k
+    static constexpr uint32_t kBytes = kRows * 16;  // of a block of 8 columns of k
     uint32_t low;
 
     __device__ inline explicit OperandRows16B(const void* operand)

@@ -1,10 +1,10 @@
-// What the kernels that walk chunks begin with.
+// Prologue of every kernel that walks chunks.
 #pragma once
 
 namespace tfla_tk {
 
-// Leaves the task of a block and its barriers in shared memory. prefetch(): starts to bring its tensor maps.
-// Whether there is anything to do.
+// Writes the block's task to shared memory, initialises the barriers and calls prefetch(), which prefetches
+// the tensor maps. Returns whether the block has work to do.
 template <class C, class Globals, class Memory, class Prefetch>
 __device__ inline bool begin_task(const Globals& g, Memory& smem, int block, Prefetch prefetch) {
     if (threadIdx.x < 32) {

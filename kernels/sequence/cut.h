@@ -14,8 +14,8 @@ struct Cut {
     int segment_chunks;      // chunks of a segment, the last one of a sequence may have fewer
 };
 
-// Slots per head of what there is once per chunk: chunk c of an unpacked sequence has slot c, that of packed
-// sequence s, which starts at token t, t / 64 + s + c.
+// Slots per head of a per-chunk array. Chunk c of an unpacked sequence has slot c; chunk c of packed sequence
+// s, which starts at token t, has slot t / 64 + s + c.
 inline int chunk_slots(int seq, int sequences, bool packed) {
     return (seq + kChunk - 1) / kChunk + (packed ? sequences : 0);
 }

@@ -1,6 +1,6 @@
-// The small kernels around the passes of the mLSTM backward: what the passes need per chunk and per row, what
-// arrives at the segments of cut sequences, and the gradients of the gates from what the passes leave. No
-// matrix product, so one instance serves all head dims.
+// The small kernels around the walks of the backward: per-chunk gates and per-row terms before them, the
+// states at the boundaries of cut sequences, and the gradients of the gates after them. They have no matrix
+// product, so one instance serves all head dims.
 #include <algorithm>
 #include <cmath>
 
@@ -19,7 +19,7 @@ template <class Pair, int kLanes> void launch_rows(const MlstmBwdRowsParams& p, 
     launch<mlstm_bwd_rows_kernel<Pair, kLanes>>(p, grid, kRowsThreads, p.device, stream, "mlstm_bwd_rows");
 }
 
-// By the smallest group of lanes that holds a row of a part.
+// With the smallest group of lanes that holds a row of a share of V.
 template <class Pair> void run_rows(const MlstmBwdRowsParams& p, cudaStream_t stream) {
     const int columns = std::min(p.dim_v, p.part_columns);
     if (columns <= 64)

@@ -1,4 +1,5 @@
-// Between the segments kernels of the mLSTM backward and its passes: what arrives at each boundary.
+// Between the segment sums of the backward and its walks: the state, or its gradient, that arrives at each
+// boundary.
 #pragma once
 
 #include "kittens.cuh"
@@ -9,10 +10,10 @@
 
 namespace tfla_tk::mlstm {
 
-// In place, along the walk of a sequence: X' = 2^log2_decay X + own, X' being what arrives at a boundary. The
-// stabilisers at the boundaries are given, so no maximum runs along as it does in the forward's combine. One
-// thread carries 4 elements of one head over all boundaries of a sequence; grid: a head of what find_carried
-// finds, then elements.
+// In place, along the walk of a sequence: X' = 2^log2_decay X + own, where X' arrives at the boundary. The
+// stabilisers at the boundaries are known, so there is no running maximum as in the forward's combine. One
+// thread carries 4 elements of one head over all boundaries of a sequence. Grid: x the heads of the sequences
+// that find_carried finds, y blocks of elements.
 __global__ __launch_bounds__(kCombineThreads) void mlstm_bwd_combine_kernel(
     const __grid_constant__ MlstmBwdCombineParams g) {
     const int64_t state_size = static_cast<int64_t>(g.dim_qk) * g.dim_v;

@@ -1,32 +1,33 @@
-// After the passes of the mLSTM backward: di and df from the row sums q_t.dq_t and k_t.dk_t.
+// After the walks of the backward: di and df from the row sums q_t.dq_t and k_t.dk_t. Equations for mLSTM:
 //
 //     di_t = k_t.dk_t      dlf_t = sum_{u >= t} (q_u.dq_u - k_u.dk_u) + F_T      df_t = sigmoid(-f_t) dlf_t
 //
-// dlf_t is the flow F = <dC, C> + <dn, n> over the cut before token t. Summed as it stands there it would
-// collect the rounding noise of all tokens, so it is put together from what is local. Of a chunk c let
+// dlf_t is the flow of gradient F = <dC, C> + <dn, n> over the boundary before token t. The plain sum would
+// collect the rounding noise of all tokens, so F is composed from local sums. For a chunk c let
 //
-//     before_c      the flow over the boundary before it, so that before_{c+1} is that after it
+//     before_c      the flow over the boundary before it; before_{c+1} is the flow over the boundary after it
 //     received_c    the sum of q.dq through the state that enters it
 //     sent_c        the sum of k.dk through the state that leaves it
-//     through_c     the flow from before it to after it
+//     through_c     the flow from the tokens before it to those after it
 //
 //     before_c     = through_c + received_c
 //     before_{c+1} = through_c + sent_c
 //     dlf_t        = before_{c+1} + sum_{u >= t, u in c} (q_u.dq_u - k_u.dk_u)
 //
-// The passes give before_c at the anchors, the states before_0 = F_0 and the last one, F_T. From the nearest
-// of these on both sides the flow is followed to the chunk, but through_c = 0 where the chunk forgets all
-// that came before: there both start afresh. What they say of through_c is averaged by the inverse of their
-// noise, whose variance is taken to be proportional to the squares of what was added up since.
+// before_c is known at the anchors (from the walks) and at the ends of the sequence: before_0 = F_0 and F_T,
+// from the states. From the nearest known ones on both sides the equations are followed to the chunk. Where a
+// chunk forgets everything before it, through_c = 0 and both start afresh. The two values of through_c are
+// averaged by the inverse of their variances, taken to be proportional to the squares of the terms added on
+// the way.
 //
-// Where a chunk decays slowly (kSlowDecay of mlstm_pass_gates.cuh) the passes do not sum received_c and
-// sent_c: the sums of all its rows take their places. Both then contain what the chunk's tokens send to one
-// another, the same number, and through_c is less by it, which the equations do not notice. It brings no
-// noise, since the passes round it alike; so the noise is still that of the parts through the states, whose
-// squares the passes tell from those of 16 tokens.
+// In a chunk that decays slowly (kSlowDecay of walk/gates.cuh) the walks do not compute received_c and
+// sent_c; the sums of all its rows replace them. Both then also contain the flow between the chunk's own
+// tokens, the same number, so that through_c is smaller by it and the equations still hold. It adds no noise,
+// since the walks round it alike. The noise is that of the parts through the states, whose squares the walks
+// extrapolate from 16 tokens.
 //
-//   mlstm_bwd_flows    where there are states: F_0 and F_T
-//   mlstm_bwd_gates    one CTA for the chunks from one anchor to the next, one warp for each of them
+//   mlstm_bwd_flows    F_0 and F_T, where there are states
+//   mlstm_bwd_gates    one CTA per stretch from one anchor to the next, one warp per chunk
 #pragma once
 
 #include "kittens.cuh"
@@ -37,12 +38,13 @@
 namespace tfla_tk::mlstm {
 
 constexpr int kStateParts = 8;  // CTAs that share the flow through one state
-// A state whose weights are this far below those of the chunk's own tokens, in log2, is forgotten: fp32.
+// log2. The chunk's own tokens outweigh the entering state by 2^24, the precision of fp32: the state is
+// forgotten.
 constexpr float kForgotten = 24.f;
 
 struct ChunkFlow {
     FlowSum received, sent;
-    bool forgets;  // all that came before
+    bool forgets;  // the chunk's own tokens outweigh the entering state by 2^24
 };
 
 struct GatesGlobals : TileGlobals {
@@ -70,7 +72,7 @@ __device__ inline void store_gate(const GateGradient& gate, int64_t offset, floa
     }
 }
 
-// A chunk's tokens in a warp: lane l has l and l + 32.
+// The tokens of a lane: l and l + 32 of its warp's chunk.
 struct LaneTokens {
     int low, high;  // in the tile
     bool has_low, has_high;
@@ -86,9 +88,9 @@ struct LaneTokens {
     }
 };
 
-// A warp's part of RowSums for one chunk: the entries of a lane's tokens, of the first slices, and of the
-// whole chunk's one slice a lane. NOTES: loads here and additions later: the latency of one load after the
-// other would be most of this kernel's time.
+// RowSums of one chunk, by one warp: the sums of the lane's tokens, of the first slices, and the chunk's
+// sums, one slice per lane. NOTES: the constructor issues all loads and the additions come later, since
+// waiting for one load after the other would be most of this kernel's time.
 struct ChunkSums {
     static constexpr int kAhead = 4;  // slices
     const float* whole;
@@ -117,7 +119,7 @@ struct ChunkSums {
         return slice < slices ? lane.load(whole + slice * whole_stride, 0.f) : float2{0.f, 0.f};
     }
 
-    // Of the lane's tokens, all slices in their order.
+    // Sums of the lane's tokens over all slices, in their order.
     __device__ inline float2 rows() const {
         float2 sum{0.f, 0.f};
         auto add = [&](float2 x) { sum = {sum.x + x.x, sum.y + x.y}; };
@@ -127,7 +129,7 @@ struct ChunkSums {
         for (int slice = kAhead; slice < slices; slice++) add(of_tokens(slice));
         return sum;
     }
-    // Of the chunk, by a whole warp.
+    // The chunk's sum over all slices, by a whole warp.
     __device__ inline FlowSum flow() const {
         FlowSum sum = lane_inter;
 #pragma unroll 1
@@ -139,8 +141,8 @@ struct ChunkSums {
     }
 };
 
-// Whether the chunk's own tokens outweigh all that came before: with M of gates.cuh, M_L - m_in.
-// Without stabiliser no token has had a weight above 1. m_in: 0 then.
+// Whether the chunk's own tokens outweigh all that came before: M_L - m_in in the notation of gate/gates.cuh.
+// Without a stabiliser m_in is 0 and weights before the chunk are taken to be at most 1.
 template <class P> __device__ inline bool forgets_all_before(float2 i, float2 f, float m_in) {
     const int lane = fresh_laneid();
     const float b_low = warp_inclusive_sum(static_cast<float>(P::log2_forget(f.x)), lane);
@@ -181,7 +183,7 @@ __global__ __launch_bounds__(kTileThreads) void mlstm_bwd_flows_kernel(
     if (threadIdx.x == 0) g.state_flows[block] = sum;
 }
 
-// The sum of all parts, in fp64: this lane's part.
+// This lane's share of the sum of all parts, in fp64.
 template <class X> __device__ inline double sum_lane_parts(const X* parts, int count) {
     double sum = 0.;
 #pragma unroll 1
@@ -189,8 +191,8 @@ template <class X> __device__ inline double sum_lane_parts(const X* parts, int c
     return sum;
 }
 
-// before_c of a chunk, counted from the sequence's start, behind an anchor or at an end of the sequence: this
-// lane's part of it.
+// before_c of a chunk at an anchor or at an end of the sequence, counted from the sequence's start; this
+// lane's part of the sum.
 __device__ inline double known_flow(const GatesGlobals& g, const Tile& tile, int chunk) {
     const bool at_end = chunk >= tile.all_chunks;
     if (chunk == 0 || at_end) {
@@ -202,18 +204,19 @@ __device__ inline double known_flow(const GatesGlobals& g, const Tile& tile, int
     return sum_lane_parts(g.anchors.flows + anchor * g.anchors.parts, g.anchors.parts);
 }
 
-// A flow as followed from where it is known, and the variance of its noise.
+// A flow followed from a known one, and the variance of its noise.
 struct Flow {
     double value, variance;
 
     __device__ inline Flow plus(FlowSum x) const { return {value + x.value, variance + x.squares}; }
-    // through_c, from the flow on one side of the chunk and what of it the chunk itself receives or sends
+    // through_c, from the flow on one side of the chunk and the part that the chunk itself receives or sends
     __device__ inline Flow through(FlowSum own, bool forgets) const {
         return forgets ? Flow{0., 0.} : Flow{value - own.value, variance + own.squares};
     }
 };
 
-// Of two values by the inverse of their variances. Squares of large gradients may be inf in fp32.
+// The weight of the left value in an average by inverse variance. Squares of large gradients may be inf in
+// fp32.
 __device__ inline double weight_of_left(double left, double right) {
     if (isinf(right)) return isinf(left) ? .5 : 1.;
     return left + right > 0. ? right / (left + right) : 0.;
@@ -236,7 +239,7 @@ __device__ inline double flow_after(const ChunkFlow (&flows)[kAnchorChunks], con
 // sum_{u >= t} of the lane's two tokens.
 __device__ inline float2 suffix_sums(float2 x) {
     const int lane = fresh_laneid();
-    // lane l takes the place of lane 31 - l
+    // lanes in reverse order
     auto reversed = [](float x) { return __shfl_xor_sync(0xffffffff, x, 31); };
     const float high = reversed(warp_inclusive_sum(reversed(x.y), lane));
     const float low = reversed(warp_inclusive_sum(reversed(x.x), lane));

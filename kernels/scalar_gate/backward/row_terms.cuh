@@ -1,9 +1,9 @@
-// e_t and log2 w_t of every row, for the passes of the mLSTM backward and their segments, from the forward's
-// rows and dh_t.h_t.
+// e_t and log2 w_t of every row, for the walks of the backward and their segment sums, from d_t and m_t of
+// the forward and from dh_t.h_t.
 //
-// mlstm_bwd_rows takes that from dh and h, and is bound by memory: both are read once. A group of lanes takes
-// a row, 16 bytes a lane and load; eight loads of a lane are in flight. mlstm_bwd_factors takes it as the
-// pass for dv has left it. In both the grid's second dimension are the parts of V.
+// mlstm_bwd_rows computes dh_t.h_t from dh and h and is bound by memory: both are read once. A group of lanes
+// takes a row, 16 bytes per lane and load; eight loads of a lane are in flight. mlstm_bwd_factors adds up
+// dh_t.h_t from the walk for dv, which leaves it per slice. In both, y of the grid is the share of V.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -15,7 +15,7 @@ namespace tfla_tk::mlstm {
 constexpr int kRowsThreads = 256;
 constexpr float kLog2e = 1.44269504f;
 
-// Of the row `at`.
+// d and the normaliser's floor of the row `at`.
 struct RowNorm {
     float d, log2_floor, floor;
 
@@ -24,14 +24,15 @@ struct RowNorm {
           log2_floor(rows.row_m ? -kLog2e * rows.row_m[at] : 0.f),
           floor(exp2f(log2_floor)) {}
 
-    // NOTES: e^{-m} may be inf; log2 w stays finite, so that no weight becomes inf - inf.
+    // NOTES: e^{-m} may be inf; log2 w must stay finite, so that no weight is exp2(inf - inf).
     __device__ inline float log2_w(float eps) const {
         return isinf(floor) && !isnan(d) ? log2_floor : log2f(row_normaliser(d, floor, eps));
     }
     __device__ inline float e(float dh_h) const { return fabsf(d) > floor ? (d > 0.f ? -dh_h : dh_h) : 0.f; }
 };
 
-// Of the row `at`, whose norm is given, and a part of V. dh_h: dh_t.h_t over its columns.
+// Stores e, and log2 w where wanted, of the row `at` for a share of V. dh_h: dh_t.h_t over the share's
+// columns.
 __device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t at, const RowNorm& norm,
                                          int part, float dh_h) {
     if (part == 0 && rows.log2_w) rows.log2_w[at] = norm.log2_w(rows.norms.eps);
@@ -42,18 +43,18 @@ __device__ inline void store_row_factors(const RowFactorPointers& rows, int64_t 
 template <class Pair, int kLanes>
 __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
     const __grid_constant__ MlstmBwdRowsParams g) {
-    constexpr int kRows = 4;              // of a group
-    constexpr int kGroups = 32 / kLanes;  // of a warp
+    constexpr int kRows = 4;              // per group of lanes
+    constexpr int kGroups = 32 / kLanes;  // per warp
     constexpr int kTokens = kGroups * kRows * kRowsThreads / 32;
     const int tiles = (g.seq + kTokens - 1) / kTokens;
-    // neighbours of the grid are neighbours in memory
+    // neighbouring CTAs read neighbouring memory
     const bool heads_inside = g.dh.head_stride < g.dh.row_stride;
     const int block = blockIdx.x, outer = heads_inside ? block / g.heads : block / tiles;
     const int head = heads_inside ? block % g.heads : outer % g.heads;
     const int tile = heads_inside ? outer % tiles : block % tiles;
     const int64_t batch = outer / (heads_inside ? tiles : g.heads);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % kLanes, group = threadIdx.x % 32 / kLanes;
-    // of this group: rows first, first + kGroups, ..
+    // rows of this group: first, first + kGroups, ..
     const int first = tile * kTokens + warp * kGroups * kRows + group;
     const int part = blockIdx.y, column = part * g.part_columns + 8 * lane;
     const bool in_part = 8 * lane < g.part_columns && column < g.dim_v;
@@ -87,12 +88,12 @@ __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_rows_kernel(
     if (writes) store_row_factors(g.rows, at, RowNorm(g.rows.norms, at), part, dh_h);
 }
 
-// A thread for every row.
+// One thread per row.
 __global__ __launch_bounds__(kRowsThreads) void mlstm_bwd_factors_kernel(
     const __grid_constant__ MlstmBwdFactorsParams g) {
     const int64_t at = static_cast<int64_t>(blockIdx.x) * kRowsThreads + threadIdx.x;
     if (at >= g.count) return;
-    constexpr int kTogether = 2;  // slices whose loads are in flight
+    constexpr int kTogether = 2;  // slices loaded at a time
     const int part = blockIdx.y, end = min((part + 1) * g.part_slices, g.slices);
     const RowNorm norm(g.rows.norms, at);
     float dh_h = 0.f;

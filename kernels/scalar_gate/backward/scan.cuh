@@ -1,5 +1,5 @@
-// Before the passes of the mLSTM backward: the gates of every chunk, scanned once for all three and for all
-// CTAs of a head (mlstm_pass_gates.cuh says what of them). A warp takes a chunk.
+// Before the walks of the backward: scans the gates of every chunk (ChunkGates of walk/gates.cuh), once for
+// all three walks and all CTAs of a head. One warp per chunk.
 #pragma once
 
 #include "kittens.cuh"
@@ -25,7 +25,7 @@ __global__ __launch_bounds__(kTileThreads) void mlstm_bwd_scan_kernel(const __gr
     if (g.tickets != nullptr && blockIdx.x == 0 && threadIdx.x < 2) g.tickets[threadIdx.x] = 0;
     const Tile tile = Tile::of_block(g, blockIdx.x);
     const int chunk = threadIdx.x / 32;
-    if (chunk >= tile.chunks) return;  // none of a tile without tokens
+    if (chunk >= tile.chunks) return;  // a tile without tokens has no chunks
     auto loader = [&](const Gate& gate) {
         return [&](float none) {
             return GateRows(gate, tile.batch, tile.head, tile.first_row).pair(chunk, tile.tokens, none);

@@ -1,5 +1,5 @@
-// How the kernels for the gates of the mLSTM backward share chunks out: a CTA takes those from one anchor to
-// the next, a warp one of them.
+// Work split of the backward's gate kernels: a CTA takes the chunks from one anchor to the next, a warp one
+// of them.
 #pragma once
 
 #include "scalar_gate/bindings/params.h"
@@ -10,13 +10,14 @@ namespace tfla_tk::mlstm {
 constexpr int kTileWarps = kAnchorChunks, kTileThreads = 32 * kTileWarps;
 
 struct TileGlobals {
-    Cut cut;  // segment: tile
+    Cut cut;  // its segments are tiles
     int batch, heads, seq, slots;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
 
-// Up to kAnchorChunks chunks of one (sequence, head), the first one behind an anchor or a start.
+// Up to kAnchorChunks chunks of one (sequence, head), the first one after an anchor or at the sequence's
+// start.
 struct Tile {
     int batch, head;
     int first_row, tokens;    // tokens <= 0: nothing to do

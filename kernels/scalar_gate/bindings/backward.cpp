@@ -1,4 +1,5 @@
-// pybind11 module of the kernels around the passes of the mLSTM backward: integers in, launches out.
+// pybind11 module of the kernels around the walks of the backward. Arguments are integers: pointers, strides,
+// sizes, the stream.
 #include "scalar_gate/bindings/params_backward.h"
 #include "scalar_gate/bindings/tuples.h"
 
@@ -8,11 +9,11 @@ using tfla_tk::OffsetsTuple;
 using tfla_tk::Pair;
 using tfla_tk::pointer;
 
-using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the whole and to the inter part, slices
+using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the row sums and to their inter part, slices
 using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
-using DotsTuple = std::array<std::int64_t, 4>;     // pointer, from one slice to the next, slices, of a part
-// pointers to log2_w, or 0, and e, from one part's e to the next
+using DotsTuple = std::array<std::int64_t, 4>;     // pointer, stride of slices, slices, slices per share of V
+// pointers to log2_w (or 0) and e, stride of the shares' e
 using FactorsTuple = std::array<std::int64_t, 3>;
 
 tfla_tk::RowSums row_sums(const RowSumsTuple& x) {

@@ -1,5 +1,5 @@
-// pybind11 module of one kernel instance: integers in, launches out. No Torch header: pointers, strides,
-// stream.
+// pybind11 module of one instance of the forward. Arguments are integers: pointers, strides, sizes, the
+// stream. No Torch header.
 #include "scalar_gate/bindings/tuples.h"
 
 namespace {
@@ -19,7 +19,8 @@ tfla_tk::Gate gate(const GateLayout& x) {
 tfla_tk::Cut cut(const CutLayout& x) { return {nullptr, x[0] != 0, x[1], x[2], x[3]}; }
 tfla_tk::State state(const StateTuple& x) { return {pointer(x[0]), pointer(x[1]), pointer(x[2])}; }
 
-// The forward of calls whose tensors lie alike: its parameters without the addresses. A call passes those.
+// The parameters, without addresses, of all calls whose tensors have the same shapes, strides and types. A
+// call passes the addresses.
 class Forward {
   public:
     Forward(const Strides& q, const Strides& k, const Strides& v, const Strides& h, const GateLayout& i,
@@ -60,7 +61,7 @@ class Forward {
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
-    // module_local: every instance's module has one
+    // module_local: every instance's module defines one
     py::class_<Forward>(m, "Forward", py::module_local(),
                         "The mLSTM forward of calls whose tensors lie alike.")
         .def(py::init<const Strides&, const Strides&, const Strides&, const Strides&, const GateLayout&,

@@ -1,5 +1,5 @@
 // Plain argument structs shared by the kernels' host functions and the pybind11 bindings.
-// No CUDA, ThunderKittens or Torch header here: bindings.cpp compiles in seconds.
+// No CUDA, ThunderKittens or Torch header here, so that the bindings compile in seconds.
 #pragma once
 
 #include <array>
@@ -16,40 +16,41 @@ struct State {
     float *c, *n, *m;
 };
 
-// What enters the segments of a walk of the backward, but the first of each sequence: states, or gradients of
-// them, at the boundaries between segments. One slot per head and boundary: (segments - sequences) * heads.
+// States, or gradients of states, at the boundaries between segments, where a walk of the backward enters the
+// next segment. One slot per head and boundary: (segments - sequences) * heads.
 struct Boundaries {
     float *c, *n;        // [slots, K, V] and [slots, K]
-    double* log2_decay;  // [slots]: of the segment that the walk leaves over the boundary
+    double* log2_decay;  // [slots]: decay of the segment that the walk leaves over the boundary
 };
 
-// The passes of the backward give the flow of gradient over the boundary before every chunk of a sequence
-// whose number is a multiple of this and not 0: the anchors.
+// Anchors: the boundaries before every kAnchorChunks-th chunk of a sequence, without the first chunk. There
+// the walks of the backward compute the exact flow of gradient.
 constexpr int kAnchorChunks = 8;
 
-// Slots per head of what there is once per anchor, of so many chunk_slots: the anchor before the chunk of
-// slot s has s / kAnchorChunks. It has it alone: neighbouring anchors' chunks are at least kAnchorChunks
-// slots apart, also across packed sequences, each of which begins without an anchor.
+// Slots per head of a per-anchor array, for `slots` chunk_slots. The anchor before the chunk of slot s has
+// slot s / kAnchorChunks. No two anchors share one: their chunks are at least kAnchorChunks slots apart, also
+// across packed sequences, since each of these begins without an anchor.
 inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
 
-// One chunk's gates as the passes of the backward take them (mlstm_pass_gates.cuh).
+// One chunk's gates as the walks of the backward read them (backward/walk/gates.cuh).
 struct ChunkGates;
 
-// A sum over one chunk, and the squares of its parts; where it is kNotSummed, as some of its parts tell them.
+// Sum over a chunk and sum of squares. value == kNotSummed: not computed, squares extrapolated from 16
+// tokens.
 struct FlowSum {
     float value, squares;
 };
 constexpr float kNotSummed = std::numeric_limits<float>::infinity();
 
-// What all kernels of a forward read.
+// Arguments of all kernels of a forward.
 struct MlstmFwdWalk {
-    Operand k, v;  // bf16 or fp16, as q and h
+    Operand k, v;  // bf16 or fp16; q and h are of the same type
     Gate i, f;
-    State initial;    // n and m may be null by themselves where the operator has none
-    void* workspace;  // mlstm_fwd_workspace_bytes of it; null where no sequence is cut
+    State initial;    // n and m are null where the operator has none
+    void* workspace;  // mlstm_fwd_workspace_bytes; null where no sequence is cut
     Cut cut;
     int batch, heads, seq, dim_qk, dim_v;
-    int group;  // heads that share one of q and k, which have heads / group
+    int group;  // heads of v that share one head of q and k, which have heads / group heads
     bool half;  // operands are fp16, not bf16
     bool sigmoid_gate;
     bool normalize;
@@ -67,19 +68,18 @@ struct MlstmFwdParams {
     float eps;    // added to the normaliser after the max
 };
 
-// Bytes that a call whose sequences are cut needs between its kernels, for (segments - sequences) * heads
-// slots.
+// Bytes of the workspace of a call whose sequences are cut, for (segments - sequences) * heads slots.
 std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v);
 
-// Bytes from its start to the states at the cuts: c [slots, K, V] and n [slots, K].
+// Bytes from the workspace's start to the states at the boundaries: c [slots, K, V] and n [slots, K].
 std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int dim_qk, int dim_v);
 
-// CTAs of the fused kernel that a multiprocessor holds at a time.
+// CTAs of the fused kernel per multiprocessor.
 int mlstm_fwd_ctas_per_multiprocessor();
 
 // Defined once per instance (head-dim tile and schedule). Both throw std::runtime_error on a refused launch.
-// Where sequences are cut, mlstm_fwd_states comes first and leaves in the workspace what arrives at the
-// segments.
+// Where sequences are cut, mlstm_fwd_states must come first; it writes the states that arrive at the segments
+// to the workspace.
 void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream);
 void mlstm_fwd(const MlstmFwdParams& params, void* stream);
 

@@ -1,40 +1,39 @@
-// Arguments of the mLSTM backward's host functions before and after its passes, for their own pybind11
-// bindings.
+// Arguments of the backward's host functions around its walks, for their own pybind11 bindings.
 #pragma once
 
 #include "scalar_gate/bindings/params.h"
 
 namespace tfla_tk {
 
-// Of every row's normaliser w_t = max(|d_t|, floor_t) + eps.
+// Inputs of every row's normaliser w_t = max(|d_t|, floor_t) + eps.
 struct RowNorms {
-    const float* row_n;  // [B, H, S]: d_t; null without normaliser, when w_t is 1
+    const float* row_n;  // [B, H, S]: d_t; null without normaliser, where w_t is 1
     const float* row_m;  // [B, H, S]: m_t; null with the sigmoid gate
     float eps;
 };
 
-// What the passes need of every row: e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t], of every part of V (a
-// share of PassWalk) by itself; and log2 w_t, for the segments.
+// Per-row terms: e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t], one for each share of V (params_walk.h), and
+// log2 w_t for the segment sums.
 struct RowFactorPointers {
     RowNorms norms;         // with row_n
-    float *log2_w, *e;      // [B, H, S], or null where nobody wants it, and of every part
-    std::int64_t e_stride;  // from one part's to the next
+    float *log2_w, *e;      // [B, H, S], null where not wanted; e one such for each share of V
+    std::int64_t e_stride;  // between shares
 };
 
-// Of packed sequences, as in Cut.
+// Offsets of packed sequences, as in Cut.
 struct Offsets {
     const void* data;
     bool wide;
     int sequences;
 };
 
-// The gates of every chunk as the passes take them, the same for all three.
+// Scans the gates of every chunk, for all three walks.
 struct MlstmBwdScanParams {
     Gate i, f;
     RowNorms norms;
-    const float* chunk_m;  // [B, H, slots, 2]: as the forward leaves it; null with the sigmoid gate
-    ChunkGates* gates;     // [B, H, slots], chunk_gates_bytes of each
-    int* tickets;          // [2]: set to 0, for the passes of dq and dk; null: not wanted
+    const float* chunk_m;  // [B, H, slots, 2], from the forward; null for gates that are not stabilised
+    ChunkGates* gates;     // [B, H, slots], of chunk_gates_bytes each
+    int* tickets;          // [2]: set to 0, for the walks of dq and dk; null: not wanted
     Offsets offsets;
     int batch, heads, seq;
     float scale;  // of q k^T
@@ -42,48 +41,48 @@ struct MlstmBwdScanParams {
     int device;
 };
 
-// With dh_t.h_t from dh and h.
+// Per-row terms with dh_t.h_t from dh and h.
 struct MlstmBwdRowsParams {
     Operand dh, h;  // [B, H, S, V], bf16 or fp16, rows at multiples of 16 bytes
     RowFactorPointers rows;
     int batch, heads, seq, dim_v;
-    int part_columns;  // of a part of V, 256 at most
+    int part_columns;  // of a share of V, at most 256
     bool half;         // operands are fp16, not bf16
     int device;
 };
 
-// With dh_t.h_t from the pass for dv, which leaves it by slices.
+// Per-row terms with dh_t.h_t from the walk for dv, which writes it per slice.
 struct MlstmBwdFactorsParams {
     const float* dots;          // [slices, B, H, S]
-    std::int64_t slice_stride;  // from one slice to the next
+    std::int64_t slice_stride;  // between slices
     int slices;
-    int part_slices;         // of a part of V
+    int part_slices;         // per share of V
     RowFactorPointers rows;  // log2_w: null
     std::int64_t count;      // B H S
     int device;
 };
 
-// Between the segments kernels of the passes and the passes: turns what each segment adds by itself into what
-// arrives at the boundaries, in place.
+// Between the segment sums and the walks: turns the segments' sums into the states that arrive at the
+// boundaries, in place.
 struct MlstmBwdCombineParams {
-    Boundaries boundaries;  // n: [parts, slots, K], of parts of V
+    Boundaries boundaries;  // n: [norm_parts, slots, K], one per share of V
     int norm_parts;
-    const float *entering_c, *entering_n;  // [N, H, K, V] and, of the first part, [N, H, K]; null: zero
+    const float *entering_c, *entering_n;  // [N, H, K, V] and, for the first share, [N, H, K]; null: zero
     Cut cut;
     int heads, seq, dim_qk, dim_v;
     bool backward;  // in time
     int device;
 };
 
-// q_t.dq_t or k_t.dk_t, each part of V and slice of K for itself.
+// Row sums q_t.dq_t or k_t.dk_t, per share of V and slice of K.
 struct RowSums {
     const float* whole;  // [slices, B, H, S]
-    // [slices, B, H, slots], of a chunk: the part through the state that enters it in the pass
+    // [slices, B, H, slots]: per chunk, the part through the state that enters it in the walk
     const FlowSum* inter;
     int slices;
 };
 
-// Like Gate, to be written.
+// A Gate that is written.
 struct GateGradient {
     void* data;
     std::int64_t batch_stride, head_stride, row_stride;
@@ -107,9 +106,9 @@ struct MlstmBwdGatesParams {
     Anchors anchors;
     Gate i, f;
     GateGradient di, df;
-    const float* chunk_m;         // [B, H, slots, 2]: as the forward leaves it; null with the sigmoid gate
+    const float* chunk_m;  // [B, H, slots, 2], from the forward; null for gates that are not stabilised
     StateGradient initial, last;  // before the first and after the last token of every sequence
-    void* workspace;              // mlstm_bwd_gates_workspace_bytes of it
+    void* workspace;              // of mlstm_bwd_gates_workspace_bytes
     Offsets offsets;
     int batch, heads, seq, dim_qk, dim_v;
     bool sigmoid_gate;

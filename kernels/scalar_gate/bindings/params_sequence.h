@@ -5,16 +5,16 @@
 
 namespace tfla_tk {
 
-// [B, H, S, D] numbers of the tokens, any strides, in elements.
+// A [B, H, S, D] tensor of the tokens with any strides, in elements.
 struct TokenRows {
     const void* data;
     std::int64_t batch_stride, head_stride, token_stride, column_stride;
 };
 
-// How the warps of a CTA share C. Its slice of V is `warps` times the columns of a warp wide.
+// How the warps of a CTA split C. Its slice of V has `warps` times the columns of a warp.
 struct SequenceTiling {
     int warps;  // side by side in a row: a power of two
-    int width;  // columns of a thread that it moves at a time: 4 or 8 of them; or 1
+    int width;  // columns that a thread loads and stores at a time: 4 or 8, or 1
 };
 
 struct MlstmSequenceParams {
@@ -33,7 +33,7 @@ struct MlstmSequenceParams {
     int device;
 };
 
-// Tokens of a call, and columns of V of a slice.
+// Most tokens of a call, and most columns of V of a slice.
 constexpr int kSequenceMaxTokens = 16, kSequenceMaxColumns = 128;
 
 // Defined once per instance (for up to 8 and up to 16 tokens). Throws std::runtime_error on a refused launch,

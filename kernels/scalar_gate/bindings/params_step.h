@@ -5,13 +5,13 @@
 
 namespace tfla_tk {
 
-// [B, H, D] numbers of one token, any strides: addressed as gates of D tokens are.
+// A [B, H, D] tensor of one token with any strides: the struct Gate with D in place of tokens.
 using TokenRow = Gate;
 
-// How the threads of a CTA share C. Its slice of V is lanes * width columns wide.
+// How the threads of a CTA split C. Its slice of V has lanes * width columns.
 struct StepTiling {
     int lanes;  // threads side by side in a row: a power of two up to 32
-    int width;  // columns of a thread: what 16 bytes hold, of the wider of both states; or 1
+    int width;  // columns per thread: as many as 16 bytes hold of the wider state dtype, or 1
 };
 
 struct MlstmStepParams {

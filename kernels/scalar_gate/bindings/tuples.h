@@ -1,4 +1,4 @@
-// What Python hands to the modules: tuples of integers.
+// The arguments that Python passes to the modules, as tuples of integers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,7 +19,7 @@ using OffsetsTuple = std::array<std::int64_t, 3>;     // pointer or 0, whether t
 using CutTuple = std::array<std::int64_t, 5>;         // the same, and segments, chunks per segment
 using BoundariesTuple = std::array<std::int64_t, 3>;  // pointers to c, n, log2_decay; 0 where there is none
 
-// What Python and the kernels must agree on.
+// Exports the constants that Python and the kernels share.
 inline void export_layout(pybind11::module_& m) {
     m.attr("CHUNK") = kChunk;
     m.attr("ANCHOR_CHUNKS") = kAnchorChunks;

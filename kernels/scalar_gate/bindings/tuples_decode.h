@@ -1,4 +1,4 @@
-// The state of decoding as Python hands it to the modules.
+// The state of decoding as Python passes it to the modules.
 #pragma once
 
 #include "scalar_gate/bindings/params_decode.h"

@@ -1,4 +1,5 @@
-// pybind11 module of one instance of the mLSTM backward's passes: integers in, launches out.
+// pybind11 module of one instance of the backward's walks. Arguments are integers: pointers, strides, sizes,
+// the stream.
 #include "scalar_gate/bindings/params_walk.h"
 #include "scalar_gate/bindings/tuples.h"
 

@@ -1,5 +1,5 @@
-// What the kernels of decoding share: numbers in the dtypes that they come in, the state moved past the
-// caches, and the slices of a head as one cluster.
+// Shared by the decoding kernels: numbers of run-time dtype, loads and stores of the state that bypass L1,
+// and the slices of a head as one cluster.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,8 +30,8 @@ template <class T> __device__ inline T narrowed(float x) {
         return x;
 }
 
-// A stabiliser as it is stored. Of 16 bits one far below zero counts as kLeast: its rounding, by which C and
-// n are multiplied, would be beyond the range of fp32.
+// A stabiliser rounded to the dtype in which it is stored. In 16 bits it is at least kLeast: C and n are
+// rescaled by its rounding error, which would otherwise exceed the range of fp32.
 __device__ inline float stored_stabiliser(DType dtype, float m) {
     constexpr float kLeast = -16384.f;
     const float x = m < kLeast ? kLeast : m;  // NaN stays
@@ -58,9 +58,8 @@ __device__ inline void store_number(void* data, DType dtype, int64_t offset, flo
     }
 }
 
-// A number as it lies in memory: the aligned word that holds it. NOTES: one load whatever the dtype, and not
-// converted where it is loaded. A branch, or two loads under opposite predicates, would wait for one number
-// before the next one is asked for.
+// A number of run-time dtype, loaded as the aligned word that holds it and converted when it is used. NOTES:
+// a branch, or two loads under opposite predicates, would wait for one number before the next one is loaded.
 struct Number {
     unsigned word;
     bool upper;  // half of the word
@@ -79,8 +78,8 @@ struct Number {
     }
 };
 
-// kWidth neighbours of a row of C, moved as one word, past the L1 cache. NOTES: not as streams (.cs), which
-// is 5 to 7 % slower.
+// kWidth neighbours of a row of C, moved as one word, bypassing L1. NOTES: streaming accesses (.cs) are
+// slower.
 template <class T, int kWidth> struct Columns {
     static constexpr int kBytes = sizeof(T) * kWidth;
     using Word = std::conditional_t<
@@ -96,7 +95,7 @@ template <class T, int kWidth> struct Columns {
     __device__ inline void set(int n, float x) { reinterpret_cast<T*>(&word)[n] = narrowed<T>(x); }
 };
 
-// NOTES: opaque to the compiler, which otherwise keeps an address per load in flight, and spills.
+// NOTES: opaque to the compiler, which would otherwise keep one address per load in flight, and spill.
 template <class T> __device__ inline void advance(T*& pointer, int64_t elements) {
     pointer += elements;
     asm volatile("" : "+l"(pointer));
@@ -112,7 +111,7 @@ inline void move(Gate& x, std::int64_t batch, std::int64_t head) {
     move(x.data, (batch * x.batch_stride + head * x.head_stride) * bytes_of(x.dtype));
 }
 
-// Turns a call into one of a part of its heads, but for q, k, v and h.
+// Restricts a call to some of its heads, except for q, k, v and h.
 template <class Params>
 void take_part(Params& p, std::int64_t batch, std::int64_t head, int batches, int heads) {
     const std::int64_t index = batch * p.heads + head, keys = p.dim_qk;
@@ -125,9 +124,9 @@ void take_part(Params& p, std::int64_t batch, std::int64_t head, int batches, in
     p.batch = batches, p.heads = heads;
 }
 
-// Launches one CTA per slice of every head; in place the slices of a head are one cluster. A grid holds
-// 65,535 heads and batch entries: more of them take several launches. move_tokens(p, batch, head, index)
-// makes q, k, v and h begin with a head, the `index`-th of all.
+// Launches one CTA per slice of every head; for in-place calls the slices of a head form a cluster. A grid
+// holds 65,535 heads and batch entries; more take several launches. move_tokens(p, batch, head, index) makes
+// q, k, v and h start at a head, the `index`-th of all.
 template <auto kKernel, class Params, class MoveTokens>
 void launch_slices(const Params& p, int slices, int threads, cudaStream_t stream, const char* name,
                    MoveTokens move_tokens) {
@@ -146,7 +145,7 @@ void launch_slices(const Params& p, int slices, int threads, cudaStream_t stream
     }
 }
 
-// Calls run<Before, After>() with the types of C: it keeps its dtype, or changes between fp32 and 16 bits.
+// Calls run<Before, After>() with the types of C before and after: equal, or fp32 and 16 bits.
 template <class Run> void with_state_types(DType before, DType after, const char* name, Run run) {
     const auto with_half = [&]<class Half>(Half) {
         if (before == after)

@@ -1,14 +1,13 @@
-// Up to 16 tokens of mLSTM, as one chunk: h_t = s (inter_t q_t C + sum_j weight_tj (q_t k_j) v_j) /
-// normaliser, C' = decay C + sum_j write_j k_j v_j^T. The state is read once and written once, by way of the
-// registers of one thread.
+// Up to 16 tokens of mLSTM as one chunk: h_t = s (inter_t q_t C + sum_j weight_tj (q_t k_j) v_j) /
+// normaliser, C' = decay C + sum_j write_j k_j v_j^T. Each element of the state is read once and written
+// once, by the same thread.
 //
-// A CTA has all rows of a slice of V of one head. `warps` of its warps stand side by side, the others below
-// them take further blocks of eight rows. Products have 16 columns of C on their long side and tokens on the
-// short one: the layout in which C^T is an operand of (C^T q^T) holds the same elements in a thread as that
-// of the result (v^T k). Which columns of C those 16 are is free: a thread's are kWidth in a row, 8 or 16
-// bytes.
+// A CTA has all rows of a slice of V of one head. `warps` of its warps are side by side in the columns, the
+// others take further blocks of eight rows. MMAs have 16 columns of C as M and tokens as N: then C^T as the A
+// operand of C^T q^T and the result of v^T k have the same elements in each thread. Which 16 columns of C
+// form an MMA is free, so they are chosen to give a thread kWidth neighbouring columns, 8 or 16 bytes.
 //
-// The scores q_t k_j, the normaliser and h's last sum are small; every slice of a head makes them for itself.
+// The scores q_t k_j, the normaliser and h's last sum are small; every slice of a head computes its own.
 #pragma once
 
 #include "scalar_gate/bindings/params_sequence.h"
@@ -20,12 +19,12 @@ namespace tfla_tk::mlstm {
 
 constexpr int kSequenceThreads = 256;
 constexpr int kSequenceWarps = kSequenceThreads / 32;
-constexpr int kSequenceCtas = 2;  // of a multiprocessor: 128 registers of a thread
-constexpr int kBlock = 8;         // rows of C of a product, of which a thread has two
+constexpr int kSequenceCtas = 2;  // per multiprocessor; limited by 128 registers per thread
+constexpr int kBlock = 8;         // rows of C per MMA, of which a thread has two
 constexpr int kPair = 2;
 static_assert(kDecodeMaxKeys <= kSequenceThreads);
 
-// Before, After: of C. kTokens: 8 or 16. kWide: q, k, v are fp32, else they have 16 bits. kVector: a thread's
+// Before, After: types of C. kTokens: 8 or 16. kWide: q, k, v are fp32, otherwise 16-bit. kVector: a thread's
 // columns are neighbours and move as one word.
 template <class Before_, class After_, int kTokens_, bool kWide_, bool kVector_> struct SequenceConfig {
     using Before = Before_;
@@ -34,14 +33,14 @@ template <class Before_, class After_, int kTokens_, bool kWide_, bool kVector_>
     static constexpr int kTokens = kTokens_;
     static constexpr bool kWide = kWide_, kVector = kVector_;
     static constexpr bool kWideState = sizeof(Before) == 4;
-    // columns of a thread; the low parts of v, and those of more tokens, leave no registers for eight
+    // columns of a thread: low parts of v, or more than 8 tokens, leave no registers for eight
     static constexpr int kWidest = 16 / (sizeof(Before) > sizeof(After) ? sizeof(Before) : sizeof(After));
     static constexpr int kWidth = kVector && !kWide && kTokens == 8 ? kWidest : 4;
     static constexpr int kWarpColumns = 8 * kWidth;
     static constexpr int kTiles = kTokens / 8;              // of 8 tokens
     static constexpr int kProducts = kWidth / 2;            // of 16 columns
     static constexpr int kParts = kSequenceWarps / kTiles;  // of K, in the scores
-    // blocks of a thread on their way: 128 or 96 bytes, by the registers; fewer where one holds one number
+    // blocks of a thread in flight: 128 or 96 bytes, limited by registers; two where a word holds one number
     static constexpr int kInFlight = kVector ? (kTokens == 8 ? 64 : 48) / (kWidth * sizeof(Before)) : 2;
 };
 
@@ -49,7 +48,7 @@ template <class Before_, class After_, int kTokens_, bool kWide_, bool kVector_>
 template <class T, int kWidth, bool kVector> struct RowPart {
     Columns<T, kVector ? kWidth : 1> words[kVector ? 1 : kWidth];
 
-    // left: columns from its first one to the end of the row; 0 where there is no row.
+    // left: columns from the thread's first one to the end of the row; 0 where there is no such row.
     __device__ inline void load(const T* from, int left) {
         if constexpr (kVector) {
             if (left > 0) words[0].load(from);
@@ -74,7 +73,7 @@ template <class T, int kWidth, bool kVector> struct RowPart {
     __device__ inline void set(int n, float x) { words[kVector ? 0 : n].set(kVector ? n : 0, x); }
 };
 
-// NOTES: rows 8 words longer than K and V are, so that lanes of a load meet in no bank.
+// NOTES: rows are padded by 8 words against bank conflicts.
 template <int kTokens> struct SequenceTokens {
     float query[kTokens][kDecodeMaxKeys + 8];
     float key[kTokens][kDecodeMaxKeys + 8];
@@ -85,10 +84,10 @@ template <class C> struct SequenceShared {
     static constexpr int kRowPad = 4;  // words behind a row of `sums`
     union {
         SequenceTokens<C::kTokens> tokens;
-        // parts of h, of the warps below each other: when nobody reads the tokens any more
+        // partial sums of h of the warps that split the rows; written when the tokens are no longer read
         float sums[C::kTokens * kSequenceWarps * (C::kWarpColumns + kRowPad)];
     };
-    // q_t k_j by parts of K; then in [0] what h_t has of v_j
+    // q_t k_j per slice of K; then in [0] the weight of v_j in h_t
     float scores[C::kParts][C::kTokens][C::kTokens];
     float n[kDecodeMaxKeys];  // before, then after the tokens
     float query_n[C::kTokens];
@@ -96,13 +95,13 @@ template <class C> struct SequenceShared {
     SequenceGates<C::kTokens> gates;
 };
 
-// Where a thread stands.
+// The position of a thread in C.
 template <class C> struct SequencePlace {
     int index;                  // of the head in all heads
     int first_column, columns;  // of the slice
     int log2_columns;
-    int row_warp, row_warps;  // this warp among those below each other
-    int position;             // of the thread's first column in the slice, as shared memory has it
+    int row_warp, row_warps;  // this warp's index among those that split the rows, and their number
+    int position;             // of the thread's first column in the slice's order in shared memory
     int g, t;                 // lane 4 g + t
 
     __device__ inline SequencePlace(const MlstmSequenceParams& p) {
@@ -135,7 +134,7 @@ template <bool kWide, class Word> __device__ inline float widened_word(Word word
     }
 }
 
-// Reads the tokens, their gates, n and m, all asked for before the first is waited for.
+// Loads the tokens, their gates, n and m; all loads are issued before the first is waited for.
 template <class C>
 __device__ inline void load_tokens(SequenceShared<C>& shared, const MlstmSequenceParams& g,
                                    const SequencePlace<C>& at) {
@@ -194,7 +193,7 @@ __device__ inline void load_tokens(SequenceShared<C>& shared, const MlstmSequenc
     }
 }
 
-// b of a product whose short side is the tokens 8 tile + [0, 8): q^T of a block of rows.
+// The b operand for tokens 8 tile + [0, 8): q^T of a block of rows.
 template <class C>
 __device__ inline TensorOperand<2, C::kWide> queries_of(const SequenceTokens<C::kTokens>& tokens, int tile,
                                                         int first_row, const SequencePlace<C>& at) {
@@ -206,7 +205,7 @@ __device__ inline TensorOperand<2, C::kWide> queries_of(const SequenceTokens<C::
     return found;
 }
 
-// q_t k_j of a part of K and a tile of t, by each warp, and q_t n of its tokens.
+// Each warp: q_t k_j of a slice of K and a tile of t, and q_t n of its tokens.
 template <class C>
 __device__ inline void score_parts(SequenceShared<C>& shared, const MlstmSequenceParams& g,
                                    const SequencePlace<C>& at) {
@@ -241,7 +240,7 @@ __device__ inline void score_parts(SequenceShared<C>& shared, const MlstmSequenc
     }
 }
 
-// What h_t has of v_j, h_t's divisor, and n after the tokens.
+// The weight of v_j in h_t, h_t's divisor, and n after the tokens.
 template <class C>
 __device__ inline void weigh_tokens(SequenceShared<C>& shared, const MlstmSequenceParams& g) {
     const auto& gates = shared.gates;
@@ -266,7 +265,7 @@ __device__ inline void weigh_tokens(SequenceShared<C>& shared, const MlstmSequen
     shared.n[threadIdx.x] = n;
 }
 
-// a of the products with v^T: by 16 columns and 8 tokens.
+// The a operands v^T, per 16 columns and 8 tokens.
 template <class C> struct SequenceValues {
     TensorOperand<4, C::kWide> of[C::kProducts][C::kTiles];
 
@@ -284,7 +283,7 @@ template <class C> struct SequenceValues {
     }
 };
 
-// The state on its way: blocks of this warp's rows, kInFlight of them asked for ahead.
+// The state as a stream: blocks of this warp's rows, kInFlight of them loaded ahead.
 template <class C> struct SequenceState {
     using Before = typename C::Before;
     using After = typename C::After;
@@ -312,7 +311,7 @@ template <class C> struct SequenceState {
     }
 };
 
-// Takes C through the tokens: writes C', and adds C^T q^T to `sums`, by 16 columns and 8 tokens.
+// Writes C' and adds C^T q^T to `sums`, per 16 columns and 8 tokens.
 template <class C>
 __device__ inline void update_state(float (&sums)[C::kProducts][C::kTiles][4], SequenceState<C>& state,
                                     const SequenceShared<C>& shared, const SequenceValues<C>& values,
@@ -357,7 +356,8 @@ __device__ inline void update_state(float (&sums)[C::kProducts][C::kTiles][4], S
                     const int second = which / 2, column = 2 * product + which % 2;
                     const float x = old[second][column];
                     columns.set(which, x);
-                    // NOTES: the tensor core truncates what it adds to, and C would shrink from call to call.
+                    // NOTES: not accumulated by the MMA, which truncates, so that C would shrink from call to
+                    // call
                     result[second].set(column, fmaf(decay, x, written[which % 2 * 2 + second]));
                 }
 #pragma unroll
@@ -373,7 +373,7 @@ __device__ inline void update_state(float (&sums)[C::kProducts][C::kTiles][4], S
     }
 }
 
-// Weighs the sums, adds the tokens' own share once, and leaves them in shared memory.
+// Scales the sums, adds the contributions of the tokens themselves once, and writes them to shared memory.
 template <class C>
 __device__ inline void leave_sums(SequenceShared<C>& shared, float (&sums)[C::kProducts][C::kTiles][4],
                                   const SequenceValues<C>& values, const SequencePlace<C>& at) {
@@ -418,7 +418,7 @@ __device__ inline void leave_sums(SequenceShared<C>& shared, float (&sums)[C::kP
     }
 }
 
-// Adds up over the warps below each other, always in this order, and divides.
+// Adds up the partial sums of the warps in a fixed order, and divides.
 template <class C>
 __device__ inline void write_output(const SequenceShared<C>& shared, const MlstmSequenceParams& g,
                                     const SequencePlace<C>& at) {
@@ -444,7 +444,7 @@ __global__ __launch_bounds__(kSequenceThreads, kSequenceCtas) void mlstm_sequenc
     for (int n = 0; n < C::kInFlight; n++)
         state.load(n, (at.row_warp + n * at.row_warps) * kBlock + kPair * at.t, g);
 
-    // while C is in flight: all that only the tokens are needed for
+    // while C is in flight: everything that depends on the tokens alone
     load_tokens(shared, g, at);
     __syncthreads();
     if (g.in_place) arrive_at_cluster();

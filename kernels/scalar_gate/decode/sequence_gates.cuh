@@ -1,4 +1,4 @@
-// The gates of up to 16 tokens, in logs: what each of them does to h and to the state at the end.
+// The gates of up to 16 tokens in log2 units: the weight of each token in h and in the last state.
 #pragma once
 
 #include "scalar_gate/bindings/params_sequence.h"
@@ -7,16 +7,16 @@
 
 namespace tfla_tk::mlstm {
 
-// Notation of gates.cuh, in log2 units: a_j is column[j]; row[t] is M_t, or -b_t with the sigmoid gate, where
-// numbers are relative to nothing. Those of the state are relative to e^m with m as it will be stored.
+// Notation of gate/gates.cuh: column[j] is a_j, row[t] is M_t, or -b_t with the sigmoid gate, which has no
+// stabiliser. write and decay are relative to e^m with m as rounded for storage.
 template <int kTokens> struct SequenceGates {
     double column[kTokens], row[kTokens];
-    float inter[kTokens];  // scale 2^{m_in - row_t}, of q_t C
+    float inter[kTokens];  // factor on q_t C: scale 2^{m_in - row_t}
     float floor[kTokens];  // lower bound of the normaliser
-    float write[kTokens];  // of k_j v_j^T in the state
-    float decay, m;        // of the state
+    float write[kTokens];  // factor on k_j v_j^T in the state
+    float decay, m;        // factor on the state, and its stabiliser
 
-    // What is between the score q_t k_j and its share in h_t.
+    // Factor on the score q_t k_j in h_t, without scale.
     __device__ inline float weight(int t, int j) const { return exp2_of(column[j] - row[t]); }
 };
 
@@ -26,13 +26,13 @@ __device__ inline double warp_inclusive_max(double x) {
     return x;
 }
 
-// By one warp, a token per lane; i, f: its pre-activations.
+// Scans the tokens, by one warp, one token per lane; i, f: its pre-activations.
 template <int kTokens>
 __device__ inline void scan_gates(SequenceGates<kTokens>& out, const MlstmSequenceParams& g, float i, float f,
                                   float m) {
     const int lane = threadIdx.x % 32;
     const auto log_i = static_cast<double>(g.sigmoid_gate ? log2_sigmoid(i) : log2_exp(i));
-    // 0 log i: NaN of i reaches all that comes after it
+    // 0 log i carries a NaN of i to all later tokens
     const double b = warp_inclusive_sum(static_cast<double>(log2_sigmoid(f)) + 0. * log_i, lane);
     const double a = log_i - b;
     const double entering = g.sigmoid_gate ? 0. : static_cast<double>(m) * kLog2eDouble;

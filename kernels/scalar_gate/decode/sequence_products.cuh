@@ -1,6 +1,6 @@
 // Products of 16 x 8 numbers by 8 x 8, with operands of 22 significant bits on the tf32 tensor cores.
 //
-// Registers of lane 4 g + t (g < 8, t < 4), as mma.m16n8k8 has them:
+// Register layout of mma.m16n8k8 for lane 4 g + t (g < 8, t < 4):
 //   a  [16 x 8]: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
 //   b  [8 x 8]: (t, g), (t + 4, g)
 //   d  [16 x 8]: (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1)
@@ -19,8 +19,8 @@ __device__ inline void multiply_tf32(float (&d)[4], const unsigned (&a)[4], cons
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// kRegisters numbers of an operand. A number of more than 11 significant bits is the sum of two of tf32, its
-// high and its low part; numbers of 16 bits have no low part.
+// kRegisters numbers of an operand. A number with more than 11 significant bits is split into a high and a
+// low tf32 part; 16-bit numbers need no low part.
 template <int kRegisters, bool kHasLow> struct TensorOperand {
     static constexpr unsigned kKept = 0xffffe000;  // bits of tf32
 
@@ -36,7 +36,7 @@ template <int kRegisters, bool kHasLow> struct TensorOperand {
     }
 };
 
-// d += a b, but for the product of the low parts
+// d += a b, without the product of the low parts
 template <bool kLowA, bool kLowB>
 __device__ inline void multiply(float (&d)[4], const TensorOperand<4, kLowA>& a,
                                 const TensorOperand<2, kLowB>& b) {

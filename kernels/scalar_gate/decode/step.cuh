@@ -1,14 +1,13 @@
-// One token of mLSTM: C' = decay C + write k v^T, n likewise, h = s q C' / normaliser. The state is read once
-// and written once, which is all that the time goes into.
+// One token of mLSTM: C' = decay C + write k v^T, n likewise, h = s q C' / normaliser. The kernel is bound by
+// reading the state once and writing it once.
 //
-// A CTA has all rows of a slice of V of one head. Its threads stand in `groups` rows of `lanes`; a thread
-// owns `width` columns (up to 16 bytes) of every groups-th row of C and keeps kStepInFlight of them in
-// flight. Nothing is read by two threads but q, k, n and the gates, which every slice of a head reads for
-// itself.
+// A CTA has all rows of a slice of V of one head. Its threads form `groups` rows of `lanes`; a thread owns
+// `width` columns (up to 16 bytes) of every groups-th row of C and keeps kStepInFlight of them in flight.
+// Only q, k, n and the gates are read more than once, by every slice of a head.
 //
-// In place, the first slice's CTA must not write n and m before the others have read them. The slices of a
-// head are then a cluster: all arrive at its barrier when they have read n, and the first waits there before
-// it writes. No memory outlives the launch, so calls on several streams and replays of a graph cannot meet.
+// In place, the first slice's CTA must not write n and m before the others have read them. So the slices of a
+// head form a cluster: all arrive at its barrier when they have read n, and the first waits there before it
+// writes. No flag in global memory is needed, so concurrent calls and graph replays cannot interfere.
 #pragma once
 
 #include "scalar_gate/bindings/params_step.h"
@@ -19,13 +18,13 @@ namespace tfla_tk::mlstm {
 
 constexpr int kStepThreads = 256;
 constexpr int kStepWarps = kStepThreads / 32;
-constexpr int kStepInFlight = 8;  // loads of a thread
+constexpr int kStepInFlight = 8;  // loads per thread
 static_assert(kDecodeMaxKeys <= kStepThreads);
-// CTAs of a multiprocessor, by the registers: 80 of a thread, a few more where the state becomes narrower
+// CTAs per multiprocessor, limited by registers: 80 per thread, a few more where the state becomes narrower
 template <class Before, class After> constexpr int kStepCtas = sizeof(Before) > sizeof(After) ? 2 : 3;
 
-// What the token's gates do, relative to e^m with m as it will be stored: what m loses in rounding goes into
-// decay and write, and C e^m is what it would be.
+// Factors of the token, relative to e^m with m as rounded for storage: decay and write make up for the
+// rounding of m, so that C e^m is exact.
 struct StepFactors {
     float decay, write;
     float floor, eps;  // the normaliser is max(|d|, floor) + eps
@@ -44,17 +43,17 @@ __device__ inline StepFactors step_factors(const MlstmStepParams& g, float i, fl
             g.eps * exp2_of(exact - unit), stored};
 }
 
-// What would cost registers beside the loads in flight.
+// Values that registers cannot hold beside the loads in flight.
 struct StepShared {
     float2 key_query[kStepThreads];  // k_r, q_r
-    float value[kStepThreads];       // write v, of the slice's columns
+    float value[kStepThreads];       // write v for the slice's columns
     float n_next[kStepThreads];
     StepFactors gates;
-    float sums[kStepWarps][32 * 8];  // q C', of the rows of a warp
-    float norms[kStepWarps];         // q n', of the rows of a warp
+    float sums[kStepWarps][32 * 8];  // q C' over the rows of a warp
+    float norms[kStepWarps];         // q n' over the rows of a warp
 };
 
-// kWidth columns of C in a row: tiling.width.
+// kWidth: tiling.width, columns of C per thread.
 template <class Before, class After, int kWidth>
 __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_step_kernel(
     const __grid_constant__ MlstmStepParams g) {
@@ -80,7 +79,7 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
 #pragma unroll
     for (int n = 0; n < kStepInFlight; n++) load(n, group + n * groups);
 
-    // while they are in flight: the gates, n, and what all rows need
+    // while they are in flight: the gates, n, and what all rows use
     const auto number_of = [&](const TokenRow& x, int n) {
         return Number(x.data, x.dtype, batch * x.batch_stride + head * x.head_stride + n * x.row_stride);
     };
@@ -131,7 +130,7 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
         }
     }
 
-    // over the rows of a warp, then over the warps, always in this order
+    // over the rows of a warp, then over the warps, in a fixed order
 #pragma unroll
     for (int n = 0; n < kWidth; n++)
         for (int step = lanes; step < 32; step *= 2) sum[n] += __shfl_xor_sync(0xffffffff, sum[n], step);

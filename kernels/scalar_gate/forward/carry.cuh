@@ -1,4 +1,4 @@
-// Between the states pass and the fused kernel of a cut call: the state that arrives at each segment.
+// Between the segment sums and the fused kernel of a cut call: the state that arrives at each segment.
 #pragma once
 
 #include "scalar_gate/forward/globals.cuh"
@@ -6,10 +6,10 @@
 
 namespace tfla_tk::mlstm {
 
-// Turns what each segment adds into the state that arrives at it, in place, from the first segment on:
+// Turns the sums of the segments into the states that arrive at them, in place, from the first segment on:
 //   m' = max(m + decay, own), C' = 2^{m + decay - m'} C + 2^{own - m'} C_own, n likewise.
-// One thread carries 4 elements of one head through all segments of a sequence; grid: a head of what
-// find_carried finds, then elements.
+// One thread carries 4 elements of one head through all segments of a sequence. Grid: x the heads of the
+// sequences that find_carried finds, y blocks of elements.
 template <bool kNormalize>
 __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
     const __grid_constant__ FwdWalkGlobals g) {
@@ -40,7 +40,7 @@ __global__ __launch_bounds__(kCombineThreads) void mlstm_combine_kernel(
             const double arrives = m * kLog2eDouble + gates.x;
             if (!g.sigmoid_gate) m = static_cast<float>(larger(arrives, gates.y) * kLn2);
             if (element == 0) g.workspace.arriving.m[slot(step)] = m;
-            // relative to m as it is stored: its rounding is no error
+            // relative to the rounded m that is stored, so that its rounding is no error
             return float2{exp2_of(arrives - m * kLog2eDouble), exp2_of(gates.y - m * kLog2eDouble)};
         });
 }

@@ -1,16 +1,17 @@
-// Fused chunk-recurrent mLSTM forward (exponential and sigmoid input gate).
+// Fused chunkwise forward of mLSTM (exponential and sigmoid input gate) and of the scalar-decay family.
 //
-// One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens; the state C
-// stays in the registers of the state warpgroups in fp32 and never touches global memory between chunks. At K
-// = 256 the kernel is that of mlstm_wide.cuh; here, up to K = 128, per chunk:
-//   producer   TMA of K, Q, V tiles into rings; a second warp scans the gates ahead (gates.cuh); a third
-//              publishes n below C and carries it on by the sums that the state's warps leave
-//   state      publishes C, rounded, for Q C; then C = decay C + (key_scale . K)^T V
+// One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens. The state C
+// stays in the registers of the state warpgroups in fp32 and is not written to global memory between chunks.
+// At K = 256 the kernel is that of transposed/kernel.cuh. Here, up to K = 128, per chunk:
+//   producer   loads K, Q, V tiles into rings; a second warp scans the gates ahead (gate/gates.cuh); a third
+//   writes n
+//              below C^T and carries it on with the sums of the scaled keys
+//   state      writes C^T, rounded, to shared memory for Q C; then C = decay C + (key_scale . K)^T V
 //   output     S = Q K^T; O, q n = Q [C, n]; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA
 //              store
-// Where sequences are cut, two kernels come first and leave the state that arrives at every segment:
-//   mlstm_states    what each segment adds to the state by itself
-//   mlstm_combine   carried from segment to segment
+// Where sequences are cut, two kernels before it compute the state that arrives at every segment:
+//   mlstm_states    sums what each segment adds to the state (segment_sums.cuh)
+//   mlstm_combine   carries the states from segment to segment (carry.cuh)
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
 #include <cmath>
 #include <stdexcept>

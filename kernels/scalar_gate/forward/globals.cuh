@@ -1,4 +1,4 @@
-// Arguments of the mLSTM forward kernels, and the part of them that a CTA works on.
+// Arguments of the forward kernels, and the task of one CTA.
 #pragma once
 
 #include "common/tma.cuh"
@@ -13,25 +13,28 @@ namespace tfla_tk::mlstm {
 using namespace kittens;
 
 // How the GEMMs of a chunk are ordered against the rest of its work.
-//   sequential  every GEMM is waited for before the next step of its role, and roles take turns: state and
-//               output; at K = 256 the scores of the next chunk wait for the state
-//   overlapped  Q C and the next chunk's scores are in flight while the current ones are gated; at K = 256
-//               the state's update is while the output is scaled and staged
-//   pingpong    overlapped, and the state's GEMM is issued when the output warpgroup starts to gate; at K =
-//               256 two state warpgroups take turns at reading the state
+//   sequential  each role waits for every GEMM before its next step, and state and output alternate; at K =
+//   256 the
+//               scores of the next chunk wait for the state
+//   overlapped  Q C is in flight while the scores are gated, the next chunk's scores while the output is
+//   scaled and
+//               stored; at K = 256 the state's update is in flight while the output is scaled and stored
+//   pingpong    as overlapped, and the state's GEMM is issued when the output warpgroup starts to gate; at K
+//   = 256 the
+//               two state warpgroups alternate at reading the state
 enum class Schedule : int { sequential = 0, overlapped = 1, pingpong = 2 };
 
 // States between the kernels of a call whose sequences are cut: one slot per head and segment that follows
 // another.
 struct Workspace {
-    // The state that arrives at the segment. The states pass leaves here what the segment before it adds by
-    // itself, relative to that segment's own stabiliser.
+    // The state that arrives at the segment. Between mlstm_states and mlstm_combine: the sum of the segment
+    // before it, relative to that segment's own stabiliser.
     State arriving;
-    // Of the segment before: log2 of its decay, and the stabiliser of what it adds, log2 units.
+    // Of the segment before: log2 of its decay, and the stabiliser of its sum in log2 units.
     double2* gates;
 
-    // The slot of a segment's first head; segment numbers count each sequence's first one too, which has
-    // none.
+    // The slot of a segment's first head. Segment numbers also count the first segment of each sequence,
+    // which has no slot.
     __device__ static inline int64_t slot(const Segment& s, int segment, int heads) {
         return static_cast<int64_t>(segment - s.sequence - 1) * heads;
     }
@@ -50,7 +53,7 @@ struct Workspace {
     }
 };
 
-// What all kernels of a forward read; fields as in MlstmFwdWalk of params.h.
+// Arguments of all kernels of a forward; fields as in MlstmFwdWalk of bindings/params.h.
 struct FwdWalkGlobals {
     TensorMap k, v;
     Gate i, f;
@@ -67,8 +70,8 @@ struct FwdWalkGlobals {
 
 struct Globals : FwdWalkGlobals {
     TensorMap q;
-    Operand keys, values;         // where k and v lie
-    GateWords i_words, f_words;   // i and f again
+    Operand keys, values;         // k and v, for direct loads
+    GateWords i_words, f_words;   // i and f, for GateStream
     TensorMap h, h_row, h_chunk;  // boxes of 16 rows, of one and of a chunk's
     State last;
     float *row_n, *row_m, *chunk_m;
@@ -84,8 +87,8 @@ struct Task {
     int chunks;
     bool first, last;  // segment of its sequence
     int64_t index;     // sequence * heads + head, of the caller's states
-    int64_t slot;      // of the workspace; the next segment's is slot + heads
-    int64_t chunk;     // the first one's entry in chunk_m
+    int64_t slot;      // of the workspace; the next segment has slot + heads
+    int64_t chunk;     // entry of the first chunk in chunk_m
 
     // Called by whole warps.
     template <class C> __device__ static inline Task of_block(const FwdWalkGlobals& g, int block) {
@@ -108,7 +111,7 @@ struct Task {
                 (static_cast<int64_t>(batch) * g.heads + head) * g.chunk_slots + chunks_before};
     }
 
-    // The task's first entry of a [B, H, S] vector.
+    // The task's first element of a [B, H, S] vector.
     __device__ inline float* rows_of_head(const FwdWalkGlobals& g, float* rows) const {
         return rows + (static_cast<int64_t>(batch) * g.heads + head) * g.seq + first_row;
     }

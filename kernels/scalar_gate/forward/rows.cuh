@@ -1,4 +1,4 @@
-// What the mLSTM forward knows and leaves of single rows: the normaliser, q n and the stabilisers.
+// Rows of the forward: causal gating of scores, the normaliser, and the per-token outputs for the backward.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -6,22 +6,22 @@
 
 namespace tfla_tk::mlstm {
 
-// P of a lane's two rows, `row` and `row + 8` of a chunk, 2^{column - row} S, causal, and its row sums.
+// P = 2^{column - row} S, causal, for a lane's two rows `row` and `row + 8` of a chunk, and its row sums.
 struct ScoreGate {
     float2 reference;  // of both rows
     int lane_column;
-    int diagonal;  // columns are compared without the lane's part: immediates
+    int diagonal;  // relative to the lane's column, so that columns are compared with immediates
     float2 sums;
 
-    // sums: what they begin with, this lane's part.
+    // sums: initial value of the row sums, this lane's part.
     __device__ inline ScoreGate(const GateStage& gates, int row, int lane, float2 sums)
         : reference{gates.row[row], gates.row[row + 8]},
           lane_column(2 * (lane % 4)),
           diagonal(row - lane_column),
           sums(sums) {}
 
-    // upper, lower: S of the rows in the lane's two columns of the eight from `column` on, in place.
-    // kInPlace: of `gated`.
+    // upper, lower: S of the two rows at the lane's two columns of the eight from `column` on; replaced by P.
+    // kInPlace: as in `gated`.
     template <bool kInPlace = false>
     __device__ inline void apply(float2& upper, float2& lower, const GateStage& gates, int column) {
         const float4 a = *reinterpret_cast<const float4*>(&gates.column[column + lane_column]);
@@ -35,7 +35,7 @@ struct ScoreGate {
     __device__ inline float2 row_sums() const { return {quad_sum(sums.x), quad_sum(sums.y)}; }
 };
 
-// q n of rows t and t + 8, by the first lane of the four that hold them, where stores().
+// Stores x for rows t and t + 8, by the first of the four lanes that hold it, if stores().
 template <class Stores>
 __device__ inline void store_row_pair(const Globals& g, const Task& task, float* rows, int t, float2 x,
                                       Stores stores) {
@@ -45,10 +45,11 @@ __device__ inline void store_row_pair(const Globals& g, const Task& task, float*
     if (t + 8 < task.tokens) rows[t + 8] = x.y;
 }
 
-// 1 / w_t of rows `row` and `row + 8` of a chunk, with the sigmoid gate times the row's unit.
+// The factor on the outputs of rows `row` and `row + 8` of a chunk: 1 / w_t; for gates that are not
+// stabilised times the row's unit.
 //
-// unit: GateStage::unit of the rows. sums: of P, and what they get of n. stores(): whether this CTA leaves
-// q n of these rows, one does per head.
+// unit: GateStage::unit of the rows. sums: row sums of P plus inter q n. stores(): whether this CTA stores
+// d_t of these rows; one CTA per head does.
 template <class C, class Stores>
 __device__ inline float2 row_factor(const Globals& g, const Task& task, int chunk, float2 unit, int row,
                                     float2 sums, Stores stores) {
@@ -64,7 +65,7 @@ __device__ inline float2 row_factor(const Globals& g, const Task& task, int chun
     return factor;
 }
 
-// m_t of the lane's two tokens of a chunk, by one warp, once per head.
+// Stores m_t of the lane's two tokens of a chunk, by one warp of one CTA per head.
 __device__ inline void store_row_stabilisers(const Globals& g, const Task& task, int chunk, float2 m) {
     if (!g.row_m || task.column != 0) return;
     float* rows = task.rows_of_head(g, g.row_m) + chunk * kChunk;
@@ -73,7 +74,7 @@ __device__ inline void store_row_stabilisers(const Globals& g, const Task& task,
     if (t + 1 < tokens) rows[t + 1] = m.y;
 }
 
-// m of the last state, log2 units, by one warp, once per head.
+// Stores m of the last state, given in log2 units, by one warp of one CTA per head.
 __device__ inline void store_last_stabiliser(const Globals& g, const Task& task, FloatPair m) {
     if (!g.last.m || !task.last || task.column != 0 || fresh_laneid() != 0) return;
     g.last.m[task.index] =

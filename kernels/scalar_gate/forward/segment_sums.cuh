@@ -1,8 +1,8 @@
-// States pass of the mLSTM forward: what each segment adds by itself to the state at its end.
+// Segment sums of the forward: what each segment adds to the state at its end.
 //
-// One CTA = (segment that another follows, head, V slice). It walks the segment's chunks backward in time, so
-// that it can stop where the gates have forgotten everything earlier: a key whose weight is below 2^-150 of
-// the largest is scaled by 0, in fp32, and skipping it changes no bit of the sum.
+// One CTA = (segment that another follows, head, slice of V). It walks the chunks backward in time and stops
+// where the gates have forgotten everything earlier: a key whose weight is below 2^-150 of the largest would
+// be scaled by 0 in fp32, so skipping it changes no bit of the sum.
 #pragma once
 
 #include "common/sync.cuh"
@@ -18,8 +18,8 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_> struct StatesCo
     static constexpr bool kNormalize = kNormalize_;
     static constexpr int kStages = 4;
 
-    // Warpgroup 0 feeds the others (warp 0 TMA, the other three scan the gates of a chunk each); each other
-    // one owns 64-row blocks of C.
+    // Warpgroup 0 is the producer: warp 0 loads tiles, the other three scan every third chunk's gates each.
+    // Each other warpgroup owns blocks of 64 rows of C.
     static constexpr int kGateWarps = 3;
     static constexpr int kStateWarpgroups = kDimQK == 64 ? 1 : 2;
     static constexpr int kBlocks = kDimQK / 64 / kStateWarpgroups;
@@ -28,7 +28,7 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_> struct StatesCo
     static constexpr int kProducerRegisters = 88,
                          kStateRegisters = 208;  // 88 + 2 * 208 <= 504, of 384 threads
 
-    // C in tiles of at most 128 columns: a wgmma's accumulator
+    // C in tiles of at most 128 columns, a wgmma's accumulator
     static constexpr int kTileV = kSliceV == 256 ? 128 : kSliceV;
     static constexpr int kTiles = kSliceV / kTileV;
 
@@ -61,7 +61,7 @@ template <class C> __device__ inline void load_backward(const FwdWalkGlobals& g,
     for (int step = 0, chunk = task.chunks - 1; chunk >= 0; step++, chunk--) {
         const auto [slot, phase] = Use<C::kStages>(step);
         const int row = task.first_row + chunk * kChunk;
-        wait(smem.gates_ready[slot], phase);  // after `free`, on which the gates wait
+        wait(smem.gates_ready[slot], phase);  // implies `free`, which the gate warps wait for
         const bool last = smem.gates[slot].last;
         tma::expect_bytes(smem.arrived[slot], sizeof(typename C::KTile) + sizeof(typename C::VTile));
         load_tile(smem.k[slot], g.k, smem.arrived[slot], 0, row, task.key_head, task.batch);
@@ -70,7 +70,7 @@ template <class C> __device__ inline void load_backward(const FwdWalkGlobals& g,
     }
 }
 
-// The gates of the whole segment, by the state warps while the first tiles are on their way.
+// Sums the gates of the whole segment, by the state warps while the first tiles are loaded.
 template <class C, class P> __device__ inline void sum_gates(const FwdWalkGlobals& g, StatesMemory<C>& smem) {
     const Task& task = smem.task;
     const int warp = threadIdx.x / 32 - 4;
@@ -88,7 +88,7 @@ __device__ inline void scan_backward(const FwdWalkGlobals& g, StatesMemory<C>& s
     const Task& task = smem.task;
     const GateRows input(g.i, task.batch, task.head, task.first_row);
     const GateRows forget(g.f, task.batch, task.head, task.first_row);
-    float2 i{}, f{};  // of the lane's two tokens of the warp's next chunk
+    float2 i{}, f{};  // gates of the lane's two tokens of the warp's next chunk
     auto load = [&](int step) {
         const int chunk = task.chunks - 1 - step;
         if (chunk >= 0)
@@ -114,7 +114,8 @@ __device__ inline void scan_backward(const FwdWalkGlobals& g, StatesMemory<C>& s
             if (before) sum = {before->decay, before->m};
             chunk.write(out, sum);
             if (step + 1 == task.chunks) return true;
-            // the sums are waited for where no earlier input gate is larger than the latest weights
+            // tested with sum.m first, so that the segment's largest gate is waited for only where that
+            // passes
             return sum.forgets(sum.m) && sum.forgets(segment_gates().largest);
         },
         [&] {
@@ -136,7 +137,7 @@ __device__ inline void sum_states(const FwdWalkGlobals& g, StatesMemory<C>& smem
 
     rt_fl<16, C::kTileV> state[kBlocks][kTiles];
     rt<T, 16, kChunk> keys[kBlocks];
-    float2 norm[kBlocks];  // of the warp's rows, this lane's part
+    float2 norm[kBlocks];  // n of the warp's rows, this lane's part
     auto for_each_tile = [&](auto body) {
 #pragma unroll
         for (int block = 0; block < kBlocks; block++)
@@ -150,7 +151,7 @@ __device__ inline void sum_states(const FwdWalkGlobals& g, StatesMemory<C>& smem
     bool last = false;
     for (int step = 0; !last; step++) {
         const auto [slot, phase] = Use<C::kStages>(step);
-        wait(smem.arrived[slot], phase);  // its loads wait for the gates
+        wait(smem.arrived[slot], phase);  // implies gates_ready, which the loads wait for
         const SuffixStage& gates = smem.gates[slot];
         last = gates.last;
         const float rescale = gates.rescale;
@@ -161,8 +162,8 @@ __device__ inline void sum_states(const FwdWalkGlobals& g, StatesMemory<C>& smem
         }
 #pragma unroll
         for (int block = 0; block < kBlocks; block++) {
-            // The second one's keys are loaded under the first one's GEMM. NOTES: what has arrived is waited
-            // for again, or ptxas would load all of them first.
+            // The second block's keys are loaded under the first block's GEMM. NOTES: the second wait keeps
+            // ptxas from moving all loads before the first GEMM.
             if (block > 0) wait(smem.arrived[slot], phase);
             load_scaled_transposed(keys[block], norm[block],
                                    shared_address(&smem.k[slot]) + lane_offset + block * kPanelBytes,

@@ -1,10 +1,10 @@
-// The gate side of mLSTM: three numbers per token, scanned ahead of the GEMMs by a warp, at K = 256 by two
-// one after the other, in the states pass by three in turns.
+// The gates of the chunkwise form, scanned ahead of the GEMMs: by one warp up to K = 128, by two warps in a
+// pipeline at K = 256.
 //
 // Notation of the TFLA papers, in log2 units: b_t = cumsum(log f) in the chunk, a_j = log i_j - b_j,
-// M_t = max(m_in, max_{j <= t} a_j), m_t = b_t + M_t. Sums are pairs of floats, in which gates of +-1e4
-// cancel to 1e-8; fp64 would do, but its instructions wait for the tensor cores. The GEMM side sees pairs
-// and differences.
+// M_t = max(m_in, max_{j <= t} a_j), m_t = b_t + M_t. Sums are pairs of floats, so that gates of +-1e4 cancel
+// to 1e-8; fp64 instructions would wait for the tensor cores. The GEMM warpgroups read a_j as a pair and M_t
+// as a float.
 #pragma once
 
 #include "common/float_pair.cuh"
@@ -19,23 +19,23 @@ namespace tfla_tk {
 
 constexpr double kLn2 = 0.6931471805599453;
 
-// What the GEMM warpgroups and the warp of n read of one chunk. P_tj = S_tj 2^{(column_j.x - row_t) +
-// column_j.y}, S unscaled.
+// One chunk's gates as the GEMM warpgroups and the warp of n read them.
+// P_tj = S_tj 2^{(column_j.x - row_t) + column_j.y}, with S = Q K^T unscaled.
 struct alignas(16) GateStage {
     float2 column[kChunk];  // a_j + log2(scale) as high and low part
-    float row[kChunk];      // M_t rounded up to fp32: the stabiliser that the row really uses
-    float inter[kChunk];    // scale 2^{m_in - row_t}, of q C_in, times what is owed of C_in's decay
-    // with m_t = row_t + b_t: 2^{-m_t}, lower bound of |q n| (exponential), or 2^{m_t}, a factor of the row's
-    // output (sigmoid)
+    float row[kChunk];      // M_t rounded up to fp32, which is the stabiliser used for row t
+    float inter[kChunk];    // factor on q C_in: scale 2^{m_in - row_t} times the deferred decay of C_in
+    // with m_t = row_t + b_t. Stabilised gates: 2^{-m_t}, the lower bound of |q n|. Others: 2^{m_t}, a factor
+    // on the row's output
     float unit[kChunk];
-    // 2^{a_j - M_L} (exponential) or 2^{a_j + b_L} (sigmoid), over what is owed then: of k_j in the state
+    // factor on k_j in the state: 2^{a_j - M_L} (stabilised) or 2^{a_j + b_L}, over the deferred decay
     float key_scale[kChunk];
-    float decay;  // of the state, 1 where it is owed
+    float decay;  // factor on the state; 1 where its decay is deferred
 };
 
-// A score of the chunk's P, from GateStage::column and GateStage::row.
-// kInPlace: NOTES: ptxas computes only what is visible, into a register beside the score's; this way into the
-// score's, always, which costs 0.4 % of the forward at K = 256.
+// An element of P from its score and from GateStage::column and GateStage::row; 0 where not `visible`
+// (causal). kInPlace: compute it unconditionally in the score's register. NOTES: the plain form computes
+// visible elements only and is faster, but takes a second register per score.
 template <bool kInPlace = false>
 __device__ inline float gated(float score, float high, float low, float row, bool visible) {
     if constexpr (!kInPlace) return visible ? score * exp2f((high - row) + low) : 0.f;
@@ -50,20 +50,20 @@ __device__ inline float gated(float score, float high, float low, float row, boo
     return p;
 }
 
-// 2^x is 0 in fp32.
+// 2^x is 0 in fp32 for x <= kNothing.
 constexpr float kNothing = -150.f;
 
 // 2^x, rounded to 0 below 2^-150.
 __device__ inline float exp2_of(double x) { return exp2f(static_cast<float>(x)); }
 
-// w of a row, max(|d|, floor) + eps. NaN of d stays, as n beyond the range of fp16 is one: fmaxf drops it.
+// w of a row: max(|d|, floor) + eps. A NaN in d (n beyond the range of fp16) is kept; fmaxf would drop it.
 __device__ inline float row_normaliser(float d, float floor, float eps) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(d)), "f"(floor));
     return larger + eps;
 }
 
-// As GateStage::column holds them, of the lane's two tokens.
+// Writes the lane's two tokens in the format of GateStage::column.
 __device__ inline void write_pairs(float2* to, FloatPair x, FloatPair y) {
     *reinterpret_cast<float4*>(to) = {x.high, x.low, y.high, y.low};
 }
@@ -77,8 +77,8 @@ __device__ inline float2 rounded_up_maxima(FloatPair a_x, FloatPair a_y, FloatPa
     return {lane == 0 ? up_x : fmaxf(before, up_x), row_y};
 }
 
-// A stabiliser as it is stored, log2 units. -inf, of a state without weight, becomes a number as good.
-// NOTES: a cast would flush subnormals, by a comparison in fp64.
+// A stored stabiliser in log2 units as a pair; an empty state's -inf becomes -1e30.
+// NOTES: a cast would add a comparison in fp64, to flush subnormals.
 __device__ inline FloatPair finite_stabiliser(double m) {
     constexpr float kLeast = -1e30f;
     auto rounded = [](double x) {
@@ -90,8 +90,8 @@ __device__ inline FloatPair finite_stabiliser(double m) {
     return high < kLeast ? FloatPair{kLeast} : FloatPair{high, low};
 }
 
-// Stabilisers of chunks, as the forward leaves them for the backward. NOTES: pairs, not fp64: the forward's
-// conversion waited for the tensor cores, 11 us of 625 at 256/512.
+// Stores and loads m at a chunk's start, which the forward saves for the backward. NOTES: pairs, since
+// conversions to fp64 wait for the tensor cores.
 __device__ inline void store_chunk_m(float* chunk_m, int64_t at, FloatPair m) {
     reinterpret_cast<float2*>(chunk_m)[at] = {m.high, m.low};
 }
@@ -100,30 +100,31 @@ __device__ inline FloatPair load_chunk_m(const float* chunk_m, int64_t at) {
     return {m.x, m.y};
 }
 
-// Of a lane's two tokens of a chunk, 2 lane and 2 lane + 1.
+// A number for each of a lane's two tokens of a chunk, 2 lane and 2 lane + 1.
 struct alignas(16) TwoPairs {
     FloatPair x, y;
 };
 
-// log2 of the forget gates of pre-activations.
+// log2 of the forget gates, from what is stored.
 template <class P> __device__ inline TwoPairs log2_forget(float2 f) {
     return {P::log2_forget(f.x), P::log2_forget(f.y)};
 }
 
-// b, the sums of log2_forget over the chunk's tokens.
+// b: inclusive sums of log2_forget over the chunk's tokens.
 __device__ inline TwoPairs sum_forget(const TwoPairs& log_f, int lane) {
     const FloatPair b_y = warp_inclusive_sum(log_f.x + log_f.y, lane);
     return {b_y - log_f.y, b_y};
 }
 
-// a. i: pre-activations.
+// a = log2 i - b. i: as stored.
 template <class P> __device__ inline TwoPairs input_over_forget(float2 i, const TwoPairs& b) {
     return {P::log2_input(i.x) - b.x, P::log2_input(i.y) - b.y};
 }
 
-// The decay of a state in registers may be owed for some chunks, while what reads the state is scaled with
-// the debt and what is added to it with its inverse: a multiplication of the whole state falls due only when
-// the debt passes 2^kLargestDebt. fp16 has no range for a state in other units.
+// Deferred decay. A state in registers need not be multiplied by every chunk's decay: readers of the state
+// are scaled by the product of the deferred decays, what is added to it by the inverse, and the whole state
+// is multiplied only when that product falls below 2^-kLargestDebt. fp16 has no range for a state in other
+// units.
 template <class T> constexpr float kLargestDebt = std::is_same_v<T, kittens::bf16> ? 32.f : 0.f;
 
 template <class T> struct OwedDecay {
@@ -131,11 +132,11 @@ template <class T> struct OwedDecay {
     float log2 = 0.f;
 
     OwedDecay() = default;
-    __device__ inline explicit OwedDecay(bool) {}  // whether a state is given
+    __device__ inline explicit OwedDecay(bool) {}  // same arguments as FollowedWeights
 
-    // Adds a chunk's decay, log2. Returns what the state is to be multiplied with: 1 while it is owed.
-    // settle: nothing may be owed after this chunk. NOTES: little is owed where the decay is slow: a large
-    // debt would round off the same from each of many small ones.
+    // Adds a chunk's decay, log2. Returns the factor on the state: 1 while the decay is deferred. settle:
+    // defer nothing beyond this chunk. NOTES: slow decays are deferred less, since at a large log2 every
+    // small decay would be rounded in the same direction.
     __device__ inline float add(float decay, bool settle) {
         log2 += decay;
         const float most = decay > -1.f ? fminf(kLargestDebt<T>, 4.f) : kLargestDebt<T>;
@@ -146,14 +147,16 @@ template <class T> struct OwedDecay {
     }
 };
 
-// Walks the chunks of one head, by one warp: lane l owns tokens 2 l and 2 l + 1 of a chunk. Owed: the units
-// that the state is in, whose `log2` is to be 0 after the last chunk unless they follow the weights.
+// Scans the chunks of one head, by one warp; lane l has tokens 2 l and 2 l + 1 of a chunk. Owed: the policy
+// of the state's scale (OwedDecay, AheadOfDecay, FollowedWeights). Its log2 ends at 0, unless it follows the
+// weights.
 template <class T, class P, class Owed = OwedDecay<T>> struct GateScan {
-    FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with the sigmoid gate
+    FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with gates that are not stabilised
     Owed owed{};
 
-    // i, f: pre-activations of the lane's two tokens, replaced by next_i(), next_f() as soon as they are
-    // read, so that loads there are in flight over the scan. last: of the walk. Returns the tokens' m_t.
+    // i, f: gates of the lane's two tokens as stored. They are replaced by next_i() and next_f() as soon as
+    // they have been read, so that the next loads are in flight during the scan. last: of the walk. Returns
+    // the tokens' m_t in natural log units.
     template <class NextI, class NextF>
     __device__ inline float2 chunk(GateStage& out, float2& i, float2& f, float scale, FloatPair log2_scale,
                                    bool last, NextI next_i, NextF next_f) {
@@ -167,7 +170,7 @@ template <class T, class P, class Owed = OwedDecay<T>> struct GateScan {
         return finish(out, b, a, scale, log2_scale, last);
     }
 
-    // The part of it that needs the chunks before. b, a: of the lane's two tokens.
+    // The part of chunk() that depends on earlier chunks. b, a: of the lane's two tokens.
     __device__ inline float2 finish(GateStage& out, const TwoPairs& b, const TwoPairs& a, float scale,
                                     FloatPair log2_scale, bool last) {
         const int lane = fresh_laneid();
@@ -181,7 +184,7 @@ template <class T, class P, class Owed = OwedDecay<T>> struct GateScan {
         auto inter = [&](float row) { return scale * exp2f(rounded_sum(m, -row) + owed.log2); };
         write_pair(out.inter, inter(row_x), inter(row_y));
         write_pair(out.unit, exp2f(P::kStabilised ? -m_x : m_x), exp2f(P::kStabilised ? -m_y : m_y));
-        // The state's gates are relative to the chunk's end.
+        // factors on the state and on what is added to it are relative to the chunk's end
         const FloatPair b_end = of_last_lane(b.y);
         const FloatPair a_max = !P::kStabilised && !Owed::kFollowsWeights ? FloatPair{} : warp_max(a.x, a.y);
         const FloatPair m_max = P::kStabilised ? larger(m, a_max) : FloatPair{};

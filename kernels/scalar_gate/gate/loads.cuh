@@ -1,4 +1,4 @@
-// Gates as they are stored, from global memory: one by one, by chunks, or a chunk ahead.
+// Loads of gates from global memory: single ones, a chunk's, or one chunk ahead.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,7 @@ __device__ inline float load_gate(const Gate& gate, int64_t offset) {
     }
 }
 
-// The gates of one (batch, head) from a row on.
+// The gates of one (batch, head), starting at a row.
 struct GateRows {
     const Gate& gate;
     int64_t offset;
@@ -32,20 +32,22 @@ struct GateRows {
 
     __device__ inline float operator[](int t) const { return load_gate(gate, offset + t * gate.row_stride); }
 
-    // This lane's two tokens of a chunk; `none` past `tokens`.
+    // The gates of this lane's two tokens of a chunk; `none` past `tokens`.
     __device__ inline float2 pair(int chunk, int tokens, float none) const {
         const int t = chunk * kChunk + 2 * fresh_laneid();
         return {t < tokens ? (*this)[t] : none, t + 1 < tokens ? (*this)[t + 1] : none};
     }
 };
 
-// A Gate as GateStream reads it: strides in bytes, and how a word of 32 bits that has a number of it becomes
-// one. NOTES: made on the host: the constant bank costs a lone warp no instructions and no registers.
+// A Gate as GateStream reads it: strides in bytes, and how to extract a number from an aligned 32-bit word.
+// NOTES: computed on the host, since operands from the constant bank cost the gate warp neither instructions
+// nor registers.
 struct GateWords {
     const char* data;
     int64_t batch_bytes, head_bytes, row_bytes, chunk_bytes;
-    // Selectors of __byte_perm, 4 is a byte of zeros: of a number at the word's start, and what is added for
-    // one a byte later. fp32 all four bytes; bf16 its two as the upper half, fp16 as the lower one.
+    // Selectors for __byte_perm, in which 4 is a byte of zeros: for a number at the word's start, and the
+    // increment per byte for one that starts later. fp32 takes all four bytes, bf16 two as the upper half,
+    // fp16 two as the lower half.
     uint32_t bytes, a_byte_later;
     bool is_half;
 
@@ -60,13 +62,13 @@ struct GateWords {
     }
 };
 
-// A gate's pre-activations of the lane's two tokens of chunk after chunk, loaded a chunk before they are
-// taken. NOTES: a load is waited for where its register is converted, or moved, as behind a branch it is. So
-// words are loaded, whatever is in them, and converted when they are taken. With a number of 16 bits comes
-// its neighbour, of a tensor's last one what lies behind it in the same word.
+// A gate's values of the lane's two tokens, chunk by chunk, loaded one chunk before they are used. NOTES: a
+// load is waited for as soon as its register is converted or moved (as after a branch). So raw 32-bit words
+// are loaded, and converted when they are used. The word of a 16-bit number also holds its neighbour, or the
+// two bytes past the end of the tensor.
 struct GateStream {
     const GateWords& gate;
-    const char* at;  // the first of the two tokens whose words are here
+    const char* at;  // address of the gate of the first of the two tokens
     uint32_t first = 0, second = 0;
 
     __device__ inline GateStream(const GateWords& gate, int batch, int head, int row, int tokens)
@@ -76,7 +78,7 @@ struct GateStream {
         load(t, tokens);
     }
 
-    // `none` past `tokens`; starts to load the next chunk's.
+    // Returns a chunk's gates, `none` past `tokens`, and starts to load the next chunk's.
     __device__ inline float2 take(int chunk, int tokens, float none) {
         const int t = chunk * kChunk + 2 * fresh_laneid();
         const float2 taken{t < tokens ? number(first, at) : none,

@@ -1,13 +1,13 @@
 // Gate policies: what the two gates of a token mean. A policy has
 //   kStabilised              whether weights are relative to a running maximum of the gates, m
 //   kHasInput                whether there is an input gate
-//   input(load)              the input gate as it is stored, load(none) where there is one; `none` stands for
-//   a
-//                            token that is not there, which adds nothing
-//   forget(load)             the same of the forget gate; a token that is not there forgets nothing
+//   input(load)              loads the input gate as stored, by load(none). `none` is the value for a token
+//   past the
+//                            end of the sequence, which must add nothing
+//   forget(load)             the same for the forget gate; a token past the end must forget nothing
 //   log2_input, log2_forget  log2 of the gates, from what is stored
 //   input_gradient, forget_gradient
-//                            the gradient of what is stored, from that of the gate's natural log
+//                            gradient of what is stored, from that of the gate's natural log
 #pragma once
 
 #include "common/float_pair.cuh"
@@ -17,8 +17,8 @@ namespace tfla_tk {
 
 constexpr double kLog2eDouble = 1.4426950408889634;
 
-// Gates below this count as it: sums over a chunk then stay where fp32 still resolves about 1, so that
-// rounding a row's reference up costs no range.
+// Smaller log gates are clamped to this. Sums over a chunk then stay where one ulp of fp32 is at most about
+// 1, so that rounding a row's reference up costs no range.
 constexpr float kLeastLogGate = -2e5f;
 
 // log2(e^x), finite also for x = -inf; NaN stays NaN.
@@ -48,10 +48,10 @@ __device__ inline FloatPair log2_sigmoid(float x) {
 
 __device__ inline float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
 
-// mLSTM's gates as they are stored of a token that is not there.
+// mLSTM's stored gates of a token past the end of the sequence.
 constexpr float kNoInput = -INFINITY, kNoForget = INFINITY;
 
-// mLSTM's forget gate: a sigmoid of what is stored.
+// mLSTM's forget gate: the sigmoid of what is stored.
 struct SigmoidForget {
     static constexpr bool kHasInput = true;
     __device__ static inline FloatPair log2_forget(float x) { return log2_sigmoid(x); }
@@ -74,7 +74,7 @@ struct SigmoidInput : SigmoidForget {
     __device__ static inline float input_gradient(float of_log, float x) { return of_log * sigmoid(-x); }
 };
 
-// Simple GLA, RetNet, Lightning: no input gate, and the natural log of the decay is stored.
+// Simple GLA, RetNet, Lightning: no input gate; the decay's natural log is stored.
 struct ScalarDecay {
     static constexpr bool kStabilised = false, kHasInput = false;
     __device__ static inline FloatPair log2_input(float) { return {0.f, 0.f}; }
@@ -84,8 +84,8 @@ struct ScalarDecay {
     template <class Load> __device__ static inline auto input(Load load) { return decltype(load(0.f)){}; }
 };
 
-// Calls run(policy) with the policy of a kernel's gates. An instance for scalar decay has that alone, and no
-// normaliser. One for mLSTM has both of its gates and takes the one that the call asks for.
+// Calls run(policy) with the gate policy. Modules for scalar decay contain that policy alone and no
+// normaliser; those for mLSTM contain both of its policies and choose by the call.
 #ifdef TFLA_SCALAR_DECAY
 constexpr bool kMayNormalize = false;
 template <class Run> __host__ __device__ inline void with_gate(bool, Run run) { run(ScalarDecay{}); }

@@ -1,33 +1,33 @@
-// Gates of a segment that is walked from its end backward: what each token adds to the state at the end.
+// Gates of a segment that is walked backward from its end: the factor of each token in the state at the end.
 #pragma once
 
 #include "scalar_gate/gate/gates.cuh"
 
 namespace tfla_tk {
 
-// A segment walked backward in time, up to a chunk. All in log2 units.
+// The chunks of a segment walked so far, from its end. All in log2 units.
 template <class P> struct SuffixSum {
     FloatPair decay{};                        // of the tokens walked so far, together
-    float m = P::kStabilised ? -1e30f : 0.f;  // no less than any weight so far; stays 0 with the sigmoid gate
+    float m = P::kStabilised ? -1e30f : 0.f;  // maximum of the weights so far, rounded up; else 0
 
-    // Whether earlier tokens, whose input gates are `largest` at most, can add nothing.
+    // Whether no earlier token can add anything, if their log2 input gates are at most `largest`.
     __device__ inline bool forgets(float largest) const {
         return rounded_sum(decay, largest - m) <= kNothing;
     }
 };
 
-// What is read of one chunk of such a walk, by the GEMM warpgroups and by the warp that scans the next one.
+// One chunk of such a walk, as the GEMM warpgroups and the warp that scans the next chunk read it.
 struct alignas(16) SuffixStage {
-    float key_scale[kChunk];  // of k_j in the state at the segment's end, relative to the running maximum
-    float rescale;            // of the sum so far, to the new maximum
+    float key_scale[kChunk];  // factor on k_j in the state at the end, relative to the maximum so far
+    float rescale;            // factor on the sum so far, for the new maximum
     bool last;                // no earlier chunk can add anything
-    FloatPair decay;          // of SuffixSum, with this chunk
+    FloatPair decay;          // SuffixSum's after this chunk
     float m;
 };
 
-// One chunk of such a walk, by one warp: lane l owns tokens 2 l and 2 l + 1.
+// Scans one chunk of such a walk, by one warp; lane l has tokens 2 l and 2 l + 1.
 template <class P> struct SuffixChunk {
-    FloatPair decay, w_x, w_y;  // of the chunk, and the weights at its end of the lane's tokens
+    FloatPair decay, w_x, w_y;  // the chunk's decay, and the weights of the lane's tokens at its end
 
     __device__ inline SuffixChunk(float2 i, float2 f) {
         const FloatPair log_f_x = P::log2_forget(f.x), log_f_y = P::log2_forget(f.y);
@@ -37,7 +37,7 @@ template <class P> struct SuffixChunk {
         w_y = P::log2_input(i.y) + (decay - b_y);
     }
 
-    // sum: of the chunks walked before, then with this one.
+    // sum: of the chunks walked before; this one is added to it.
     __device__ inline void write(SuffixStage& out, SuffixSum<P>& sum) const {
         const FloatPair x = w_x + sum.decay, y = w_y + sum.decay;
         const float before = sum.m;
@@ -50,13 +50,12 @@ template <class P> struct SuffixChunk {
     }
 };
 
-// Of all tokens of a segment: log2 of their decay, and the largest log2 input gate.
+// Over all tokens of a segment: log2 of their decay, and the largest log2 input gate.
 struct SegmentGates {
     FloatPair decay{};
     float largest = -1e30f;  // rounded up
 
-    // Adds the tokens from `first` on in steps of `stride`, this lane's part. A NaN among them shows in the
-    // decay.
+    // Adds this lane's tokens: every `stride`-th from `first` on. A NaN in any gate makes the decay NaN.
     template <class P>
     __device__ inline void add(const GateRows& i, const GateRows& f, int first, int stride, int tokens) {
         constexpr int kBatch = 8;  // loads in flight

@@ -283,22 +283,59 @@ def test_readme_region_is_replaced_and_nothing_else(tmp_path: Path, rows) -> Non
 
 
 @pytest.mark.parametrize(
-    "text", ["", readme.BEGIN, f"{readme.END}\n{readme.BEGIN}", f"{readme.BEGIN * 2}{readme.END}"]
+    "begin, end", [(readme.BEGIN, readme.END), (readme.SUMMARY_BEGIN, readme.SUMMARY_END)]
 )
-def test_readme_without_its_markers_is_left_alone(tmp_path: Path, rows, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{begin}", "{end}", "{end}\n{begin}", "{begin}{begin}{end}"])
+def test_readme_without_its_markers_is_left_alone(
+    tmp_path: Path, rows, begin: str, end: str, text: str
+) -> None:
     path = tmp_path / "README.md"
+    text = text.format(begin=begin, end=end)
     path.write_text(text)
-    with pytest.raises(ValueError, match="results:begin"):
+    with pytest.raises(ValueError, match=begin if text else "results:begin"):
         readme.update(path, rows)
     assert path.read_text() == text
 
 
-def test_readme_command(tmp_path: Path, rows, capsys) -> None:
-    write(tmp_path / "h200.json", rows)
-    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
-    command = ["readme", str(tmp_path / "h200.json"), str(tmp_path / "README.md")]
-    assert main(command) == 0 and "changed" in capsys.readouterr().out
-    assert main(command) == 0 and "up to date" in capsys.readouterr().out
+def test_readme_command(tmp_path: Path, rows, make_row, capsys) -> None:
+    write(tmp_path / "h200.json", [*rows, make_row("tk", 0.45)])
+    (tmp_path / "README.md").write_text(f"{readme.SUMMARY_BEGIN}\n{readme.SUMMARY_END}\n")
+    (tmp_path / "results.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    command = ["readme", *(str(tmp_path / name) for name in ("h200.json", "README.md", "results.md"))]
+    assert main(command) == 0 and capsys.readouterr().out.count("changed") == 2
+    assert main(command) == 0 and capsys.readouterr().out.count("up to date") == 2
+    assert "### mLSTM" in (tmp_path / "results.md").read_text()
+    summary = (tmp_path / "README.md").read_text()
+    assert "| mLSTM, exponential input gate | forward |" in summary and "###" not in summary
+
+
+def sizes_of(shape: Shape) -> tuple[int, ...]:
+    return shape.B, shape.T, shape.H, shape.K, shape.V
+
+
+def test_summary_has_five_lines_in_its_own_order(make_row) -> None:
+    known = [entry for entry in readme.SUMMARY if entry[0] in results.OPS]
+    rows = [
+        make_row(
+            backend, ms, op=op, shape=dict(zip("BTHKV", sizes_of(shape), strict=True)), **{"pass": which}
+        )
+        for op, which, shape in known
+        for backend, ms in (("tk", 0.5), ("triton:a", 4.0), ("triton:b", 2.0))
+    ]
+    text = readme.render_summary(rows[::-1])
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
+    assert len(lines) == readme.SUMMARY_LINES == 5
+    assert [cells[:2] for cells in lines] == [
+        [report.TITLES[op], report.PASS_TITLES[which]] for op, which, _ in known[: readme.SUMMARY_LINES]
+    ]
+    assert all(cells[3:7] == ["0.5", "2", "b", "4.00x"] for cells in lines)
+
+
+def test_summary_shows_contests_on_the_default_inputs_alone(make_row) -> None:
+    alone = [make_row("tk", 0.5), make_row("triton:a", 2.0, run="run-b")]
+    other = [make_row(backend, 1.0, layout="bsnd") for backend in ("tk", "triton:a")]
+    half = [make_row(backend, 1.0, dtype="fp16") for backend in ("tk", "triton:a")]
+    assert readme.render_summary([*alone, *other, *half]) == "No results are on record yet."
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -1,4 +1,4 @@
-// Arguments, tiles, warpgroup roles, register split and shared-memory plan of the mLSTM backward's passes.
+// Arguments, tiles, warpgroup roles, register split and shared-memory plan of the backward's walks.
 #pragma once
 
 #include "common/sync.cuh"
@@ -15,7 +15,7 @@ namespace tfla_tk::mlstm {
 
 using namespace kittens;
 
-// What a pass and its segments kernel read; fields as in PassWalk of params_pass.h.
+// Arguments of a walk and of its segment sums; fields as in PassWalk of bindings/params_walk.h.
 struct WalkGlobals {
     TensorMap keys, values;
     const float* e;
@@ -29,10 +29,10 @@ struct WalkGlobals {
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 
-    // Of one head's state: dv's is [K, V] = [keys, values], that of the others its transpose.
+    // Elements of one head's state: [K, V], which is [keys, values] for dv and [values, keys] for dq and dk.
     __device__ inline int64_t state_size() const { return static_cast<int64_t>(dim_keys) * dim_values; }
 
-    // Boundaries of all sequences and heads.
+    // Number of boundaries, of all sequences and heads.
     __device__ inline int64_t boundary_slots() const {
         return static_cast<int64_t>(cut.segments - cut.sequences) * heads;
     }
@@ -46,31 +46,30 @@ struct PassGlobals : WalkGlobals {
     float *leaving_c, *leaving_n;
     float* whole;
     FlowSum* inter;
-    int64_t whole_stride, inter_stride;  // from one slice to the next
+    int64_t whole_stride, inter_stride;  // between slices
     void* states;
     float* flows;
-    int* ticket;  // how many clusters of CTAs have started; null where shares do not wait for each other
+    int* ticket;  // clusters of CTAs started so far; null where shares do not wait for each other
     int flow_parts, anchor_slots;
 
-    // Whether the rows of a factor are wanted: of dq and dk with the gradient's, of dv with those of the
-    // values.
+    // Whether row sums with a factor are wanted: for dq and dk of out . factor, for dv of values . factor.
     template <class C> __device__ inline bool has_factor() const { return C::kSumsRows || whole != nullptr; }
 };
 
-// The (segment, head, slice of the values, share of the keys) of a CTA; slices of one share are neighbours,
-// in a pass a cluster.
+// The (segment, head, slice of the values, share of the keys) of a CTA. Slices of one share are neighbours in
+// the grid; in a walk two neighbours form a cluster.
 struct PassTask {
     int share;
     int batch, head, column;  // column: first of the values
     int key_head;             // of q and k
     int first_row, tokens;    // tokens < 0: nothing to do
-    int first_chunk, chunks;  // first_chunk: of its sequence
-    bool first, last;         // of its sequence's segments in the walk
+    int first_chunk, chunks;  // first_chunk: counted in its sequence
+    bool first, last;         // in the walk over its sequence's segments
     int64_t batch_head;       // batch * heads + head
-    int slot;                 // of the first chunk, of chunk_slots
-    int64_t row;              // of [B, H, S] vectors: the first
+    int slot;                 // of the first chunk (chunk_slots)
+    int64_t row;              // first row in [B, H, S] vectors
     int64_t state;            // sequence * heads + head
-    int64_t entered, left;    // slots of the boundaries that the walk comes from and goes to
+    int64_t entered, left;    // slots of the boundaries where the walk enters and leaves the segment
 
     // The head of queries and keys, and that of values and the factor.
     template <class C> __device__ inline int keys_head() const { return C::kKeysAreOfQK ? key_head : head; }
@@ -81,18 +80,18 @@ struct PassTask {
         return column + C::panel(block, warpgroup_id) * 64;
     }
 
-    // Whether there is an anchor before a chunk of the segment, and which, counted through all heads.
+    // Whether there is an anchor before a chunk of the segment, and its number, counted over all heads.
     __device__ inline bool anchored(int chunk) const {
         return first_chunk + chunk > 0 && (first_chunk + chunk) % kAnchorChunks == 0;
     }
     __device__ inline int64_t anchor(const PassGlobals& g, int chunk) const {
         return batch_head * g.anchor_slots + (slot + chunk) / kAnchorChunks;
     }
-    // The number of its share and slice among those of its head.
+    // Index of (share, slice) within the head.
     template <class C> __device__ inline int share_and_slice(const WalkGlobals& g) const {
         return share * g.slices + column / C::kSlice;
     }
-    // Where dq leaves its state.
+    // Where dq stores its state at an anchor.
     template <class C> __device__ inline unsigned char* anchor_memory(const PassGlobals& g, int chunk) const {
         return static_cast<unsigned char*>(g.states) +
                (anchor(g, chunk) * g.shares * g.slices + share_and_slice<C>(g)) * C::kAnchorBytes;
@@ -101,8 +100,8 @@ struct PassTask {
     // First of the share's columns of the keys.
     template <class C> __device__ inline int keys_column() const { return share * C::kDimKeys; }
 
-    // What the walk begins with, null where that is zero: the caller's, or what arrives at the boundary. c
-    // from the share's columns on. A gradient of n is of the first share.
+    // The state at the walk's start, null where it is zero: the caller's, or the one that arrives at the
+    // boundary. C starts at the share's columns. The caller's gradient of n is added in the first share only.
     template <class C> __device__ inline const float* entering_c(const PassGlobals& g) const {
         if (!first) return g.boundaries.c + entered * g.state_size() + keys_column<C>();
         return g.entering_c ? g.entering_c + state * g.state_size() + keys_column<C>() : nullptr;
@@ -111,12 +110,13 @@ struct PassTask {
         if (!first) return g.boundaries.n ? boundary_n<C>(g, entered) : nullptr;
         return g.entering_n && !(C::kBackward && share > 0) ? g.entering_n + state * g.dim_values : nullptr;
     }
-    // n at a boundary: a state's is the same for all shares, of gradients each has its own.
+    // n at a boundary: shares have one n in common, but each its own gradient of n.
     template <class C> __device__ inline float* boundary_n(const WalkGlobals& g, int64_t slot) const {
         return g.boundaries.n + ((C::kBackward ? share * g.boundary_slots() : 0) + slot) * g.dim_values;
     }
 
-    // This lane's two tokens of a chunk of a [B, H, S] vector; 0 past the last token, and of no vector.
+    // The elements of a [B, H, S] vector of this lane's two tokens of a chunk; 0 past the last token and for
+    // null.
     __device__ inline float2 pair(const float* rows, int chunk) const {
         if (rows == nullptr) return {0.f, 0.f};
         const int t = chunk * kChunk + 2 * fresh_laneid();
@@ -124,7 +124,7 @@ struct PassTask {
         return {t < tokens ? rows[t] : 0.f, t + 1 < tokens ? rows[t + 1] : 0.f};
     }
 
-    // Of e.
+    // The same of e.
     __device__ inline float2 e_pair(const WalkGlobals& g, int chunk) const {
         return pair(g.e ? g.e + share * g.e_stride : nullptr, chunk);
     }
@@ -137,7 +137,7 @@ struct PassTask {
         const int batch = g.packed() ? 0 : s.sequence;
         const int64_t batch_head = static_cast<int64_t>(batch) * g.heads + head;
         const bool earliest = s.number == 0, latest = s.number + 1 == s.count;
-        // boundaries of the sequences before it and of its own up to the one before it
+        // slot of the boundary before this segment
         const int64_t before = static_cast<int64_t>(segment - s.sequence - 1) * g.heads + head;
         const int64_t after = before + g.heads;
         return {share,
@@ -160,19 +160,19 @@ struct PassTask {
     }
 };
 
-// Registers per thread of each role; a column of the register file has 512, 65536 / (128 threads).
+// Registers per thread of each role; they sum to at most 512 over the warpgroups, 65536 / 128 threads.
 struct PassRegisters {
     int producer, scores, state;
 };
 
 struct PassTiling {
     int stages, gate_stages;
-    int fragments;  // of 16 columns of a state warpgroup's A operand, all but one in GEMMs
+    int fragments;  // A fragments of a state warpgroup, 16 columns each; one is filled, others are read
     int ctas_per_sm;
     PassRegisters registers;
 };
 
-// One row per (columns of the keys, slice of the values). The comment names what limits the row.
+// One row per (columns of the keys, slice of the values). The comment names the limiting resource.
 constexpr PassTiling pass_tiling(int dim_keys, int slice) {
     if (dim_keys == 256 && slice == 128)
         return {2, 3, 3, 1, {32, 64, 208}};  // registers: the state takes 128
@@ -182,7 +182,7 @@ constexpr PassTiling pass_tiling(int dim_keys, int slice) {
     return {2, 3, 4, 1, {48, 112, 176}};                   // smem: one CTA per SM
 }
 
-// The row sums of dq and dk need registers that slices of 256 do not leave.
+// Slices of 256 serve dv only: the row sums of dq and dk need more registers than they leave.
 constexpr bool pass_serves(int slice, Gradient gradient) { return slice < 256 || gradient == Gradient::dv; }
 
 template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNormalizer_> struct PassConfig {
@@ -191,24 +191,24 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNorma
     static constexpr int kSlice = kSlice_;      // columns of the values and of the state that one CTA owns
     static constexpr Gradient kGradient = kGradient_;
     static constexpr bool kBackward = kGradient != Gradient::dq;  // in time
-    // which of the operands are q and k: queries and keys, or the values and the factor
+    // whether q and k are the queries and keys (dv), or the values and the factor (dq, dk)
     static constexpr bool kKeysAreOfQK = kGradient == Gradient::dv;
-    static constexpr bool kSumsRows = kGradient != Gradient::dv;  // of out . factor; and there are anchors
+    static constexpr bool kSumsRows = kGradient != Gradient::dv;  // rows of out . factor; with anchors
     static constexpr bool kNormalizer = kNormalizer_;             // e and n take part
     static_assert(kSumsRows || !kNormalizer);
     static constexpr PassTiling kTiling = pass_tiling(kDimKeys, kSlice);
-    // scores_free of a stage is kept by the CTA that makes the step's scores, every second one (ScoreTurns):
-    // a stage must have one maker for the whole walk
+    // scores_free of a stage lives in the CTA that makes the step's scores. Makers alternate from step to
+    // step (ScoreTurns), so an even number of stages gives a stage one maker for the whole walk
     static_assert(kTiling.stages % 2 == 0);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, 1 gates, 2 factor and gradient, 3 row sums), 1 makes the
-    // scores, then the state's.
+    // Warpgroups: 0 is the producer (warp 0 loads tiles, 1 gates, 2 loads the factor and stores the gradient,
+    // 3 adds up row sums), 1 makes the scores, the others hold the state.
     static constexpr int kStateWarpgroups = kSlice == 64 ? 1 : 2;
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
 
-    // The transposed state of a warpgroup: blocks of 64 rows (columns of the values), in parts of at most 128
-    // columns (of the keys), since a wgmma with N = 256 does not compile in a launch of 512 threads.
+    // The transposed state of a warpgroup: blocks of 64 rows (columns of the values), split into at most 128
+    // columns (of the keys), since a wgmma with N = 256 does not compile for 512 threads (C7602).
     static constexpr int kBlocks = kSlice / 64 / kStateWarpgroups;
     static constexpr int kPart = kDimKeys == 256 ? 128 : kDimKeys;
     static constexpr int kParts = kDimKeys / kPart;
@@ -216,21 +216,21 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNorma
     static_assert(kFragments >= 2);
     static constexpr int kOutStages = 2 * kBlocks;
 
-    static constexpr int kValueFragments = 2;  // of 16 tokens of the values, as they are
+    static constexpr int kValueFragments = 2;  // of 16 tokens of the values, unscaled
     static_assert(kValueFragments <= kFragments, "a fragment of scaled values is waited for with its values");
 
-    // Warps that read the values: for dv the scores' too, whose row sums are of values . factor.
+    // Warps that read the values: for dv also the scores' warps, which sum rows of values . factor.
     static constexpr int kValueReaders = kStateWarps + (kGradient == Gradient::dv ? 4 : 0);
 
-    // An anchor: the state as operands of its GEMM, a unit of one thread at a time, then n.
+    // An anchor in memory: the state as A fragments, one unit per thread at a time, then n.
     using AnchorUnit = uint4;
     static constexpr int64_t kAnchorBytes =
         static_cast<int64_t>(kSlice) * (kDimKeys * sizeof(T) + sizeof(float));
 
-    // Of 64 columns of the values.
+    // The panel of 64 columns of the values that a block of a warpgroup has.
     __device__ static inline int panel(int block, int warpgroup_id) { return warpgroup_id * kBlocks + block; }
 
-    // Chunk of a step, and ring positions of a step.
+    // The chunk of a step and its ring positions.
     __device__ static inline int chunk(const PassTask& task, int step) {
         return kBackward ? task.chunks - 1 - step : step;
     }
@@ -246,8 +246,8 @@ template <class T_, int kDimKeys_, int kSlice_, Gradient kGradient_, bool kNorma
     using Norm = mlstm::Norm<T, kBackward>;
 };
 
-// Sums of out . factor by a state warpgroup, to be added up: per token by its warps, each over its own 16
-// columns, and of a whole chunk, or of 16 tokens of a slow one, by its threads.
+// Partial sums of out . factor of one state warpgroup. whole: per token and warp, each over its 16 columns.
+// inter: per thread, the part through the entering state, over the chunk or over 16 tokens of a slow one.
 struct alignas(16) PartialSums {
     float whole[4][kChunk], inter[128];
     float slow;  // as in PassStage
@@ -259,28 +259,28 @@ template <class C> struct PassMemory {
     typename C::KeyTile queries[C::kTiling.stages][C::kParts];
     typename C::ValueTile values[C::kTiling.stages];
     typename C::ScoreTile scores[C::kTiling.stages];  // gated
-    // 64 columns of the factor, then in their place the gradient on its way to global memory
+    // 64 columns of the factor; the gradient replaces them, staged for TMA stores
     typename C::OutTile out[C::kOutStages][C::kStateWarpgroups];
     PartialSums sums[C::kSumsRows ? C::kTiling.stages : 0][C::kStateWarpgroups];
-    // what the values are multiplied with in n, and n in the output: e, or of dk the same always
+    // operands for n: factors on the values in its update, and on n in the output (e for dq, ones for dk)
     NormOperand norm_keys[C::kNormalizer ? C::kTiling.gate_stages : 0];
     NormOperand norm_queries[!C::kNormalizer ? 0 : C::kBackward ? 1 : C::kTiling.gate_stages];
     typename C::Stage gates[C::kTiling.gate_stages];
     PassTask task;
     uint32_t lane_offsets[128];  // transposed_lane_offset of a state warpgroup's threads
-    int ticket;                  // of the cluster, in its first CTA
+    int ticket;                  // the cluster's, in its first CTA
 
     semaphore keys_arrived[C::kTiling.stages][C::kParts], keys_free[C::kTiling.stages][C::kParts];
     semaphore queries_arrived[C::kTiling.stages][C::kParts], queries_free[C::kTiling.stages][C::kParts];
     semaphore values_arrived[C::kTiling.stages], values_free[C::kTiling.stages];
     semaphore scores_ready[C::kTiling.stages];
-    semaphore scores_free[C::kTiling.stages];    // in all CTAs of the cluster, kept by the step's maker
-    semaphore row_sums_free[C::kTiling.stages];  // the sums are there when the keys are free
+    semaphore scores_free[C::kTiling.stages];    // by both CTAs' warps; in the CTA that makes the scores
+    semaphore row_sums_free[C::kTiling.stages];  // the sums are complete when keys_free is
     semaphore gates_ready[C::kTiling.gate_stages], gates_free[C::kTiling.gate_stages];
     semaphore factor_arrived[C::kOutStages][C::kStateWarpgroups];
-    semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // by the scores' warps, of dv
+    semaphore factor_read[C::kOutStages][C::kStateWarpgroups];  // dv: by the scores' warps
     semaphore out_ready[C::kOutStages][C::kStateWarpgroups];
-    semaphore out_free[C::kOutStages][C::kStateWarpgroups];  // where there is no factor
+    semaphore out_free[C::kOutStages][C::kStateWarpgroups];  // used where there is no factor
     semaphore tail_landed, factor_tail_landed;               // a tile whose last rows are still to be zeroed
 
     // Every warp that reads a buffer arrives on its *_free barrier.

@@ -1,13 +1,14 @@
-// The gate side of the passes of the mLSTM backward: what mlstm_bwd_scan leaves of every chunk, the same for
-// all three, and what a warp of a pass makes of it ahead of the GEMMs. And that of the segments kernel, of
-// which every warp scans other chunks.
+// Gates of the backward's walks: per chunk as mlstm_bwd_scan stores them for all three walks (ChunkGates), as
+// the gate warp of a walk prepares them ahead of the GEMMs (PassStage), and as the segment sums use them
+// (SegmentStage).
 //
-// With b, a, M and m_in of gates.cuh, in log2 units, what a token j sends to a token t is weighted by
+// With b, a, M and m_in of gate/gates.cuh, in log2 units, token j contributes to token t with the weight
 //     s W_tj / w_t = 2^{sends_j - receives_t}
-//         with sends_j = a_j + log2 s and receives_t = M_t + log2 w_t;
-// from the state t gets s 2^{m_in - receives_t} of it, and j adds 2^{a_j - M_L} to it, both in the units that
-// the state is in (OwedDecay). Each chunk's m_in was saved by the forward, so chunks come in either order.
-// The sigmoid gate has m_in = 0 and receives_t = log2 w_t - b_t, and b_L in the place of -M_L.
+//         sends_j = a_j + log2 s        receives_t = M_t + log2 w_t
+// The state contributes to t with s 2^{m_in - receives_t}, and j is added to the state with 2^{a_j - M_L},
+// both times the deferred decay of the state (OwedDecay). The forward has saved m_in of each chunk, so chunks
+// can be scanned in any order. Gates without stabiliser have m_in = 0, receives_t = log2 w_t - b_t, and b_L
+// in place of -M_L.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -18,29 +19,29 @@ namespace tfla_tk {
 constexpr int kMostSlices = 4;  // of K in a pass for dq or dk
 constexpr int kMostKeys = 256;  // columns of keys of one share
 
-// One chunk, of whatever debt the state in a pass has.
+// One chunk's gates, before the deferred decay of a walk's state is applied.
 struct alignas(16) ChunkGates {
     float2 sends[kChunk], receives[kChunk];  // as high and low part
     float sent[kChunk], received[kChunk];    // 2^{a_j - M_L} and s 2^{m_in - receives_t}
-    float decay;                             // log2, of the state
-    int stored[2][kMostSlices];              // shares that have stored dq and dk, by slices
+    float decay;                             // log2 of the factor on the state
+    int stored[2][kMostSlices];              // per slice: how many shares have stored dq and dk
 };
 
 }  // namespace tfla_tk
 
 namespace tfla_tk::mlstm {
 
-// Log2. Where a chunk of 64 tokens decays by less, the part of its row sums through the entering state is not
-// summed (mlstm_bwd_gates.cuh): 16 tokens, each with an equal share of the decay, tell what the squares of
-// all would be.
+// log2. In a chunk of 64 tokens that decays by less, the part of the row sums through the entering state is
+// not computed (gate_gradients.cuh). Its squares are extrapolated from 16 tokens, as if every token had the
+// same decay.
 constexpr float kSlowDecay = -12.f;
 __device__ inline float squares_of_all(float decay) {
-    const float fading = exp2f(.5f * decay);  // of squares, over 16 tokens
+    const float fading = exp2f(.5f * decay);  // decay of the squares over 16 tokens
     return (1.f + fading) * (1.f + fading * fading);
 }
 
-// What two tokens' values are multiplied with. In bf16 a high and a low part, so that two instructions scale
-// and round both; fp16 has too few digits of small scales.
+// Scaling of two tokens' values. In bf16 a scale is a high and a low part, so that two instructions scale and
+// round both values. fp16 has too few digits for small scales, so there scaling is in fp32.
 template <class T2> struct PairOfScales {
     float2 scales;
 
@@ -61,14 +62,14 @@ template <> struct PairOfScales<kittens::bf16_2> {
     __device__ inline T2 scaled(T2 x) const { return __hfma2(x, high, __hmul2(x, low)); }
 };
 
-// What the GEMM warpgroups read of one chunk.
+// One chunk's gates as the GEMM warpgroups read them.
 template <class T2> struct alignas(16) PassStage {
     float2 sends[kChunk], receives[kChunk];  // as high and low part
     float e[kChunk];                         // added to the scores of t
-    float query_scale[kChunk];               // of what a query gets from the state
-    PairOfScales<T2> key_scale[kChunk / 2];  // of what a key adds to the state
-    float decay;                             // of the state and of n, 1 where it is owed
-    float slow;                              // squares_of_all of a slow chunk, else 0
+    float query_scale[kChunk];               // factor on what a query reads from the state
+    PairOfScales<T2> key_scale[kChunk / 2];  // factor on what a key adds to the state
+    float decay;                             // factor on the state and on n; 1 where the decay is deferred
+    float slow;                              // squares_of_all of a slow chunk; else 0
 };
 
 // s W_tj / w_t of a score.
@@ -80,8 +81,8 @@ __device__ inline void write_lane_pair(float (&values)[kChunk], float x, float y
     *reinterpret_cast<float2*>(&values[2 * fresh_laneid()]) = {x, y};
 }
 
-// Of one chunk, by one warp: lane l owns tokens 2 l and 2 l + 1. i, f: their pre-activations. m_in: of the
-// chunk.
+// Scans one chunk, by one warp; lane l has tokens 2 l and 2 l + 1. i, f: their gates as stored. m_in: the
+// chunk's.
 template <class P> struct ScannedGates {
     TwoPairs b, a;  // of the lane's tokens
     FloatPair end;  // b_L or -M_L
@@ -92,7 +93,7 @@ template <class P> struct ScannedGates {
     }
 };
 
-// log2_w: of the lane's tokens. The others as in ScannedGates.
+// Writes ChunkGates of one chunk. log2_w: of the lane's tokens; other arguments as in ScannedGates.
 template <class P>
 __device__ inline void scan_chunk(ChunkGates& out, float2 i, float2 f, FloatPair m_in, float2 log2_w,
                                   float scale, FloatPair log2_scale) {
@@ -116,7 +117,7 @@ __device__ inline void scan_chunk(ChunkGates& out, float2 i, float2 f, FloatPair
     if (lane < kStored) out.stored[lane / kMostSlices][lane % kMostSlices] = 0;
 }
 
-// A lane's tokens 2 l and 2 l + 1 of a chunk, on their way to a pass.
+// ChunkGates and e of the lane's tokens 2 l and 2 l + 1, between their load and PassStage.
 struct LaneGates {
     float4 sends, receives;
     float2 sent, received, e;
@@ -131,8 +132,8 @@ struct LaneGates {
         decay = chunk.decay;
     }
 
-    // owed: of the state, with `settle` nothing after this chunk. whole: of 64 tokens. Returns what the
-    // lane's tokens have as keys.
+    // Writes PassStage. owed: the state's deferred decay; settle: defer nothing beyond this chunk. whole: the
+    // chunk has 64 tokens. Returns key_scale of the lane's tokens.
     template <bool kBackward, class T, class T2>
     __device__ inline float2 write(PassStage<T2>& out, OwedDecay<T>& owed, bool settle, bool whole) const {
         const float debt_before = owed.log2, due = owed.add(decay, settle);
@@ -141,7 +142,7 @@ struct LaneGates {
             out.decay = due;
             out.slow = whole && decay > kSlowDecay ? squares_of_all(decay) : 0.f;
         }
-        // what reads the state comes before the decay, what is added to it after
+        // the state is read before its decay is applied, and added to after
         const float of_sent = exp2f(kBackward ? debt_before : -owed.log2);
         const float of_received = exp2f(kBackward ? -owed.log2 : debt_before);
         const float2 sends_state{sent.x * of_sent, sent.y * of_sent};
@@ -156,22 +157,21 @@ struct LaneGates {
     }
 };
 
-// What is read of one chunk when a segment's own state is summed, by the state warpgroups and by the warp
-// that scans the next one.
+// One chunk of the segment sums, as the state warpgroups and the warp that scans the next chunk read it.
 struct alignas(16) SegmentStage {
-    float key_scale[kChunk], norm_key[kChunk];  // of a key in the state and in n at the boundary
+    float key_scale[kChunk], norm_key[kChunk];  // factors of a key in the state and in n at the boundary
     bool last;                                  // no chunk further away can add anything
     FloatPair decay;                            // log2, of the chunks walked so far together
 };
 
-// One chunk of a segment that is walked from a boundary away, by one warp: lane l owns tokens 2 l and 2 l
-// + 1. Scales are those of ChunkGates times the decay from the chunk to the boundary.
+// Scans one chunk of a segment that is walked away from a boundary, by one warp; lane l has tokens 2 l and 2
+// l + 1. Scales are those of ChunkGates times the decay between the chunk and the boundary.
 template <class P, bool kBackward> struct SegmentChunk {
     FloatPair decay;   // log2, of the chunk
-    FloatPair x, y;    // log2 of the scale where the chunk stands, of the lane's tokens
-    float2 log2_w, e;  // of the lane's tokens; the scale is over w and n gets e of it, backward in time
+    FloatPair x, y;    // log2 of the scales of the lane's tokens, without the decay to the boundary
+    float2 log2_w, e;  // of the lane's tokens; used backward in time: the scale is over w, and n's is times e
 
-    // i, f: of the lane's two tokens. m_in: of the chunk.
+    // i, f: gates of the lane's two tokens as stored. m_in: the chunk's.
     __device__ inline SegmentChunk(float2 i, float2 f, float2 log2_w, float2 e, FloatPair m_in)
         : log2_w(log2_w), e(e) {
         const int lane = fresh_laneid();

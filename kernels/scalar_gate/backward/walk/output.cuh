@@ -1,5 +1,5 @@
-// Factor and results of the mLSTM backward's passes: one warp loads 64 columns of the factor, and sends to
-// global memory the gradient that the state warpgroups leave in their place. Another one adds up row sums.
+// Factor and results of the backward's walks. One warp loads panels of 64 columns of the factor, and stores
+// the gradient that the state warpgroups write in their place. Another warp adds up row sums.
 #pragma once
 
 #include "common/store_rows.cuh"
@@ -9,7 +9,7 @@
 
 namespace tfla_tk::mlstm {
 
-// 64 columns of a chunk's gradient.
+// Stores 64 columns of a chunk's gradient, by one warp.
 template <class C>
 __device__ inline void store_out(const PassGlobals& g, const PassTask& task, const typename C::OutTile& out,
                                  int column, int chunk) {
@@ -22,10 +22,11 @@ __device__ inline void store_out(const PassGlobals& g, const PassTask& task, con
                });
 }
 
-// The block that a CTA works on. Shares wait for each other, so the CTAs of several shares take numbers in
-// the order in which they start: a share waits for a lower number, whose CTA runs already.
+// The block index that a CTA works on. Shares wait for each other, so where there are several, clusters draw
+// tickets in the order in which they start. A share then only waits for a lower ticket, whose CTA already
+// runs.
 template <class C> __device__ inline int block_of_pass(const PassGlobals& g, PassMemory<C>& smem) {
-    if constexpr (C::kSumsRows && C::kDimKeys == kMostKeys) {  // else there is one share
+    if constexpr (C::kSumsRows && C::kDimKeys == kMostKeys) {  // otherwise there is one share
         if (g.ticket != nullptr) {
             if (threadIdx.x == 0 && cta_in_cluster() == 0) smem.ticket = atomicAdd(g.ticket, 1);
             cluster_sync();
@@ -35,7 +36,8 @@ template <class C> __device__ inline int block_of_pass(const PassGlobals& g, Pas
     return blockIdx.x;
 }
 
-// Shares take turns at a chunk of the gradient: the first one stores, each later one adds to that.
+// Shares write a chunk of the gradient in order: the first stores it, each later one adds to it. This counts
+// those that are done.
 template <class C>
 __device__ inline int* shares_stored(const PassGlobals& g, const PassTask& task, int chunk) {
     ChunkGates& gates = g.gates[task.batch_head * g.slots + task.slot + chunk];
@@ -51,14 +53,14 @@ template <class C>
 __device__ inline void hand_on_turn(const PassGlobals& g, const PassTask& task, int chunk) {
     const int stored = task.share + 1;
     if (stored == g.shares) return;
-    wait_stores_done();  // each lane for its own
+    wait_stores_done();  // each lane waits for its own stores
     fence_async_global();
     __syncwarp();
     if (fresh_laneid() == 0) release_to_device(shares_stored<C>(g, task, chunk), stored);
 }
 
-// NOTES: by one warp: in the order of a loader of all tiles, which waits for the stores and their turn, keys
-// and queries would come too late.
+// NOTES: a warp of its own: in the warp that loads the other tiles, keys and queries would wait for the
+// stores and for other shares.
 template <class C>
 __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
@@ -87,7 +89,7 @@ __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassM
             wait(smem.out_ready[slot][warpgroup_id], phase);
             store_out<C>(g, task, smem.out[slot][warpgroup_id], column, chunk);
             wait_stores_read();
-            __syncwarp();  // each lane has waited for its own
+            __syncwarp();  // every lane has waited for its own stores
             if (has_factor)
                 load_factor(step + kAhead, panel);
             else
@@ -97,9 +99,9 @@ __device__ inline void load_factor_and_store_outputs(const PassGlobals& g, PassM
     }
 }
 
-// Adds up the sums of out . factor over the CTA's slice, which the state warpgroups leave in parts, and
-// stores them, by one warp. NOTES: not by the scores' warps, whose loop then is not uniform to the compiler:
-// each of their GEMMs would get its descriptors by way of the lanes' registers.
+// Adds up the state warpgroups' partial sums of out . factor over the CTA's slice and stores them, by one
+// warp. NOTES: not by the scores' warps: a branch by lane makes their loop non-uniform to ptxas, and every
+// GEMM's descriptors would go through per-lane registers.
 template <class C> __device__ inline void store_row_sums(const PassGlobals& g, PassMemory<C>& smem) {
     static_assert(C::kBlocks == 1, "row sums have one place per step");
     const PassTask& task = smem.task;
@@ -111,7 +113,7 @@ template <class C> __device__ inline void store_row_sums(const PassGlobals& g, P
         const int chunk = C::chunk(task, step), lane = fresh_laneid(), t = chunk * kChunk + 2 * lane;
         float2 whole{0.f, 0.f};
         FlowSum flow{0.f, 0.f};
-        wait_free(smem.keys_free[slot][0], phase);  // the state has done the step
+        wait_free(smem.keys_free[slot][0], phase);  // the state warps are done with the step
 #pragma unroll 1
         for (int id = 0; id < ids; id++) {
             const PartialSums& sums = smem.sums[slot][id];

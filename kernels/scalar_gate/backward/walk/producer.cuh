@@ -1,4 +1,4 @@
-// Producer warpgroup of the mLSTM backward's passes, but for the gradient and its factor: TMA loads, gates.
+// Producer warpgroup of the backward's walks, without the warps of output.cuh: TMA loads, gates.
 #pragma once
 
 #include "common/tile_loader.cuh"
@@ -6,7 +6,7 @@
 
 namespace tfla_tk::mlstm {
 
-// One warp feeds the rings.
+// Loads queries, keys and values into their rings, by one warp. dk also prefetches dq's anchors into L2.
 template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
     TileLoader load{task, g.packed(), smem.tail_landed};
@@ -35,7 +35,7 @@ template <class C> __device__ inline void feed_gates(const PassGlobals& g, PassM
     const PassTask& task = smem.task;
     if (task.chunks == 0) return;
     OwedDecay<typename C::T> owed;
-    // at the walk's end, and where dq leaves its state or dk multiplies with its own
+    // defer nothing at the walk's end and where the state is stored (dq) or multiplied with that (dk)
     auto settles = [&](int step) {
         const int chunk = C::chunk(task, step);
         return step + 1 == task.chunks || (C::kGradient == Gradient::dq && task.anchored(chunk + 1)) ||
@@ -63,7 +63,7 @@ template <class C> __device__ inline void feed_gates(const PassGlobals& g, PassM
             fence_async_proxy();
         }
         arrive_warp(smem.gates_ready[slot]);
-        if (step + 1 < task.chunks) gates = load(step + 1);  // in flight until a place is free
+        if (step + 1 < task.chunks) gates = load(step + 1);  // in flight during the wait for a free stage
     }
 }
 

@@ -1,4 +1,4 @@
-// Scores warpgroup of the mLSTM backward's passes: queries . keys, e and the gate.
+// Scores warpgroup of the backward's walks: queries . keys, e and the gate.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -7,8 +7,8 @@
 
 namespace tfla_tk::mlstm {
 
-// (S + e) s W / w, causal in the walk's direction, into shared memory. The whole weight comes before
-// rounding: dq and dk then round the same numbers, and their errors cancel in the gradient of f.
+// Writes (S + e) s W / w, causal in the walk's direction, to shared memory. The complete weight is applied
+// before rounding, so that dq and dk round the same numbers and their errors cancel in the gradient of f.
 template <class C, class Scores>
 __device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const typename C::Stage& gates) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
@@ -48,11 +48,11 @@ __device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const typ
                  weighted(lower.y, lower_row, right, e_lower.y, visible(row + 8, column + 1))});
         }
         move<T2>::stsm4(address ^ (j * 32), x[0], x[1], x[2], x[3]);
-        asm volatile("" ::: "memory");  // NOTES: gates are loaded when needed: registers
+        asm volatile("" ::: "memory");  // NOTES: loads gates when they are needed, to save registers
     }
 }
 
-// Row sums of values . factor of dv: dh_t.h_t over this slice. Two lanes take a row, half a panel each.
+// dv: row sums of values . factor, dh_t.h_t over this slice. Two lanes take a row, half a panel each.
 template <class C>
 __device__ inline void sum_value_rows(const PassGlobals& g, PassMemory<C>& smem, int step) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
@@ -87,7 +87,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
     constexpr int kSteps = C::kPart / 16;
     const int chunks = smem.task.chunks;
     auto warp_row = [] { return fresh_thread() % 128 / 32 * 16; };
-    constexpr uint32_t kSentBytes = 16 * kPanelColumns * sizeof(T);  // of a warp
+    constexpr uint32_t kSentBytes = 16 * kPanelColumns * sizeof(T);  // per warp
     rt_fl<16, kChunk> scores;
     auto wait_for_operands = [&](int step, int part) {
         const auto [slot, phase] = C::tile(step);
@@ -116,7 +116,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
             arrive_warp(smem.queries_free[slot][part]);
         }
     };
-    // What this warp has stored, to the other CTA.
+    // Copies this warp's rows to the other CTA.
     auto send_scores = [&](int slot) {
         __syncwarp();
         if (cluster_ctas() == 1) return;
@@ -144,7 +144,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
             for (int part = 0; part < C::kParts; part++) wait_for_operands(step, part);
             free_operands(slot);
             wait(smem.gates_ready[stage.slot], stage.phase);
-            // so that this arrival is not taken for one of two steps before
+            // wait for the stage's previous phase, or this arrival would count for it
             wait_free(smem.scores_ready[slot], phase);
             arrive_warp_expecting(smem.scores_ready[slot], kSentBytes);
         }

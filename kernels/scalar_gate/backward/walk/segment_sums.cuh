@@ -1,11 +1,10 @@
-// Segments kernel of the mLSTM backward's passes: what each segment adds by itself to the state at the
-// boundary that it leaves over, of C for dq and of its gradient for dk and dv, as the pass holds its state
-// there.
+// Segment sums of the backward: what each segment adds to the state at the boundary where the walk leaves it.
+// The state is C for dq and its gradient for dk and dv, in the scale in which the walk holds it there.
 //
 // One CTA = (segment that the walk leaves over a boundary, head, slice of the values, share of the keys). It
-// starts at that boundary and walks away from it, against the pass, so that it can stop where the gates have
-// forgotten everything further away: a key whose scale is below 2^-150 is scaled by 0, in fp32. Scales are
-// relative to the boundary, so the state itself never decays.
+// starts at that boundary and walks away from it, against the walk's direction, and stops where the gates
+// have forgotten everything further away: a key whose scale is below 2^-150 would be scaled by 0 in fp32.
+// Scales are relative to the boundary, so the state itself never decays.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -18,12 +17,12 @@
 namespace tfla_tk::mlstm {
 
 constexpr int kSegmentStages = 4;
-// As in a pass: warpgroup 0 feeds the others (warp 0 TMA, the other three scan the gates of a chunk each), 1
-// reads all gates once, then the state's.
+// Warpgroup 0 is the producer: warp 0 loads tiles, the other three scan every third chunk's gates each.
+// Warpgroup 1 reads all gates once for the bounds. The others hold the state, as in a walk.
 constexpr int kSegmentGateWarps = 3;
 constexpr PassRegisters kSegmentRegisters{88, 56, 184};
 
-// Fields as in MlstmSegmentsParams of params_pass.h.
+// Fields as in MlstmSegmentsParams of bindings/params_walk.h.
 struct SegmentsGlobals : WalkGlobals {
     Gate i, f;
     const float* log2_w;
@@ -32,10 +31,10 @@ struct SegmentsGlobals : WalkGlobals {
     bool sigmoid_gate;
 };
 
-// Of all tokens of a segment, one warp's part.
+// Bounds over the tokens of a segment; one warp's part.
 struct SegmentBounds {
-    float gates;    // not a number if one of the gates is
-    float largest;  // log2 of the largest scale of a key where it stands, and at least 0
+    float gates;    // 0, or NaN if one of the gates is NaN
+    float largest;  // log2 of the largest scale of a key without the decay to the boundary, at least 0
 };
 
 template <class C> struct SegmentsMemory {
@@ -50,7 +49,7 @@ template <class C> struct SegmentsMemory {
     __device__ inline void init_barriers() {
         for (int stage = 0; stage < kSegmentStages; stage++) {
             init_warp_barrier(gates_ready[stage], 1);
-            init_semaphore(arrived[stage], C::kParts + 1);  // by tile
+            init_semaphore(arrived[stage], C::kParts + 1);  // one arrival per tile
             init_warp_barrier(free[stage], C::kStateWarps);
         }
         init_warp_barrier(bounds_ready, 4);
@@ -59,7 +58,7 @@ template <class C> struct SegmentsMemory {
     }
 };
 
-// The chunk of a step: against the pass's direction.
+// The chunk of a step, against the walk's direction.
 template <class C> __device__ inline int chunk_from_boundary(const PassTask& task, int step) {
     return C::kBackward ? step : task.chunks - 1 - step;
 }
@@ -71,9 +70,9 @@ template <class C> __device__ inline void load_segment(const SegmentsGlobals& g,
     for (int step = 0; !last; step++) {
         const int chunk = chunk_from_boundary<C>(task, step);
         const auto [slot, phase] = Use<kSegmentStages>(step);
-        wait(smem.gates_ready[slot], phase);  // after `free`, on which the gates wait
+        wait(smem.gates_ready[slot], phase);  // implies `free`, which the gate warps wait for
         last = smem.gates[slot].last;
-        __syncwarp();  // read by every lane before the slot can be free again
+        __syncwarp();  // every lane has read `last` before the slot can become free
         for (int part = 0; part < C::kParts; part++)
             load(smem.keys[slot][part], g.keys, smem.arrived[slot], task.keys_column<C>() + part * C::kPart,
                  task.keys_head<C>(), chunk);
@@ -81,7 +80,7 @@ template <class C> __device__ inline void load_segment(const SegmentsGlobals& g,
     }
 }
 
-// The bounds of the whole segment, by one warpgroup under the first steps of the walk.
+// Computes the bounds of the whole segment, by one warpgroup during the first steps.
 template <class C, class P>
 __device__ inline void find_bounds(const SegmentsGlobals& g, SegmentsMemory<C>& smem) {
     constexpr int kBatch = 8;  // loads in flight
@@ -91,7 +90,7 @@ __device__ inline void find_bounds(const SegmentsGlobals& g, SegmentsMemory<C>& 
     gates.template add<P>(GateRows(g.i, task.batch, task.head, task.first_row),
                           GateRows(g.f, task.batch, task.head, task.first_row), thread, 128, task.tokens);
     float largest = 0.f;
-    if (C::kBackward && g.log2_w)  // s 2^{m_in - M_t} / w_t is 1 / w_t at most
+    if (C::kBackward && g.log2_w)  // the scale s 2^{m_in - M_t} / w_t is at most 1 / w_t
         for (int t = thread; t < task.tokens; t += kBatch * 128) {
             float log2_w[kBatch];
 #pragma unroll
@@ -115,7 +114,7 @@ __device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>&
         const SegmentBounds part = smem.bounds[laneid() % 4];
         return SegmentBounds{warp_sum(part.gates), warp_max(part.largest)};
     };
-    // of the lane's two tokens of the warp's next chunk
+    // for the lane's two tokens of the warp's next chunk
     float2 i{}, f{}, log2_w{}, e{};
     FloatPair m_in{};
     auto load = [&](int step) {
@@ -128,7 +127,7 @@ __device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>&
             m_in = load_chunk_m(g.chunk_m, task.batch_head * g.slots + task.slot + chunk);
     };
     using Chunk = SegmentChunk<P, C::kBackward>;
-    FloatPair decay{};  // log2, of the chunks walked so far together
+    FloatPair decay{};  // log2, product over the chunks walked so far
     load(gate_warp);
     scan_in_turns<kSegmentGateWarps>(
         smem.gates, smem.gates_ready, smem.free, gate_warp,
@@ -142,20 +141,20 @@ __device__ inline void scan_segment(const SegmentsGlobals& g, SegmentsMemory<C>&
             chunk.write(out, decay, g.scale);
             decay = decay + chunk.decay;
             if (laneid() == 0) out.decay = decay;
-            // whether keys further away, whose scales are 2^largest at most where they stand, add nothing
+            // whether keys further away add nothing, if their scales without decay are at most 2^largest
             auto forgets = [&](float largest) { return rounded_sum(decay, largest) <= kNothing; };
             return step + 1 == task.chunks || (forgets(0.f) && forgets(bounds().largest));
         },
         [&] {
             if (task.share_and_slice<C>(g) != 0) return;
-            // Of the chunks walked: where others are left out, their decay is 0 in fp32 as it is.
+            // the decay of the chunks walked: where others are skipped, it is already 0 in fp32
             const double walked = static_cast<double>(decay) + bounds().gates;
             if (laneid() == 0) g.boundaries.log2_decay[task.left] = walked;
         });
 }
 
-// 16 tokens of values^T from 16 k on; adds what they are to n. `address`: the values' panel plus
-// transposed_lane_offset.
+// Loads 16 tokens of values^T from 16 k on and adds their contribution to n. `address`: the values' panel
+// plus transposed_lane_offset.
 template <class C, class A>
 __device__ inline void load_values(A& a, float2& norm, uint32_t address, const SegmentStage& gates, int k) {
     load_transposed(a, address + 16 * k * kPanelColumns * sizeof(typename C::T));
@@ -173,21 +172,21 @@ __device__ inline void sum_segment(const SegmentsGlobals& g, SegmentsMemory<C>& 
 
     rt_fl<16, C::kPart> state[C::kParts];
     rt<T, 16, 16> values[kSteps];
-    float2 norm{0.f, 0.f};  // of the rows lane / 4 and + 8, this lane's part
+    float2 norm{0.f, 0.f};  // n of rows lane / 4 and + 8, this lane's part
 #pragma unroll
     for (auto& tile : state) warp::zero(tile);
 
     bool last = false;
     for (int step = 0; !last; step++) {
         const auto [slot, phase] = Use<kSegmentStages>(step);
-        wait(smem.arrived[slot], phase);  // its loads wait for the gates
+        wait(smem.arrived[slot], phase);  // implies gates_ready, which the loads wait for
         const SegmentStage& gates = smem.gates[slot];
         last = gates.last;
         const uint32_t panel = shared_address(smem.values[slot].data[warpgroup_id]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            // Of the tokens: the later ones are loaded under GEMMs. NOTES: what has arrived is waited for
-            // again, or ptxas would load all of them first.
+            // Halves of the tokens; the second is loaded under the GEMMs of the first. NOTES: the second wait
+            // keeps ptxas from moving all loads before the first GEMM.
             if (half > 0) wait(smem.arrived[slot], phase);
             constexpr int kHalf = kSteps / 2;
 #pragma unroll

@@ -1,16 +1,18 @@
-// One pass of the mLSTM backward: dq, dk or dv (params_pass.h).
+// One walk of the backward: dq, dk or dv (bindings/params_walk.h).
 //
 // One CTA owns a (segment of a sequence, head, slice of the values, share of the keys) and walks it in chunks
 // of 64 tokens, for dq forward and for dk and dv backward in time; the transposed state stays in registers in
 // fp32. Per chunk:
-//   producer   TMA of the tiles into rings; one warp puts the gates into the state's units
-//              (mlstm_pass_gates.cuh), one loads the factor and stores O^T, one adds up row sums
-//              (mlstm_pass_output.cuh)
-//   scores     S = Q K^T; (S + e) . gate into shared memory, also that of the CTA of the next slice, which
-//              makes those of every second chunk; for dv, on request, row sums of values . factor
+//   producer   loads tiles into rings; one warp applies the deferred decay to the gates (gates.cuh), one
+//   loads the factor
+//              and stores the gradient, one adds up row sums (output.cuh)
+//   scores     S = Q K^T; (S + e) . gate into shared memory. The CTAs of two neighbouring slices each make
+//   every second
+//              chunk's for both. For dv, on request, row sums of values . factor
 //   state      O = state Q^T, scaled; O += values^T scores^T; state = decay state + (values . key_scale)^T K;
-//              row sums of O^T . factor; O^T into the factor's place
-// Where sequences are cut, mlstm_pass_segments.cuh made what each segment begins with. Equations:
+//   row sums of
+//              O . factor; O replaces the factor
+// Where sequences are cut, segment_sums.cuh has made the state at the start of each segment. Equations:
 // docs/mlstm-backward.md.
 #include <stdexcept>
 
@@ -39,7 +41,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         smem.lane_offsets[threadIdx.x % 128] = transposed_lane_offset(threadIdx.x % 128 / 32);
     begin_task<C>(g, smem, block_of_pass<C>(g, smem),
                   [&] { g.queries.prefetch(), g.keys.prefetch(), g.values.prefetch(), g.out.prefetch(); });
-    if (cluster_ctas() > 1) cluster_sync();  // before another CTA writes to this one's shared memory
+    if (cluster_ctas() > 1) cluster_sync();  // barriers are initialised before the other CTA uses them
     if (smem.task.tokens < 0) return;
 
     constexpr auto kRegisters = C::kTiling.registers;
@@ -62,14 +64,14 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_pas
         set_registers<kRegisters.state, kThreads, kCtas>();
         walk_state(g, smem, warpgroup_id - 2);
     }
-    if (cluster_ctas() > 1) cluster_sync();  // another CTA may still write to this one's shared memory
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
-// Tiles of the keys' columns and of the values'.
+// Number of tiles of the keys' columns, and of the values'.
 inline int shares(int dim_keys) { return (dim_keys + TFLA_DIM_KEYS - 1) / TFLA_DIM_KEYS; }
 inline int slices(int dim_values) { return (dim_values + TFLA_SLICE - 1) / TFLA_SLICE; }
 
-// Heads of queries and keys, and of values and the factor.
+// Number of heads of queries and keys, and of values and the factor.
 template <class C> int keys_heads(const PassWalk& p) { return C::kKeysAreOfQK ? p.heads / p.group : p.heads; }
 template <class C> int values_heads(const PassWalk& p) {
     return C::kKeysAreOfQK ? p.heads : p.heads / p.group;
@@ -101,7 +103,7 @@ dim3 grid(const WalkGlobals& g, const char* name) {
     return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.shares, 1, name);
 }
 
-// Calls run<C>() with the config of a pass for dq or dk.
+// Calls run<C>() with the config of the walk for dq or dk.
 template <class T, class Run> void with_config(const PassWalk& p, Run run) {
     auto of_gradient = [&]<bool kNormalizer>() {
         using Dq = PassConfig<T, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dq, kNormalizer>;
@@ -118,7 +120,7 @@ template <class T, class Run> void with_config(const PassWalk& p, Run run) {
 
 template <class C> void launch_pass(const MlstmPassParams& p, cudaStream_t stream) {
     const PassWalk& walk = p.walk;
-    if (!C::kSumsRows && shares(walk.dim_keys) > 1)  // they would not take turns
+    if (!C::kSumsRows && shares(walk.dim_keys) > 1)  // dv does not add up shares
         throw std::runtime_error("mlstm_pass: dv takes one share of the keys");
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
         return TensorMap(x, walk.batch, heads, walk.seq, dim, box_rows, walk.half);
@@ -180,7 +182,7 @@ template <class T> void run_segments(const MlstmSegmentsParams& p, cudaStream_t 
 
 namespace tfla_tk {
 
-// Of what dq and dk do with anchors, the same for both and both operand dtypes.
+// For sizes of anchors, which are the same for dq and dk and for both operand types.
 using AnchorConfig = mlstm::PassConfig<kittens::bf16, TFLA_DIM_KEYS, TFLA_SLICE, Gradient::dq, kMayNormalize>;
 
 std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_keys, int dim_values) {

@@ -1,4 +1,4 @@
-// Tiles, warpgroup roles, register split and shared-memory plan of the fused mLSTM forward up to K = 128.
+// Tiles, warpgroup roles, register split and shared-memory plan of the fused forward up to K = 128.
 #pragma once
 
 #include "common/sync.cuh"
@@ -6,7 +6,7 @@
 
 namespace tfla_tk::mlstm {
 
-// Registers per thread of each role; a column of the register file has 512, 65536 / (128 threads).
+// Registers per thread of each role; they sum to at most 512 over the warpgroups, 65536 / 128 threads.
 struct Registers {
     int producer, state, output;
 };
@@ -17,7 +17,7 @@ struct Tiling {
     Registers registers;
 };
 
-// One row per (K, V slice). The comment names what limits the row.
+// One row per (K, slice of V). The comment names the limiting resource.
 constexpr Tiling tiling(int dim_qk, int v_slice) {
     if (dim_qk == 128 && v_slice == 256)
         return {4, 2, 4, 1, {40, 160, 152}};                  // registers: the state takes 128
@@ -36,37 +36,39 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
     static_assert(kDimQK <= 128);
     static constexpr Tiling kTiling = tiling(kDimQK, kSliceV);
 
-    // Warpgroups: 0 feeds the others (warp 0 TMA, warp 1 gates, warp 2 n), then the state's, each with 64
-    // rows of C, then the output's.
+    // Warpgroups: 0 is the producer (warp 0 TMA, warp 1 gates, warp 2 n), then the state's with 64 rows of C
+    // each, then the output's.
     static constexpr int kStateWarpgroups = kDimQK / 64;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
     static constexpr int kStateWarps = 4 * kStateWarpgroups;
 
-    // Arrivals that free a K or Q slot. One ring holds both, and the state's warps read only K: for Q an
-    // arrival of the output's counts for them.
+    // Arrivals that free a slot of the ring of K and Q. The state's warps read only K, so for Q each arrival
+    // of an output warp has the weight kQueryArrivals.
     static constexpr int kQKArrivals = 4 * (1 + kStateWarpgroups), kQueryArrivals = 1 + kStateWarpgroups;
 
-    // The output warpgroup walks its V slice in passes, so that its accumulator stays at 64 registers.
+    // The output warpgroup makes its slice of V in column halves ("passes") of at most 128 columns, so that
+    // its accumulator takes 64 registers.
     static constexpr int kPassV = kSliceV == 256 ? 128 : kSliceV;
     static constexpr int kPasses = kSliceV / kPassV;
 
-    // Ring positions of a chunk's tiles; K and Q share one ring: for every chunk K, then Q.
+    // Ring positions of a chunk's tiles. K and Q share one ring: K, then Q of every chunk.
     using QKUse = Use<kTiling.qk_slots>;
     static_assert(kTiling.qk_slots % 2 == 0, "a slot holds only K or only Q: its readers see every phase");
     __device__ static inline QKUse key(int chunk) { return QKUse(2 * chunk); }
     __device__ static inline QKUse query(int chunk) { return QKUse(2 * chunk + 1); }
     __device__ static inline auto value(int chunk) { return Use<kTiling.v_stages>(chunk); }
     __device__ static inline auto gate_stage(int chunk) { return Use<kTiling.gate_stages>(chunk); }
-    // NOTES: two stages and no barrier that frees them. The warp of n has read the sums of chunk c when it
-    // publishes n for c + 1; Q [C, n] of c + 1 waits for that, the state's publishing for c + 2 for this, and
-    // the sums of c + 2 are left after it.
+    // NOTES: two stages need no free barrier, since the sums of chunk c are read before those of c + 2 are
+    // written: the warp of n reads the sums of c, then publishes n for c + 1; Q [C, n] of c + 1 waits for
+    // that n; the state publishes C for c + 2 after that GEMM, and writes the sums of c + 2 after that.
     static constexpr int kSumStages = 2;
     __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
 
     using QKTile = kittens::st<T, kChunk, kDimQK>;
     using VTile = kittens::st<T, kChunk, kSliceV>;
-    // C^T of a pass; below it n as a high and a low part, two of the rows that a wgmma reads beyond kPassV.
+    // C^T of a column half. Below it 16 more rows, two of which hold n as a high and a low part; the first
+    // half's wgmma reads them too.
     static constexpr int kNormRows = kNormalize ? 16 : 0;
     using StateTile = kittens::st<T, kPassV + kNormRows, kDimQK>;
     using OutTile = kittens::st<T, kChunk, kPassV>;
@@ -76,9 +78,9 @@ template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSched
 template <class C> struct SharedMemoryPlan {
     typename C::QKTile qk[C::kTiling.qk_slots];
     typename C::VTile v[C::kTiling.v_stages];
-    typename C::StateTile state[C::kPasses];   // C^T and n at the chunk's start, rounded, as Q C reads them
-    typename C::OutTile out;                   // h on its way to global memory, 16 rows per warp
-    float key_sums[C::kSumStages][C::kDimQK];  // of a chunk's scaled keys, on their way to n
+    typename C::StateTile state[C::kPasses];   // C^T and n at the chunk's start, rounded: operand of Q C
+    typename C::OutTile out;                   // h, staged for TMA stores, 16 rows per warp
+    float key_sums[C::kSumStages][C::kDimQK];  // sums of a chunk's scaled keys, for the warp of n
     GateStage gates[C::kTiling.gate_stages];
     Task task;
 

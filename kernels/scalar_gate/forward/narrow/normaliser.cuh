@@ -1,4 +1,4 @@
-// Norm warp of the mLSTM forward up to K = 128: n in registers.
+// The warp of n in the forward up to K = 128: n in registers.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -6,16 +6,16 @@
 
 namespace tfla_tk::mlstm {
 
-// A lane has 2 kPairs neighbouring rows. Per chunk n is published as Q C reads it; then the chunk's decay and
-// the sums of its scaled keys make the next one of it.
+// A lane has 2 kPairs neighbouring rows of K. Per chunk: publish n for Q [C, n], then n = decay n + the sums
+// of the chunk's scaled keys.
 template <class C> __device__ inline void carry_norm(const Globals& g, SharedMemoryPlan<C>& smem) {
     using T = typename C::T;
     using T2 = typename base_types::packing<T>::packed_type;
-    constexpr int kPairs = C::kDimQK / 64;  // of neighbouring rows of K, a lane's
+    constexpr int kPairs = C::kDimQK / 64;
     constexpr uint32_t kPanelBytes = C::StateTile::rows * kPanelColumns * sizeof(T);
     const Task& task = smem.task;
     const int lane = fresh_laneid(), row = 2 * kPairs * lane;
-    const int column = row % kPanelColumns;  // of the operand C^T, in its panel
+    const int column = row % kPanelColumns;  // of C^T, within its panel
     const uint32_t panel = shared_address(&smem.state[0]) + row / kPanelColumns * kPanelBytes;
 
     float2 n[kPairs];
@@ -24,7 +24,7 @@ template <class C> __device__ inline void carry_norm(const Globals& g, SharedMem
 #pragma unroll
     for (int p = 0; p < kPairs; p++) n[p] = {entry(row + 2 * p), entry(row + 2 * p + 1)};
 
-    // n as a high and a low part of T, below C^T
+    // writes n as a high and a low part of type T below C^T
     auto publish = [&](int chunk) {
         T2 high[kPairs], low[kPairs];
 #pragma unroll

@@ -1,4 +1,4 @@
-// Output warpgroup of the mLSTM forward up to K = 128: scores, gate, both products, normaliser, store.
+// Output warpgroup of the forward up to K = 128: scores, gate, both products, normaliser, store.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -8,7 +8,7 @@
 
 namespace tfla_tk::mlstm {
 
-// P = S 2^{column - row}, causal; `sums` gets the row sums over the whole chunk.
+// P = S 2^{column - row}, causal, rounded; `sums` becomes its row sums before rounding.
 template <class P, class Scores>
 __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const GateStage& gates, int row) {
     ScoreGate gate(gates, row, laneid(), {0.f, 0.f});
@@ -34,11 +34,11 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
 
     rt_fl<16, kChunk> scores;
     rt<T, 16, kChunk> p;
-    // beside the output 16 columns more: q times the high and the low part of n, and what nobody reads
+    // the output's columns and 16 more, of which two are q times the high and the low part of n
     rt_fl<16, C::kPassV + C::kNormRows> out_and_qn;
     auto& out = reinterpret_cast<rt_fl<16, C::kPassV>&>(out_and_qn);
     auto& qn = reinterpret_cast<rt_fl<16, 16>&>(out_and_qn.tiles[0][C::kNormalize ? C::kPassV / 16 : 0]);
-    const auto& qn_parts = qn.tiles[0][0].data;  // of the first lane of four: row, then row + 8
+    const auto& qn_parts = qn.tiles[0][0].data;  // valid in the first lane of every four: row, then row + 8
 
     auto issue_scores = [&](int chunk) {
         const auto key = C::key(chunk), query = C::query(chunk);
@@ -47,13 +47,14 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         forget(scores);
         warpgroup::mm_ABt(scores, smem.qk[query.slot], smem.qk[key.slot]);
     };
-    // NOTES: waits after the last chunk too, where there are none: else ptxas serialises (C7511).
+    // NOTES: also called after the last chunk, without scores in flight; without that wait ptxas serialises
+    // (C7511).
     auto finish_scores = [&](int chunk, auto none_constant) {
         warpgroup::mma_async_wait<0>();
         pin(scores);
         if constexpr (!decltype(none_constant)::value) arrive_warp(smem.qk_free[C::key(chunk).slot]);
     };
-    // Q C; in the first pass q n too.
+    // Issues Q C; in the first column half Q [C, n].
     auto issue_inter = [&](int pass, int chunk) {
         constexpr uint32_t kStatePanelBytes = C::StateTile::rows * kPanelColumns * sizeof(T);
         const auto state = Operand128B::rows(&smem.state[pass]);
@@ -73,7 +74,7 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         }
         warpgroup::mma_commit_group();
     };
-    // Waits for Q C; the last pass frees Q.
+    // Waits for Q C and frees C^T; the last column half frees Q.
     auto finish_inter = [&](int pass, int chunk) {
         warpgroup::mma_async_wait<0>();
         pin(out);

@@ -1,4 +1,4 @@
-// Producer warpgroup of the mLSTM forward up to K = 128: TMA loads, gate scan.
+// Producer warpgroup of the forward up to K = 128: TMA loads, gate scan.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -7,11 +7,11 @@
 
 namespace tfla_tk::mlstm {
 
-// One warp feeds the rings. Packed sequences follow one another in memory: rows behind the last token of this
-// one are another's, and zeros take their place in K and V.
+// Loads K, Q and V into their rings, by one warp. Rows past the last token of a packed sequence belong to the
+// next sequence; in K and V they are zeroed.
 template <class C> __device__ inline void load_tiles(const Globals& g, SharedMemoryPlan<C>& smem) {
     const Task& task = smem.task;
-    int tails = 0;  // tiles that were loaded with zeros to fill in
+    int tails = 0;  // tiles so far that had rows to zero
     auto load = [&](auto& tile, const TensorMap& map, semaphore& arrived, int column, int head, int chunk,
                     bool fill) {
         const int rows = task.tokens - chunk * kChunk, row = task.first_row + chunk * kChunk;
@@ -43,7 +43,7 @@ template <class C> __device__ inline void load_tiles(const Globals& g, SharedMem
 
 template <class C, class P> __device__ inline void scan_gates(const Globals& g, SharedMemoryPlan<C>& smem) {
     const Task& task = smem.task;
-    // NOTES: addressed anew for every chunk: registers
+    // NOTES: addresses are recomputed for every chunk, to save registers
     auto loader = [&](const Gate& gate, int chunk) {
         return [&, chunk](float none) {
             return GateRows(gate, task.batch, task.head, task.first_row).pair(chunk, task.tokens, none);

@@ -1,4 +1,4 @@
-// State warpgroups of the mLSTM forward up to K = 128: C in registers, published once per chunk.
+// State warpgroups of the forward up to K = 128: C in registers, written to shared memory once per chunk.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -9,9 +9,9 @@ namespace tfla_tk::mlstm {
 template <class C>
 __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem, int warpgroup_id) {
     using T = typename C::T;
-    constexpr int kStepTokens = 16;  // of scaled K^T at a time: all that the registers hold
+    constexpr int kStepTokens = 16;  // tokens of scaled K^T at a time; registers hold no more
 
-    // NOTES: tiles of 64 registers, since a wgmma with N = 256 does not compile in a launch of 512 threads.
+    // NOTES: tiles of 64 registers, since a wgmma with N = 256 does not compile for 512 threads (C7602).
     rt_fl<16, C::kPassV> state[C::kPasses];
     const int warp_row = warpgroup_id * 64 + warpgroup::warpid() * 16;
     constexpr uint32_t kPanelBytes = kChunk * kPanelColumns * sizeof(T);
@@ -34,11 +34,11 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
             pin(state[pass]);
         });
     };
-    // The sums of the scaled keys, for the warp that carries n. Of four lanes two have one of the warp's rows
-    // each: lane / 4, and that + 8.
+    // Writes the sums of the scaled keys for the warp of n. Two of every four lanes write one of the warp's
+    // rows each: lane / 4, and that + 8.
     auto leave_sums = [&](float2 sums, int chunk) {
         const int lane = fresh_laneid();
-        // each of two neighbours takes one row and gives the other one away
+        // each of two neighbouring lanes keeps one row and sends the other
         const float given = __shfl_xor_sync(0xffffffff, lane % 2 == 0 ? sums.y : sums.x, 1);
         float sum = (lane % 2 == 0 ? sums.x : sums.y) + given;
         sum += __shfl_xor_sync(0xffffffff, sum, 2);
@@ -68,7 +68,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
         const GateStage& gates = smem.gates[stage.slot];
         const float decay = gates.decay;
         rt<T, 16, kStepTokens> keys;
-        float2 sums{0.f, 0.f};  // of the scaled keys, this lane's part
+        float2 sums{0.f, 0.f};  // sums of the scaled keys, this lane's part
         wait(smem.qk_arrived[key.slot], key.phase);
         if (decay != 1.f)
             for_each_pass([&](int pass) {

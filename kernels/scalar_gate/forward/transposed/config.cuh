@@ -1,4 +1,4 @@
-// Tiles, warpgroup roles, register split and shared-memory plan of the fused mLSTM forward at K = 256.
+// Tiles, warpgroup roles, register split and shared-memory plan of the fused forward at K = 256.
 #pragma once
 
 #include "common/sync.cuh"
@@ -11,12 +11,12 @@
 
 namespace tfla_tk::mlstm {
 
-// Registers per thread of each role; a column of the register file has 512, 65536 / (128 threads).
+// Registers per thread of each role; they sum to at most 512 over the warpgroups, 65536 / 128 threads.
 struct WideRegisters {
     int producer, scores, state;
 };
 
-// b and a of a chunk's tokens (gates.cuh), between the two warps of the gates.
+// b and a of a chunk's tokens (gate/gates.cuh), from the first gate warp to the second.
 struct GateSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
@@ -27,14 +27,14 @@ struct WideConfig {
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
     static constexpr int kSliceV = kSliceV_;  // columns of V, rows of C^T, that one CTA owns
     static constexpr bool kNormalize = kNormalize_;
-    using Gate = Gate_;  // a policy of gate_policy.cuh
+    using Gate = Gate_;  // a policy of gate/policy.cuh
     static constexpr Schedule kSchedule = kSchedule_;
     static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
     static_assert(kNormalize || !Gate::kStabilised, "a stabilised gate comes with a normaliser");
 
-    // Warpgroups: 0 feeds the others (warps 1 and 2 gates one after the other, warp 0 Q and K, and the gates'
-    // last step, warp 3 V, and h on its way out), 1 makes the scores and carries n, then the state's, each
-    // with 64 columns of V.
+    // Warpgroups: 0 is the producer (warps 1 and 2 the first two steps of the gates, warp 0 loads of Q and K
+    // and the gates' last step, warp 3 loads of V and stores of h), 1 makes the scores and carries n, the
+    // others hold the state, 64 columns of V each.
     static constexpr int kStateWarpgroups = kSliceV / 64, kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
@@ -42,37 +42,37 @@ struct WideConfig {
         kStateWarpgroups == 2 ? WideRegisters{32, 64, 208}    // registers: the state takes 128
                               : WideRegisters{48, 208, 240};  // smem: one CTA per SM
 
-    // The state's columns, K, come in parts, since a wgmma with N = 256 does not compile in a launch of 512
-    // threads.
+    // The state's columns, K, are split in two, since a wgmma with N = 256 does not compile for 512 threads
+    // (C7602).
     static constexpr int kPart = 128, kParts = kDimQK / kPart;
     static constexpr int kPartPanels = kPart / kPanelColumns;
-    // Fragments of a state warpgroup's A operand, 16 columns of the state: one on its way and the others in
-    // GEMMs. Then V takes their places.
+    // A fragments of a state warpgroup, 16 columns of the state each: one is filled while the others are read
+    // by GEMMs. The update reuses their registers for V.
     static constexpr int kFragments = std::is_same_v<T, bf16> || kSchedule == Schedule::sequential ? 3 : 4;
     static_assert(kFragments >= 3, "V has two of them as it is, one scaled");
 
-    // Whether rows of h that gates make too small for fp16 are made larger at first (mlstm_wide_rows.cuh).
+    // Whether rows that the gates make too small for fp16 are scaled up (fp16_row_scaling.cuh).
     static constexpr bool kHoldsRowsLarger = !std::is_same_v<T, bf16>;
 
-    // Whether scores are gated in their own registers (`gated`). NOTES: these spill otherwise.
+    // Whether scores are gated in place (`gated`). NOTES: without it these schedules spill.
     static constexpr bool kGatesInPlace = kHoldsRowsLarger && kSchedule != Schedule::overlapped;
 
-    // The scores are made a chunk ahead of the state, and a chunk's keys are free at its end, its queries
-    // early in it: so there are three stages of keys. Gates take as many as there is memory for.
+    // Scores are computed one chunk ahead of the state. A chunk's keys are used until its end, its queries
+    // only early in it, so keys have three stages. Gates have as many as fit.
     static constexpr int kKeyStages = 3, kStages = 2, kGateStages = kNormalize ? 3 : 4, kSumStages = 2;
     __device__ static inline auto key_tile(int chunk) { return Use<kKeyStages>(chunk); }
     __device__ static inline auto tile(int chunk) { return Use<kStages>(chunk); }  // of queries, of values
     __device__ static inline auto gate_stage(int chunk) { return Use<kGateStages>(chunk); }
     __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
 
-    // CTAs of a cluster, which take turns at making scores. Where scores and state take turns each CTA makes
-    // its own, and so it does where its slice has no neighbour.
+    // CTAs of a cluster that shares its scores. Each CTA computes its own in `sequential` and where the
+    // number of slices is odd.
     static int cluster(int slices) {
         return kSchedule == Schedule::sequential ? 1 : ScoreTurns::cluster(slices);
     }
 
-    // Behind a tile's keys n as a high and a low part: two of eight rows more that the GEMM of the scores
-    // reads.
+    // Eight rows after a tile's keys, which the GEMM of the scores reads too; two hold n as a high and a low
+    // part.
     static constexpr int kNormRows = kNormalize ? 8 : 0;
     using T2 = typename base_types::packing<T>::packed_type;
     using Owed = std::conditional_t<std::is_same_v<T, bf16>, OwedDecay<T>,
@@ -84,43 +84,46 @@ struct WideConfig {
     using ScoreTile = PanelTile<T, kChunk, kChunk>;
 };
 
-// key_scale of a chunk's tokens as a high and a low part, times kUnit, as two rows of an operand with zeros
-// before and behind them: for panel p of K^T eight rows from kHigh - 2 p on have them in places 2 p and 2 p
-// + 1. The zeros before eight tokens' rows are also those behind the rows of the eight before, so there is a
-// block more than tokens fill.
+// Operand of the sums of scaled keys: key_scale of a chunk's tokens times kUnit, as rows kHigh (high part)
+// and kLow (low part) of blocks of eight tokens; the other rows are 0. Eight rows from kHigh - 2 p on then
+// have the weights in places 2 p and 2 p + 1, the columns of the accumulator for panel p of K^T. An operand
+// that starts past row 0 runs into the zeros of the next block, so there is one block more than tokens fill.
 template <class T> struct alignas(128) NormWeights {
     static constexpr float kUnit = std::is_same_v<T, bf16> ? 1.f : 16384.f;  // fp16: weights down to 2^-28
     static constexpr int kHigh = 6, kLow = kHigh + 1, kRows = OperandRows16B::kRows;
     T data[kChunk / 8 + 1][kRows][8];
 };
 
-// The completion of the maker's scores_free, from 0 on, by which a chunk's scores find their place free.
+// The index of the completion of scores_free, in the CTA that makes a chunk's scores, after which their place
+// is free.
 __device__ inline int scores_freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
 
 // All shared memory of a CTA.
 template <class C> struct WideMemory {
     typename C::KeyTile keys[C::kKeyStages];
     typename C::QueryTile queries[C::kStages];
-    typename C::ValueTile values[C::kStages];  // then h, on its way to global memory
-    typename C::ScoreTile scores;              // P, over the normaliser
-    alignas(16) float read_factors[kChunk];    // of what a query gets of C^T: inter over the normaliser
+    typename C::ValueTile values[C::kStages];  // then h, staged for TMA stores
+    typename C::ScoreTile scores;              // P / w
+    alignas(16) float read_factors[kChunk];    // factor on C^T q: inter / w
     typename C::Stage gates[C::kGateStages];
     NormWeights<typename C::T> norm_weights[C::kNormalize ? C::kGateStages : 0];
     GateSums gate_sums[C::kSumStages];
-    bool may_run_ahead;  // as RunAhead's last look finds
+    bool may_run_ahead;  // result of RunAhead's latest look
     Task task;
 
     semaphore tiles_arrived[C::kKeyStages];  // keys and queries, and the chunk's gates
     semaphore keys_free[C::kKeyStages], queries_free[C::kStages];
     semaphore values_arrived[C::kStages];
-    semaphore scores_ready, scores_free;  // with their factors; free: in all CTAs, kept by the next maker
+    // with read_factors. scores_free counts the state warps of all CTAs; it lives in the CTA that makes the
+    // next scores
+    semaphore scores_ready, scores_free;
     semaphore gates_ready[C::kGateStages], gates_free[C::kGateStages];
     semaphore sums_ready[C::kSumStages], sums_free[C::kSumStages];
     semaphore out_ready[C::kStages][C::kStateWarpgroups];
     semaphore tail_landed, value_tail_landed;  // a tile whose last rows are still to be zeroed
 
-    // Every warp that reads a buffer arrives on its *_free barrier; but the values' place is that of h, and
-    // the warp that stores h loads them.
+    // Every warp that reads a buffer arrives on its *_free barrier. Values have none: the warp that stores h
+    // out of their place loads the next ones there.
     __device__ inline void init_barriers() {
         auto init = [](auto& ready, auto& free, int ready_warps, int reader_warps) {
             for (auto& barrier : ready) init_warp_barrier(barrier, ready_warps);
@@ -145,7 +148,7 @@ template <class C> struct WideMemory {
     }
 };
 
-// What the state in registers is to be multiplied with after the last chunk.
+// The factor on the state in registers after the last chunk.
 template <class C> __device__ inline float last_unit(const WideMemory<C>& smem) {
     const int chunks = smem.task.chunks;
     if (!C::Owed::kFollowsWeights || chunks == 0) return 1.f;

@@ -1,9 +1,8 @@
-// Rows of h at K = 256 whose factor is too small for fp16.
+// Scaling of rows whose factor is too small for fp16, at K = 256.
 //
-// P is divided by the normaliser before it is rounded. Where gates are nearly closed that makes it so small
-// that fp16 has few digits left, or none. So there P and what is read of the state are held larger by a power
-// of two, and so is h, until the state's warps have it in shared memory. (A large w beside open gates is a
-// sum of large P, which needs none of this.)
+// P is divided by the normaliser before it is rounded. Where gates are nearly closed that leaves few digits
+// in fp16, or none. Such rows of P and of read_factors are scaled up by a power of two, and h is divided by
+// it in shared memory. (A large w beside open gates is a sum of large P and needs no scaling.)
 #pragma once
 
 #include "common/tiles.cuh"
@@ -11,27 +10,28 @@
 
 namespace tfla_tk::mlstm {
 
-constexpr float kLeastFactor = 1.f / 512;  // a row whose factor may be less is held larger
+// Rows whose factor may fall below this are scaled up before rounding to fp16.
+constexpr float kLeastFactor = 1.f / 512;
 
 __device__ inline float over_power_of_two(float power) {
     return __int_as_float(0x7f000000 - __float_as_int(power));
 }
 
-// By how much a row is held larger, at least 1, a power of two. unit: GateStage::unit, so that all who need
-// it come to the same: the row's factor is at most the unit with the sigmoid gate and at most one over it
+// The power of two, at least 1, by which a row is scaled up. It follows from GateStage::unit alone, so that
+// all roles compute the same: the row's factor is at most the unit with the sigmoid gate, at most 1 / unit
 // with the exponential one.
 __device__ inline float held_larger(float unit, bool sigmoid) {
-    constexpr float kMost = 1 << 24;  // what is smaller than 1 / kMost is no fp16
+    constexpr float kMost = 1 << 24;  // smaller than 1 / kMost is 0 in fp16
     const float power = __int_as_float(__float_as_int(unit) & 0x7f800000);
     const float over_factor = sigmoid ? over_power_of_two(power) : power;
     return fminf(fmaxf(over_factor * kLeastFactor, 1.f), kMost);
 }
 
-// Whether it may be more than 1, of a row with the stabiliser m in natural units: below ln kLeastFactor.
+// Whether it may exceed 1 for a row with stabiliser m in natural log units: m < ln kLeastFactor.
 __device__ inline bool may_be_held_larger(float m) { return m < -6.2f; }
 
-// This warp's 16 columns of h in shared memory over what their rows are held larger by. address: the panel
-// plus transposed_lane_offset, as store_transposed had it.
+// Divides this warp's 16 columns of h in shared memory by the factors of their rows. address: the panel plus
+// transposed_lane_offset, as in store_transposed.
 __device__ inline void multiply_back(uint32_t address, const GateStage& gates, bool sigmoid) {
     constexpr int kSteps = kChunk / 16, kStepBytes = 16 * kPanelColumns * sizeof(half);
     const int row = transposed_row(fresh_laneid());

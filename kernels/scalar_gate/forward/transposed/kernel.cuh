@@ -1,13 +1,15 @@
-// Fused chunk-recurrent mLSTM forward at K = 256, where C^T rounded, as another warpgroup's operand, would
-// cost more than the GEMMs: every GEMM of the state is transposed, so that its warpgroups read it out of
-// their own registers.
+// Fused chunkwise forward at K = 256. Here writing C^T to shared memory as another warpgroup's operand would
+// cost more than the GEMMs. So every GEMM of the state is transposed, and its warpgroups read it from their
+// own registers.
 //
 // One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens. Per chunk:
-//   producer   TMA of Q and K into rings; two warps scan the gates ahead (gates.cuh); one loads V and stores
+//   producer   loads Q and K into rings; two warps scan the gates ahead (gate/gates.cuh); one warp loads V
+//   and stores
 //              h, which takes V's place
-//   scores     S, q n = Q [K, n]^T; sums of the scaled keys, and n of the next chunk; P = gate(S) / w, into
-//              shared memory, where 1 / w is what mlstm_fwd_rows.cuh makes of q n. Two CTAs whose slices are
-//              neighbours take turns: each makes every second chunk's P, for both
+//   scores     S, q n = Q [K, n]^T; P = gate(S) / w into shared memory (w: forward/rows.cuh); then sums of
+//   the scaled
+//              keys, and n of the next chunk. Two CTAs whose slices are neighbours each make every second
+//              chunk's P for both (shared_scores.cuh)
 //   state      h^T = C^T Q^T . inter / w + V^T P^T; C^T = decay C^T + (V . key_scale)^T K
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
 #pragma once
@@ -27,7 +29,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void mlstm_wide_kernel(const __grid
     if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h_chunk.prefetch(); }))
         return;
-    if (cluster_ctas() > 1) cluster_sync();  // the other CTA's barriers are there
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
 
     constexpr auto kRegisters = C::kRegisters;
     if (warpgroup_id == 0) {

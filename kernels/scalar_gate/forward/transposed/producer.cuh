@@ -1,4 +1,4 @@
-// Producer warpgroup of the mLSTM forward at K = 256: TMA loads, gates in three steps, stores of h.
+// Producer warpgroup of the forward at K = 256: TMA loads, gates in three steps, stores of h.
 #pragma once
 
 #include "common/store_rows.cuh"
@@ -8,14 +8,15 @@
 
 namespace tfla_tk::mlstm {
 
-// A token's values take what those of the token eight later have lost (mlstm_wide_values.cuh), unless their
-// weight is far less. own, before: key_scale of the lane's two tokens, and in the chunk before.
+// Writes value_scale: key_scale, and whether a token takes the rounding error of the token eight later
+// (value_rounding.cuh), which it does unless its weight is far smaller. own, before: key_scale of the lane's
+// two tokens in this chunk and in the chunk before.
 template <class T2>
 __device__ inline void write_value_scale(WideStage<T2>& gates, float2 own, float2 before) {
     using Scale = ValueScale<T2>;
-    constexpr float kLeast = 1.f / 16;  // of the giving token's weight
+    constexpr float kLeast = 1.f / 16;  // of the weight of the token whose error is taken
     const int lane = fresh_laneid();
-    // the last eight tokens are given to by the first ones of the chunk before
+    // the last eight tokens take from the first eight of the chunk before
     float2 giving = own;
     if (lane < 4) giving = {before.x * gates.decay, before.y * gates.decay};
     auto take = [&](float own, float giving) {
@@ -24,7 +25,7 @@ __device__ inline void write_value_scale(WideStage<T2>& gates, float2 own, float
     gates.value_scale[lane] = Scale(own, {take(own.x, giving.x), take(own.y, giving.y)});
 }
 
-// key_scale of the lane's two tokens, for the sums of keys.
+// Writes key_scale of the lane's two tokens to the operand of the sums of scaled keys.
 template <class T> __device__ inline void write_weights(NormWeights<T>& weights, float2 key_scale) {
     using T2 = typename base_types::packing<T>::packed_type;
     const int t = 2 * fresh_laneid();
@@ -35,8 +36,8 @@ template <class T> __device__ inline void write_weights(NormWeights<T>& weights,
     fence_async_proxy();
 }
 
-// Q and K; and key_scale as the GEMM warpgroups multiply with it. NOTES: not by the warp that makes it, whose
-// instructions are the longest chain of the gates.
+// Loads Q and K, and converts key_scale to the forms that the GEMM warpgroups read. NOTES: not done by the
+// warp that computes key_scale, which is the slowest of the gate warps.
 template <class C> __device__ inline void load_keys_and_queries(const Globals& g, WideMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader load{task, g.packed(), smem.tail_landed};
@@ -50,7 +51,7 @@ template <class C> __device__ inline void load_keys_and_queries(const Globals& g
         load(smem.keys[keys.slot], g.k, arrived, 0, task.key_head, chunk);
         wait_free(smem.queries_free[tile.slot], tile.phase);
         load(smem.queries[tile.slot], g.q, arrived, 0, task.key_head, chunk);
-        // so that one wait serves tiles and gates
+        // one barrier, tiles_arrived, stands for tiles and gates
         wait(smem.gates_ready[stage.slot], stage.phase);
         typename C::Stage& gates = smem.gates[stage.slot];
         const float2 scale = *reinterpret_cast<const float2*>(&gates.key_scale[2 * fresh_laneid()]);
@@ -114,7 +115,7 @@ template <class C> __device__ inline void scale_wide_gates(const Globals& g, Wid
         const int lane = fresh_laneid();
         typename C::Stage& gates = smem.gates[stage.slot];
         if constexpr (Owed::kRunsAhead)
-            // the stage was that of the chunk looked at
+            // this stage's slot was last freed by the look at the chunk kGateStages before
             if (chunk % RunAhead::kEvery == C::kGateStages) scan.owed.may_run_ahead = smem.may_run_ahead;
         const float2 m = scan.finish(gates, of_chunk.b[lane], of_chunk.a[lane], g.scale, g.log2_scale,
                                      chunk + 1 == task.chunks);
@@ -130,8 +131,8 @@ template <class C> __device__ inline void scale_wide_gates(const Globals& g, Wid
     if constexpr (P::kStabilised) store_last_stabiliser(g, task, scan.m);
 }
 
-// V, and in its place h as the state's warpgroups leave it; in fp16 a look at samples of keys and values.
-// NOTES: by one warp: behind the stores of h, in the order of a loader of all tiles, K would come too late.
+// Loads V, stores the h that the state's warpgroups write in its place, and in fp16 samples keys and values
+// (RunAhead). NOTES: a warp of its own: in the warp that loads Q and K, K would wait for the stores of h.
 template <class C>
 __device__ inline void load_values_and_store_outputs(const Globals& g, WideMemory<C>& smem) {
     const Task& task = smem.task;
@@ -146,14 +147,14 @@ __device__ inline void load_values_and_store_outputs(const Globals& g, WideMemor
 #pragma unroll 1
         for (int id = 0; id < C::kStateWarpgroups; id++) {
             wait(smem.out_ready[slot][id], phase);
-            fence_async_proxy();  // NOTES: here, not by the state's warps, who would wait for their stores
+            fence_async_proxy();  // NOTES: here, since the state's warps would wait for their own writes
             store_chunk(task, g.packed(), g.h_chunk, g.h, g.h_row, smem.values[slot].data[id], chunk,
                         [&](const TensorMap& map, uint32_t from, int row) {
                             map.store_panel(from, task.column + id * 64, row, task.head, task.batch);
                         });
         }
         wait_stores_read();
-        __syncwarp();  // each lane has waited for its own
+        __syncwarp();  // every lane has waited for its own stores
     };
     RunAhead run_ahead;
     auto look = [&](int chunk) {

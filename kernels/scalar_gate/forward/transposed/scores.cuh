@@ -1,4 +1,4 @@
-// Scores warpgroup of the mLSTM forward at K = 256: scores and q n, the normaliser, P; n in registers.
+// Scores warpgroup of the forward at K = 256: scores and q n, the normaliser, P; n in registers.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -8,7 +8,7 @@
 
 namespace tfla_tk::mlstm {
 
-// n: a lane has two rows of one panel of K^T, as the accumulator of the key sums has them.
+// n in registers. A lane has two rows of one panel of K^T, in the layout of the accumulator of the key sums.
 template <class C> struct CarriedNorm {
     using T = typename C::T;
     float2 n;
@@ -33,9 +33,10 @@ template <class C> struct CarriedNorm {
         if (column() + 8 < dim_qk) last[column() + 8] = unit * n.y;
     }
 
-    // As a high and a low part behind the keys of a stage, for the GEMM of the scores.
+    // Writes n as a high and a low part to the rows after a stage's keys, for the GEMM of the scores.
     __device__ inline void publish(WideMemory<C>& smem, int slot) const {
-        // One address: a warp has two units of 16 bytes, of which the swizzle swaps those of the second row.
+        // One address serves all writes: a warp has two units of 16 bytes, and the swizzle swaps them in the
+        // second row.
         auto* units = reinterpret_cast<unsigned char*>(smem.keys[slot].data[panel()]) +
                       panel_offset(kChunk, row() / 16 * 2) + row() % 8 * sizeof(T);
         auto write = [&](int part, int unit, T x) {
@@ -61,8 +62,8 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
 
     rt_fl<16, kChunk> scores;
     CarriedNorm<C> norm;
-    float2 qn[2];        // of the first lane of four: q times the high and the low part of n, of its two rows
-    float2 key_sums[2];  // of the lane's two entries of n, by the high and the low part of the weights
+    float2 qn[2];        // first lane of every four: q times the high and the low part of n, for its two rows
+    float2 key_sums[2];  // for the lane's two entries of n: by the high and the low part of the weights
 
     auto issue_scores = [&](int key_slot, int query_slot) {
         const auto keys = Operand128B::rows(&smem.keys[key_slot]);
@@ -80,9 +81,9 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         }
         warpgroup::mma_commit_group();
     };
-    // Sums of the scaled keys, K^T times the weights. The accumulator of 64 x 8 serves all four panels of
-    // K^T: each has two columns of it, where its own operand has the weights' high and low part, and zeros
-    // elsewhere. (So a NaN in K shows in four entries of n.)
+    // Sums of the scaled keys: K^T times the weights. One accumulator of 64 x 8 serves all four panels of
+    // K^T. Each panel has two of its columns: in these its operand has the weights' high and low part, in the
+    // others zeros. (So a NaN in K spreads to four entries of n.)
     auto issue_key_sums = [&](int key_slot, int gate_slot) {
         const OperandRows16B weights(&smem.norm_weights[gate_slot]);
         const auto keys = Operand128B::columns(&smem.keys[key_slot], C::KeyTile::panel_bytes);
@@ -97,7 +98,7 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         }
         warpgroup::mma_commit_group();
     };
-    // S into P, in place, and its row sums; sums: what they begin with, this lane's part.
+    // Turns S into P in place and returns the row sums; sums: their initial value, this lane's part.
     auto gate_scores = [&](const GateStage& gates, float2 sums) {
         const int lane = fresh_laneid();
         ScoreGate gate(gates, warp_row() + lane / 4, lane, sums);
@@ -108,11 +109,11 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
                 gate.template apply<C::kGatesInPlace>(scores.tiles[0][j].data[2 * half],
                                                       scores.tiles[0][j].data[2 * half + 1], gates,
                                                       16 * j + 8 * half);
-            asm volatile("" ::: "memory");  // NOTES: gates are loaded when needed: registers
+            asm volatile("" ::: "memory");  // NOTES: loads gates when they are needed, to save registers
         }
         return gate.row_sums();
     };
-    // P times a factor per row, rounded, into shared memory.
+    // Writes P times a factor per row, rounded, to shared memory.
     auto store_scores = [&](float2 factor) {
         const int lane = fresh_laneid();
         const uint32_t address =
@@ -129,7 +130,7 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             move<T2>::stsm4(address ^ (j * 32), x[0], x[1], x[2], x[3]);
         }
     };
-    // What this warp has stored of a chunk, to the other CTA.
+    // Copies this warp's rows of P and their factors to the other CTA.
     constexpr uint32_t kSentRows = 16 * kPanelColumns * sizeof(T), kSentFactors = 16 * sizeof(float);
     constexpr uint32_t kSentBytes = kSentRows + kSentFactors;
     auto send_scores = [&] {
@@ -151,13 +152,13 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
         arrive_warp(smem.queries_free[query_slot]);
         const int lane = fresh_laneid(), row = warp_row() + lane / 4;
         const float2 inter{gates.inter[row], gates.inter[row + 8]};
-        float2 of_norm{0.f, 0.f};  // by the lanes that have q n
+        float2 of_norm{0.f, 0.f};  // inter q n, in the lanes that have q n
         if constexpr (C::kNormalize)
             if (lane % 4 == 0) of_norm = {inter.x * (qn[0].x + qn[0].y), inter.y * (qn[1].x + qn[1].y)};
 
         const float2 sums = gate_scores(gates, of_norm);
         const bool in_first_cluster = task.column < cluster_ctas() * C::kSliceV;
-        // NOTES: found anew: registers
+        // NOTES: recomputed, to save registers
         const typename C::Stage& same_gates = smem.gates[C::gate_stage(anew(chunk)).slot];
         const float2 unit{same_gates.unit[row], same_gates.unit[row + 8]};
         float2 factor = row_factor<C>(g, task, chunk, unit, row, sums, [&] { return in_first_cluster; });
@@ -187,16 +188,16 @@ template <class C> __device__ inline void make_wide_scores(const Globals& g, Wid
             make_chunk(chunk);
         } else {
             arrive_warp(smem.queries_free[C::tile(chunk).slot]);
-            // so that this arrival is not taken for one of the chunk before
+            // wait for the phase of the chunk before, or this arrival would count for it
             if (chunk > 0) wait(smem.scores_ready, (chunk - 1) & 1);
             arrive_warp_expecting(smem.scores_ready, kSentBytes);
         }
 
-        // NOTES: found anew: what is kept over the gate costs registers
+        // NOTES: recomputed, since values kept over the gating cost registers
         const int same_chunk = anew(chunk);
         const int key_slot = C::key_tile(same_chunk).slot, gate_slot = C::gate_stage(same_chunk).slot;
         if constexpr (C::kNormalize) {
-            // after what the state waits for; the next chunk's scores need it
+            // after P, which the state waits for; needed by the next chunk's scores
             issue_key_sums(key_slot, gate_slot);
             warpgroup::mma_async_wait<0>();
             pin(key_sums);

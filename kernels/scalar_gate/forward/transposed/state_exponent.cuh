@@ -1,21 +1,21 @@
-// The units of the mLSTM forward's state in fp16 at K = 256.
+// The scale of the forward's state in fp16 at K = 256. Registers hold C / 2^log2.
 //
-// bf16 has the range to owe the state's decay for some chunks (OwedDecay): what the registers hold may grow
-// by 2^32 over C. fp16 overflows at 2^16. So the state runs ahead of its decay instead: when a
-// multiplication falls due it is multiplied with what the next chunks will decay by too, 2^-kAhead, and is
-// the smaller for it until they have. That costs digits below 2^-14. Samples of keys and values tell whether
-// they matter; where they do, the state pays in every chunk.
+// In bf16 the decay of the state is deferred (OwedDecay), so registers may hold up to 2^32 C; fp16 overflows
+// at 2^16. So here the state runs ahead of its decay: when it is multiplied, it is multiplied by 2^-kAhead
+// more, and then not again until later chunks have decayed by that. Meanwhile numbers below 2^-14 lose
+// digits. Samples of keys and values tell whether that matters (RunAhead); where it does, the state is
+// multiplied in every chunk.
 //
-// Nor is C in its true scale with the sigmoid gate: units follow the largest weight in it, by powers of two.
-// So nothing is lost where all weights are small, as those of a gate that is nearly closed. The exponential
-// gate's largest weight is 1, by the stabiliser.
+// Without stabiliser 2^log2 also follows the largest weight in C, as a power of two, so that nothing is lost
+// where all weights are small, as with a nearly closed sigmoid gate. With the exponential gate the stabiliser
+// makes the largest weight 1.
 #pragma once
 
 #include "scalar_gate/forward/globals.cuh"
 
 namespace tfla_tk::mlstm {
 
-// Four numbers of the keys and of the values of every second token of a chunk, by lanes.
+// A lane's sample: four elements of k and of v of every second token of a chunk.
 struct SampledToken {
     uint2 key{}, value{};
 
@@ -30,7 +30,7 @@ struct SampledToken {
                                head * x.head_stride + (task.first_row + row) * x.row_stride;
             return __ldg(reinterpret_cast<const uint2*>(rows + column));
         };
-        key = load(g.keys, task.key_head, 4 * ((5 * lane + chunk) % 32));  // of more than 128 columns
+        key = load(g.keys, task.key_head, 4 * ((5 * lane + chunk) % 32));  // K > 128 here
         value = load(g.values, task.head, lane * g.dim_v / 128 * 4);
     }
 
@@ -41,21 +41,20 @@ struct SampledToken {
     }
 };
 
-constexpr float kAhead = 10.f, kAheadOfSlow = 4.f;  // log2; NOTES: little where OwedDecay owes little
+constexpr float kAhead = 10.f, kAheadOfSlow = 4.f;  // log2; NOTES: less for slow decays, as in OwedDecay
 
-// In the place of OwedDecay, with the exponential gate. C is 2^log2 times what the registers hold, and that
-// is not negative.
+// Replaces OwedDecay with the exponential gate. C is 2^log2 times what the registers hold, and log2 >= 0.
 struct AheadOfDecay {
     static constexpr bool kFollowsWeights = false, kRunsAhead = true;
 
     float log2 = 0.f;
-    bool may_run_ahead = false;  // as RunAhead finds
+    bool may_run_ahead = false;  // result of RunAhead
 
     __device__ inline explicit AheadOfDecay(bool) {}
 
     __device__ inline float ahead() const { return log2; }
 
-    // Adds a chunk's decay, log2. Returns what the state is to be multiplied with. settle: log2 is to be 0.
+    // Adds a chunk's decay, log2. Returns the factor on the state. settle: log2 must become 0.
     __device__ inline float add(float decay, bool settle) {
         log2 += decay;
         const float most = may_run_ahead && !settle ? kAhead : 0.f;
@@ -67,53 +66,53 @@ struct AheadOfDecay {
     }
 };
 
-// The same with the sigmoid gate, in units of the largest weight.
+// Replaces OwedDecay for gates that are not stabilised: 2^log2 also follows the largest weight in C.
 struct FollowedWeights {
     static constexpr bool kFollowsWeights = true, kRunsAhead = true;
 
     float log2 = 0.f;
     float largest_weight;        // in C, log2
-    bool may_run_ahead = false;  // as RunAhead finds
+    bool may_run_ahead = false;  // result of RunAhead
 
-    // given: a state to begin with, which counts as one of weight 1.
+    // given: whether there is an initial state, whose weight counts as 1.
     __device__ inline explicit FollowedWeights(bool given) : largest_weight(given ? 0.f : -1e30f) {}
 
-    // By how much more than its largest weight asks for.
+    // log2 headroom above the largest weight in C.
     __device__ inline float ahead() const { return log2 - largest_weight; }
 
-    // Adds a chunk: its decay and the largest weight that it adds with, log2. Returns what the state is to be
-    // multiplied with.
+    // Adds a chunk: its decay and the largest weight that it adds, log2. Returns the factor on the state.
     __device__ inline float add(float decay, float added) {
         log2 += decay;
         largest_weight = fmaxf(largest_weight + decay, added);
-        // one more, since units are whole powers of two
+        // 1 more, since log2 is rounded up to an integer
         const bool stays = ahead() >= 0.f && ahead() <= (may_run_ahead ? kAhead + 1.f : 1.f);
         const float next =
             ceilf(largest_weight) + (may_run_ahead ? (decay > -1.f ? kAheadOfSlow : kAhead) : 0.f);
-        const float due = stays ? 0.f : fminf(log2 - next, 15.f);  // more only of a state of zeros
+        const float due = stays ? 0.f : fminf(log2 - next, 15.f);  // larger only for a state of zeros
         log2 = stays ? log2 : next;
         return exp2f(due);
     }
 };
 
-// Whether the state may run ahead, as samples of keys and values tell in every kEvery-th chunk.
-// NOTES: seldom, since its instructions drive others out of the cache.
+// Decides from samples of keys and values, in every kEvery-th chunk, whether the state may run ahead.
+// NOTES: not more often, since its instructions evict others from the instruction cache.
 //
-// What rounding takes from scaled values that are small is a matter of the keys, whatever their weights: so
-// the state, as large at least as what the chunk adds to it, is compared with keys.
+// The rounding error of small scaled values is multiplied by keys, whatever the weights. So the state, of
+// which the chunk's own contribution is a lower bound, is compared with the keys.
 struct RunAhead {
     static constexpr int kEvery = 16;
-    float ratio = 0.f;  // of squares of C, in units of its largest weight, to keys, as the last looks found
+    // squares of C, relative to its largest weight, over squares of keys: a fading maximum over the looks
+    float ratio = 0.f;
 
-    // ahead: of the units, as the gates are written.
+    // ahead: the policy's, when the gates were written.
     __device__ inline bool look(const SampledToken& x, const GateStage& gates, float ahead) {
-        constexpr float kLeastKey = .25f;  // the state itself has to keep its digits
+        constexpr float kLeastKey = .25f;  // lower bound, so that the state itself keeps its digits
         constexpr float kLeastRatio = .25f;
         const float key = SampledToken::mean_square(x.key);
         const float weight = gates.key_scale[SampledToken::of_lane()] * exp2f(ahead);
         const float state = warp_max(weight * weight * key) * warp_max(SampledToken::mean_square(x.value));
         const float now = state / fmaxf(warp_max(key), kLeastKey);
-        ratio = fmaxf(now, .25f * ratio);  // a chunk may add less than there is
+        ratio = fmaxf(now, .25f * ratio);  // a chunk may add less than the state already has
         return ratio >= kLeastRatio;
     }
 };

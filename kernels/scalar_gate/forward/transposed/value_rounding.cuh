@@ -1,9 +1,10 @@
-// What the state of the mLSTM forward at K = 256 is fed with: (V . key_scale)^T, rounded.
+// Rounding of (V . key_scale)^T, the A operand of the state's update at K = 256.
 //
-// What rounding takes from a token's values is given to those of the token eight before, and rounded with
-// them: where keys are alike, as far as queries see, the errors cancel. Without it h would be up to a third
-// further off than with scaled keys, whose errors a query averages. Backward in time, and not to a token of
-// far less weight, whose key may be so much larger (write_value_scale).
+// Error feedback (sigma-delta): the rounding error (exact minus rounded) of token t is added to token t - 8
+// before that is rounded. Where their keys are alike, as queries see them, the errors cancel. Without it h
+// would be up to a third less accurate than with scaled keys, whose rounding errors average out over a query.
+// The error goes backward in time, and never to a token of a much smaller weight, whose key may be larger by
+// as much (write_value_scale).
 #pragma once
 
 #include "common/sync.cuh"
@@ -12,10 +13,10 @@
 
 namespace tfla_tk::mlstm {
 
-// What the values of two tokens are scaled with, key_scale as a high and a low part, and kTakes or kNot, of
-// what those of the tokens eight later have lost.
+// Scaling of the values of two tokens: key_scale as a high and a low part, and whether they take the errors
+// of the tokens eight later (kTakes, kNot).
 template <class T2> struct alignas(16) ValueScale {
-    // negated, and so is what is lost: their product is what is taken
+    // negative, as `lost` is the negated error: their product is the error that is taken
     static constexpr float kTakes = -1.f, kNot = -0.f;
     T2 high, low, minus_high, take;
 
@@ -23,7 +24,8 @@ template <class T2> struct alignas(16) ValueScale {
         const HighAndLow<T2> scale(key_scale);
         high = scale.high, low = scale.low, minus_high = __hneg2(scale.high);
     }
-    // x of both tokens times key_scale, rounded. lost: of the tokens eight later, then of these.
+    // x of both tokens times key_scale, rounded. lost: negated errors of the tokens eight later; becomes
+    // those of these.
     __device__ inline T2 scaled(T2 x, T2& lost) const {
         const T2 rest = __hfma2(lost, take, __hmul2(x, low));
         const T2 rounded = __hfma2(x, high, rest);
@@ -32,14 +34,14 @@ template <class T2> struct alignas(16) ValueScale {
     }
 };
 
-// What the GEMM warpgroups read of one chunk.
+// One chunk's gates as the warpgroups read them.
 template <class T2> struct WideStage : GateStage {
     ValueScale<T2> value_scale[kChunk / 2];
-    float log2_unit, ahead;  // of the units after it, where the state runs ahead (mlstm_wide_units.cuh)
-    bool has_larger_rows;    // where the kernel holds rows larger: some may be (mlstm_wide_rows.cuh)
+    float log2_unit, ahead;  // after this chunk, where the state runs ahead (state_exponent.cuh)
+    bool has_larger_rows;    // whether rows may be scaled up (fp16_row_scaling.cuh)
 };
 
-// What the lane's tokens of 16 k .. 16 k + 15 are scaled with: two of the first eight and two of the others.
+// Scaling of the lane's tokens of 16 k .. 16 k + 15: two of the first eight and two of the others.
 template <class T2> struct ValueScales {
     ValueScale<T2> of_eight[2];
 
@@ -50,10 +52,10 @@ template <class T2> struct ValueScales {
 
 // A state warpgroup's (V . key_scale)^T as an A operand.
 template <class T2> struct ScaledValues {
-    // of rows lane / 4 and + 8, at the lane's even and odd tokens
+    // negated errors of rows lane / 4 and + 8, at the lane's even and odd tokens
     T2 lost[2]{};
 
-    // a: of V^T as it is, 16 tokens.
+    // scaled = a . key_scale, rounded; a: 16 tokens of V^T.
     template <class A> __device__ inline void scale(A& scaled, const A& a, const ValueScales<T2>& scales) {
 #pragma unroll
         for (int half = 1; half >= 0; half--)
@@ -62,7 +64,7 @@ template <class T2> struct ScaledValues {
                 scaled.tiles[0][0].data[2 * half + row] =
                     scales.of_eight[half].scaled(a.tiles[0][0].data[2 * half + row], lost[row]);
     }
-    // With the state.
+    // The errors decay with the state.
     __device__ inline void decay(float by) {
 #pragma unroll
         for (auto& x : lost) x = __hmul2(x, from_float2<T2>({by, by}));
