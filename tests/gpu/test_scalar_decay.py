@@ -19,6 +19,7 @@ Tensors = dict[str, Tensor]
 Cut = Callable[[int], None]
 
 REPEATS = 200
+VANISHED = 1e-3  # of a gradient, relative to that of o
 DIMS = [(64, 64), (128, 128), (128, 256), (256, 512), (128, 64), (64, 512), (256, 64)]
 PADDED = [(16, 16), (48, 80), (64, 96), (96, 192), (112, 240), (192, 96)]
 LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
@@ -70,7 +71,13 @@ def exact(x: Tensors) -> Tensors:
     return {name: t.double() if t.is_floating_point() else t for name, t in x.items()}
 
 
-def assert_accurate(found: Tensors, truth: Tensors, dtype: torch.dtype) -> None:
+def assert_accurate(found: Tensors, truth: Tensors, dtype: torch.dtype, size: float = 0.0) -> None:
+    """Relative errors within the tolerances of the dtype.
+
+    Args:
+        size: norm of the gradient of o. Gradients that are far smaller have vanished: closed gates leave 1e-22
+            of them, which 16-bit factors cannot hold. Of these only the size is checked.
+    """
     assert found.keys() == truth.keys()
     limits = {"o": TOLERANCE[dtype], "final_state": TOLERANCE[dtype], "dg": GRADIENT_TOLERANCE[dtype][1]}
     limits = {name: limits.get(name, GRADIENT_TOLERANCE[dtype][0]) for name in found}
@@ -78,6 +85,8 @@ def assert_accurate(found: Tensors, truth: Tensors, dtype: torch.dtype) -> None:
     for name, x in found.items():
         assert x.shape == truth[name].shape, name
         error = relative_error(x, truth[name])
+        if truth[name].norm().item() < VANISHED * size:
+            error = (x.double() - truth[name]).norm().item() / (VANISHED * size)
         # not(<=): NaN fails
         if not error <= limits[name]:
             failed[name] = error
@@ -91,20 +100,27 @@ def run(x: Tensors, backend: str = "tk", function: Any = chunk_simple_gla, **opt
 
 
 def train(
-    x: Tensors, backend: str = "tk", function: Any = chunk_simple_gla, last: bool = True, **options: Any
+    x: Tensors,
+    backend: str = "tk",
+    function: Any = chunk_simple_gla,
+    given: list[Tensor] | None = None,
+    **options: Any,
 ) -> Tensors:
-    """The gradients of what can have one, from gradients of o and, on request, of the last state."""
+    """The gradients of what can have one, from gradients of o and of the last state."""
     names = [name for name, t in x.items() if t.is_floating_point() and name != "g_gamma"]
     leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
     found = run(leaves, backend, function, **options)
-    generator = torch.Generator("cuda").manual_seed(9)
-    given = []
-    for name, t in found.items():
-        rows = torch.randn(t.shape, generator=generator, device="cuda")
-        given.append(rows.to(x["q"].dtype).to(t.dtype) if name == "o" else rows.to(t.dtype))
-    outputs = list(found.values())[: 1 + last]
-    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], given[: 1 + last])
+    given = draw_cotangents(found, x["q"].dtype) if given is None else given
+    outputs = list(found.values())
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], given)
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+
+
+def draw_cotangents(outputs: Tensors, dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of o, of numbers that the operands' dtype holds, and of the last state."""
+    generator = torch.Generator("cuda").manual_seed(9)
+    o, state = (torch.randn(t.shape, generator=generator, device="cuda") for t in outputs.values())
+    return [o.to(dtype).to(outputs["o"].dtype), state.to(outputs["final_state"].dtype)]
 
 
 def check(x: Tensors, function: Any = chunk_simple_gla, **options: Any) -> None:
@@ -113,7 +129,7 @@ def check(x: Tensors, function: Any = chunk_simple_gla, **options: Any) -> None:
     assert_accurate(run(x, "tk", function, **options), run(exact(x), "reference", function, **options), dtype)
     found, truth = train(x, "tk", function, **options), train(exact(x), "reference", function, **options)
     assert all(found[f"d{name}"].dtype == x[name].dtype for name in x if f"d{name}" in found)
-    assert_accurate(found, truth, dtype)
+    assert_accurate(found, truth, dtype, size=x["v"].numel() ** 0.5)
 
 
 @pytest.fixture(params=list(TOLERANCE), ids=["bf16", "fp16"])
@@ -259,17 +275,18 @@ def test_cuda_graph_of_training() -> None:
     x = draw(1, 450, 2, 4)
     x["cu_seqlens"] = torch.tensor([0, 100, 450], device="cuda")
     x["initial_state"] = x["initial_state"].repeat(2, 1, 1, 1)
-    run(x), train(x)
+    given = draw_cotangents(run(x), x["q"].dtype)
+    train(x, given=given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(x) | train(x)
+        captured = run(x) | train(x, given=given)
     fresh = draw(1, 450, 2, 4, sequences=2, seed=1)
     for name, t in fresh.items():
         x[name].copy_(t)
     x["cu_seqlens"].copy_(torch.tensor([0, 333, 450]))
     graph.replay()
-    expected = run(x) | train(x)
+    expected = run(x) | train(x, given=given)
     assert all(torch.equal(captured[name], t) for name, t in expected.items())
 
 
