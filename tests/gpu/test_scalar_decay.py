@@ -75,7 +75,7 @@ def assert_accurate(found: Tensors, truth: Tensors, dtype: torch.dtype, size: fl
     """Relative errors within the tolerances of the dtype.
 
     Args:
-        size: norm of the gradient of o. Gradients that are far smaller have vanished: closed gates leave 1e-22
+        size: norm of the gradient of o. Gradients far smaller have vanished: closed gates leave 1e-22
             of them, which 16-bit factors cannot hold. Of these only the size is checked.
     """
     assert found.keys() == truth.keys()
