@@ -1,78 +1,35 @@
-// State warpgroups of the mLSTM backward's passes: the transposed state in registers, and n beside it, out^T
-// = state Q^T + values^T scores^T, the state's update, row sums.
+// State warpgroups of the mLSTM backward's passes: the transposed state in registers, and n beside it.
 //
 // Everything is transposed, so that the state is an operand as it lies in registers: a warpgroup's rows are
-// columns of the values, 64 per block, and nothing of the state goes through shared memory.
+// columns of the values, 64 per block, and nothing of the state goes through shared memory. `out` is the
+// transposed gradient of one block.
+//
+// The steps of one chunk:
+//    1. dq, before every eighth chunk: store the state as an anchor.
+//    2. Wait for the chunk's tiles and gates.
+//   then, for every block of 64 columns of the values,
+//    3. out = state Q^T; under its GEMMs hand the gradient before over to the warp that stores it.
+//    4. state = decay state, where the decay falls due.
+//    5. Issue state += (values . key_scale)^T keys over the first 32 tokens. Under these GEMMs scale out, and
+//       (dq, dk) sum out . factor: the part of the row sums that comes through the entering state.
+//    6. Issue out += values^T scores^T over the first 32 tokens.
+//    7. Issue the same two over the last 32 tokens. The state's GEMM is the last one.
+//    8. Under these GEMMs poll the next chunk's barriers, and (dq, dk) load the factor.
+//    9. Wait for out. Under the state's last GEMM (dq, dk) sum out . factor by rows of the gradient, and put
+//       out in the factor's place.
+//   10. Wait for the state.
+//   and at the chunk's end
+//   11. Free keys, scores and gates.
+//   12. dk, at dq's anchors: sum the product of the two states.
 #pragma once
 
 #include "common/tiles.cuh"
 #include "common/wgmma.cuh"
+#include "scalar_gate/backward/walk/anchors.cuh"
 #include "scalar_gate/backward/walk/config.cuh"
+#include "scalar_gate/backward/walk/dots.cuh"
 
 namespace tfla_tk::mlstm {
-
-// Of 16 columns of out . factor^T, this lane's products, summed over its two rows: columns 2 (lane % 4) and
-// the next one, then those 8 further on.
-struct Products {
-    float2 x[2];
-
-    template <class T, class Tile>
-    __device__ inline Products(const Tile& out, const rt<T, 16, 16>& factor, int j) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float2 upper = to_float2(factor.tiles[0][0].data[2 * half]);
-            const float2 lower = to_float2(factor.tiles[0][0].data[2 * half + 1]);
-            const float2 a = out.tiles[0][j].data[2 * half], b = out.tiles[0][j].data[2 * half + 1];
-            x[half] = {a.x * upper.x + b.x * lower.x, a.y * upper.y + b.y * lower.y};
-        }
-    }
-};
-
-// 16 columns of the factor, the transpose of a panel. `address`: the panel plus transposed_lane_offset.
-template <class T> __device__ inline rt<T, 16, 16> load_factor(uint32_t address, int j) {
-    rt<T, 16, 16> factor;
-    load_transposed(factor, address + 16 * j * kPanelColumns * sizeof(T));
-    return factor;
-}
-
-// sums[c] = sum over this warp's 16 rows of out . factor^T, by column. Of the factor's columns `a`, `b` and
-// `c` have those from 0, 32 and 16 on; those from 48 on are loaded into a's place.
-template <class T, class Tile>
-__device__ inline void column_dots(float (&sums)[kChunk], const Tile& out, rt<T, 16, 16>& a,
-                                   const rt<T, 16, 16>& b, const rt<T, 16, 16>& c, uint32_t address) {
-    static_assert(Tile::width == 4);
-    const int lane = fresh_laneid();
-    // Over the eight lanes that share columns: each exchange halves the columns that a lane sums.
-    auto exchange = [&](float2 first, float2 second, int distance) {
-        auto kept = [&](float first, float second) {
-            const bool keeps_second = lane & distance;
-            const float other = __shfl_xor_sync(0xffffffff, keeps_second ? first : second, distance);
-            return (keeps_second ? second : first) + other;
-        };
-        return float2{kept(first.x, second.x), kept(first.y, second.y)};
-    };
-    float2 x[2][2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const Products first(out, j == 0 ? a : c, j), second(out, j == 0 ? b : a, j + 2);
-        if (j == 0) a = load_factor<T>(address, 3);
-#pragma unroll
-        for (int half = 0; half < 2; half++) x[j][half] = exchange(first.x[half], second.x[half], 16);
-        asm volatile("" ::: "memory");  // NOTES: two fragments at a time: registers
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) x[0][half] = exchange(x[0][half], x[1][half], 8);
-    const float2 sum = exchange(x[0][0], x[0][1], 4);
-    // the bits of lane / 4 have chosen columns 32, 16 and 8
-    *reinterpret_cast<float2*>(&sums[2 * fresh_laneid()]) = sum;
-}
-
-// This lane's part of the sum of out . factor^T over the j-th 16 columns, which `factor` has.
-template <class T, class Tile>
-__device__ inline float sum_dots(const Tile& out, const rt<T, 16, 16>& factor, int j) {
-    const Products products(out, factor, j);
-    return (products.x[0].x + products.x[0].y) + (products.x[1].x + products.x[1].y);
-}
 
 // state += a keys over 16 tokens from 16 k on.
 template <class C, class State, class A>
@@ -85,124 +42,370 @@ __device__ inline void add_keys(State (&state)[C::kParts], const A& a,
     }
 }
 
-template <class C>
-__device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int warpgroup_id) {
-    using T = typename C::T;
-    constexpr int kStepsPerPart = C::kPart / 16, kStateSteps = C::kParts * kStepsPerPart,
-                  kSteps = kChunk / 16;
-    const PassTask& task = smem.task;
-    // NOTES: computed anew where needed: the state takes the registers
-    auto warp = [] { return fresh_thread() % 128 / 32; };
-    const uint32_t lane_offsets = shared_address(smem.lane_offsets);
-    const uint32_t own_lane_offset = lane_offsets + fresh_thread() % 128 * sizeof(uint32_t);
-    auto lane_offset = [&] { return load_anew(own_lane_offset); };
-    auto panel_of = [&](int block) { return C::panel(block, warpgroup_id); };
+// What a thread of a state warpgroup holds. NOTES: not members of StateWalk: a struct with arrays stays in
+// memory until the loops over them are unrolled, and the compiler would know nothing of its other members.
+template <class C> struct StateRegisters {
+    using Fragment = rt<typename C::T, 16, 16>;
 
     rt_fl<16, C::kPart> state[C::kBlocks][C::kParts];
-    rt_fl<16, kChunk> out;                              // of one block
-    rt<T, 16, 16> value_fragments[C::kValueFragments];  // of the values
-    rt<T, 16, 16> fragments[C::kFragments];             // of the state or of scaled values
+    rt_fl<16, kChunk> out;                         // of one block
+    Fragment value_fragments[C::kValueFragments];  // of the values
+    Fragment fragments[C::kFragments];             // of the state, of scaled values or of the factor
     typename C::Norm norm;
-    static_assert(!C::kSumsRows || C::kBlocks == 1);
-    // what reads n is multiplied with, and what is added to it
-    auto norm_query = [&](int step) {
-        return smem.norm_queries[C::kBackward ? 0 : C::gate_stage(step).slot].rows();
-    };
-    auto norm_key = [&](int step, int k) { return smem.norm_keys[C::gate_stage(step).slot].columns(k); };
+};
 
-    auto for_each_state = [&](auto body) {
-#pragma unroll
-        for (int block = 0; block < C::kBlocks; block++)
-#pragma unroll
-            for (int part = 0; part < C::kParts; part++)
-                body(state[block][part], task.column + panel_of(block) * 64 + warp() * 16, part * C::kPart);
+template <class C> struct StateWalk {
+    using T = typename C::T;
+    using State = rt_fl<16, C::kPart>;
+    using Out = rt_fl<16, kChunk>;
+    using Fragment = typename StateRegisters<C>::Fragment;
+    static constexpr int kStepsPerPart = C::kPart / 16, kStateSteps = C::kParts * kStepsPerPart;
+    static constexpr bool kSumsRows = C::kSumsRows, kNormalizer = C::kNormalizer;
+    static_assert(!kSumsRows || C::kBlocks == 1);
+
+    // A block's GEMMs over 16 tokens each, by what they add to, in the order in which they are issued. They
+    // complete in that order.
+    enum class Gemm { state_0, state_1, out_0, out_1, state_2, out_2, out_3, state_3 };
+    static_assert(kChunk / 16 == 4 && C::kValueFragments == 2);
+
+    // A step of the walk: its chunk, and where its tiles and gates are.
+    struct Step {
+        int index, chunk;
+        Use<C::kTiling.gate_stages> stage;
+        Use<C::kTiling.stages> tile;
+
+        __device__ inline Step(const PassTask& task, int index)
+            : index(index), chunk(C::chunk(task, index)), stage(C::gate_stage(index)), tile(C::tile(index)) {}
     };
-    // The queries' k-th 16 columns as an operand.
-    auto query_step = [&](int step, int k) {
-        const auto* tile = &smem.queries[C::tile(step).slot][k / kStepsPerPart];
+
+    const PassGlobals& g;
+    PassMemory<C>& smem;
+    const PassTask& task;
+    const int warpgroup_id;
+    const uint32_t lane_offsets, own_lane_offset;  // in shared memory: of all threads, of this one
+
+    StateRegisters<C>& registers;
+    State (&state)[C::kBlocks][C::kParts] = registers.state;
+    Out& out = registers.out;
+    Fragment (&value_fragments)[C::kValueFragments] = registers.value_fragments;
+    Fragment (&fragments)[C::kFragments] = registers.fragments;
+    typename C::Norm& norm = registers.norm;
+
+    // What polls have found. NOTES: a poll takes some 50 cycles, so it is made under earlier GEMMs and its
+    // result kept in a predicate.
+    bool more = false, at_anchor = false, tiles_arrived = false;  // of the next chunk
+    bool place_ready = false, row_sums_free = false, scores_ready = false;
+
+    __device__ inline StateWalk(const PassGlobals& g, PassMemory<C>& smem, int warpgroup_id,
+                                StateRegisters<C>& registers)
+        : g(g),
+          smem(smem),
+          task(smem.task),
+          warpgroup_id(warpgroup_id),
+          lane_offsets(shared_address(smem.lane_offsets)),
+          own_lane_offset(lane_offsets + fresh_thread() % 128 * sizeof(uint32_t)),
+          registers(registers) {}
+
+    __device__ inline void walk() {
+        load_entering_state();
+        more = task.chunks > 0;
+        at_anchor = anchored(0);
+        for (int index = 0; more; index++) {
+            const Step step(task, index);
+            if (C::kGradient == Gradient::dq && at_anchor)  // 1
+                store_anchor<C>(g, task, step.chunk, state[0], norm, [&] { return norm_row(); });
+            if (!tiles_arrived) wait_for_tiles(step);  // 2
+#pragma unroll
+            for (int block = 0; block < C::kBlocks; block++) walk_block(step, block);
+            free_keys_scores_and_gates(step);  // 11
+            if constexpr (C::kGradient == Gradient::dk)
+                if (anchored(step.index)) sum_flow(step.chunk);  // 12
+        }
+        if (task.chunks > 0) hand_over(task.chunks - 1, C::kBlocks - 1);
+        if (!task.last) return;
+        store_leaving_state();
+    }
+
+    __device__ inline void walk_block(const Step& step, int block) {
+        const bool last_block = block == C::kBlocks - 1;
+        read_state(step, block);  // 3
+        if (last_block) free_queries(step);
+        decay_state(block, gates(step).decay);  // 4
+        multiply_first_tokens(step, block);     // 5, 6
+        multiply_last_tokens(step, block);      // 7
+        if (last_block) poll_next_chunk(step);  // 8
+        if constexpr (kSumsRows)
+            load_factor_columns(step, block);
+        else
+            poll_place(step, block);
+        wait_for_out();  // 9
+        if (last_block) free_values(step);
+        if constexpr (kSumsRows)
+            sum_rows(step, block);
+        else
+            wait_for_place(step, block);
+        store_transposed<T>(place_of_out(step, block), out);
+        wait_for_state(block);  // 10
+    }
+
+    // Tokens 0 .. 31: the state's GEMMs in flight, out scaled and summed under them, then out's GEMMs.
+    __device__ inline void multiply_first_tokens(const Step& step, int block) {
+        load_tokens(step, block, 0);
+        load_tokens(step, block, 1);
+        scale_tokens(step, 0);
+        issue_state(step, block, 0);
+        if constexpr (kSumsRows) poll_place_and_row_sums(step, block);
+        scale_columns(out, gates(step).query_scale);
+        scale_tokens(step, 1);
+        issue_state(step, block, 1);
+        if constexpr (kSumsRows) sum_entering_rows(step, block);
+        if (block == 0) wait_for_scores(step);
+        issue_out(step, 0);
+        issue_out(step, 1);
+    }
+
+    // Tokens 32 .. 63, into fragments as GEMMs leave them.
+    __device__ inline void multiply_last_tokens(const Step& step, int block) {
+        wait_for<Gemm::out_0, Gemm::out_1>(tokens(0), scaled_tokens(0), scaled_tokens(1));
+        load_tokens(step, block, 2);
+        scale_tokens(step, 2);
+        wait_for<Gemm::out_1, Gemm::out_1>(tokens(1));
+        load_tokens(step, block, 3);
+        issue_state(step, block, 2);
+        issue_out(step, 2);
+        issue_out(step, 3);
+        scale_tokens(step, 3);
+        issue_state(step, block, 3);
+    }
+
+    // --- where things are
+
+    // NOTES: computed at every use, since the state takes the registers.
+    __device__ static inline int warp() { return fresh_thread() % 128 / 32; }
+    __device__ inline uint32_t lane_offset() const { return load_anew(own_lane_offset); }
+    __device__ inline int panel(int block) const { return C::panel(block, warpgroup_id); }
+    __device__ inline bool anchored(int index) const {
+        return kSumsRows && task.anchored(C::chunk(task, index));
+    }
+    __device__ inline const auto& gates(const Step& step) const { return smem.gates[step.stage.slot]; }
+    // Of the slice's columns of the values, the first whose n this lane has.
+    __device__ inline int norm_row() const { return panel(0) * 64 + warp() * 16 + fresh_laneid() / 4; }
+
+    // The k-th 16 tokens of values^T, as they are and scaled.
+    __device__ inline Fragment& tokens(int k) { return value_fragments[k % C::kValueFragments]; }
+    __device__ inline Fragment& scaled_tokens(int k) { return fragments[k % C::kValueFragments]; }
+    // The j-th 16 columns of the factor, for j < 3, in fragments that the last 16 tokens do not use.
+    __device__ inline Fragment& factor(int j) {
+        return j == 0 ? scaled_tokens(2) : j == 1 ? fragments[C::kFragments - 1] : tokens(2);
+    }
+    // This warp's 16 columns of the factor, and of the gradient that takes its place.
+    __device__ inline uint32_t place_of_out(const Step& step, int block) const {
+        return shared_address(&smem.out[C::out(step.index, block).slot][warpgroup_id]) + lane_offset();
+    }
+
+    // --- waits and arrivals
+
+    // Waits for a GEMM, where kLatest is the last one that has been issued: those between stay in flight.
+    // done: tiles that the completed ones have read or written, and that may be used again.
+    template <Gemm kGemm, Gemm kLatest, class... Tiles> __device__ inline void wait_for(Tiles&... done) {
+        warpgroup::mma_async_wait<static_cast<int>(kLatest) - static_cast<int>(kGemm)>();
+        (pin(done), ...);
+    }
+    __device__ inline void wait_for_out() {
+        if constexpr (kSumsRows)  // load_factor_columns has waited for the others
+            wait_for<Gemm::out_3, Gemm::state_3>(out);
+        else
+            wait_for<Gemm::out_3, Gemm::state_3>(out, scaled_tokens(2), tokens(2));
+    }
+    __device__ inline void wait_for_state(int block) {
+        wait_for<Gemm::state_3, Gemm::state_3>(tokens(3), scaled_tokens(3));
+        pin_state(block);
+    }
+    __device__ inline void pin_state(int block) {
+#pragma unroll
+        for (auto& tile : state[block]) pin(tile);
+        if constexpr (kNormalizer) pin(norm.sums);
+    }
+
+    // body(barrier, phase) for all tiles and the gates of a step.
+    template <class Body> __device__ inline void for_each_tile_barrier(int index, Body body) {
+        const auto stage = C::gate_stage(index);
+        const auto [slot, phase] = C::tile(index);
+        body(smem.gates_ready[stage.slot], stage.phase);
+#pragma unroll
+        for (int part = 0; part < C::kParts; part++) {
+            body(smem.queries_arrived[slot][part], phase);
+            body(smem.keys_arrived[slot][part], phase);
+        }
+        body(smem.values_arrived[slot], phase);
+    }
+    __device__ inline void wait_for_tiles(const Step& step) {
+        for_each_tile_barrier(step.index, [](semaphore& barrier, uint32_t phase) { wait(barrier, phase); });
+    }
+    __device__ inline void poll_next_chunk(const Step& step) {
+        more = step.index + 1 < task.chunks;
+        if constexpr (C::kGradient == Gradient::dq) at_anchor = anchored(step.index + 1);
+        tiles_arrived = true;
+        for_each_tile_barrier(step.index + 1, [&](semaphore& barrier, uint32_t phase) {
+            tiles_arrived = completed(barrier, phase) & tiles_arrived;
+        });
+    }
+
+    // body(barrier, phase) for what tells that the gradient may be put in its place. dq and dk: the factor is
+    // there. dv: the factor has been read; without one, the gradient before has been stored.
+    template <class Body> __device__ inline void with_place_barrier(const Step& step, int block, Body body) {
+        const auto [slot, phase] = C::out(step.index, block);
+        if constexpr (kSumsRows)
+            body(smem.factor_arrived[slot][warpgroup_id], phase);
+        else if (g.has_factor<C>())
+            body(smem.factor_read[slot][warpgroup_id], phase);
+        else
+            body(smem.out_free[slot][warpgroup_id], phase ^ 1);
+    }
+    __device__ inline void poll_place(const Step& step, int block) {
+        with_place_barrier(step, block, [&](semaphore& barrier, uint32_t phase) {
+            place_ready = completed(barrier, phase);
+        });
+    }
+    __device__ inline void wait_for_place(const Step& step, int block) {
+        with_place_barrier(step, block, [&](semaphore& barrier, uint32_t phase) {
+            wait_unless(place_ready, barrier, phase);
+        });
+    }
+    __device__ inline void poll_place_and_row_sums(const Step& step, int block) {
+        const auto [slot, phase] = step.tile;
+        poll_place(step, block);
+        row_sums_free = completed(smem.row_sums_free[slot], phase ^ 1);
+    }
+    __device__ inline void wait_for_scores(const Step& step) {
+        const auto [slot, phase] = step.tile;
+        wait_unless(kSumsRows && scores_ready, smem.scores_ready[slot], phase);
+    }
+    __device__ inline void free_queries(const Step& step) {
+        for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[step.tile.slot][part]);
+    }
+    __device__ inline void free_values(const Step& step) { arrive_warp(smem.values_free[step.tile.slot]); }
+    __device__ inline void free_keys_scores_and_gates(const Step& step) {
+        const int slot = step.tile.slot;
+        for (int part = 0; part < C::kParts; part++) arrive_warp(smem.keys_free[slot][part]);
+        arrive_warp_in_cta(smem.scores_free[slot], ScoreTurns::maker(step.index));
+        arrive_warp(smem.gates_free[step.stage.slot]);
+    }
+    // Hands the gradient of a block, which is in its place, over to the warp that stores it. index < 0: there
+    // is none.
+    __device__ inline void hand_over(int index, int block) {
+        fence_async_proxy();
+        if (index >= 0) arrive_warp(smem.out_ready[C::out(index, block).slot][warpgroup_id]);
+    }
+    __device__ inline void hand_over_before(const Step& step, int block) {
+        if (block > 0)
+            hand_over(step.index, block - 1);
+        else
+            hand_over(step.index - 1, C::kBlocks - 1);
+    }
+
+    // --- GEMMs
+
+    // out = state Q^T by 16 columns of the state at a time, n's part first: one fragment is filled while the
+    // others are in GEMMs.
+    __device__ inline void read_state(const Step& step, int block) {
+        constexpr int kNormSteps = kNormalizer ? 1 : 0;
+        forget(out);
+#pragma unroll
+        for (int k = 0; k < kNormSteps + kStateSteps; k++) {
+            // NOTES: under GEMMs, since its fence waits for the gradient's way into shared memory
+            if (k == kNormSteps + 2) hand_over_before(step, block);
+            const bool of_norm = k < kNormSteps;
+            auto& a = fragments[k % C::kFragments];
+            const uint64_t queries = of_norm ? norm_queries(step) : query_columns(step, k - kNormSteps);
+            if (of_norm)
+                norm.fill(a);
+            else
+                fill_from_state(a, block, k - kNormSteps);
+            if (k + 1 >= C::kFragments) {
+                warpgroup::mma_async_wait<C::kFragments - 2>();
+                pin(fragments[(k + 1) % C::kFragments]);
+            }
+            pin(a);
+            wgmma_fence();
+            if (of_norm)
+                wgmma_step<false>(out, norm.as_bf16(a), 0, queries, false);
+            else
+                wgmma_step<false>(out, a, 0, queries, k > 0);
+            warpgroup::mma_commit_group();
+        }
+        warpgroup::mma_async_wait<0>();
+#pragma unroll
+        for (auto& a : fragments) pin(a);
+        pin(out);
+    }
+    __device__ inline void fill_from_state(Fragment& a, int block, int k) const {
+        convert_fragment(a, state[block][k / kStepsPerPart], k % kStepsPerPart);
+    }
+    __device__ inline uint64_t norm_queries(const Step& step) const {
+        return smem.norm_queries[C::kBackward ? 0 : step.stage.slot].rows();
+    }
+    __device__ inline uint64_t query_columns(const Step& step, int k) const {
+        const auto* tile = &smem.queries[step.tile.slot][k / kStepsPerPart];
         return Operand128B::rows(tile).row_step(C::KeyTile::panel_bytes, k % kStepsPerPart);
-    };
-    // the k-th 16 tokens of values^T, as they are and scaled
-    auto tokens = [&](int k) -> auto& { return value_fragments[k % C::kValueFragments]; };
-    auto scaled_tokens = [&](int k) -> auto& { return fragments[k % C::kValueFragments]; };
-    auto load_tokens = [&](int block, int step, int k) {
-        const uint32_t panel = shared_address(smem.values[C::tile(step).slot].data[panel_of(block)]);
-        load_transposed(tokens(k), panel + lane_offset() + 16 * k * kPanelColumns * sizeof(T));
-    };
-    // out += values^T scores^T over 16 tokens
-    auto issue_intra = [&](int step, int k) {
+    }
+    // state += (values . key_scale)^T keys over 16 tokens in flight, and n.
+    __device__ inline void issue_state(const Step& step, int block, int k) {
+        auto& a = scaled_tokens(k);
+        pin(a);
+        if (k == 0) pin_state(block);
+        wgmma_fence();
+        add_keys<C>(state[block], a, smem.keys[step.tile.slot], k);
+        if constexpr (kNormalizer)
+            wgmma_step_8<T>(norm.sums, C::Norm::kOfScaled ? a : tokens(k),
+                            smem.norm_keys[step.stage.slot].columns(k));
+        warpgroup::mma_commit_group();
+    }
+    // out += values^T scores^T over 16 tokens in flight.
+    __device__ inline void issue_out(const Step& step, int k) {
         auto& a = tokens(k);
-        const auto scores = Operand128B::rows(&smem.scores[C::tile(step).slot]);
+        const auto scores = Operand128B::rows(&smem.scores[step.tile.slot]);
         pin(a);
         if (k == 0) pin(out);
         wgmma_fence();
         wgmma_step<false>(out, a, 0, scores.row_step(C::ScoreTile::panel_bytes, k));
         warpgroup::mma_commit_group();
-    };
-    auto scale_tokens = [&](int k, const typename C::Stage& gates) {
+    }
+
+    // --- arithmetic
+
+    __device__ inline void decay_state(int block, float decay) {
+        if (decay != 1.f)
+#pragma unroll
+            for (auto& tile : state[block]) warp::mul(tile, tile, decay);
+        if constexpr (kNormalizer) norm.scale(decay);
+    }
+    __device__ inline void load_tokens(const Step& step, int block, int k) {
+        const uint32_t values = shared_address(smem.values[step.tile.slot].data[panel(block)]);
+        load_transposed(tokens(k), values + lane_offset() + 16 * k * kPanelColumns * sizeof(T));
+    }
+    __device__ inline void scale_tokens(const Step& step, int k) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const auto scale = gates.key_scale[8 * k + 4 * half + fresh_laneid() % 4];
+            const auto scale = gates(step).key_scale[8 * k + 4 * half + fresh_laneid() % 4];
 #pragma unroll
             for (int n = 2 * half; n < 2 * half + 2; n++)
                 scaled_tokens(k).tiles[0][0].data[n] = scale.scaled(tokens(k).tiles[0][0].data[n]);
         }
-    };
-    // state += (values . key_scale)^T keys over 16 tokens, and n
-    auto issue_update = [&](int block, int step, int k) {
-        auto& a = scaled_tokens(k);
-        pin(a);
-        if (k == 0)
-#pragma unroll
-            for (auto& tile : state[block]) pin(tile);
-        if constexpr (C::kNormalizer)
-            if (k == 0) pin(norm.sums);
-        wgmma_fence();
-        add_keys<C>(state[block], a, smem.keys[C::tile(step).slot], k);
-        if constexpr (C::kNormalizer)
-            wgmma_step_8<T>(norm.sums, C::Norm::kOfScaled ? a : tokens(k), norm_key(step, k));
-        warpgroup::mma_commit_group();
-    };
-    // of the state's rows, the first that this lane has of n, in the slice
-    auto norm_row = [&] { return panel_of(0) * 64 + warp() * 16 + fresh_laneid() / 4; };
-    // this warp's 16 columns of the factor, and of the gradient that takes its place
-    auto out_columns = [&](int block, int step) {
-        return shared_address(&smem.out[C::out(step, block).slot][warpgroup_id]) + lane_offset();
-    };
-    // ask(barrier, phase): of the place of the gradient, with the factor in it
-    auto ask_for_out = [&](int block, int step, auto ask) {
-        const auto [slot, phase] = C::out(step, block);
-        if constexpr (C::kSumsRows)
-            return ask(smem.factor_arrived[slot][warpgroup_id], phase);
-        else if (g.has_factor<C>())
-            return ask(smem.factor_read[slot][warpgroup_id], phase);
-        else
-            return ask(smem.out_free[slot][warpgroup_id], phase ^ 1);
-    };
-    auto wait_for_out = [&](bool there, int block, int step) {
-        ask_for_out(block, step,
-                    [&](semaphore& barrier, uint32_t phase) { wait_unless(there, barrier, phase); });
-    };
-    // ask(barrier, phase): of every tile and the gates of a step
-    auto ask_for_tiles = [&](int step, auto ask) {
-        const auto stage = C::gate_stage(step);
-        const auto [slot, phase] = C::tile(step);
-        ask(smem.gates_ready[stage.slot], stage.phase);
-#pragma unroll
-        for (int part = 0; part < C::kParts; part++) {
-            ask(smem.queries_arrived[slot][part], phase);
-            ask(smem.keys_arrived[slot][part], phase);
-        }
-        ask(smem.values_arrived[slot], phase);
-    };
-    // Of a slow chunk the 16 tokens next to the state that enters, for their squares.
-    auto sum_inter = [&](bool sums_free, int block, int step, float slow) {
-        constexpr int kTiles = decltype(out)::width, kNext = C::kBackward ? kTiles - 1 : 0;
-        const auto [slot, phase] = C::tile(step);
+    }
+
+    // The row sums' part through the entering state, while out has nothing else. Of a slow chunk only the 16
+    // tokens next to the state are summed, for their squares.
+    __device__ inline void sum_entering_rows(const Step& step, int block) {
+        constexpr int kTiles = Out::width, kNext = C::kBackward ? kTiles - 1 : 0;
+        const auto [slot, phase] = step.tile;
+        wait_for_place(step, block);
+        scores_ready = completed(smem.scores_ready[slot], phase);
+        const float slow = gates(step).slow;
         PartialSums& sums = smem.sums[slot][warpgroup_id];
-        const uint32_t columns = out_columns(block, step);
+        const uint32_t columns = place_of_out(step, block);
         const auto next = load_factor<T>(columns, kNext);
-        wait_unless(sums_free, smem.row_sums_free[slot], phase ^ 1);
+        wait_unless(row_sums_free, smem.row_sums_free[slot], phase ^ 1);
         const int thread = (own_lane_offset - lane_offsets) / sizeof(uint32_t);
         float sum = sum_dots(out, next, kNext);
         if (!(slow > 0.f))
@@ -211,240 +414,86 @@ __device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int
                 if (j != kNext) sum += sum_dots(out, load_factor<T>(columns, j), j);
         sums.inter[thread] = sum;
         if (thread == 0) sums.slow = slow;
-    };
-
-    // The gradient of a block, staged, goes to the warp that stores it. NOTES: late, under the GEMMs that
-    // read the state for the next one: the fence waits for what has been staged.
-    auto hand_over = [&](int block, int step) {
-        fence_async_proxy();
-        if (step >= 0) arrive_warp(smem.out_ready[C::out(step, block).slot][warpgroup_id]);
-    };
-    auto hand_over_before = [&](int block, int step) {
-        block > 0 ? hand_over(block - 1, step) : hand_over(C::kBlocks - 1, step - 1);
-    };
-    // out = state Q^T, and n's part of it.
-    auto read = [&](int block, int step) {
-        constexpr int kNormSteps = C::kNormalizer ? 1 : 0;  // before the state's
-        multiply_in_turns<kNormSteps + kStateSteps>(
-            out, fragments,
-            [&](auto& a, int k) {
-                if (k < kNormSteps) {
-                    norm.fill(a);
-                } else {
-                    const int own = k - kNormSteps;
-                    convert_fragment(a, state[block][own / kStepsPerPart], own % kStepsPerPart);
-                }
-            },
-            [&](int k) {
-                if (k == kNormSteps + 2) hand_over_before(block, step);
-                return k < kNormSteps ? norm_query(step) : query_step(step, k - kNormSteps);
-            },
-            [&](const auto& a, uint64_t b, int k) {
-                if (k < kNormSteps)
-                    wgmma_step<false>(out, norm.as_bf16(a), 0, b, false);
-                else
-                    wgmma_step<false>(out, a, 0, b, k > 0);
-            },
-            [] { warpgroup::mma_commit_group(); }, [] {});
-    };
-
-    // Anchors: before some chunks dq leaves its state as the next GEMM reads it, and n; dk, whose state there
-    // is their gradient and lies in the same threads, sums the product.
-    using Unit = typename C::AnchorUnit;
-    constexpr int kUnitStride = 128 * C::kStateWarpgroups;
-    auto anchor_units = [&](int chunk) {
-        return reinterpret_cast<Unit*>(task.anchor_memory<C>(g, chunk)) + fresh_thread() - 256;
-    };
-    auto anchor_norm = [&](int chunk) {
-        constexpr int64_t kStateBytes = static_cast<int64_t>(C::kSlice) * C::kDimKeys * sizeof(T);
-        return reinterpret_cast<float*>(task.anchor_memory<C>(g, chunk) + kStateBytes) + norm_row();
-    };
-    auto leave_state = [&](int chunk) {
-        Unit* units = anchor_units(chunk);
-#pragma unroll
-        for (int k = 0; k < kStateSteps; k++) {
-            rt<T, 16, 16> a;
-            convert_fragment(a, state[0][k / kStepsPerPart], k % kStepsPerPart);
-            *units = reinterpret_cast<const Unit&>(a.tiles[0][0].data);
-            units += kUnitStride;
-            asm volatile("" ::: "memory");  // NOTES: one unit at a time: registers
-        }
-        if (!C::kNormalizer || fresh_laneid() % 4 != 0) return;
-        float* left = anchor_norm(chunk);
-        left[0] = norm.row(0), left[8] = norm.row(1);
-    };
-    // of the state's k-th 16 columns
-    auto unit_dot = [&](const Unit& unit, int k) {
-        const auto& tile = state[0][k / kStepsPerPart].tiles[0][k % kStepsPerPart];
-        const auto* pairs = reinterpret_cast<const typename rt<T, 16, 16>::dtype*>(&unit);
-        float sum = 0.f;
-#pragma unroll
-        for (int pair = 0; pair < 4; pair++) {
-            const float2 left = to_float2(pairs[pair]), own = tile.data[pair];
-            sum += left.x * own.x + left.y * own.y;
-        }
-        return sum;
-    };
-    auto sum_flow = [&](int chunk) {
-        constexpr int kAhead = 4;  // units on their way
-        const Unit* units = anchor_units(chunk);
-        Unit ahead[kAhead];
-#pragma unroll
-        for (int k = 0; k < kAhead; k++) ahead[k] = units[k * kUnitStride];
-        float sum = 0.f;
-        if (C::kNormalizer && fresh_laneid() % 4 == 0) {
-            const float* left = anchor_norm(chunk);
-            sum += left[0] * norm.row(0) + left[8] * norm.row(1);
-        }
-#pragma unroll
-        for (int k = 0; k < kStateSteps; k++) {
-            sum += unit_dot(ahead[k % kAhead], k);
-            asm volatile("" ::: "memory");  // NOTES: no more units at a time: registers
-            if (k + kAhead < kStateSteps) ahead[k % kAhead] = units[(k + kAhead) * kUnitStride];
-        }
-        const float flow = warp_sum(sum);
+    }
+    // The factor's first 48 columns, into fragments that are free when the GEMMs of tokens 32 .. 47 are done.
+    __device__ inline void load_factor_columns(const Step& step, int block) {
+        wait_for<Gemm::out_2, Gemm::state_3>(factor(0), factor(2), factor(1));
+        const uint32_t columns = place_of_out(step, block);
+        factor(0) = load_factor<T>(columns, 0);
+        factor(2) = load_factor<T>(columns, 2);
+        factor(1) = load_factor<T>(columns, 1);
+    }
+    // The row sums of the gradient, by this warp's columns; loads the factor's last 16.
+    __device__ inline void sum_rows(const Step& step, int block) {
+        column_dots<T>(smem.sums[step.tile.slot][warpgroup_id].whole[warp()], out, factor(0), factor(2),
+                       factor(1), place_of_out(step, block));
+    }
+    __device__ inline void sum_flow(int chunk) {
+        const float flow = anchor_dot<C>(g, task, chunk, state[0], norm, [&] { return norm_row(); });
         const int part = task.share_and_slice<C>(g) * C::kStateWarps + warpgroup_id * 4 + warp();
         if (fresh_laneid() == 0) g.flows[task.anchor(g, chunk) * g.flow_parts + part] = flow;
-    };
+    }
 
-    const float* entering = task.entering_c<C>(g);
-    for_each_state([&](auto& tile, int row, int column) {
-        if (!entering)
-            warp::zero(tile);
-        else if constexpr (C::kGradient == Gradient::dv)
-            load_state_transposed(tile, entering, column, row, g.dim_keys, g.dim_values, g.state_columns);
-        else
-            load_state(tile, entering, row, column, g.dim_values, g.dim_keys - task.keys_column<C>(),
-                       g.state_columns);
-        pin(tile);
-    });
-    if constexpr (C::kNormalizer) {
-        const float* entering_n = task.entering_n<C>(g);
-        if (entering_n && fresh_laneid() % 4 == 0)
+    // --- the walk's beginning and end
+
+    // body(tile, row, column) for all tiles of the state, whose first row is a column of the values.
+    template <class Body> __device__ inline void for_each_tile(Body body) {
+#pragma unroll
+        for (int block = 0; block < C::kBlocks; block++)
+#pragma unroll
+            for (int part = 0; part < C::kParts; part++)
+                body(state[block][part], task.column + panel(block) * 64 + warp() * 16, part * C::kPart);
+    }
+    __device__ inline void load_entering_state() {
+        const float* entering = task.entering_c<C>(g);
+        for_each_tile([&](auto& tile, int row, int column) {
+            if (!entering)
+                warp::zero(tile);
+            else if constexpr (C::kGradient == Gradient::dv)
+                load_state_transposed(tile, entering, column, row, g.dim_keys, g.dim_values, g.state_columns);
+            else
+                load_state(tile, entering, row, column, g.dim_values, g.dim_keys - task.keys_column<C>(),
+                           g.state_columns);
+            pin(tile);
+        });
+        if constexpr (kNormalizer) load_entering_norm();
+    }
+    __device__ inline void load_entering_norm() {
+        const float* entering = task.entering_n<C>(g);
+        if (entering && fresh_laneid() % 4 == 0)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int column = task.column + norm_row() + 8 * half;
-                if (column < g.dim_values) norm.set(half, entering_n[column]);
+                if (column < g.dim_values) norm.set(half, entering[column]);
             }
         pin(norm.sums);
     }
-
-    // NOTES: what barriers and shared memory tell of the next step is asked under GEMMs, and kept in
-    // predicates: an answer takes some 50 cycles.
-    auto at_anchor = [&](int step) { return C::kSumsRows && task.anchored(C::chunk(task, step)); };
-    bool more = task.chunks > 0, arrived = false, anchored = at_anchor(0);
-    for (int step = 0; more; step++) {
-        const int chunk = C::chunk(task, step);
-        const auto stage = C::gate_stage(step);
-        const auto [slot, phase] = C::tile(step);
-        const typename C::Stage& gates = smem.gates[stage.slot];
-        if (C::kGradient == Gradient::dq && anchored) leave_state(chunk);
-        if (!arrived) ask_for_tiles(step, [](semaphore& barrier, uint32_t phase) { wait(barrier, phase); });
+    // The gradient of the initial state: of C by dv, of n by dk.
+    __device__ inline void store_leaving_state() {
+        if constexpr (C::kGradient == Gradient::dv) {
+            if (!g.leaving_c) return;
+            float* leaving = g.leaving_c + task.state * g.state_size();
+            for_each_tile([&](auto& tile, int row, int column) {
+                store_state_transposed(leaving, tile, column, row, g.dim_keys, g.dim_values, g.state_columns);
+            });
+        } else if constexpr (C::kGradient == Gradient::dk) {
+            if (!kNormalizer || !g.leaving_n) return;
+            const int64_t states = static_cast<int64_t>(g.cut.sequences) * g.heads;
+            float* leaving = g.leaving_n + (task.share * states + task.state) * g.dim_values;
+            if (fresh_laneid() % 4 != 0) return;
 #pragma unroll
-        for (int block = 0; block < C::kBlocks; block++) {
-            const bool last_block = block == C::kBlocks - 1;
-            read(block, step);
-            if (last_block)
-                for (int part = 0; part < C::kParts; part++) arrive_warp(smem.queries_free[slot][part]);
-            if (gates.decay != 1.f)
-#pragma unroll
-                for (auto& tile : state[block]) warp::mul(tile, tile, gates.decay);
-            if constexpr (C::kNormalizer) norm.scale(gates.decay);
-
-            // The update's GEMMs are spread, so that the output's arithmetic is under some of them.
-            static_assert(kSteps == 4 && C::kValueFragments == 2);
-            load_tokens(block, step, 0);
-            load_tokens(block, step, 1);
-            scale_tokens(0, gates);
-            issue_update(block, step, 0);
-            bool out_there = C::kSumsRows && ask_for_out(block, step, completed);
-            const bool sums_free = C::kSumsRows && completed(smem.row_sums_free[slot], phase ^ 1);
-            scale_columns(out, gates.query_scale);
-            scale_tokens(1, gates);
-            issue_update(block, step, 1);
-            bool scores_there = false;
-            if constexpr (C::kSumsRows) {
-                wait_for_out(out_there, block, step);
-                if (block == 0) scores_there = completed(smem.scores_ready[slot], phase);
-                sum_inter(sums_free, block, step, gates.slow);
+            for (int half = 0; half < 2; half++) {
+                const int column = task.column + norm_row() + 8 * half;
+                if (column < g.dim_values) leaving[column] = norm.row(half);
             }
-            if (block == 0) wait_unless(scores_there, smem.scores_ready[slot], phase);
-            issue_intra(step, 0);
-            issue_intra(step, 1);
-
-            warpgroup::mma_async_wait<1>();  // all but that of the second 16 tokens with the scores
-            pin(tokens(0)), pin(scaled_tokens(0)), pin(scaled_tokens(1));
-            load_tokens(block, step, 2);
-            scale_tokens(2, gates);
-            warpgroup::mma_async_wait<0>();
-            pin(tokens(1));
-            load_tokens(block, step, 3);
-            issue_update(block, step, 2);
-            issue_intra(step, 2);
-            issue_intra(step, 3);
-            scale_tokens(3, gates);
-            issue_update(block, step, 3);
-
-            if (last_block) {
-                more = step + 1 < task.chunks;
-                if constexpr (C::kGradient == Gradient::dq) anchored = at_anchor(step + 1);
-                arrived = true;
-                ask_for_tiles(step + 1, [&](semaphore& barrier, uint32_t phase) {
-                    arrived = completed(barrier, phase) & arrived;
-                });
-            }
-            auto &a = scaled_tokens(2), &b = tokens(2), &c = fragments[C::kFragments - 1];  // of the factor
-            if constexpr (C::kSumsRows) {
-                warpgroup::mma_async_wait<2>();  // all but those of the last 16 tokens
-                pin(a), pin(b), pin(c);
-                const uint32_t columns = out_columns(block, step);
-                a = load_factor<T>(columns, 0), b = load_factor<T>(columns, 2),
-                c = load_factor<T>(columns, 1);
-            } else {
-                out_there = ask_for_out(block, step, completed);
-            }
-            warpgroup::mma_async_wait<1>();  // all but the last one of the update
-            pin(out);
-            if constexpr (!C::kSumsRows) pin(a), pin(b);
-            if (last_block) arrive_warp(smem.values_free[slot]);
-            if constexpr (C::kSumsRows)  // under the update
-                column_dots<T>(smem.sums[slot][warpgroup_id].whole[warp()], out, a, b, c,
-                               out_columns(block, step));
-            else
-                wait_for_out(out_there, block, step);
-            store_transposed<T>(out_columns(block, step), out);
-            warpgroup::mma_async_wait<0>();
-            pin(tokens(3)), pin(scaled_tokens(3));
-#pragma unroll
-            for (auto& tile : state[block]) pin(tile);
-            if constexpr (C::kNormalizer) pin(norm.sums);
-        }
-        for (int part = 0; part < C::kParts; part++) arrive_warp(smem.keys_free[slot][part]);
-        arrive_warp_in_cta(smem.scores_free[slot], ScoreTurns::maker(step));
-        arrive_warp(smem.gates_free[stage.slot]);
-        if constexpr (C::kGradient == Gradient::dk)
-            if (at_anchor(step)) sum_flow(chunk);
-    }
-    if (task.chunks > 0) hand_over(C::kBlocks - 1, task.chunks - 1);
-
-    if (!task.last) return;
-    if constexpr (C::kGradient == Gradient::dv) {
-        if (!g.leaving_c) return;
-        float* leaving = g.leaving_c + task.state * g.state_size();
-        for_each_state([&](auto& tile, int row, int column) {
-            store_state_transposed(leaving, tile, column, row, g.dim_keys, g.dim_values, g.state_columns);
-        });
-    } else if constexpr (C::kGradient == Gradient::dk) {
-        if (!C::kNormalizer || !g.leaving_n) return;
-        const int64_t states = static_cast<int64_t>(g.cut.sequences) * g.heads;
-        float* leaving = g.leaving_n + (task.share * states + task.state) * g.dim_values;
-        if (fresh_laneid() % 4 != 0) return;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int column = task.column + norm_row() + 8 * half;
-            if (column < g.dim_values) leaving[column] = norm.row(half);
         }
     }
+};
+
+template <class C>
+__device__ inline void walk_state(const PassGlobals& g, PassMemory<C>& smem, int warpgroup_id) {
+    StateRegisters<C> registers;
+    StateWalk<C>(g, smem, warpgroup_id, registers).walk();
 }
 
 }  // namespace tfla_tk::mlstm
