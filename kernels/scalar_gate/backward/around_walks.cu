@@ -32,9 +32,9 @@ template <class Pair> void run_rows(const MlstmBwdRowsParams& p, cudaStream_t st
 
 template <class Params> TileGlobals tile_globals(const Params& p) {
     constexpr int kTokens = kTileWarps * kChunk;
-    const auto [offsets, wide, sequences] = p.offsets;
+    const auto [offsets, offsets_are_64bit, sequences] = p.offsets;
     const int tiles = offsets ? sequences + p.seq / kTokens : p.batch * ((p.seq + kTokens - 1) / kTokens);
-    return {{offsets, wide, sequences, tiles, kTileWarps},
+    return {{offsets, offsets_are_64bit, sequences, tiles, kTileWarps},
             p.batch,
             p.heads,
             p.seq,

@@ -23,7 +23,7 @@ struct RowFactorPointers {
 // Offsets of packed sequences, as in Cut.
 struct Offsets {
     const void* data;
-    bool wide;
+    bool is_64bit;
     int sequences;
 };
 

@@ -21,13 +21,13 @@ template <class C> void launch_sequence(const MlstmSequenceParams& p, cudaStream
                                             kSequenceName, move_tokens);
 }
 
-template <class Before, class After, bool kWide>
+template <class Before, class After, bool kTokensFp32>
 void run_sequence(const MlstmSequenceParams& p, cudaStream_t stream) {
-    using Vectors = SequenceConfig<Before, After, TFLA_TOKENS, kWide, true>;
+    using Vectors = SequenceConfig<Before, After, TFLA_TOKENS, kTokensFp32, true>;
     if (p.tiling.width == Vectors::kWidth)
         launch_sequence<Vectors>(p, stream);
     else if (p.tiling.width == 1)
-        launch_sequence<SequenceConfig<Before, After, TFLA_TOKENS, kWide, false>>(p, stream);
+        launch_sequence<SequenceConfig<Before, After, TFLA_TOKENS, kTokensFp32, false>>(p, stream);
     else
         throw std::invalid_argument("mlstm_sequence: no kernel for this width");
 }

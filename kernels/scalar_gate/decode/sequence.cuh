@@ -24,18 +24,18 @@ constexpr int kBlock = 8;         // rows of C per MMA, of which a thread has tw
 constexpr int kPair = 2;
 static_assert(kDecodeMaxKeys <= kSequenceThreads);
 
-// Before, After: types of C. kTokens: 8 or 16. kWide: q, k, v are fp32, otherwise 16-bit. kVector: a thread's
-// columns are neighbours and move as one word.
-template <class Before_, class After_, int kTokens_, bool kWide_, bool kVector_> struct SequenceConfig {
+// Before, After: types of C. kTokens: 8 or 16. kTokensFp32: q, k, v are fp32, otherwise 16-bit. kVector: a
+// thread's columns are neighbours and move as one word.
+template <class Before_, class After_, int kTokens_, bool kTokensFp32_, bool kVector_> struct SequenceConfig {
     using Before = Before_;
     using After = After_;
-    using Word = std::conditional_t<kWide_, float, unsigned short>;  // of q, k, v in memory
+    using Word = std::conditional_t<kTokensFp32_, float, unsigned short>;  // of q, k, v in memory
     static constexpr int kTokens = kTokens_;
-    static constexpr bool kWide = kWide_, kVector = kVector_;
-    static constexpr bool kWideState = sizeof(Before) == 4;
+    static constexpr bool kTokensFp32 = kTokensFp32_, kVector = kVector_;
+    static constexpr bool kStateFp32 = sizeof(Before) == 4;
     // columns of a thread: low parts of v, or more than 8 tokens, leave no registers for eight
     static constexpr int kWidest = 16 / (sizeof(Before) > sizeof(After) ? sizeof(Before) : sizeof(After));
-    static constexpr int kWidth = kVector && !kWide && kTokens == 8 ? kWidest : 4;
+    static constexpr int kWidth = kVector && !kTokensFp32 && kTokens == 8 ? kWidest : 4;
     static constexpr int kWarpColumns = 8 * kWidth;
     static constexpr int kTiles = kTokens / 8;              // of 8 tokens
     static constexpr int kProducts = kWidth / 2;            // of 16 columns
@@ -125,8 +125,8 @@ template <class C> struct SequencePlace {
     }
 };
 
-template <bool kWide, class Word> __device__ inline float widened_word(Word word, DType dtype) {
-    if constexpr (kWide)
+template <bool kTokensFp32, class Word> __device__ inline float widened_word(Word word, DType dtype) {
+    if constexpr (kTokensFp32)
         return word;
     else {
         const float half = __half2float(__ushort_as_half(word));
@@ -182,22 +182,23 @@ __device__ inline void load_tokens(SequenceShared<C>& shared, const MlstmSequenc
     shared.n[key] = has_key ? n : 0.f;
 #pragma unroll
     for (int token = 0; token < C::kTokens; token++) {
-        shared.tokens.query[token][key] = widened_word<C::kWide>(queries[token], g.dtype);
-        shared.tokens.key[token][key] = widened_word<C::kWide>(keys[token], g.dtype);
+        shared.tokens.query[token][key] = widened_word<C::kTokensFp32>(queries[token], g.dtype);
+        shared.tokens.key[token][key] = widened_word<C::kTokensFp32>(keys[token], g.dtype);
     }
 #pragma unroll
     for (int n = 0; n < kValues; n++) {
         const auto [token, position] = place_of(n);
         if (token < C::kTokens)
-            shared.tokens.value[token][position] = widened_word<C::kWide>(values[n], g.dtype);
+            shared.tokens.value[token][position] = widened_word<C::kTokensFp32>(values[n], g.dtype);
     }
 }
 
 // The b operand for tokens 8 tile + [0, 8): q^T of a block of rows.
 template <class C>
-__device__ inline TensorOperand<2, C::kWide> queries_of(const SequenceTokens<C::kTokens>& tokens, int tile,
-                                                        int first_row, const SequencePlace<C>& at) {
-    TensorOperand<2, C::kWide> found;
+__device__ inline TensorOperand<2, C::kTokensFp32> queries_of(const SequenceTokens<C::kTokens>& tokens,
+                                                              int tile, int first_row,
+                                                              const SequencePlace<C>& at) {
+    TensorOperand<2, C::kTokensFp32> found;
     const float2 pair =
         *reinterpret_cast<const float2*>(&tokens.query[8 * tile + at.g][first_row + kPair * at.t]);
     found.set(0, pair.x);
@@ -214,7 +215,7 @@ __device__ inline void score_parts(SequenceShared<C>& shared, const MlstmSequenc
     const auto& tokens = shared.tokens;
     float sums[4]{};  // [16 j x 8 t]
     for (int row = part * kBlock; row < g.dim_qk; row += C::kParts * kBlock) {
-        TensorOperand<4, C::kWide> keys{};
+        TensorOperand<4, C::kTokensFp32> keys{};
 #pragma unroll
         for (int half = 0; half < C::kTiles; half++) {
             const float2 pair =
@@ -267,7 +268,7 @@ __device__ inline void weigh_tokens(SequenceShared<C>& shared, const MlstmSequen
 
 // The a operands v^T, per 16 columns and 8 tokens.
 template <class C> struct SequenceValues {
-    TensorOperand<4, C::kWide> of[C::kProducts][C::kTiles];
+    TensorOperand<4, C::kTokensFp32> of[C::kProducts][C::kTiles];
 
     __device__ inline SequenceValues(const SequenceTokens<C::kTokens>& tokens, const SequencePlace<C>& at) {
 #pragma unroll
@@ -332,7 +333,7 @@ __device__ inline void update_state(float (&sums)[C::kProducts][C::kTiles][4], S
                                                                                    state.rows[n][1]};
             state.load(n, own_row + C::kInFlight * next, g);
 
-            TensorOperand<2, C::kWide> queries[C::kTiles];
+            TensorOperand<2, C::kTokensFp32> queries[C::kTiles];
             TensorOperand<2, true> keys[C::kTiles];
 #pragma unroll
             for (int tile = 0; tile < C::kTiles; tile++) {
@@ -350,7 +351,7 @@ __device__ inline void update_state(float (&sums)[C::kProducts][C::kTiles][4], S
 #pragma unroll
                 for (int tile = 0; tile < C::kTiles; tile++)
                     multiply(written, values.of[product][tile], keys[tile]);
-                TensorOperand<4, C::kWideState> columns;
+                TensorOperand<4, C::kStateFp32> columns;
 #pragma unroll
                 for (int which = 0; which < 4; which++) {
                     const int second = which / 2, column = 2 * product + which % 2;

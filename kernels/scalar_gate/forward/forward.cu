@@ -62,7 +62,7 @@ __global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd
 }
 
 // Whether the kernel is that of transposed/kernel.cuh.
-constexpr bool kWide = TFLA_DIM_QK == 256;
+constexpr bool kTransposed = TFLA_DIM_QK == 256;
 
 FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
     const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
@@ -132,12 +132,12 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
                                       cluster);
     };
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if constexpr (kWide) {
+    if constexpr (kTransposed) {
         with_gate(g.sigmoid_gate, [&]<class P>(P) {
             if constexpr (kNormalize || !P::kStabilised) {
-                using C = WideConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, P, kSchedule>;
-                start.template operator()<mlstm_wide_kernel<C>, sizeof(WideMemory<C>)>(C::kThreads,
-                                                                                       C::cluster(g.slices));
+                using C = TransposedConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, P, kSchedule>;
+                start.template operator()<mlstm_transposed_kernel<C>, sizeof(TransposedMemory<C>)>(
+                    C::kThreads, C::cluster(g.slices));
             } else {
                 throw std::runtime_error("mlstm_fwd: the exponential gate comes with a normaliser");
             }
@@ -167,7 +167,7 @@ template <class Run> void with_types(const MlstmFwdWalk& p, Run run) {
 namespace tfla_tk {
 
 int mlstm_fwd_ctas_per_multiprocessor() {
-    return mlstm::kWide ? 1 : mlstm::tiling(TFLA_DIM_QK, TFLA_SLICE_V).ctas_per_sm;
+    return mlstm::kTransposed ? 1 : mlstm::tiling(TFLA_DIM_QK, TFLA_SLICE_V).ctas_per_sm;
 }
 
 std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v) {

@@ -127,12 +127,12 @@ template <class P> __device__ inline TwoPairs input_over_forget(float2 i, const 
 // units.
 template <class T> constexpr float kLargestDebt = std::is_same_v<T, kittens::bf16> ? 32.f : 0.f;
 
-template <class T> struct OwedDecay {
+template <class T> struct DeferredDecay {
     static constexpr bool kFollowsWeights = false, kRunsAhead = false;
     float log2 = 0.f;
 
-    OwedDecay() = default;
-    __device__ inline explicit OwedDecay(bool) {}  // same arguments as FollowedWeights
+    DeferredDecay() = default;
+    __device__ inline explicit DeferredDecay(bool) {}  // same arguments as FollowedWeights
 
     // Adds a chunk's decay, log2. Returns the factor on the state: 1 while the decay is deferred. settle:
     // defer nothing beyond this chunk. NOTES: slow decays are deferred less, since at a large log2 every
@@ -148,9 +148,9 @@ template <class T> struct OwedDecay {
 };
 
 // Scans the chunks of one head, by one warp; lane l has tokens 2 l and 2 l + 1 of a chunk. Owed: the policy
-// of the state's scale (OwedDecay, AheadOfDecay, FollowedWeights). Its log2 ends at 0, unless it follows the
-// weights.
-template <class T, class P, class Owed = OwedDecay<T>> struct GateScan {
+// of the state's scale (DeferredDecay, PrescaledDecay, FollowedWeights). Its log2 ends at 0, unless it
+// follows the weights.
+template <class T, class P, class Owed = DeferredDecay<T>> struct GateScan {
     FloatPair m;  // stabiliser at the chunk's start, log2 units; stays 0 with gates that are not stabilised
     Owed owed{};
 

@@ -95,7 +95,7 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
         for entry in build.parse_ptxas_log(compiled.ptxas_log)
     )
     # dtypes and normaliser, and at K = 256 the gate; the combine kernel has no dtype
-    fused = {"mlstm_wide_kernel": 6} if compiled.instance in WIDE else {"mlstm_fwd_kernel": 4}
+    fused = {"mlstm_transposed_kernel": 6} if compiled.instance in WIDE else {"mlstm_fwd_kernel": 4}
     assert found == fused | {"mlstm_states_kernel": 4, "mlstm_combine_kernel": 2}
 
 

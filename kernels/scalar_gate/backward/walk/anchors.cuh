@@ -1,6 +1,6 @@
 // Anchors of the mLSTM backward's passes. Before every eighth chunk dq stores its state in global memory, as
 // the next GEMM reads it, and n. dk's state there is the gradient of that state and lies in the same threads:
-// it sums the product, which is the exact flow over that boundary (mlstm_bwd_gates.cuh).
+// it sums the product, which is the exact flow over that boundary (gate_gradients.cuh).
 #pragma once
 
 #include "common/tiles.cuh"

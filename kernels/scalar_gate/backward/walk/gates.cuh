@@ -6,9 +6,9 @@
 //     s W_tj / w_t = 2^{sends_j - receives_t}
 //         sends_j = a_j + log2 s        receives_t = M_t + log2 w_t
 // The state contributes to t with s 2^{m_in - receives_t}, and j is added to the state with 2^{a_j - M_L},
-// both times the deferred decay of the state (OwedDecay). The forward has saved m_in of each chunk, so chunks
-// can be scanned in any order. Gates without stabiliser have m_in = 0, receives_t = log2 w_t - b_t, and b_L
-// in place of -M_L.
+// both times the deferred decay of the state (DeferredDecay). The forward has saved m_in of each chunk, so
+// chunks can be scanned in any order. Gates without stabiliser have m_in = 0, receives_t = log2 w_t - b_t,
+// and b_L in place of -M_L.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -135,7 +135,8 @@ struct LaneGates {
     // Writes PassStage. owed: the state's deferred decay; settle: defer nothing beyond this chunk. whole: the
     // chunk has 64 tokens. Returns key_scale of the lane's tokens.
     template <bool kBackward, class T, class T2>
-    __device__ inline float2 write(PassStage<T2>& out, OwedDecay<T>& owed, bool settle, bool whole) const {
+    __device__ inline float2 write(PassStage<T2>& out, DeferredDecay<T>& owed, bool settle,
+                                   bool whole) const {
         const float debt_before = owed.log2, due = owed.add(decay, settle);
         const int lane = fresh_laneid();
         if (lane == 0) {

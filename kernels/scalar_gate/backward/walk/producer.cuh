@@ -34,7 +34,7 @@ template <class C> __device__ inline void load_pass_tiles(const PassGlobals& g, 
 template <class C> __device__ inline void feed_gates(const PassGlobals& g, PassMemory<C>& smem) {
     const PassTask& task = smem.task;
     if (task.chunks == 0) return;
-    OwedDecay<typename C::T> owed;
+    DeferredDecay<typename C::T> owed;
     // defer nothing at the walk's end and where the state is stored (dq) or multiplied with that (dk)
     auto settles = [&](int step) {
         const int chunk = C::chunk(task, step);

@@ -12,7 +12,7 @@
 namespace tfla_tk::mlstm {
 
 // Registers per thread of each role; they sum to at most 512 over the warpgroups, 65536 / 128 threads.
-struct WideRegisters {
+struct TransposedRegisters {
     int producer, scores, state;
 };
 
@@ -22,7 +22,7 @@ struct GateSums {
 };
 
 template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, class Gate_, Schedule kSchedule_>
-struct WideConfig {
+struct TransposedConfig {
     using T = T_;
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
     static constexpr int kSliceV = kSliceV_;  // columns of V, rows of C^T, that one CTA owns
@@ -38,9 +38,9 @@ struct WideConfig {
     static constexpr int kStateWarpgroups = kSliceV / 64, kStateWarps = 4 * kStateWarpgroups;
     static constexpr int kThreads = 128 * (2 + kStateWarpgroups);
     static constexpr int kTurnThreads = 128 * (1 + kStateWarpgroups);
-    static constexpr WideRegisters kRegisters =
-        kStateWarpgroups == 2 ? WideRegisters{32, 64, 208}    // registers: the state takes 128
-                              : WideRegisters{48, 208, 240};  // smem: one CTA per SM
+    static constexpr TransposedRegisters kRegisters =
+        kStateWarpgroups == 2 ? TransposedRegisters{32, 64, 208}    // registers: the state takes 128
+                              : TransposedRegisters{48, 208, 240};  // smem: one CTA per SM
 
     // The state's columns, K, are split in two, since a wgmma with N = 256 does not compile for 512 threads
     // (C7602).
@@ -75,9 +75,9 @@ struct WideConfig {
     // part.
     static constexpr int kNormRows = kNormalize ? 8 : 0;
     using T2 = typename base_types::packing<T>::packed_type;
-    using Owed = std::conditional_t<std::is_same_v<T, bf16>, OwedDecay<T>,
-                                    std::conditional_t<Gate::kStabilised, AheadOfDecay, FollowedWeights>>;
-    using Stage = WideStage<T2>;
+    using Owed = std::conditional_t<std::is_same_v<T, bf16>, DeferredDecay<T>,
+                                    std::conditional_t<Gate::kStabilised, PrescaledDecay, FollowedWeights>>;
+    using Stage = TransposedStage<T2>;
     using KeyTile = PanelTile<T, kChunk, kDimQK, kNormRows>;
     using QueryTile = PanelTile<T, kChunk, kDimQK>;
     using ValueTile = PanelTile<T, kChunk, kSliceV>;
@@ -99,7 +99,7 @@ template <class T> struct alignas(128) NormWeights {
 __device__ inline int scores_freed(int chunk) { return (chunk - 1) >> (cluster_ctas() - 1); }
 
 // All shared memory of a CTA.
-template <class C> struct WideMemory {
+template <class C> struct TransposedMemory {
     typename C::KeyTile keys[C::kKeyStages];
     typename C::QueryTile queries[C::kStages];
     typename C::ValueTile values[C::kStages];  // then h, staged for TMA stores
@@ -149,7 +149,7 @@ template <class C> struct WideMemory {
 };
 
 // The factor on the state in registers after the last chunk.
-template <class C> __device__ inline float last_unit(const WideMemory<C>& smem) {
+template <class C> __device__ inline float last_unit(const TransposedMemory<C>& smem) {
     const int chunks = smem.task.chunks;
     if (!C::Owed::kFollowsWeights || chunks == 0) return 1.f;
     return exp2f(smem.gates[C::gate_stage(chunks - 1).slot].log2_unit);

@@ -22,9 +22,9 @@
 namespace tfla_tk::mlstm {
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads, 1) void mlstm_wide_kernel(const __grid_constant__ Globals g) {
+__global__ __launch_bounds__(C::kThreads, 1) void mlstm_transposed_kernel(const __grid_constant__ Globals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<WideMemory<C>*>(shared_memory);
+    auto& smem = *reinterpret_cast<TransposedMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
     if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h_chunk.prefetch(); }))
@@ -38,17 +38,17 @@ __global__ __launch_bounds__(C::kThreads, 1) void mlstm_wide_kernel(const __grid
         if (warp == 0)
             load_keys_and_queries(g, smem);
         else if (warp == 1)
-            sum_wide_gates(g, smem);
+            sum_transposed_gates(g, smem);
         else if (warp == 2)
-            scale_wide_gates(g, smem);
+            scale_transposed_gates(g, smem);
         else
             load_values_and_store_outputs(g, smem);
     } else if (warpgroup_id == 1) {
         set_registers<kRegisters.scores, C::kThreads, 1>();
-        make_wide_scores(g, smem);
+        make_transposed_scores(g, smem);
     } else {
         set_registers<kRegisters.state, C::kThreads, 1>();
-        walk_wide_state(g, smem, warpgroup_id - 2);
+        walk_transposed_state(g, smem, warpgroup_id - 2);
     }
     if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
 }

@@ -12,7 +12,7 @@ namespace tfla_tk::mlstm {
 // (value_rounding.cuh), which it does unless its weight is far smaller. own, before: key_scale of the lane's
 // two tokens in this chunk and in the chunk before.
 template <class T2>
-__device__ inline void write_value_scale(WideStage<T2>& gates, float2 own, float2 before) {
+__device__ inline void write_value_scale(TransposedStage<T2>& gates, float2 own, float2 before) {
     using Scale = ValueScale<T2>;
     constexpr float kLeast = 1.f / 16;  // of the weight of the token whose error is taken
     const int lane = fresh_laneid();
@@ -38,7 +38,7 @@ template <class T> __device__ inline void write_weights(NormWeights<T>& weights,
 
 // Loads Q and K, and converts key_scale to the forms that the GEMM warpgroups read. NOTES: not done by the
 // warp that computes key_scale, which is the slowest of the gate warps.
-template <class C> __device__ inline void load_keys_and_queries(const Globals& g, WideMemory<C>& smem) {
+template <class C> __device__ inline void load_keys_and_queries(const Globals& g, TransposedMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader load{task, g.packed(), smem.tail_landed};
     float2 scale_before{};
@@ -62,7 +62,7 @@ template <class C> __device__ inline void load_keys_and_queries(const Globals& g
     }
 }
 
-template <class C> __device__ inline void sum_wide_gates(const Globals& g, WideMemory<C>& smem) {
+template <class C> __device__ inline void sum_transposed_gates(const Globals& g, TransposedMemory<C>& smem) {
     const Task& task = smem.task;
     auto stream = [&](const GateWords& gate) {
         return GateStream(gate, task.batch, task.head, task.first_row, task.tokens);
@@ -94,7 +94,8 @@ template <class C> __device__ inline void sum_wide_gates(const Globals& g, WideM
     }
 }
 
-template <class C> __device__ inline void scale_wide_gates(const Globals& g, WideMemory<C>& smem) {
+template <class C>
+__device__ inline void scale_transposed_gates(const Globals& g, TransposedMemory<C>& smem) {
     using P = typename C::Gate;
     const Task& task = smem.task;
     using Owed = typename C::Owed;
@@ -134,7 +135,7 @@ template <class C> __device__ inline void scale_wide_gates(const Globals& g, Wid
 // Loads V, stores the h that the state's warpgroups write in its place, and in fp16 samples keys and values
 // (RunAhead). NOTES: a warp of its own: in the warp that loads Q and K, K would wait for the stores of h.
 template <class C>
-__device__ inline void load_values_and_store_outputs(const Globals& g, WideMemory<C>& smem) {
+__device__ inline void load_values_and_store_outputs(const Globals& g, TransposedMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader load{task, g.packed(), smem.value_tail_landed};
     auto load_values = [&](int chunk) {

@@ -34,7 +34,7 @@ template <class C> struct CarriedNorm {
     }
 
     // Writes n as a high and a low part to the rows after a stage's keys, for the GEMM of the scores.
-    __device__ inline void publish(WideMemory<C>& smem, int slot) const {
+    __device__ inline void publish(TransposedMemory<C>& smem, int slot) const {
         // One address serves all writes: a warp has two units of 16 bytes, and the swizzle swaps them in the
         // second row.
         auto* units = reinterpret_cast<unsigned char*>(smem.keys[slot].data[panel()]) +
@@ -53,7 +53,8 @@ template <class C> struct CarriedNorm {
     }
 };
 
-template <class C> __device__ inline void make_wide_scores(const Globals& g, WideMemory<C>& smem) {
+template <class C>
+__device__ inline void make_transposed_scores(const Globals& g, TransposedMemory<C>& smem) {
     using T = typename C::T;
     using T2 = typename C::T2;
     constexpr int kSteps = C::kDimQK / 16;

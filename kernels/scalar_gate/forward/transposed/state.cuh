@@ -43,9 +43,10 @@ __device__ inline void loop_with_seldom(const int& count, ReadCount read_count, 
     }
 }
 
-// What a thread of a state warpgroup holds. NOTES: not members of WideStateWalk: a struct with arrays stays
-// in memory until the loops over them are unrolled, and the compiler would know nothing of its other members.
-template <class C> struct WideStateRegisters {
+// What a thread of a state warpgroup holds. NOTES: not members of TransposedStateWalk: a struct with arrays
+// stays in memory until the loops over them are unrolled, and the compiler would know nothing of its other
+// members.
+template <class C> struct TransposedStateRegisters {
     using Fragment = rt<typename C::T, 16, 16>;
 
     rt_fl<16, C::kPart> state[C::kParts];
@@ -55,10 +56,10 @@ template <class C> struct WideStateRegisters {
     ScaledValues<typename C::T2> values;
 };
 
-template <class C> struct WideStateWalk {
+template <class C> struct TransposedStateWalk {
     using T = typename C::T;
     using Scales = ValueScales<typename C::T2>;
-    using Registers = WideStateRegisters<C>;
+    using Registers = TransposedStateRegisters<C>;
     using Fragment = typename Registers::Fragment;
     static constexpr int kTokenSteps = kChunk / 16;
     static constexpr bool kSequential = C::kSchedule == Schedule::sequential;
@@ -81,7 +82,7 @@ template <class C> struct WideStateWalk {
     };
 
     const Globals& g;
-    WideMemory<C>& smem;
+    TransposedMemory<C>& smem;
     const Task& task;
     const int warpgroup_id;
 
@@ -95,8 +96,8 @@ template <class C> struct WideStateWalk {
     uint32_t place;               // of h, as transposed_lane_offset has it
     bool rows_scaled_up = false;  // of h, so that step 9 is due
 
-    __device__ inline WideStateWalk(const Globals& g, WideMemory<C>& smem, int warpgroup_id,
-                                    Registers& registers)
+    __device__ inline TransposedStateWalk(const Globals& g, TransposedMemory<C>& smem, int warpgroup_id,
+                                          Registers& registers)
         : g(g), smem(smem), task(smem.task), warpgroup_id(warpgroup_id), registers(registers) {}
 
     __device__ inline void walk() {
@@ -348,9 +349,9 @@ template <class C> struct WideStateWalk {
 };
 
 template <class C>
-__device__ inline void walk_wide_state(const Globals& g, WideMemory<C>& smem, int warpgroup_id) {
-    WideStateRegisters<C> registers;
-    WideStateWalk<C>(g, smem, warpgroup_id, registers).walk();
+__device__ inline void walk_transposed_state(const Globals& g, TransposedMemory<C>& smem, int warpgroup_id) {
+    TransposedStateRegisters<C> registers;
+    TransposedStateWalk<C>(g, smem, warpgroup_id, registers).walk();
 }
 
 }  // namespace tfla_tk::mlstm

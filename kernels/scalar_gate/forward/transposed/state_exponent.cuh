@@ -1,9 +1,9 @@
 // The scale of the forward's state in fp16 at K = 256. Registers hold C / 2^log2.
 //
-// In bf16 the decay of the state is deferred (OwedDecay), so registers may hold up to 2^32 C; fp16 overflows
-// at 2^16. So here the state runs ahead of its decay: when it is multiplied, it is multiplied by 2^-kAhead
-// more, and then not again until later chunks have decayed by that. Meanwhile numbers below 2^-14 lose
-// digits. Samples of keys and values tell whether that matters (RunAhead); where it does, the state is
+// In bf16 the decay of the state is deferred (DeferredDecay), so registers may hold up to 2^32 C; fp16
+// overflows at 2^16. So here the state runs ahead of its decay: when it is multiplied, it is multiplied by
+// 2^-kAhead more, and then not again until later chunks have decayed by that. Meanwhile numbers below 2^-14
+// lose digits. Samples of keys and values tell whether that matters (RunAhead); where it does, the state is
 // multiplied in every chunk.
 //
 // Without stabiliser 2^log2 also follows the largest weight in C, as a power of two, so that nothing is lost
@@ -41,16 +41,16 @@ struct SampledToken {
     }
 };
 
-constexpr float kAhead = 10.f, kAheadOfSlow = 4.f;  // log2; NOTES: less for slow decays, as in OwedDecay
+constexpr float kAhead = 10.f, kAheadOfSlow = 4.f;  // log2; NOTES: less for slow decays, as in DeferredDecay
 
-// Replaces OwedDecay with the exponential gate. C is 2^log2 times what the registers hold, and log2 >= 0.
-struct AheadOfDecay {
+// Replaces DeferredDecay with the exponential gate. C is 2^log2 times what the registers hold, and log2 >= 0.
+struct PrescaledDecay {
     static constexpr bool kFollowsWeights = false, kRunsAhead = true;
 
     float log2 = 0.f;
     bool may_run_ahead = false;  // result of RunAhead
 
-    __device__ inline explicit AheadOfDecay(bool) {}
+    __device__ inline explicit PrescaledDecay(bool) {}
 
     __device__ inline float ahead() const { return log2; }
 
@@ -66,7 +66,7 @@ struct AheadOfDecay {
     }
 };
 
-// Replaces OwedDecay for gates that are not stabilised: 2^log2 also follows the largest weight in C.
+// Replaces DeferredDecay for gates that are not stabilised: 2^log2 also follows the largest weight in C.
 struct FollowedWeights {
     static constexpr bool kFollowsWeights = true, kRunsAhead = true;
 

@@ -35,7 +35,7 @@ template <class T2> struct alignas(16) ValueScale {
 };
 
 // One chunk's gates as the warpgroups read them.
-template <class T2> struct WideStage : GateStage {
+template <class T2> struct TransposedStage : GateStage {
     ValueScale<T2> value_scale[kChunk / 2];
     float log2_unit, ahead;  // after this chunk, where the state runs ahead (state_exponent.cuh)
     bool has_larger_rows;    // whether rows may be scaled up (fp16_row_scaling.cuh)
@@ -45,7 +45,7 @@ template <class T2> struct WideStage : GateStage {
 template <class T2> struct ValueScales {
     ValueScale<T2> of_eight[2];
 
-    __device__ inline ValueScales(const WideStage<T2>& gates, int k)
+    __device__ inline ValueScales(const TransposedStage<T2>& gates, int k)
         : of_eight{gates.value_scale[8 * k + fresh_laneid() % 4],
                    gates.value_scale[8 * k + 4 + fresh_laneid() % 4]} {}
 };
