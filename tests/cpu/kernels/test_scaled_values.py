@@ -1,6 +1,7 @@
 """What rounding costs the forward at K = 256, whose state is fed with scaled values in place of scaled keys.
 
-An emulation in fp64 of `mlstm_wide_*.cuh`: the state rounds what it is fed with and what is read of it.
+An emulation in fp64 of `kernels/scalar_gate/forward/transposed/`: the state rounds what it is fed with
+and what is read of it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Units:
 
 
 class Ahead(Units):
-    """Those of fp16, `mlstm_wide_units.cuh`: with the exponential gate AheadOfDecay.
+    """Those of fp16, `state_exponent.cuh`: with the exponential gate AheadOfDecay.
 
     Args:
         run_ahead: whether it does, whatever looks find.
@@ -170,7 +171,7 @@ class GivenOn(Added):
 
 
 class GivenOnByPairs(GivenOn):
-    """The same by pairs of the operands' dtype, `mlstm_wide_values.cuh`; `lost` is negated."""
+    """The same by pairs of the operands' dtype, `value_rounding.cuh`; `lost` is negated."""
 
     def scaled(self, v: Tensor, weights: Tensor, take: Tensor) -> tuple[Tensor, Tensor]:
         high = self.rounded(weights)
@@ -184,7 +185,7 @@ class GivenOnByPairs(GivenOn):
 
 
 def held_larger(unit: Tensor, dtype: torch.dtype, *, sigmoid: bool) -> Tensor:
-    """By how much rows are, until h has been stored, `mlstm_wide_rows.cuh`. unit: that of GateStage."""
+    """By how much rows are, until h has been stored, `fp16_row_scaling.cuh`. unit: that of GateStage."""
     if dtype == torch.bfloat16:
         return torch.ones_like(unit)
     exponent = unit.log2().floor()
