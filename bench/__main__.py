@@ -1,4 +1,4 @@
-"""Keep the results on record: `python -m tfla_tk.bench merge | readme | plot | ablation | step | ...`.
+"""Benchmarks beyond `tfla-tk compare`, and the results on record: `python -m tfla_tk.bench <command>`.
 
 `merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of README.md and
 docs/results.md; `ablation` times the schedules of the intra-chunk kernel, `step` one token, `model` whole
@@ -22,7 +22,10 @@ from .shapes import MAIN, PASSES, parse_shapes
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, as that of `tfla-tk`."""
-    parser = argparse.ArgumentParser(prog="python -m tfla_tk.bench", description="keep the results on record")
+    parser = argparse.ArgumentParser(
+        prog="python -m tfla_tk.bench",
+        description="benchmarks beyond tfla-tk compare, and the results on record",
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     command = commands.add_parser("merge", help="merge rows into the results of their GPU")
     command.add_argument("rows", type=Path, nargs="+", help="files that `tfla-tk compare --json` wrote")

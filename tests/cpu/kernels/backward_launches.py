@@ -1,4 +1,4 @@
-"""Records what tk_backward.mlstm_bwd hands to its kernels, and draws the arguments of such calls."""
+"""Records what the backward's host side hands to its kernels, and draws the arguments of such calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mlstm_sequence.cuh in NumPy, lane by lane: its indices, its registers and the rounding of its products."""
+"""decode/sequence.cuh in NumPy, lane by lane: its indices, its registers and the rounding of its products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tk_backward.mlstm_bwd hands to its passes and the kernels around them; no GPU is touched."""
+"""What the backward's host side hands to its passes and the kernels around them; no GPU is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tk_forward hands to a kernel: read in place or copied, strides, pointers; no GPU is touched."""
+"""What the forward's host side hands to a kernel: what is copied, strides, pointers; no GPU is touched."""
 
 from __future__ import annotations
 

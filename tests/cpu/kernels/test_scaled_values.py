@@ -1,6 +1,7 @@
 """What rounding costs the forward at K = 256, whose state is fed with scaled values in place of scaled keys.
 
-An emulation in fp64 of `kernels/scalar_gate/forward/transposed/`: the state rounds what it is fed with and what is read of it.
+An emulation in fp64 of `kernels/scalar_gate/forward/transposed/`: the state rounds what it is fed with
+and what is read of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The mLSTM backward by the ThunderKittens kernels: scanned gates, three passes, gradients of the gates.
+"""The backward of mLSTM and of scalar decay by the ThunderKittens kernels: three passes over the chunks.
 
-All three large gradients are the same kernel with other operands. It walks (queries, keys, values) chunk by
-chunk with a state keys x values on chip, for dk and dv from the last chunk to the first. With the gates W_tj,
-the normaliser w_t, s = K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
+A pass is what kernels/ and docs/mlstm-backward.md call a walk. The gates are scanned before the passes, and
+the gradients of the gates come after them. All three large gradients are the same kernel with other operands.
+It walks (queries, keys, values) chunk by chunk with a state keys x values on chip, for dk and dv from the
+last chunk to the first. With the gates W_tj, the normaliser w_t, s = K^-1/2 and
+e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
 
                                                                             queries  keys  values
     dq_t = sum_{j <= t} s W_tj / w_t (dh_t.v_j + e_t) k_j + from the state    dh      v      k
@@ -12,9 +14,9 @@ the normaliser w_t, s = K^-1/2 and e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]
 dq and dk are linear in the columns of v, dh and h, e_t among them: CTAs take as many as they hold, a part of
 V, and those of different parts add to the same gradient.
 
-Where a few long sequences would leave the GPU empty they are cut into segments, all passes alike: what a pass
-begins a segment with is made before it, by a segments kernel and a small kernel that carries it on, or, for
-dq, has been left by the forward.
+Where a few long sequences would leave the GPU empty they are cut into segments, at the same places for all
+passes. A kernel for the segments and a small kernel that carries states make the state with which a pass
+begins a segment, or, for dq, the forward has left it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The plan of an mLSTM backward: its parts of V, and where its kernels leave what others of them read.
+"""The plan of a backward: its passes, its parts of V, and where its kernels leave what others of them read.
 
+A pass is what kernels/ and docs/mlstm-backward.md call a walk.
 It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it.
 """
 
