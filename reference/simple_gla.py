@@ -310,4 +310,4 @@ def lightning_log_decay(
 ) -> Tensor:
     """Lightning Attention's log decay per head, -(8/H) (1 - layer_idx / num_layers) h, as g_gamma [H]."""
     heads = torch.arange(num_heads, dtype=torch.float64, device=device)
-    return (-8 / num_heads * (1 - layer_idx / num_layers) * heads).to(dtype)
+    return (-8 / max(num_heads, 1) * (1 - layer_idx / num_layers) * heads).to(dtype)

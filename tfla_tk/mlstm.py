@@ -111,7 +111,7 @@ def mlstm_chunkwise(
     Returns:
         h [B, NH, S, DHHV] in q's dtype, or (h, (c, n, m)) with the state after the last step (of every
         sequence), shaped as above, in fp32 (fp64 for fp64 q, k, v), whatever dtypes gates and initial state
-        have. Empty inputs give an empty h and, for S = 0, the initial state.
+        have. Empty inputs give an empty h and, for S = 0, a copy of the initial state.
 
     Raises:
         TypeError, ValueError: bad arguments, before anything is computed. DTensors are among them: every

@@ -101,9 +101,10 @@ def is_writable(path: Path) -> bool:
     """Whether files can be made in ``path``, or it can be made; nothing is written.
 
     Raises:
-        BuildError: There is a file where a directory has to be.
+        BuildError: There is a file, or a broken link, where a directory has to be.
     """
-    while not os.path.exists(path) and path != path.parent:
+    # a link that leads nowhere is in the way of a directory
+    while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     if not os.path.isdir(path):
         raise BuildError(f"the cache directory cannot be used: {path} is not a directory", UNUSABLE_REMEDY)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import sys
 import threading
@@ -39,6 +40,15 @@ FUNCTIONS = {name: FLA_OPS[name] for name in ("chunk_simple_gla", "chunk_retenti
 
 # options that callers of fla pass as None, or as numbers, for False and True
 _FLAGS = ("output_final_state", "state_v_first")
+# and where they are among the arguments of each function
+_FLAG_PLACES = {
+    name: [
+        place
+        for place, each in enumerate(inspect.signature(getattr(tfla_tk, name)).parameters)
+        if each in _FLAGS
+    ]
+    for name in FUNCTIONS
+}
 
 _log = logging.getLogger("tfla_tk")
 _lock = threading.RLock()
@@ -74,7 +84,7 @@ def accelerate(names: Iterable[str] | None = None) -> list[str]:
         The attributes that were replaced now, as "module.attribute".
 
     Raises:
-        ImportError: fla is not installed; the message says how to install it.
+        ImportError: fla is not installed or fails to import; the message says how to install it.
         ValueError: an unknown name.
     """
     with _lock:
@@ -143,9 +153,9 @@ def _current(name: str) -> Callable[..., Any]:
     """What fla's module has under a name."""
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(FUNCTIONS[name]), name)
-    except ImportError as error:
+    except Exception as error:  # whatever a package of others does on import
         raise ImportError(
-            f"fla cannot be imported: {error}. Install it with {installation.INSTALL}"
+            f"fla cannot be imported: {type(error).__name__}: {error}. Install it with {installation.INSTALL}"
         ) from error
     return function
 
@@ -184,12 +194,14 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     if not torch.compiler.is_compiling() and fla_own.is_on_its_own():
         return own(*args, **kwargs)
     ours = getattr(tfla_tk, name)
+    places = _FLAG_PLACES[name]
+    given = [bool(x) if place in places else x for place, x in enumerate(args)]
     flags = {flag: bool(kwargs[flag]) for flag in _FLAGS if flag in kwargs}
     if _is_on_cpu(args, kwargs):
         _record(name, "reference", "the tensors are on a CPU")
-        return ours(*args, **{**kwargs, **flags}, backend="reference")
+        return ours(*given, **{**kwargs, **flags}, backend="reference")
     try:
-        result = ours(*args, **{**kwargs, **flags}, backend="tk")
+        result = ours(*given, **{**kwargs, **flags}, backend="tk")
     except (TypeError, ValueError, UnsupportedError) as error:
         reason = error.reason if isinstance(error, UnsupportedError) else str(error)
     else:

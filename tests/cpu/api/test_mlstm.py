@@ -140,6 +140,18 @@ def test_empty_inputs(
     torch.testing.assert_close(x["c_initial"].grad, torch.ones_like(x["c_initial"]))
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_without_a_token_the_last_state_is_a_copy(gate: str, make_inputs: Make) -> None:
+    """A cache that is updated in place must not write into the state that was given."""
+    names = STATES if gate == "exp" else STATES[:2]
+    x = make_inputs(seq=0, states=names)
+    before = {name: x[name].clone() for name in names}
+    _, last = GATES[gate](**x, return_last_states=True)
+    for name, state in zip(names, last, strict=True):
+        state.add_(1)
+        torch.testing.assert_close(x[name], before[name], rtol=0, atol=0)
+
+
 def test_empty_sequence_without_a_state_gives_zeros(make_inputs: Make) -> None:
     _, last = mlstm_chunkwise(**make_inputs(seq=0), return_last_states=True)
     assert [t.shape for t in last] == [(2, 3, 16, 32), (2, 3, 16), (2, 3, 1)]

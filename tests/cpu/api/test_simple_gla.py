@@ -228,11 +228,29 @@ def test_no_token(with_state: bool) -> None:
     torch.testing.assert_close(last, state if with_state else torch.zeros_like(state))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference:recurrent", "reference:parallel"])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_without_a_token_the_final_state_is_a_copy(v_first: bool, backend: str) -> None:
+    """A cache that is updated in place must not write into the state that was given."""
+    x = draw(seq=0)
+    given = x["initial_state"] = x["initial_state"].mT.contiguous() if v_first else x["initial_state"]
+    before = given.clone()
+    _, last = chunk_simple_gla(**x, output_final_state=True, state_v_first=v_first, backend=backend)
+    last.add_(1)
+    torch.testing.assert_close(given, before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("heads", [(0, 0), (2, 2)])
 def test_no_head_and_no_batch(heads: tuple[int, int]) -> None:
     x = draw(batch=1 if heads[0] == 0 else 0, heads=heads)
     o, last = chunk_simple_gla(**x, output_final_state=True)
     assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+    x = [x[name] for name in ("q", "k", "v")]
+    for o, final in (
+        chunk_retention(*x, output_final_state=True),
+        chunk_lightning_attn(*x, 1, 3, output_final_state=True),
+    ):
+        assert o.shape == x[2].shape and final.shape == last.shape
 
 
 def test_positive_decay_is_computed_as_given() -> None:

@@ -214,6 +214,13 @@ def test_a_file_in_place_of_the_cache(isolated_environment: Path) -> None:
     assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
 
 
+def test_a_broken_link_in_place_of_the_cache(isolated_environment: Path) -> None:
+    isolated_environment.symlink_to(isolated_environment.with_name("nowhere") / "x")
+    with pytest.raises(BuildError, match=r"cannot be used: .*the cache is not a directory") as caught:
+        cache.check_cache()
+    assert "set TFLA_TK_CACHE_DIR" in caught.value.remedy
+
+
 def test_no_home_for_the_cache(
     isolated_environment: Path, monkeypatch: pytest.MonkeyPatch, no_home: None
 ) -> None:

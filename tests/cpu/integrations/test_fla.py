@@ -144,6 +144,17 @@ def test_fla_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.accelerate()
 
 
+def test_fla_fails_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever a package raises: a stand-in for triton has none of its attributes."""
+
+    def fail(name: str) -> Any:
+        raise AttributeError("module 'triton' has no attribute 'language'")
+
+    monkeypatch.setattr(integration.importlib, "import_module", fail)
+    with pytest.raises(ImportError, match="fla cannot be imported: AttributeError: module 'triton' has no"):
+        integration.accelerate()
+
+
 # Calls on a CPU: the reference
 
 
@@ -180,6 +191,21 @@ def test_packed_calls_with_states(accelerated: list[str]) -> None:
     o, last = own("chunk_simple_gla")(**x, cu_seqlens=offsets, output_final_state=None, state_v_first=1)
     torch.testing.assert_close(o, expected)
     assert last is None
+
+
+def test_flags_by_position(accelerated: list[str]) -> None:
+    """fla asks no more of a flag than that it is true or not."""
+    x = draw()
+    positions = [x[name] for name in ("q", "k", "v", "g")] + [None] * 3
+    for off in (None, 0):
+        assert own("chunk_simple_gla")(*positions, off, off)[1] is None
+    expected = reference.simple_gla_recurrent(**(x | {"initial_state": None}), output_final_state=True)
+    torch.testing.assert_close(own("chunk_simple_gla")(*positions, 1, 1)[1].mT, expected[1])
+    torch.testing.assert_close(own("chunk_simple_gla")(*positions, 1, None)[1], expected[1])
+    q, k, v = positions[:3]
+    assert own("chunk_retention")(q, k, v, None, None, 1)[1].shape == expected[1].shape
+    assert own("chunk_retention")(q, k, v, None, None, None)[1] is None
+    assert own("chunk_lightning_attn")(q, k, v, 1, 4, None, None, 1)[1].shape == expected[1].shape
 
 
 def test_compiled_calls_have_no_graph_break(accelerated: list[str]) -> None:

@@ -48,4 +48,6 @@ def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Te
         state_v_first=call.state_v_first,
     )
     # computed in the widest dtype of the inputs
-    return o, as_dtype(last, state_dtype(q))
+    last = as_dtype(last, state_dtype(q))
+    # without a token it may be the initial state itself
+    return o, last.clone() if last is not None and call.seq == 0 else last

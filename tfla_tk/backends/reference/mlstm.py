@@ -48,7 +48,9 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
         )
     # computed in the widest dtype of the inputs
     dtype = state_dtype(tensors[0])
-    return h, tuple(x if x.dtype == dtype else x.to(dtype) for x in last)
+    last = tuple(x if x.dtype == dtype else x.to(dtype) for x in last)
+    # without a token it may be the initial state itself
+    return h, tuple(x.clone() for x in last) if call.seq == 0 else last
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
