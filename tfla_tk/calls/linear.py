@@ -159,7 +159,12 @@ def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
     """
     for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if isinstance(value, bool) or not isinstance(value, Integral):
-            fail(name, "an int", f"{value!r} of type {type(value).__name__}", TypeError)
+            fail(
+                name,
+                "an int, or g_gamma in its place",
+                f"{value!r} of type {type(value).__name__}",
+                TypeError,
+            )
     if num_layers < 1:
         fail("num_layers", "at least 1", num_layers)
     if not 0 <= layer_idx <= num_layers:
