@@ -383,7 +383,7 @@ def test_a_decay_per_head_has_no_gradient() -> None:
         ({"layer_idx": 1}, TypeError, "num_layers: expected an int, or g_gamma in its place, got None"),
         ({"layer_idx": 5, "num_layers": 4}, ValueError, "layer_idx: expected 0 to num_layers = 4, got 5"),
         ({"layer_idx": 0, "num_layers": 0}, ValueError, "num_layers: expected at least 1, got 0"),
-        ({"layer_idx": 1.0, "num_layers": 4}, TypeError, "layer_idx: expected an int, or g_gamma in its place, got 1.0"),
+        ({"layer_idx": 1.0, "num_layers": 4}, TypeError, "layer_idx: expected an int, .*got 1.0"),
         ({"layer_idx": 1, "g_gamma": torch.zeros(4)}, ValueError, "layer_idx: expected None where g_gamma"),
         ({"g_gamma": torch.zeros(2)}, ValueError, r"g_gamma: expected shape \[HV\] of v = "),
     ],
