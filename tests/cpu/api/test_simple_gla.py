@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from torch.utils.flop_counter import FlopCounterMode
 
 from tfla_tk import (
     UnsupportedError,
@@ -557,7 +558,7 @@ def test_plain_calls_go_to_the_kernels_and_others_to_the_op(
     x = leaves(draw()) if with_grad else draw()
     chunk_simple_gla(**x)
     assert kernels.calls == (["forward, kept"] if with_grad else ["forward"])
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         chunk_simple_gla(**x)
     assert len(kernels.calls) == 1  # the op's CPU code
     per_token = (64 + 64) * (16 + 32) + 4 * 16 * 32
@@ -744,7 +745,7 @@ def test_vmap(kernels: Kernels, packed: bool) -> None:
 
 def test_flops_of_the_backward(kernels: Kernels) -> None:
     x = leaves(draw())
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         chunk_simple_gla(**x)[0].sum().backward()
     intra, state = (64 + 64) * (16 + 32), 16 * 32
     assert counter.get_total_flops() == 2 * 40 * 4 * (4 * intra + 14 * state)
