@@ -11,17 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from tfla_tk import env
+from tfla_tk.backends.triton.fla import FLA_OPS, GUARDED, gated_backward_is_guarded, guard_module
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.installed import find_package
 
 VARIANT = "triton:fla"
-MODULES = {
-    "chunk_simple_gla": "fla.ops.simple_gla",
-    "chunk_retention": "fla.ops.retention",
-    "chunk_lightning_attn": "fla.ops.lightning_attn",
-}
-# those whose backward FLA refuses on Hopper with some versions of Triton
-GUARDED = ("chunk_simple_gla",)
 NOTE = "FLA's guard of its gated backward on Hopper lifted, gradients checked first"
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"
 
@@ -30,7 +24,7 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
     """FLA's function; where v has more heads than q and k, on these repeated, as FLA wants them.
 
     Args:
-        function: a key of MODULES.
+        function: one of FLA_OPS.
         q, k: [B, T, H, K]. v: [B, T, HV, V]. gates: [B, T, HV].
 
     Raises:
@@ -38,7 +32,7 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
     """
     if not (q.is_cuda or env.TRITON_INTERPRET.get() == "1"):
         raise UnsupportedError(VARIANT, "Triton kernels need a GPU", "run on a GPU")
-    run = getattr(_load(MODULES[function]), function)
+    run = getattr(_load(FLA_OPS[function]), function)
     group = v.shape[2] // q.shape[2]
     if group > 1:
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
@@ -66,15 +60,10 @@ def is_guarded(function: str) -> bool:
     if function not in GUARDED:
         return False
     try:
-        _load(MODULES[function])
+        _load(FLA_OPS[function])
     except Exception:  # a call tells what is wrong
         return False
-    guard = _guard()
-    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and not guard.TRITON_ABOVE_3_7_1)
-
-
-def _guard() -> Any:
-    return importlib.import_module("fla.ops.common.chunk_o")
+    return gated_backward_is_guarded()
 
 
 @contextlib.contextmanager
@@ -87,7 +76,7 @@ def lifted_guard(function: str) -> Iterator[bool]:
     if not is_guarded(function):
         yield False
         return
-    guard = _guard()
+    guard = guard_module()
     guard.TRITON_ABOVE_3_7_1 = True
     try:
         yield True

@@ -179,15 +179,6 @@ def _normaliser_at_floor(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) 
     return (terms.d.abs() * terms.m_t.exp() - 1).abs() < KINK
 
 
-def _grouped(
-    form: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any
-) -> Any:
-    """The scalar-decay reference with q and k repeated for the heads of v that share them."""
-    group = v.shape[2] // q.shape[2]
-    q, k = (x.repeat_interleave(group, 2) if group > 1 else x for x in (q, k))
-    return form(q, k, v, *gates, **options)
-
-
 def _retention_decay(heads: int, device: torch.device) -> Tensor:
     return reference.retention_log_decay(heads, torch.float64, device)
 
@@ -206,8 +197,8 @@ def _scalar_decay(name: str, function: str, **fields: Any) -> Operator:
         name,
         function,
         partial(scalar_decay_inputs, gated=bool(gates)),
-        partial(_grouped, reference.simple_gla_chunkwise),
-        recurrent=partial(_grouped, reference.simple_gla_recurrent),
+        reference.simple_gla_chunkwise,
+        recurrent=reference.simple_gla_recurrent,
         layout="bshd",
         output="o",
         states={"initial_state": "KV"},

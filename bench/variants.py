@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from tfla_tk.backends.triton.variants import variants
 from tfla_tk.core.layout import SCHEDULES
 
-from . import fla
 from .operators import Operator
 
 FAMILIES = ("tk", "triton", "reference")
@@ -61,7 +60,7 @@ def find_variants(
         elif family == "tk":
             new = [_single(f"tk:{schedule}", "tk", schedule, backends is not None) for schedule in schedules]
         elif family == "triton":
-            new = [Variant(call, call) for call in _baselines(operator)]
+            new = [Variant(call, call) for call in variants(operator.function)]
         elif on_gpu:
             new = [Variant("reference", "reference")]
         else:
@@ -69,11 +68,6 @@ def find_variants(
         for variant in new:
             found.setdefault(variant.call, variant)
     return list(found.values())
-
-
-def _baselines(operator: Operator) -> list[str]:
-    """The Triton kernels that an operator is compared with."""
-    return [fla.VARIANT] if operator.function in fla.MODULES else variants(operator.function)
 
 
 def _single(name: str, family: str, detail: str, named: bool = True) -> Variant:

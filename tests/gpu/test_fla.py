@@ -48,7 +48,7 @@ def losses(name: str, **options: Any) -> list[float]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_train_to_the_same_loss(name: str, packed: bool) -> None:
-    if name == "SimpleGatedLinearAttention" and fla._gated_backward_is_guarded():
+    if name == "SimpleGatedLinearAttention" and fla.gated_backward_is_guarded():
         pytest.skip("fla refuses its gated backward with this Triton")
     offsets = torch.tensor([0, 100, 101, 512], device="cuda")
     options = {"cu_seqlens": offsets} if packed else {}

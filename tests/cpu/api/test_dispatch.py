@@ -415,7 +415,7 @@ def test_fla_table(gpu_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in fla.supports_fla("chunk_gla", q.double()).reason
     assert "float32" in fla.supports_fla("chunk_delta_rule", q).reason
     assert fla.supports_fla("chunk_delta_rule", q.bfloat16()).ok
-    monkeypatch.setattr(fla, "_gated_backward_is_guarded", lambda: True)
+    monkeypatch.setattr(fla, "gated_backward_is_guarded", lambda: True)
     assert "miscompiles" in fla.supports_fla("chunk_simple_gla", q, requires_grad=True).reason
     assert fla.supports_fla("chunk_retention", q, requires_grad=True).ok
     assert fla.supports_fla("chunk_simple_gla", q).ok

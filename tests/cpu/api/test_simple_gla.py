@@ -456,7 +456,7 @@ def test_tk_variants_are_schedules() -> None:
 def fla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """fla counts as installed, and this machine as one that it runs on."""
     monkeypatch.setattr(fla, "FLA_MISSING", None)
-    monkeypatch.setattr(fla, "_gated_backward_is_guarded", lambda: False)
+    monkeypatch.setattr(fla, "gated_backward_is_guarded", lambda: False)
     monkeypatch.setattr(fla, "_guard_is_lifted", lambda: False)
 
 
@@ -479,7 +479,7 @@ def test_fla_refuses(fla_runs: None, changes: dict[str, Any], reason: str) -> No
 
 def test_fla_guard(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gated backward on Hopper with a Triton that miscompiles it; without gate gradients all is well."""
-    monkeypatch.setattr(fla, "_gated_backward_is_guarded", lambda: True)
+    monkeypatch.setattr(fla, "gated_backward_is_guarded", lambda: True)
     call = describe(device="cuda", requires_grad=True)
     verdict = fla.supports_simple_gla(call)
     assert not verdict.ok and "miscompiles" in verdict.reason and "triton >= 3.7.1" in verdict.remedy
@@ -487,7 +487,7 @@ def test_fla_guard(fla_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert fla.supports_simple_gla(dataclasses.replace(call, gate=gate)) == SUPPORTED
     assert fla.supports_simple_gla(describe(device="cuda")) == SUPPORTED
     # lifted: by name only
-    monkeypatch.setattr(fla, "_gated_backward_is_guarded", lambda: False)
+    monkeypatch.setattr(fla, "gated_backward_is_guarded", lambda: False)
     monkeypatch.setattr(fla, "_guard_is_lifted", lambda: True)
     verdict = fla.supports_simple_gla(call)
     assert verdict.ok and not verdict.auto and "guard is lifted" in verdict.reason

@@ -42,6 +42,9 @@ FLA_OPS = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
 }
 
+# those whose backward fla refuses on Hopper with some versions of Triton
+GUARDED = ("chunk_simple_gla", "chunk_gated_delta_rule")
+
 _MODULE = FLA_OPS["chunk_simple_gla"]
 _SMALLEST_CHUNK = 16  # rows that a Triton matrix product takes
 _HALVES = (torch.float16, torch.bfloat16)
@@ -147,11 +150,7 @@ def supports_fla(op: str, q: Tensor | LinearCall, *, requires_grad: bool = False
         return Support(False, "Triton kernels have no float64", "use float32 or the reference")
     if op == "chunk_delta_rule" and q.dtype == torch.float32:
         return Support(False, "fla's chunk_delta_rule does not take float32", "use bfloat16 or float16")
-    if (
-        requires_grad
-        and op in ("chunk_simple_gla", "chunk_gated_delta_rule")
-        and _gated_backward_is_guarded()
-    ):
+    if requires_grad and op in GUARDED and gated_backward_is_guarded():
         return Support(
             False,
             "fla refuses the gated backward on Hopper with triton >= 3.4 and < 3.7.1, which miscompiles it",
@@ -187,10 +186,14 @@ def fla_op(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return original(function)(*args, **kwargs)
 
 
-def _gated_backward_is_guarded() -> bool:
+def guard_module() -> Any:
+    """The module of fla that holds the flags of its guard."""
+    return importlib.import_module("fla.ops.common.chunk_o")
+
+
+def gated_backward_is_guarded() -> bool:
     """fla's own check, so that a lifted guard counts here too."""
-    guard = importlib.import_module("fla.ops.common.chunk_o")
-    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and not guard.TRITON_ABOVE_3_7_1)
+    return _stands_on_hopper() and not guard_module().TRITON_ABOVE_3_7_1
 
 
 def _guard_is_lifted() -> bool:
@@ -198,5 +201,10 @@ def _guard_is_lifted() -> bool:
     version = triton_version()
     if version is None or tuple(int(x) for x in re.findall(r"\d+", version)[:3]) >= _REPAIRED:
         return False
-    guard = importlib.import_module("fla.ops.common.chunk_o")
-    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0 and guard.TRITON_ABOVE_3_7_1)
+    return _stands_on_hopper() and bool(guard_module().TRITON_ABOVE_3_7_1)
+
+
+def _stands_on_hopper() -> bool:
+    """Whether GPU and Triton are ones that fla's guard is for, but for the Triton that is repaired."""
+    guard = guard_module()
+    return bool(guard.IS_NVIDIA_HOPPER and guard.TRITON_ABOVE_3_4_0)
