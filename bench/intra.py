@@ -5,6 +5,7 @@ An instrument and no backend's kernel: its sources lie in bench/kernels, and inc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.build import instances
 from tfla_tk.core.checks import check_device, check_shape
+from tfla_tk.core.layout import DTYPES
 
 ROOT = Path(__file__).resolve().parent / "kernels"
 SCHEDULES = (*instances.SCHEDULES, "three_stage")
@@ -20,7 +22,6 @@ SCHEDULES = (*instances.SCHEDULES, "three_stage")
 TILES = ((64, 64), (128, 128), (128, 256), (256, 128))
 _QUERY_TILE = 128  # kPadding of mlstm_intra_config.cuh
 GRID_LIMIT = 65535  # CTAs along a grid's second and third dimension
-_FLOAT32 = 0  # enum class DType of params.h
 
 
 def instance(dim_qk: int, dim_v: int, schedule: str = instances.DEFAULT_SCHEDULE) -> build.Instance:
@@ -29,22 +30,10 @@ def instance(dim_qk: int, dim_v: int, schedule: str = instances.DEFAULT_SCHEDULE
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    largest = (instances.MAX_DIM_QK, instances.MAX_DIM_V)
-    if not (0 < dim_qk <= largest[0] and 0 < dim_v <= largest[1]):
-        raise ValueError(f"head dims: expected at most {largest[0]}/{largest[1]}, got {dim_qk}/{dim_v}")
-    tile_qk = min(qk for qk, _ in TILES if qk >= dim_qk)
-    slices = [v for qk, v in TILES if qk == tile_qk]
-    slice_v = min((v for v in slices if v >= dim_v), default=max(slices))
-    defines = {"TFLA_DIM_QK": tile_qk, "TFLA_SLICE_V": slice_v, "TFLA_SCHEDULE": SCHEDULES.index(schedule)}
-    return build.Instance(
-        f"mlstm_intra_k{tile_qk}_v{slice_v}_{schedule}",
-        "intra/mlstm_intra.cu",
-        tuple((name, str(value)) for name, value in defines.items()),
-        "intra/bindings_intra.cpp",
-        ROOT,
+    found = instances.by_tile(
+        "mlstm_intra", "intra/mlstm_intra.cu", TILES, SCHEDULES, dim_qk, dim_v, schedule
     )
+    return replace(found, bindings="intra/bindings_intra.cpp", root=ROOT)
 
 
 def all_instances() -> list[build.Instance]:
@@ -106,7 +95,7 @@ def mlstm_intra(
     with torch.cuda.device(q.device):
         kernel.mlstm_intra(
             *(_rows(x) for x in (q, k, v, h)),
-            *((*_rows(x[..., None]), _FLOAT32) for x in (i, f)),
+            *((*_rows(x[..., None]), DTYPES[x.dtype]) for x in (i, f)),
             workspace=workspace.data_ptr(),
             sizes=(batch, heads, seq, dim_qk, dim_v),
             scale=dim_qk**-0.5,

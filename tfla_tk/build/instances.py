@@ -59,7 +59,7 @@ def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Inst
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
     """
-    found = _instance("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
+    found = by_tile("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
     return replace(found, exports=_LAYOUT)
 
 
@@ -135,7 +135,7 @@ def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
     )
 
 
-def _instance(
+def by_tile(
     kernel: str,
     source: str,
     tiles: tuple[tuple[int, int], ...],
@@ -144,7 +144,14 @@ def _instance(
     dim_v: int,
     schedule: str,
 ) -> Instance:
-    """A kernel's instance by the smallest of its tiles that holds the head dims."""
+    """A kernel's instance by the smallest of its tiles that holds the head dims.
+
+    Args:
+        tiles: as MLSTM_TILES. schedules: in the order of the kernel's own.
+
+    Raises:
+        ValueError: No tile is large enough, or there is no such schedule.
+    """
     if schedule not in schedules:
         raise ValueError(f"schedule: expected one of {', '.join(schedules)}, got {schedule!r}")
     if not (0 < dim_qk <= MAX_DIM_QK and 0 < dim_v <= MAX_DIM_V):
