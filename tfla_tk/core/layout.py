@@ -1,4 +1,4 @@
-"""Where several layers must agree on data: chunks, segments, dtypes of states, names of schedules."""
+"""Where several layers must agree on data: chunks, segments, dtypes of states, schedules, forms."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes
 MAX_SLICES = 16  # of V in decoding, each a CTA
 SCHEDULES = ("auto", "sequential", "overlapped", "pingpong")
+FORMS = ("chunkwise", "parallel", "recurrent")  # of the reference
 
 MaybeTensor: TypeAlias = Tensor | None
 
@@ -59,6 +60,11 @@ def chunk_slots(seq: int, cu_seqlens: MaybeTensor) -> int:
 def grads_like(*inputs: MaybeTensor) -> tuple[Any, ...]:
     """Uninitialised gradients, each like its input; None where there is none."""
     return tuple(None if x is None else torch.empty_like(x) for x in inputs)
+
+
+def present(x: MaybeTensor, q: Tensor) -> Tensor:
+    """x, or the empty tensor that stands for none among an op's results."""
+    return q.new_empty(0, dtype=state_dtype(q)) if x is None else x
 
 
 def as_dtype(x: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:

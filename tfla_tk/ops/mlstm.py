@@ -43,6 +43,7 @@ from tfla_tk.core.layout import (
     as_dtype,
     chunk_slots,
     grads_like,
+    present,
     state_dtype,
 )
 from tfla_tk.core.memo import are_saved_tensors_hooked, records
@@ -245,7 +246,7 @@ def _bwd_cpu(
 def _fwd_cuda(*args: Any) -> Output:
     q: Tensor = args[0]
     h, *rest, _ = _kernels_fwd(*args)
-    c, n, m, row_n, row_m, chunk_m = (_present(x, q) for x in rest)
+    c, n, m, row_n, row_m, chunk_m = (present(x, q) for x in rest)
     return h, c, n, m, row_n, row_m, chunk_m
 
 
@@ -265,14 +266,9 @@ def _kernels_bwd(*args: Any) -> MaybeGrads:
     return tk_backward.mlstm_bwd(*args)
 
 
-def _present(x: MaybeTensor, q: Tensor) -> Tensor:
-    """x, or the empty tensor that stands for none."""
-    return q.new_empty(0, dtype=state_dtype(q)) if x is None else x
-
-
 def present_grads(grads: MaybeGrads) -> Grads:
     dq, dk, dv, di, df, dc_initial, dn_initial = grads
-    return dq, dk, dv, di, df, _present(dc_initial, dq), _present(dn_initial, dq)
+    return dq, dk, dv, di, df, present(dc_initial, dq), present(dn_initial, dq)
 
 
 def _fwd_fake(

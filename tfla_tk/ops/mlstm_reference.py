@@ -8,8 +8,6 @@ from torch import Tensor
 
 import tfla_tk.reference as forms
 
-FORMS = ("chunkwise", "parallel", "recurrent")
-
 _MLSTM = {
     "chunkwise": forms.mlstm_chunkwise,
     "parallel": forms.mlstm_parallel,
@@ -28,7 +26,7 @@ def apply(
     """One form of the reference over whole sequences.
 
     Args:
-        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens. form: one of FORMS.
+        tensors: q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens. form: one of layout.FORMS.
 
     Returns:
         h [B, NH, S, V] and the last state, (c, n, m) or with the sigmoid gate (c, n), in the widest dtype of

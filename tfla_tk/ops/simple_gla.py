@@ -32,12 +32,10 @@ from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, state_dtype
+from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, grads_like, present, state_dtype
 from tfla_tk.core.memo import are_saved_tensors_hooked, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
-
-FORMS = ("chunkwise", "parallel", "recurrent")
 
 Output: TypeAlias = tuple[Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -169,9 +167,10 @@ def in_form(
     cu_seqlens: MaybeTensor,
     **options: Any,
 ) -> Result:
-    """A form of the reference, one of FORMS: o in q's dtype, and the final state in at least fp32 or None.
+    """A form of the reference: o in q's dtype, and the final state in at least fp32 or None.
 
     Args:
+        form: one of layout.FORMS.
         options: scale, output_final_state, state_v_first, as `reference.simple_gla_recurrent` has them.
     """
     import tfla_tk.reference as forms
@@ -224,14 +223,8 @@ def _bwd_fake(*args: Any) -> Grads:
 def _grads_like(inputs: tuple[Any, ...], needs_dg: bool) -> Grads:
     """Uninitialised gradients, each like its input; [0] for what was not asked for."""
     q, k, v, g, initial_state, _ = inputs
-    dg = torch.empty_like(g) if needs_dg and g is not None else None
-    dh0 = None if initial_state is None else torch.empty_like(initial_state)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _present(dg, q), _present(dh0, q)
-
-
-def _present(x: MaybeTensor, q: Tensor) -> Tensor:
-    """x, or the empty tensor that stands for none."""
-    return q.new_empty(0, dtype=state_dtype(q)) if x is None else x
+    dq, dk, dv, dg, dh0 = grads_like(q, k, v, g if needs_dg else None, initial_state)
+    return dq, dk, dv, present(dg, q), present(dh0, q)
 
 
 # CUDA: the kernels, which have None in place of empty tensors
@@ -245,12 +238,12 @@ def _kernels() -> Any:
 
 def _fwd_cuda(*args: Any) -> Output:
     o, last, _ = _kernels().simple_gla_fwd(*args)
-    return o, _present(last, args[0])
+    return o, present(last, args[0])
 
 
 def _bwd_cuda(*args: Any) -> Grads:
     dq, dk, dv, dg, dh0 = _kernels().simple_gla_bwd(*args)
-    return dq, dk, dv, _present(dg, dq), _present(dh0, dq)
+    return dq, dk, dv, present(dg, dq), present(dh0, dq)
 
 
 # Autograd

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
+from tfla_tk.backends.reference.common import has_no_values, supports_form
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import MaybeTensor, as_dtype, state_dtype
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import Support
 from tfla_tk.ops import simple_gla as ops
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
     """Everything is supported; ValueError for a variant that is no form."""
-    if variant is not None and variant not in ops.FORMS:
-        expected = " or ".join(f"'reference:{name}'" for name in ops.FORMS)
-        fail("backend", expected, repr(f"reference:{variant}"))
-    return SUPPORTED
+    return supports_form(variant)
 
 
 def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, MaybeTensor]:
@@ -31,7 +26,7 @@ def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Te
     """
     form = variant or "chunkwise"
     q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu = tensors
-    if cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
+    if has_no_values(cu_seqlens):
         return ops.packed_simple_gla(call, form, *tensors)
     o, last = ops.in_form(
         form,

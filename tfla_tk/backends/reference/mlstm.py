@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
+from tfla_tk.backends.reference.common import has_no_values, supports_form
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import state_dtype
@@ -18,13 +17,7 @@ from tfla_tk.ops import mlstm_reference as forms
 
 def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     """Everything is supported; ValueError for a variant that is no form."""
-    if variant is not None and variant not in forms.FORMS:
-        fail(
-            "backend",
-            " or ".join(f"'reference:{name}'" for name in forms.FORMS),
-            repr(f"reference:{variant}"),
-        )
-    return SUPPORTED
+    return supports_form(variant)
 
 
 def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -35,7 +28,7 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
     """
     form = variant or "chunkwise"
     cu_seqlens = tensors[-1]
-    if cu_seqlens is not None and (torch.compiler.is_compiling() or is_fake(cu_seqlens)):
+    if has_no_values(cu_seqlens):
         h, last = mlstm_packed.packed_mlstm(call, form, tensors)
     else:
         h, last = forms.apply(

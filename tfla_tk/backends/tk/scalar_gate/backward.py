@@ -48,7 +48,7 @@ from tfla_tk.backends.tk.scalar_gate.launches import (
 )
 from tfla_tk.backends.tk.scalar_gate.passes import Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.calls.mlstm import MaybeGrads
-from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, grads_like
 
 _NO_GATE = (0, 0, 0, 0, 0)
 
@@ -249,24 +249,15 @@ def _grads_like(
     """Uninitialised gradients, each like its input; those of q and k for every head of v."""
     heads = v.shape[1]
 
-    def like(x: MaybeTensor) -> MaybeTensor:
-        return None if x is None else torch.empty_like(x)
-
     def for_every_head(x: Tensor) -> Tensor:
         if x.shape[1] == heads:
             return torch.empty_like(x)
         batch, _, seq, dim = x.shape
         return x.new_empty((batch, seq, heads, dim)).transpose(1, 2)
 
-    of_gates = (like(i), like(f)) if needs_df else (None, None)
-    return (
-        for_every_head(q),
-        for_every_head(k),
-        torch.empty_like(v),
-        *of_gates,
-        like(c_initial),
-        like(n_initial),
-    )
+    of_gates = grads_like(i, f) if needs_df else (None, None)
+    of_states = grads_like(c_initial, n_initial)
+    return (for_every_head(q), for_every_head(k), torch.empty_like(v), *of_gates, *of_states)
 
 
 def _of_no_token(grads: tuple[MaybeTensor, ...], dc_last: MaybeTensor, dn_last: MaybeTensor) -> None:
