@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -12,10 +11,15 @@ from torch import Tensor
 
 from tfla_tk.core import transforms
 from tfla_tk.core.checks import (
+    OFFSET_DTYPES,
     autocast_dtype,
     check_bool,
     check_cu_seqlens,
     check_device,
+    check_dtype_of_q,
+    check_head_dim,
+    check_int,
+    check_number,
     check_shape,
     check_tensor,
     fail,
@@ -32,7 +36,7 @@ class LinearCall:
     tokens; dim_qk and dim_v the head dims of q/k and of v; sequences is the leading dimension of the states:
     batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
     decay per token and head) or "head" (a decay per head, without gradient). requires_grad says that a
-    gradient will be recorded, gate_requires_grad that one for the gates will.
+    gradient will be recorded.
     """
 
     device: torch.device
@@ -51,7 +55,6 @@ class LinearCall:
     state_v_first: bool
     varlen: bool
     requires_grad: bool
-    gate_requires_grad: bool
     chunk_size: int = DEFAULT_CHUNK
     forward_mode: bool = False
     transformed: bool = False
@@ -100,18 +103,15 @@ def check_simple_gla(
     check_shape("v", v, (batch, seq, value_heads, dim_v), "[B, T] of q and [HV, V]")
     if value_heads != heads and (heads == 0 or value_heads == 0 or value_heads % heads != 0):
         fail("v", f"a multiple of q's {heads} heads", f"{value_heads} with shape {tuple(v.shape)}")
-    if dim_qk == 0:
-        fail("q", "a head dimension of at least 1", f"shape {tuple(q.shape)}")
-    if dim_v == 0:
-        fail("v", "a head dimension of at least 1", f"shape {tuple(v.shape)}")
+    check_head_dim("q", q)
+    check_head_dim("v", v)
     for name, value in (("k", k), ("v", v)):
         check_device(name, value, q.device)
     dtype = autocast_dtype(q, None)
     if dtype is None:
         dtype = q.dtype
         for name, value in (("k", k), ("v", v)):
-            if value.dtype != dtype:
-                fail(name, f"dtype {dtype}, the dtype of q", value.dtype, TypeError)
+            check_dtype_of_q(name, value, dtype)
     gate = _check_gates(g, g_gamma, q, (batch, seq, value_heads))
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
@@ -126,7 +126,6 @@ def check_simple_gla(
         check_shape("initial_state", initial_state, (sequences, value_heads, *dims), layout)
         check_device("initial_state", initial_state, q.device)
     inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
-    records = torch.is_grad_enabled()
     return LinearCall(
         device=q.device,
         dtype=dtype,
@@ -143,8 +142,7 @@ def check_simple_gla(
         has_initial=initial_state is not None,
         state_v_first=state_v_first,
         varlen=cu_seqlens is not None,
-        requires_grad=records and any(map(transforms.requires_grad, inputs)),
-        gate_requires_grad=records and g is not None and transforms.requires_grad(g),
+        requires_grad=torch.is_grad_enabled() and any(map(transforms.requires_grad, inputs)),
         chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
         forward_mode=transforms.has_tangent((*inputs, g_gamma)),
         transformed=any(map(transforms.is_transformed, [*inputs, *([] if g_gamma is None else [g_gamma])])),
@@ -157,19 +155,14 @@ def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
     Raises:
         TypeError: not an int. ValueError: out of range.
     """
-    for name, value in (("layer_idx", layer_idx), ("num_layers", num_layers)):
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            fail(
-                name,
-                "an int, or g_gamma in its place",
-                f"{value!r} of type {type(value).__name__}",
-                TypeError,
-            )
-    if num_layers < 1:
+    expected = "an int, or g_gamma in its place"
+    layer = check_int("layer_idx", layer_idx, expected)
+    count = check_int("num_layers", num_layers, expected)
+    if count < 1:
         fail("num_layers", "at least 1", num_layers)
-    if not 0 <= layer_idx <= num_layers:
+    if not 0 <= layer <= count:
         fail("layer_idx", f"0 to num_layers = {num_layers}", layer_idx)
-    return int(layer_idx), int(num_layers)
+    return layer, count
 
 
 def _check_gates(g: Any, g_gamma: Any, q: Tensor, shape: tuple[int, int, int]) -> str:
@@ -205,24 +198,22 @@ def _check_cpu_offsets(value: Any, cu_seqlens: Tensor | None) -> None:
         fail(name, "None without cu_seqlens", "a tensor")
     if value.device.type not in ("cpu", "meta"):
         fail(name, "a tensor on the CPU", f"one on {value.device}")
-    if value.dtype not in (torch.int32, torch.int64):
+    if value.dtype not in OFFSET_DTYPES:
         fail(name, "dtype int32 or int64", value.dtype, TypeError)
     check_shape(name, value, tuple(cu_seqlens.shape), "[N + 1] of cu_seqlens")
 
 
 def _check_scale(value: Any) -> float:
     """A finite number, Python's or NumPy's; returned as a float."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        fail("scale", "a number or None", f"{value!r} of type {type(value).__name__}", TypeError)
-    if not math.isfinite(value):
+    scale = check_number("scale", value, "a number or None")
+    if not math.isfinite(scale):
         fail("scale", "a finite number", value)
-    return float(value)
+    return scale
 
 
 def _check_power_of_two(name: str, value: Any) -> int:
     """A positive power of two, of Python's or NumPy's integers; returned as Python's."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        fail(name, "an int or None", f"{value!r} of type {type(value).__name__}", TypeError)
-    if value < 1 or value & (value - 1):
+    size = check_int(name, value, "an int or None")
+    if size < 1 or size & (size - 1):
         fail(name, "a power of two", value)
-    return int(value)
+    return size

@@ -19,7 +19,9 @@ from tfla_tk.core.checks import (
     check_constant,
     check_cu_seqlens,
     check_device,
+    check_dtype_of_q,
     check_eps,
+    check_head_dim,
     check_kernel_dtype,
     check_shape,
     check_tensor,
@@ -125,10 +127,8 @@ def check_mlstm(
     check_tensor("v", v, 4, "[B, NH, S, DHHV]")
     dim_v = v.shape[3]
     check_shape("v", v, (batch, heads, seq, dim_v), "[B, NH, S] of q and [DHHV]")
-    if dim_qk == 0:
-        fail("q", "a head dimension of at least 1", f"shape {tuple(q.shape)}")
-    if dim_v == 0:
-        fail("v", "a head dimension of at least 1", f"shape {tuple(v.shape)}")
+    check_head_dim("q", q)
+    check_head_dim("v", v)
     for name, gate in (("i", i), ("f", f)):
         check_tensor(name, gate, 3, "[B, NH, S]")
         check_shape(name, gate, (batch, heads, seq), "[B, NH, S] of q")
@@ -136,8 +136,7 @@ def check_mlstm(
         check_device(name, value, q.device)
     if autocast_dtype is None:
         for name, value in (("k", k), ("v", v)):
-            if value.dtype != q.dtype:
-                fail(name, f"dtype {q.dtype}, the dtype of q", value.dtype, TypeError)
+            check_dtype_of_q(name, value, q.dtype)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
     normalize = check_bool("normalize", normalize)
@@ -274,8 +273,7 @@ def _check_decoding(
         check_shape(name, t, shape, layout)
         check_device(name, t, q.device)
     for name, t in (("k", k), ("v", v)):
-        if t.dtype != q.dtype:
-            fail(name, f"dtype {q.dtype}, the dtype of q", t.dtype, TypeError)
+        check_dtype_of_q(name, t, q.dtype)
     for name, size in (("q", dim_qk), ("v", dim_v)):
         if size == 0:
             fail(name, "a head dimension of at least 1", size)

@@ -68,6 +68,32 @@ def check_device(name: str, value: Tensor, device: torch.device) -> None:
         fail(name, f"device {device}, the device of q", value.device)
 
 
+def check_dtype_of_q(name: str, value: Tensor, dtype: torch.dtype) -> None:
+    """The dtype of q."""
+    if value.dtype != dtype:
+        fail(name, f"dtype {dtype}, the dtype of q", value.dtype, TypeError)
+
+
+def check_head_dim(name: str, value: Tensor) -> None:
+    """A last dimension that is not empty."""
+    if value.shape[-1] == 0:
+        fail(name, "a head dimension of at least 1", f"shape {tuple(value.shape)}")
+
+
+def check_int(name: str, value: Any, expected: str = "an int") -> int:
+    """An integer, Python's or NumPy's, and no bool; returned as Python's."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        fail(name, expected, f"{value!r} of type {type(value).__name__}", TypeError)
+    return int(value)
+
+
+def check_number(name: str, value: Any, expected: str = "a number") -> float:
+    """A real number, Python's or NumPy's, and no bool; returned as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fail(name, expected, f"{value!r} of type {type(value).__name__}", TypeError)
+    return float(value)
+
+
 def check_bool(name: str, value: Any) -> bool:
     """A bool, Python's or NumPy's, not merely something truthy; returned as Python's."""
     if not isinstance(value, (bool, np.bool_)):
@@ -77,20 +103,18 @@ def check_bool(name: str, value: Any) -> bool:
 
 def check_chunk_size(value: Any) -> int:
     """A positive multiple of CHUNK_MULTIPLE, of Python's or NumPy's integers; returned as Python's."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        fail("chunk_size", "an int", f"{value!r} of type {type(value).__name__}", TypeError)
-    if value <= 0 or value % CHUNK_MULTIPLE != 0:
+    size = check_int("chunk_size", value)
+    if size <= 0 or size % CHUNK_MULTIPLE != 0:
         fail("chunk_size", f"a positive multiple of {CHUNK_MULTIPLE}", value)
-    return int(value)
+    return size
 
 
 def check_eps(value: Any) -> float:
     """A positive finite number, Python's or NumPy's; returned as a float."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        fail("eps", "a number", f"{value!r} of type {type(value).__name__}", TypeError)
-    if not 0 < float(value) < math.inf:
+    eps = check_number("eps", value)
+    if not 0 < eps < math.inf:
         fail("eps", "a positive finite number", value)
-    return float(value)
+    return eps
 
 
 def check_cu_seqlens(value: Any, q: Tensor) -> None:
