@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,36 +96,28 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-class _ExcludeAutograd:
-    """What _AutoDispatchBelowAutograd does, by another private name of torch."""
+class _Excluding:
+    """Where the dispatcher skips ADInplaceOrView and further keys: a private class of torch does it."""
+
+    def __init__(self, *further: str) -> None:
+        self._keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        for name in further:
+            self._keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
 
     def __enter__(self) -> None:
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-        for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-            keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-        self._guard = torch._C._ExcludeDispatchKeyGuard(keys)
+        self._guard = torch._C._ExcludeDispatchKeyGuard(self._keys)
         self._guard.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._guard.__exit__(*error)
 
 
-class _ExcludeVersions:
-    """What _AutoDispatchBelowADInplaceOrView does, by the same name."""
-
-    def __enter__(self) -> None:
-        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-        self._guard = torch._C._ExcludeDispatchKeyGuard(keys)
-        self._guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._guard.__exit__(*error)
-
+_exclude_autograd = partial(_Excluding, "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 
 # contexts in which ops are dispatched below autograd, whose implementations call the others in it, and below
 # the key that counts the versions of tensors
-below_versions: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", _ExcludeVersions)
-below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", _ExcludeAutograd)
+below_versions: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", _Excluding)
+below_autograd: Callable[[], Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", _exclude_autograd)
 
 
 @contextmanager

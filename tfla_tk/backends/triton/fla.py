@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.triton import installation
 from tfla_tk.backends.triton.fla_own import on_its_own, original
 from tfla_tk.backends.triton.installation import (
     GRID_LIMIT,
-    INSTALL,
-    import_fault,
+    IN_THE_INTERPRETER,
+    is_interpreted,
+    load_module,
     missing,
     too_many,
     triton_version,
@@ -90,15 +90,14 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
             "check the gradients, or use triton >= 3.7.1",
             auto=False,
         )
-    if installation.INTERPRETED and call.device.type == "cpu":
-        return Support(True, "runs in Triton's interpreter", auto=False)
+    if is_interpreted(call.device):
+        return IN_THE_INTERPRETER
     return SUPPORTED
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """Import what serves a call that is supported: an installed package may still fail to import."""
-    fault = import_fault(_MODULE)
-    return Support(False, fault, INSTALL, failed=True) if fault else SUPPORTED
+    """Import what serves a call that is supported."""
+    return load_module(_MODULE)
 
 
 def simple_gla(

@@ -13,7 +13,7 @@ import torch
 
 from tfla_tk import env
 from tfla_tk.core.installed import find_package
-from tfla_tk.core.support import Support
+from tfla_tk.core.support import SUPPORTED, Support
 
 _log = logging.getLogger("tfla_tk")
 GRID_LIMIT = 65535  # blocks along the second and the third dimension of a CUDA grid
@@ -52,7 +52,7 @@ def missing(package: str, distribution: str) -> Support | None:
 
 def unusable(device: torch.device, missing: Support | None) -> Support | None:
     """Device and installation."""
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+    if device.type != "cuda" and not is_interpreted(device):
         return Support(
             False, f"Triton kernels run on a GPU, the tensors are on {device}", "move them to a CUDA device"
         )
@@ -71,6 +71,20 @@ def import_fault(module: str) -> str:
 
 
 import_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def load_module(name: str) -> Support:
+    """Import what serves a call that is supported: an installed package may still fail to import."""
+    fault = import_fault(name)
+    return Support(False, fault, INSTALL, failed=True) if fault else SUPPORTED
+
+
+def is_interpreted(device: torch.device) -> bool:
+    """Whether Triton's interpreter would run the kernels: by name only, it is slow."""
+    return INTERPRETED and device.type == "cpu"
+
+
+IN_THE_INTERPRETER = Support(True, "runs in Triton's interpreter", auto=False)
 
 
 def too_many(what: str, count: int, remedy: str) -> Support:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.triton import installation
 from tfla_tk.backends.triton.installation import (
     GRID_LIMIT,
-    INSTALL,
-    import_fault,
+    IN_THE_INTERPRETER,
+    is_interpreted,
+    load_module,
     missing,
     too_many,
     unusable,
@@ -112,8 +112,8 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     refusal = _refusal(call, name, chunk_size)
     if refusal is not None:
         return refusal
-    if installation.INTERPRETED and call.device.type == "cpu":
-        return Support(True, "runs in Triton's interpreter", auto=False)
+    if is_interpreted(call.device):
+        return IN_THE_INTERPRETER
     if call.requires_grad and call.normalize:
         return Support(
             True,
@@ -175,13 +175,11 @@ def mlstm(
 
 
 def load(kernel: str, call: MLSTMCall, variant: str | None = None) -> Support:
-    """Import what serves a call that is supported: an installed package may still fail to import."""
-    if kernel == "mlstm":
-        name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
-        fault = import_fault(_module_of(name))
-    else:
-        fault = import_fault(_STEP_MODULE)
-    return Support(False, fault, INSTALL, failed=True) if fault else SUPPORTED
+    """Import what serves a call that is supported."""
+    if kernel != "mlstm":
+        return load_module(_STEP_MODULE)
+    name, _ = default_variant(call) if variant is None else parse_variant(variant, call)
+    return load_module(_module_of(name))
 
 
 def _module_of(name: str) -> str:
@@ -216,8 +214,8 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     rows = call.batch * call.heads
     if rows > GRID_LIMIT:
         return too_many("batch x heads", rows, "split the batch or the heads")
-    if installation.INTERPRETED and call.device.type == "cpu":
-        return Support(True, "runs in Triton's interpreter", auto=False)
+    if is_interpreted(call.device):
+        return IN_THE_INTERPRETER
     return SUPPORTED
 
 

@@ -24,16 +24,10 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     CUDA is only touched for calls on a CUDA device.
     """
     _check_schedule(variant)
-    if call.device.type != "cuda":
-        return device.not_on_a_gpu(call.device)
-    if call.dtype not in _OPERAND_DTYPES:
-        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
-    if (
-        call.dim_qk > instances.MAX_DIM_QK
-        or call.dim_v > instances.MAX_DIM_V
-        or call.dim_qk % 16
-        or call.dim_v % 16
-    ):
+    refusal = _refusal_of_operands(call)
+    if refusal is not None:
+        return refusal
+    if not _has_tiles(call):
         return Support(
             False,
             f"head dims are {call.dim_qk}/{call.dim_v}",
@@ -48,16 +42,10 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
     CUDA is only touched for calls on a CUDA device.
     """
     _check_schedule(variant)
-    if call.device.type != "cuda":
-        return device.not_on_a_gpu(call.device)
-    if call.dtype not in _OPERAND_DTYPES:
-        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
-    if (
-        call.dim_qk > instances.MAX_DIM_QK
-        or call.dim_v > instances.MAX_DIM_V
-        or call.dim_qk % 16
-        or call.dim_v % 16
-    ):
+    refusal = _refusal_of_operands(call)
+    if refusal is not None:
+        return refusal
+    if not _has_tiles(call):
         return Support(
             False,
             f"head dims are K = {call.dim_qk}, V = {call.dim_v}",
@@ -107,6 +95,21 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
 def _check_schedule(variant: str | None) -> None:
     if variant is not None and variant not in SCHEDULES:
         fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", repr(f"tk:{variant}"))
+
+
+def _refusal_of_operands(call: MLSTMCall | LinearCall) -> Support | None:
+    """Why the kernels over whole sequences do not read q, k and v where and as they are, or None."""
+    if call.device.type != "cuda":
+        return device.not_on_a_gpu(call.device)
+    if call.dtype not in _OPERAND_DTYPES:
+        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
+    return None
+
+
+def _has_tiles(call: MLSTMCall | LinearCall) -> bool:
+    """Whether the tiles of the kernels over whole sequences hold the head dims."""
+    fits = call.dim_qk <= instances.MAX_DIM_QK and call.dim_v <= instances.MAX_DIM_V
+    return fits and not (call.dim_qk % 16 or call.dim_v % 16)
 
 
 def _supports_decoding(kernel: str, call: MLSTMCall) -> Support:
