@@ -85,6 +85,7 @@ def test_serves_gradients(dims: tuple[int, int]) -> None:
         ({"dim_qk": 272}, "head dims are 272/256", "multiples of 16 up to 256/512"),
         ({"dim_v": 528}, "head dims are 128/528", "multiples of 16 up to 256/512"),
         ({"dim_qk": 24}, "head dims are 24/256", "multiples of 16 up to 256/512"),
+        ({"sequences": 2**30, "heads": 4}, "sequences x heads = 4,294,967,296", "split the batch"),
     ],
 )
 def test_refuses(change: dict[str, object], reason: str, remedy: str) -> None:

@@ -33,7 +33,8 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
             f"head dims are {call.dim_qk}/{call.dim_v}",
             f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
-    return _on_this_machine("mlstm", call, variant)
+    refusal = _refusal_of_count("heads", call.sequences * call.heads)
+    return refusal or _on_this_machine("mlstm", call, variant)
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
@@ -53,11 +54,8 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
         )
     if not call.scale > 0:
         return Support(False, f"scale = {call.scale}, the kernels take positive ones", "scale q by -1")
-    count = call.sequences * call.value_heads
-    if count > _MOST_SEQUENCES:
-        reason = f"sequences x value heads = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
-        return Support(False, reason, "split the batch or the heads")
-    return _on_this_machine("simple_gla", call, variant)
+    refusal = _refusal_of_count("value heads", call.sequences * call.value_heads)
+    return refusal or _on_this_machine("simple_gla", call, variant)
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -110,6 +108,14 @@ def _has_tiles(call: MLSTMCall | LinearCall) -> bool:
     """Whether the tiles of the kernels over whole sequences hold the head dims."""
     fits = call.dim_qk <= instances.MAX_DIM_QK and call.dim_v <= instances.MAX_DIM_V
     return fits and not (call.dim_qk % 16 or call.dim_v % 16)
+
+
+def _refusal_of_count(heads: str, count: int) -> Support | None:
+    """Why there are too many sequences of all heads, or None; packed ones may be empty."""
+    if count <= _MOST_SEQUENCES:
+        return None
+    reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
+    return Support(False, reason, "split the batch or the heads")
 
 
 def _supports_decoding(kernel: str, call: MLSTMCall) -> Support:
