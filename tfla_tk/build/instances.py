@@ -71,7 +71,7 @@ def mlstm_bwd() -> Instance:
         "scalar_gate/backward/around_walks.cu",
         (),
         "scalar_gate/bindings/backward.cpp",
-        exports=_LAYOUT,
+        exports=(*_LAYOUT, "ADDRESS_BITS"),
     )
 
 
@@ -131,7 +131,7 @@ def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
         "scalar_gate/backward/walk/walk.cu",
         (("TFLA_DIM_KEYS", str(tile_keys)), ("TFLA_SLICE", str(slice_values))),
         "scalar_gate/bindings/walk.cpp",
-        exports=(*_LAYOUT, "GRADIENTS"),
+        exports=(*_LAYOUT, "GRADIENTS", "ADDRESS_BITS"),
     )
 
 
