@@ -6,6 +6,7 @@ taken.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -15,36 +16,31 @@ from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
-_path = CallPath(
-    "delta_rule",
-    (
-        "q",
-        "k",
-        "v",
-        "g",
-        "beta",
-        "A_log",
-        "dt_bias",
-        "initial_state",
-        "cu_seqlens",
-        "cu_seqlens_cpu",
-    ),
-    (
-        "scale",
-        "output_final_state",
-        "use_qk_l2norm_in_kernel",
-        "use_gate_in_kernel",
-        "use_beta_sigmoid_in_kernel",
-        "allow_neg_eigval",
-        "state_v_first",
-        "chunk_size",
-        "gated",
-        "backend",
-    ),
-    check_delta_rule,
-    cast=3,
-    strided=True,
+_TENSORS = (
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "A_log",
+    "dt_bias",
+    "initial_state",
+    "cu_seqlens",
+    "cu_seqlens_cpu",
 )
+_OPTIONS = (
+    "scale",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "state_v_first",
+    "chunk_size",
+    "gated",
+    "backend",
+)
+_path = CallPath("delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True)
 _WITHOUT_GATE = {
     "g": None,
     "A_log": None,
@@ -213,6 +209,24 @@ def chunk_gated_delta_rule(
         ),
     )
     return result
+
+
+def check_gated_delta_rule(*args: Any, **kwargs: Any) -> None:
+    """Check that a call of `chunk_gated_delta_rule` would be served; nothing is computed.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as the call would.
+    """
+    bound = _gated_signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    _check_no_context(arguments["cp_context"])
+    arguments["gated"] = True
+    tensors, options = (tuple(arguments[name] for name in names) for names in (_TENSORS, _OPTIONS))
+    _path.plan("chunk_gated_delta_rule", tensors, options)
+
+
+_gated_signature = inspect.signature(chunk_gated_delta_rule)
 
 
 def _check_no_context(cp_context: Any) -> None:

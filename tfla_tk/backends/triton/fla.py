@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.triton.fla_own import on_its_own, original
+from tfla_tk.backends.triton.fla_own import on_its_own, original, undispatched
 from tfla_tk.backends.triton.installation import (
     GRID_LIMIT,
     IN_THE_INTERPRETER,
@@ -165,7 +165,7 @@ def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[
     Args:
         op: one of FLA_OPS. device: of the tensors. args, kwargs: as fla takes them.
     """
-    function = original(getattr(importlib.import_module(FLA_OPS[op]), op))
+    function = undispatched(original(getattr(importlib.import_module(FLA_OPS[op]), op)))
     # its launches go to the current device
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with current, torch.autocast(device.type, enabled=False), on_its_own():
