@@ -17,6 +17,7 @@ from tfla_tk.core.layout import MaybeTensor, as_dtype, state_dtype
 from tfla_tk.core.memo import records
 from tfla_tk.ops.linear import Family, LinearOps, Result
 
+_COUNT = 9  # tensors of a core
 KERNELS = "tfla_tk.backends.tk.delta_rule.launch"  # the module of the kernels
 
 
@@ -42,14 +43,13 @@ def prepare_delta_rule(
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
+    make_core = _core_maker(call, schedule, native, tensors)
     if records(tuple(tensors)):
 
         def recorded(*tensors: Any) -> Result:
-            *inputs, scale, l2norm, sigmoid, negative, schedule_ = make_inputs(
-                as_read(call, schedule, tensors), native
-            )
-            options = (scale, l2norm, sigmoid, negative, schedule_, call.output_final_state)
-            o, last = _ops.direct.apply(*inputs, options)
+            core = make_core(*tensors)
+            options = (*core[_COUNT:], call.output_final_state)
+            o, last = _ops.direct.apply(*core[:_COUNT], options)
             return o, _as_asked(call, last)
 
         return recorded
@@ -57,11 +57,24 @@ def prepare_delta_rule(
     kernels = _kernels()
 
     def plain(*tensors: Any) -> Result:
-        core = make_inputs(as_read(call, schedule, tensors), native)
+        core = make_core(*tensors)
         o, last, _ = kernels.forward(core, output_final_state=call.output_final_state, keep=False)
         return o, _as_asked(call, last)
 
     return plain
+
+
+def _core_maker(
+    call: DeltaRuleCall, schedule: str, native: Collection[str], tensors: Sequence[Any]
+) -> Callable[..., DeltaRuleCore]:
+    """What makes the core of the tensors of a call that is like these."""
+    given = (*tensors[:_COUNT],)
+    core = make_inputs(as_read(call, schedule, tensors), native)
+    if any(x is not y for x, y in zip(core[:_COUNT], given, strict=True)):
+        return lambda *tensors: make_inputs(as_read(call, schedule, tensors), native)
+    # nothing to be done: no more than a tuple, for the host's time
+    options = core[_COUNT:]
+    return lambda *tensors: DeltaRuleCore(*tensors[:_COUNT], *options)
 
 
 def packed_delta_rule(call: DeltaRuleCall, form: str, tensors: Sequence[Any]) -> Result:
