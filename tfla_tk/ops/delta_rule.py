@@ -13,11 +13,9 @@ from typing import Any
 
 from tfla_tk.calls.delta_rule import DeltaRuleCall, DeltaRuleCore
 from tfla_tk.core import flops
-from tfla_tk.core.layout import MaybeTensor, as_dtype, state_dtype
-from tfla_tk.core.memo import records
+from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.ops.linear import Family, LinearOps, Result
 
-_COUNT = 9  # tensors of a core
 KERNELS = "tfla_tk.backends.tk.delta_rule.launch"  # the module of the kernels
 
 
@@ -31,9 +29,7 @@ def delta_rule(call: DeltaRuleCall, schedule: str, native: Collection[str], tens
     Returns:
         (o, final state or None), the state as the call wants it.
     """
-    core = make_inputs(as_read(call, schedule, tensors), native)
-    o, last = _ops.fwd(*core, call.output_final_state)
-    return o, _as_asked(call, last)
+    return _ops.serve(call, _read(call, schedule, native, tensors))
 
 
 def prepare_delta_rule(
@@ -43,52 +39,17 @@ def prepare_delta_rule(
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
-    make_core = _core_maker(call, schedule, native, tensors)
-    if records(tuple(tensors)):
-
-        def recorded(*tensors: Any) -> Result:
-            core = make_core(*tensors)
-            options = (*core[_COUNT:], call.output_final_state)
-            o, last = _ops.direct.apply(*core[:_COUNT], options)
-            return o, _as_asked(call, last)
-
-        return recorded
-
-    kernels = _kernels()
-
-    def plain(*tensors: Any) -> Result:
-        core = make_core(*tensors)
-        o, last, _ = kernels.forward(core, output_final_state=call.output_final_state, keep=False)
-        return o, _as_asked(call, last)
-
-    return plain
-
-
-def _core_maker(
-    call: DeltaRuleCall, schedule: str, native: Collection[str], tensors: Sequence[Any]
-) -> Callable[..., DeltaRuleCore]:
-    """What makes the core of the tensors of a call that is like these."""
-    given = (*tensors[:_COUNT],)
-    core = make_inputs(as_read(call, schedule, tensors), native)
-    if any(x is not y for x, y in zip(core[:_COUNT], given, strict=True)):
-        return lambda *tensors: make_inputs(as_read(call, schedule, tensors), native)
-    # nothing to be done: no more than a tuple, for the host's time
-    options = core[_COUNT:]
-    return lambda *tensors: DeltaRuleCore(*tensors[:_COUNT], *options)
+    return _ops.prepare(call, lambda *tensors: _read(call, schedule, native, tensors), tensors)
 
 
 def packed_delta_rule(call: DeltaRuleCall, form: str, tensors: Sequence[Any]) -> Result:
     """tfla_tk::packed_delta_rule; tensors and result as of `delta_rule`."""
-    core = as_read(call, "", tensors)
-    o, last = _ops.packed(*core[:-1], form, call.chunk_size, call.output_final_state)
-    return o, _as_asked(call, last)
+    return _ops.serve_packed(call, _core(call, "", tensors), form)
 
 
 def reference(call: DeltaRuleCall, form: str, tensors: Sequence[Any]) -> Result:
     """A form of the reference in plain autograd; tensors and result as of `delta_rule`."""
-    core = _core(call, "", tensors)
-    o, last = _in_form(core, form, call.chunk_size, call.output_final_state)
-    return o, _as_asked(call, as_dtype(last, state_dtype(core.q)))
+    return _ops.serve_reference(call, _core(call, "", tensors), form)
 
 
 def _core(call: DeltaRuleCall, schedule: str, tensors: Sequence[Any]) -> DeltaRuleCore:
@@ -104,19 +65,12 @@ def _core(call: DeltaRuleCall, schedule: str, tensors: Sequence[Any]) -> DeltaRu
     )
 
 
-def as_read(call: DeltaRuleCall, schedule: str, tensors: Sequence[Any]) -> DeltaRuleCore:
-    """The core as the op takes it: no fp64 beside operands of less, the initial state as states are."""
-    core = _core(call, schedule, tensors)
-    dtype = state_dtype(core.q)
-    wide = {
-        name: x.to(dtype)
-        for name, x in zip(_NARROWED, (getattr(core, name) for name in _NARROWED), strict=True)
-        if x is not None and x.dtype.itemsize > dtype.itemsize
-    }
-    return core._replace(**wide, initial_state=as_dtype(core.initial_state, dtype))
-
-
-_NARROWED = ("g", "beta", "A_log", "dt_bias")
+def _read(
+    call: DeltaRuleCall, schedule: str, native: Collection[str], tensors: Sequence[Any]
+) -> DeltaRuleCore:
+    """The core as the kernels take it."""
+    core: DeltaRuleCore = _ops.as_read(_core(call, schedule, tensors))
+    return make_inputs(core, native)
 
 
 def make_inputs(core: DeltaRuleCore, native: Collection[str] = ()) -> DeltaRuleCore:
@@ -142,13 +96,6 @@ def _made(core: DeltaRuleCore, native: Collection[str], *, rounded: bool) -> Del
         g = forms.delta_log_decay(core.g, core.A_log, core.dt_bias)
         core = core._replace(g=g, A_log=None, dt_bias=None)
     return core
-
-
-def _as_asked(call: DeltaRuleCall, last: MaybeTensor) -> MaybeTensor:
-    """The final state as the call wants it."""
-    if not call.output_final_state or last is None:
-        return None
-    return last.mT if call.state_v_first else last
 
 
 # The reference

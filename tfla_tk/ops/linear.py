@@ -38,9 +38,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
-from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, grads_like, present, state_dtype
-from tfla_tk.core.memo import are_saved_tensors_hooked
+from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, present, state_dtype
+from tfla_tk.core.memo import are_saved_tensors_hooked, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 
@@ -107,6 +108,72 @@ class LinearOps:
         self.direct = autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
         self._implement()
         self._register()
+
+    # What backends call, with a core and a description of the call
+
+    def serve(self, call: LinearCall, core: Any) -> Result:
+        """<name>_fwd: o, and the final state as the call wants it."""
+        o, last = self.fwd(*core, call.output_final_state)
+        return o, as_asked(call, last)
+
+    def prepare(
+        self, call: LinearCall, read: Callable[..., Any], tensors: Sequence[Any]
+    ) -> Callable[..., Result]:
+        """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
+
+        Args:
+            read: makes the core of the tensors of a call.
+            tensors: those of the family's inputs first, in their order.
+        """
+        make_core, count = self._core_maker(read, tensors), self._count
+        if records(tuple(tensors)):
+
+            def recorded(*tensors: Any) -> Result:
+                core = make_core(*tensors)
+                o, last = self.direct.apply(*core[:count], (*core[count:], call.output_final_state))
+                return o, as_asked(call, last)
+
+            return recorded
+
+        kernels = self.family.kernels()
+
+        def plain(*tensors: Any) -> Result:
+            core = make_core(*tensors)
+            o, last, _ = kernels.forward(core, output_final_state=call.output_final_state, keep=False)
+            return o, as_asked(call, last)
+
+        return plain
+
+    def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
+        """packed_<name>: as `serve`, by a form of the reference."""
+        o, last = self.packed(*self.as_read(core)[:-1], form, call.chunk_size, call.output_final_state)
+        return o, as_asked(call, last)
+
+    def serve_reference(self, call: LinearCall, core: Any, form: str) -> Result:
+        """A form of the reference in plain autograd."""
+        o, last = self.family.reference(core, form, call.chunk_size, call.output_final_state)
+        # computed in the widest dtype of the inputs
+        return o, as_asked(call, as_dtype(last, state_dtype(core.q)))
+
+    def as_read(self, core: Any) -> Any:
+        """The core as the ops take it: no fp64 beside operands of less, the initial state as states are."""
+        dtype = state_dtype(core.q)
+        gates = {name: getattr(core, name) for name in self.family.names[3:-2]}
+        narrowed = {
+            name: x.to(dtype)
+            for name, x in gates.items()
+            if x is not None and x.dtype.itemsize > dtype.itemsize
+        }
+        return core._replace(**narrowed, initial_state=as_dtype(core.initial_state, dtype))
+
+    def _core_maker(self, read: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any]:
+        """What makes the core of the tensors of a call that is like these."""
+        count, core = self._count, read(*tensors)
+        if any(x is not y for x, y in zip(core[:count], tensors[:count], strict=True)):
+            return read
+        # nothing to be done: no more than a tuple, for the host's time
+        options, make = core[count:], self.family.core
+        return lambda *tensors: make(*tensors[:count], *options)
 
     # Registration
 
@@ -346,6 +413,13 @@ class LinearOps:
         *others, initial_state, cu_seqlens = inputs
         initial_state = None if initial_state is None else initial_state.clone()
         return (*others, initial_state, cu_seqlens, last if needs else None), needs
+
+
+def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
+    """The final state as the call wants it."""
+    if not call.output_final_state or last is None:
+        return None
+    return last.mT if call.state_v_first else last
 
 
 def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:
