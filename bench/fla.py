@@ -16,12 +16,13 @@ from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.installed import find_package
 
 VARIANT = "triton:fla"
+WITH_VALUE_HEADS = ("chunk_gated_delta_rule",)  # the functions that take more heads of v than of q and k
 NOTE = "FLA's guard of its gated backward on Hopper lifted, gradients checked first"
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"
 
 
 def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> Any:
-    """FLA's function; where v has more heads than q and k, on these repeated, as FLA wants them.
+    """FLA's function; where v has more heads than q and k, on these repeated unless FLA takes them.
 
     Args:
         function: one of FLA_OPS.
@@ -34,7 +35,7 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
         raise UnsupportedError(VARIANT, "Triton kernels need a GPU", "run on a GPU")
     run = getattr(_load(FLA_OPS[function]), function)
     group = v.shape[2] // q.shape[2]
-    if group > 1:
+    if group > 1 and function not in WITH_VALUE_HEADS:
         q, k = q.repeat_interleave(group, 2), k.repeat_interleave(group, 2)
     return run(q, k, v, *gates, **options)
 

@@ -1,7 +1,7 @@
 """`tfla-tk gradcheck`: the error of every gradient of every backend, against fp64 on the same rounded inputs.
 
 What is differentiated is <h, dh>, and with last states + <c_T, dc> + <n_T, dn>, for random dh, dc and dn; in
-the scalar-decay family <o, do> and <S_T, dS>. The truth is autograd through the fp64 reference: the
+the other families <o, do> and <S_T, dS>. The truth is autograd through the fp64 reference: the
 recurrent form, or the chunkwise one where that would take too much memory or time; the heading of each table
 says which.
 
@@ -36,7 +36,7 @@ from tfla_tk.ops import mlstm as ops
 from . import accuracy, compare, environment, fla, report
 from .accuracy import RANDOM, SLICE_BYTES, Truth
 from .inputs import DTYPES, FORGET_BIAS, LAYOUTS, OFFSETS
-from .operators import OPERATORS, Operator, last_state_of, output_of, split_offsets
+from .operators import OPERATORS, Operator, last_state_of, output_of, raw_delta_rule, split_offsets
 from .results import rounded
 from .runner import FAILED, OK, UNSUPPORTED, Outcome, guard, refuse_quadratic, release
 from .shapes import CHUNK, Shape
@@ -83,7 +83,12 @@ class Problem:
 
 
 def _problems(operator: Operator) -> tuple[Problem, ...]:
-    """The options of an operator that are checked: of mLSTMsig with and without the normaliser."""
+    """The options of an operator that are checked.
+
+    Of mLSTMsig with and without the normaliser; of the gated delta rule with raw inputs, too.
+    """
+    if operator.name == "gated_delta_rule":
+        return Problem(operator), Problem(raw_delta_rule(operator))
     if operator.name != "mlstm_sig":
         return (Problem(operator),)
     normalized = replace(operator, options={"normalize": True}, states={**operator.states, "n_initial": "K"})
@@ -109,15 +114,19 @@ GATES = {"default": FORGET_BIAS, "normal": 0.0, "extreme": FORGET_BIAS}
 
 
 def _make_extreme(operator: Operator, tensors: dict[str, Tensor]) -> None:
-    """Tokens that forget all or nothing or are skipped, and a stabiliser that leaps in the middle.
+    """Tokens that forget all or nothing, write all or nothing or are skipped, and a stabiliser that leaps.
 
     Where there is a normaliser q, k and n are positive: it has no floor here, and near q.n = 0 every kernel
     would lose digits.
     """
     gates = {name: operator.head_first(tensors[name]) for name in operator.gates}
+    if "beta" in gates:
+        gates["beta"][..., ::5] = 0
+        gates["beta"][..., 2::5] = 1
     if "g" in gates:
         gates["g"][..., 6::7] = -RESET
         gates["g"][..., 3::7] = 0
+    if "i" not in gates:
         return
     for name in ("q", "k", "n_initial"):
         if name in tensors:

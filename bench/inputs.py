@@ -84,6 +84,39 @@ def scalar_decay_inputs(
     return found | packed_offsets(shape, device, seed)
 
 
+def delta_rule_inputs(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bnsd",
+    seed: int = 0,
+    forget_bias: float = FORGET_BIAS,
+    *,
+    gated: bool = True,
+    raw: bool = False,
+) -> dict[str, Tensor]:
+    """q and k of norm 1, v, g as of the scalar decay, and beta = sigmoid(N(0, 1)) of one call.
+
+    Args:
+        gated: with g. raw: q and k as they are drawn, and beta before the sigmoid.
+        others: as of `scalar_decay_inputs`.
+
+    Returns:
+        q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV] in fp32, and cu_seqlens where sequences are
+        packed.
+
+    Raises:
+        ValueError: another layout.
+    """
+    found = scalar_decay_inputs(shape, dtype, device, layout, seed, forget_bias, gated=gated)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    beta = torch.randn(shape.B, shape.T, shape.value_heads, generator=generator, device=device)
+    if raw:
+        return found | {"beta": beta}
+    unit = {name: torch.nn.functional.normalize(found[name].float(), dim=-1).to(dtype) for name in "qk"}
+    return found | unit | {"beta": torch.sigmoid(beta)}
+
+
 def packed_offsets(shape: Shape, device: torch.device, seed: int) -> dict[str, Tensor]:
     """cu_seqlens [N + 1] int32 of the packed sequences under its name; nothing where none are packed."""
     if shape.N is None:

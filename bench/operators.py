@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import tfla_tk
 from tfla_tk import reference
 
 from . import fla
-from .inputs import OFFSETS, mlstm_inputs, scalar_decay_inputs
+from .inputs import OFFSETS, delta_rule_inputs, mlstm_inputs, scalar_decay_inputs
 from .shapes import Cost, Shape, cost
 
 # |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
@@ -207,6 +207,60 @@ def _scalar_decay(name: str, function: str, **fields: Any) -> Operator:
     )
 
 
+def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
+    """A form of the reference that makes q, k and beta of raw inputs, as the flags of the public function."""
+
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        use_qk_l2norm_in_kernel: bool,
+        use_beta_sigmoid_in_kernel: bool,
+        allow_neg_eigval: bool,
+        **options: Any,
+    ) -> Any:
+        assert use_qk_l2norm_in_kernel and use_beta_sigmoid_in_kernel
+        q, k = reference.l2_norm(q), reference.l2_norm(k)
+        return form(q, k, v, g, reference.writing_strength(beta, allow_neg_eigval), **options)
+
+    return function
+
+
+def raw_delta_rule(operator: Operator) -> Operator:
+    """The gated delta rule with flags for the norm of q and k and for 2 sigmoid(beta)."""
+    return replace(
+        operator,
+        inputs=partial(delta_rule_inputs, raw=True),
+        truth=_raw_delta_rule(reference.gated_delta_rule_chunkwise),
+        recurrent=_raw_delta_rule(reference.gated_delta_rule_recurrent),
+        options={
+            "use_qk_l2norm_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": True,
+        },
+    )
+
+
+def _delta_rule(name: str, gates: tuple[str, ...]) -> Operator:
+    """An operator of the delta rule, with FLA's signature."""
+    return Operator(
+        name,
+        f"chunk_{name}",
+        partial(delta_rule_inputs, gated="g" in gates),
+        getattr(reference, f"{name}_chunkwise"),
+        recurrent=getattr(reference, f"{name}_recurrent"),
+        layout="bshd",
+        output="o",
+        gates=gates,
+        states={"initial_state": "KV"},
+        last="output_final_state",
+        has_value_heads=True,
+    )
+
+
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
@@ -237,5 +291,7 @@ OPERATORS: dict[str, Operator] = {
         _scalar_decay(
             "lightning", "chunk_lightning_attn", decay=_lightning_decay, decay_options=LIGHTNING_LAYER
         ),
+        _delta_rule("delta_rule", ("beta",)),
+        _delta_rule("gated_delta_rule", ("g", "beta")),
     )
 }

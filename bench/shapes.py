@@ -141,6 +141,24 @@ SCALAR = (
     Shape(1, 65536, 16, 128, 128, N=128),
     Shape(1, 16384, 8, 128, 64, HV=128),
 )
+# those of the delta rule: DeltaNet and small gated models, Qwen3-Next and 3.5 (16/32, 16/48, 16/64), few long
+# heads, narrow heads, OLMo-hybrid, FLA's 1.3B, and packed documents of about 128, 1024 and 4096 tokens
+DELTA = (
+    Shape(8, 8192, 16, 128, 128),
+    Shape(8, 8192, 16, 128, 256),
+    Shape(1, 8192, 16, 128, 128, HV=32),
+    Shape(1, 32768, 16, 128, 128, HV=32),
+    Shape(1, 32768, 16, 128, 128, HV=64),
+    Shape(8, 1024, 16, 128, 128, HV=32),
+    Shape(4, 4096, 16, 128, 128, HV=48),
+    Shape(1, 65536, 16, 128, 128),
+    Shape(4, 4096, 16, 64, 64),
+    Shape(4, 4096, 30, 96, 192),
+    Shape(4, 4096, 6, 256, 512),
+    *(Shape(1, 65536, 16, 128, 128, HV=32, N=65536 // length) for length in (128, 1024, 4096)),
+)
+# so short that the host's time shows
+DELTA_HOST = tuple(Shape(1, length, 16, 128, 128, HV=32) for length in (512, 2048))
 SETS: dict[str, tuple[Shape, ...]] = {
     "main": MAIN,
     "sweep": SWEEP,
@@ -149,6 +167,8 @@ SETS: dict[str, tuple[Shape, ...]] = {
     "small": SMALL,
     "packed": PACKED,
     "scalar": SCALAR,
+    "delta": DELTA,
+    "delta_host": DELTA_HOST,
 }
 
 _SHAPE = re.compile(
@@ -242,24 +262,29 @@ def _mlstm(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
     )
 
 
-def _scalar_decay(numbers: int) -> PerToken:
-    """Formulas per token and head of v of the scalar-decay family, `numbers` fp32 log decays per token.
+FlopsOfDims = Callable[[int, int], int]
 
-    Bytes: every input and every output once; forward q, k, v, g and o, backward q, k, v, g, do and the
-    gradients of the inputs. FLOP: as mLSTM. q and k are read once per head of their own, however many heads
-    of v share it, and so are the products that none of v enters (Q K^T, and in the backward dq and dk
-    within a chunk) counted once.
+
+def _scalar_gates(
+    numbers: int, forward: FlopsOfDims = flops.forward, backward: FlopsOfDims = flops.backward
+) -> PerToken:
+    """Formulas per token and head of v of an operator with `numbers` fp32 gates per token and head.
+
+    Bytes: every input and every output once; forward q, k, v, the gates and o, backward q, k, v, the gates,
+    do and the gradients of the inputs. FLOP: as mLSTM, or those given. q and k are read once per head of
+    their own, however many heads of v share it, and so are the products that none of v enters (Q K^T, and in
+    the backward dq and dk within a chunk) counted once.
     """
 
     def per_token(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
         share = 1 / shape.group
         shared = (1 - share) * flops.intra_chunk(shape.K, 0)
-        forward = Cost(
-            flops.forward(shape.K, shape.V) - shared,
+        cost_of_forward = Cost(
+            forward(shape.K, shape.V) - shared,
             itemsize * 2 * (share * shape.K + shape.V) + 4 * numbers,
         )
-        return forward, Cost(
-            flops.backward(shape.K, shape.V) - 3 * shared,
+        return cost_of_forward, Cost(
+            backward(shape.K, shape.V) - 3 * shared,
             itemsize * (4 * share * shape.K + 3 * shape.V) + 8 * numbers,
         )
 
@@ -301,8 +326,11 @@ COSTS: dict[str, PerToken] = {
     "mlstm_intra": _intra,
     "mlstm_step": _step,
     # a log decay per token; one per head
-    "simple_gla": _scalar_decay(1),
-    "retention": _scalar_decay(0),
-    "lightning": _scalar_decay(0),
+    "simple_gla": _scalar_gates(1),
+    "retention": _scalar_gates(0),
+    "lightning": _scalar_gates(0),
+    # beta; g and beta
+    "delta_rule": _scalar_gates(1, flops.delta_rule, flops.delta_rule_backward),
+    "gated_delta_rule": _scalar_gates(2, flops.delta_rule, flops.delta_rule_backward),
     "gla": _gla,
 }

@@ -14,6 +14,23 @@ from .delta_rule import (
     gated_delta_rule_parallel,
     gated_delta_rule_recurrent,
 )
+from .delta_rule_backward import (
+    DeltaRuleChunk,
+    DeltaRuleChunkGrads,
+    DeltaRuleGrads,
+    delta_rule_chunk_backward,
+    delta_rule_chunk_forward,
+    gated_delta_rule_backward,
+)
+from .delta_rule_inputs import (
+    LogDecayGrads,
+    delta_log_decay,
+    delta_log_decay_backward,
+    l2_norm,
+    l2_norm_backward,
+    writing_strength,
+    writing_strength_backward,
+)
 from .gla import gla_chunkwise, gla_parallel, gla_recurrent
 from .mlstm import mlstm_chunkwise, mlstm_parallel, mlstm_recurrent, mlstm_step
 from .mlstm_backward import (
@@ -43,21 +60,32 @@ from .simple_gla import (
 )
 
 __all__ = [
+    "DeltaRuleChunk",
+    "DeltaRuleChunkGrads",
+    "DeltaRuleGrads",
+    "LogDecayGrads",
     "MLSTMBackward",
     "MLSTMChunk",
     "MLSTMChunkGrads",
     "MLSTMForward",
     "MLSTMGrads",
     "SimpleGLAGrads",
+    "delta_log_decay",
+    "delta_log_decay_backward",
+    "delta_rule_chunk_backward",
+    "delta_rule_chunk_forward",
     "delta_rule_chunkwise",
     "delta_rule_parallel",
     "delta_rule_recurrent",
+    "gated_delta_rule_backward",
     "gated_delta_rule_chunkwise",
     "gated_delta_rule_parallel",
     "gated_delta_rule_recurrent",
     "gla_chunkwise",
     "gla_parallel",
     "gla_recurrent",
+    "l2_norm",
+    "l2_norm_backward",
     "lightning_log_decay",
     "mlstm_backward",
     "mlstm_backward_terms",
@@ -76,4 +104,6 @@ __all__ = [
     "simple_gla_chunkwise",
     "simple_gla_parallel",
     "simple_gla_recurrent",
+    "writing_strength",
+    "writing_strength_backward",
 ]

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from .common import Form, compute_dtype, promote, scan_sequences, sequence_count
+from .common import (
+    Form,
+    States,
+    compute_dtype,
+    promote,
+    scan_sequences,
+    sequence_count,
+    split_sequences,
+)
 
 
 def run_linear(
@@ -72,3 +83,63 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     if groups == 1:
         return q, k
     return repeat(q, "b t h k -> b t (h n) k", n=groups), repeat(k, "b t h k -> b t (h n) k", n=groups)
+
+
+def run_backward(
+    form: Callable[[States, States], tuple[Tensor, ...]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor, ...],
+    do: Tensor,
+    dht: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """Gradients by explicit formulas: the frame around what one sequence needs.
+
+    Args:
+        form: of one sequence, from tokens (q scaled, k, v, *gates, do), head-first and promoted, and the
+            states S before the first token and dS after the last one; returns the gradients of q (scaled), k,
+            v and the gates for every head of v, and that of the initial state.
+        others: as in :func:`run_linear`; HV is a multiple of H. do: [B, T, HV, V] gradient of o. dht: that of
+            the last state, shaped like it; None is zero.
+
+    Returns:
+        (dq, dk, dv, *dgates, dh0), each in the dtype and shape of its input; dh0 without an initial state in
+        the compute dtype.
+    """
+    groups = head_groups(q, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tokens = (*repeat_heads(q, k, v), v, *gates, do)
+    shape = (sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
+    zero = q.new_zeros(shape, dtype=compute_dtype(*tokens))
+    states = (_state_k_first(x, zero, state_v_first) for x in (initial_state, dht))
+    *promoted, h0, ds = promote(*tokens, *states)
+    promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
+    promoted[0] = promoted[0] * scale
+    parts = [form(own, state) for own, state in split_sequences(promoted, (h0, ds), cu_seqlens)]
+    *columns, dh0s = zip(*parts, strict=True)
+    found = [rearrange(torch.cat(x, dim=2), "b h t ... -> b t h ...") for x in columns]
+    found[0] = scale * found[0]
+    found[:2] = [rearrange(x, "b t (h n) k -> b t h n k", n=groups).sum(3) for x in found[:2]]
+    dh0 = torch.cat(dh0s)
+    dh0 = dh0.mT if state_v_first else dh0
+    like = (q, k, v, *gates, dh0 if initial_state is None else initial_state)
+    return tuple(x.to(y.dtype) for x, y in zip((*found, dh0), like, strict=True))
+
+
+def _state_k_first(state: Tensor | None, zero: Tensor, state_v_first: bool) -> Tensor:
+    """A state or its gradient as [N, HV, K, V]; None is zero."""
+    if state is None:
+        return zero
+    return state.mT if state_v_first else state
+
+
+def split_chunks(tokens: States, size: int) -> list[States]:
+    """The tokens of one sequence, head-first, chunk by chunk; the last one may be shorter."""
+    if tokens[0].shape[2] == 0:
+        return []
+    return list(zip(*(x.split(int(size), dim=2) for x in tokens), strict=True))

@@ -12,22 +12,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, einsum
 
 from .common import (
     Form,
     States,
-    compute_dtype,
     full_precision,
-    promote,
     scan_chunks,
     scan_tokens,
     segment_sum,
-    sequence_count,
-    split_sequences,
 )
-from .linear import head_groups, repeat_heads, run_linear
+from .linear import repeat_heads, run_backward, run_linear, split_chunks
 
 
 @full_precision
@@ -221,36 +216,13 @@ def simple_gla_backward(
     Raises:
         ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
     """
-    groups = head_groups(q, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     gate = log_decay(v, g, g_gamma)
-    tokens = (*repeat_heads(q, k, v), v, gate, do)
-    shape = (sequence_count(v.shape[0], cu_seqlens), v.shape[2], q.shape[-1], v.shape[-1])
-    zero = q.new_zeros(shape, dtype=compute_dtype(*tokens))
-    states = (_state_k_first(x, zero, state_v_first) for x in (initial_state, dht))
-    *promoted, h0, ds = promote(*tokens, *states)
-    promoted = [rearrange(x, "b t h ... -> b h t ...") for x in promoted]
-    promoted[0] = promoted[0] * scale
-    parts = [
-        _sequence_backward(own, state, chunk_size)
-        for own, state in split_sequences(promoted, (h0, ds), cu_seqlens)
-    ]
-    dq, dk, dv, dg = (
-        rearrange(torch.cat(column, dim=2), "b h t ... -> b t h ...")
-        for column in list(zip(*parts, strict=True))[:4]
-    )
-    dq, dk = (rearrange(x, "b t (h n) k -> b t h n k", n=groups).sum(3) for x in (scale * dq, dk))
-    dh0 = torch.cat([part[4] for part in parts])
-    dh0 = dh0.mT if state_v_first else dh0
-    like = (q, k, v, gate, dh0 if initial_state is None else initial_state)
-    return SimpleGLAGrads(*(x.to(y.dtype) for x, y in zip((dq, dk, dv, dg, dh0), like, strict=True)))
 
+    def form(tokens: States, state: States) -> tuple[Tensor, ...]:
+        return _sequence_backward(tokens, state, chunk_size)
 
-def _state_k_first(state: Tensor | None, zero: Tensor, state_v_first: bool) -> Tensor:
-    """A state or its gradient as [N, HV, K, V]; None is zero."""
-    if state is None:
-        return zero
-    return state.mT if state_v_first else state
+    found = run_backward(form, q, k, v, (gate,), do, dht, scale, initial_state, cu_seqlens, state_v_first)
+    return SimpleGLAGrads(*found)
 
 
 def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor, ...]:
@@ -262,7 +234,7 @@ def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor
     """
     q, k, v, _, _ = tokens
     s, ds = state
-    pieces = list(zip(*(x.split(int(size), dim=2) for x in tokens), strict=True)) if q.shape[2] else []
+    pieces = split_chunks(tokens, size)
     # forward in time: the state that enters every chunk
     entering = []
     for q_c, k_c, v_c, g_c, _ in pieces:

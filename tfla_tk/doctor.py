@@ -223,7 +223,20 @@ def _lightning_example(requires_grad: bool) -> list[Any]:
     return [*_linear_example(requires_grad), 0, 1]
 
 
+def _delta_example(requires_grad: bool) -> list[Tensor]:
+    """q, k, v and beta."""
+    return _gated_example(requires_grad)
+
+
+def _gated_delta_example(requires_grad: bool) -> list[Tensor]:
+    """q, k, v, g and beta."""
+    *operands, g = _gated_example(requires_grad)
+    return [*operands, g, torch.zeros_like(g).requires_grad_(requires_grad)]
+
+
 EXAMPLES: dict[str, Callable[[bool], list[Any]]] = {
+    "chunk_delta_rule": _delta_example,
+    "chunk_gated_delta_rule": _gated_delta_example,
     "chunk_lightning_attn": _lightning_example,
     "chunk_retention": _linear_example,
     "chunk_simple_gla": _gated_example,

@@ -50,11 +50,26 @@ def _linear(backend: str) -> ModuleType:
     return reference
 
 
+def _delta_rule(backend: str) -> ModuleType:
+    if backend == "tk":
+        from tfla_tk.backends.tk import delta as tk
+
+        return tk
+    if backend == "triton":
+        from tfla_tk.backends.triton import fla_delta
+
+        return fla_delta
+    from tfla_tk.backends.reference import delta as reference
+
+    return reference
+
+
 FAMILIES: dict[str, Callable[[str], ModuleType]] = {
     "mlstm": _mlstm,
     "mlstm_step": _mlstm,
     "mlstm_sequence": _mlstm,
     "simple_gla": _linear,
+    "delta_rule": _delta_rule,
 }
 
 

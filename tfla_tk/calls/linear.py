@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,46 @@ def check_simple_gla(
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
         ValueError: wrong rank, shape, device or value; g and g_gamma both.
     """
+    operands = check_operands(q, k, v)
+    gate = _check_gates(g, g_gamma, q, operands.gate_shape)
+    frame = check_frame(
+        q,
+        operands,
+        initial_state,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+    )
+    inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
+    return LinearCall(
+        **frame,
+        **check_transforms(inputs, [] if g_gamma is None else [g_gamma]),
+        gate=gate,
+        chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
+    )
+
+
+class Operands(NamedTuple):
+    """The sizes of q, k and v, and the dtype that they are computed in."""
+
+    batch: int
+    seq: int
+    heads: int
+    value_heads: int
+    dim_qk: int
+    dim_v: int
+    dtype: torch.dtype
+
+    @property
+    def gate_shape(self) -> tuple[int, int, int]:
+        """[B, T, HV]."""
+        return self.batch, self.seq, self.value_heads
+
+
+def check_operands(q: Any, k: Any, v: Any) -> Operands:
+    """Check q, k [B, T, H, K] and v [B, T, HV, V], HV a multiple of H."""
     check_tensor("q", q, 4, "[B, T, H, K]")
     batch, seq, heads, dim_qk = q.shape
     check_tensor("k", k, 4, "[B, T, H, K]")
@@ -112,41 +152,64 @@ def check_simple_gla(
         dtype = q.dtype
         for name, value in (("k", k), ("v", v)):
             check_dtype_of_q(name, value, dtype)
-    gate = _check_gates(g, g_gamma, q, (batch, seq, value_heads))
+    return Operands(batch, seq, heads, value_heads, dim_qk, dim_v, dtype)
+
+
+def check_gate(name: str, value: Any, q: Tensor, shape: tuple[int, int, int]) -> None:
+    """A number per token and head of v."""
+    check_tensor(name, value, 3, "[B, T, HV]")
+    check_shape(name, value, shape, "[B, T, HV] of v")
+    check_device(name, value, q.device)
+
+
+def check_frame(
+    q: Tensor,
+    operands: Operands,
+    initial_state: Any,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    *,
+    scale: Any,
+    output_final_state: Any,
+    state_v_first: Any,
+) -> dict[str, Any]:
+    """Check what every operator has beside its operands and gates; the fields of its `LinearCall`."""
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
     _check_cpu_offsets(cu_seqlens_cpu, cu_seqlens)
     state_v_first = check_bool("state_v_first", state_v_first)
-    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sequences = operands.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         rows = "B" if cu_seqlens is None else "N"
         layout = f"[{rows}, HV, V, K]" if state_v_first else f"[{rows}, HV, K, V]"
-        dims = (dim_v, dim_qk) if state_v_first else (dim_qk, dim_v)
+        dims = operands.dim_qk, operands.dim_v
         check_tensor("initial_state", initial_state, 4, layout)
-        check_shape("initial_state", initial_state, (sequences, value_heads, *dims), layout)
+        expected = (sequences, operands.value_heads, *(reversed(dims) if state_v_first else dims))
+        check_shape("initial_state", initial_state, expected, layout)
         check_device("initial_state", initial_state, q.device)
-    inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
-    return LinearCall(
-        device=q.device,
-        dtype=dtype,
-        batch=batch,
-        sequences=sequences,
-        heads=heads,
-        value_heads=value_heads,
-        seq=seq,
-        dim_qk=dim_qk,
-        dim_v=dim_v,
-        gate=gate,
-        scale=dim_qk**-0.5 if scale is None else _check_scale(scale),
-        output_final_state=check_bool("output_final_state", output_final_state),
-        has_initial=initial_state is not None,
-        state_v_first=state_v_first,
-        varlen=cu_seqlens is not None,
-        requires_grad=torch.is_grad_enabled() and any(map(transforms.requires_grad, inputs)),
-        chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_power_of_two("chunk_size", chunk_size),
-        forward_mode=transforms.has_tangent((*inputs, g_gamma)),
-        transformed=any(map(transforms.is_transformed, [*inputs, *([] if g_gamma is None else [g_gamma])])),
-    )
+    return {
+        **operands._asdict(),
+        "device": q.device,
+        "sequences": sequences,
+        "scale": operands.dim_qk**-0.5 if scale is None else _check_scale(scale),
+        "output_final_state": check_bool("output_final_state", output_final_state),
+        "has_initial": initial_state is not None,
+        "state_v_first": state_v_first,
+        "varlen": cu_seqlens is not None,
+    }
+
+
+def check_transforms(inputs: list[Tensor], constants: list[Tensor]) -> dict[str, Any]:
+    """What differentiates or transforms the call, as fields of its `LinearCall`.
+
+    Args:
+        inputs: the tensors that may have gradients. constants: the others.
+    """
+    return {
+        "requires_grad": torch.is_grad_enabled() and any(map(transforms.requires_grad, inputs)),
+        "forward_mode": transforms.has_tangent((*inputs, *constants)),
+        "transformed": any(map(transforms.is_transformed, [*inputs, *constants])),
+    }
 
 
 def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
@@ -170,9 +233,7 @@ def _check_gates(g: Any, g_gamma: Any, q: Tensor, shape: tuple[int, int, int]) -
     if g is not None and g_gamma is not None:
         fail("g_gamma", "None where g is given (g + g_gamma is a decay per token)", "both g and g_gamma")
     if g is not None:
-        check_tensor("g", g, 3, "[B, T, HV]")
-        check_shape("g", g, shape, "[B, T, HV] of v")
-        check_device("g", g, q.device)
+        check_gate("g", g, q, shape)
         return "token"
     if g_gamma is None:
         return "none"

@@ -35,6 +35,16 @@ def backward(dim_qk: int, dim_v: int) -> int:
     return 3 * intra_chunk(dim_qk, dim_v) + 10 * dim_qk * dim_v
 
 
+def delta_rule(dim_qk: int, dim_v: int) -> int:
+    """Forward of the delta rule: the state is read for q and for k, and updated."""
+    return intra_chunk(dim_qk, dim_v) + 6 * dim_qk * dim_v
+
+
+def delta_rule_backward(dim_qk: int, dim_v: int) -> int:
+    """Backward of the same: the walk again, its mirror, and the passes for dq and dk."""
+    return 3 * intra_chunk(dim_qk, dim_v) + 18 * dim_qk * dim_v
+
+
 def step(dim_qk: int, dim_v: int) -> int:
     """One token of decoding: decay, update and read the state."""
     return 5 * dim_qk * dim_v

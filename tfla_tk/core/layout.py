@@ -48,6 +48,18 @@ class KeptStates(NamedTuple):
     offsets: tuple[int, int]
 
 
+class Kept(NamedTuple):
+    """What a forward's kernels leave for their backward.
+
+    Attributes:
+        tensors: saved by autograd; None where there is none.
+        layout: what is in them: plain data.
+    """
+
+    tensors: tuple[MaybeTensor, ...]
+    layout: Any = None
+
+
 def state_dtype(q: Tensor) -> torch.dtype:
     """dtype of states and rows: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -141,16 +141,19 @@ def merge_into_batch(
     cu_seqlens: int | None = None,
     heads: Sequence[int] = (),
     result_heads: Sequence[int] = (),
+    per_head: Sequence[int] = (),
 ) -> Callable[..., Any]:
     """The rule of vmap for a registered op: one call with the batch times as large.
 
-    Packed sequences have a batch of one: there the heads are that many times as many.
+    Packed sequences have a batch of one: there the heads are that many times as many, and where there is a
+    tensor without a batch, too.
 
     Args:
-        op: all of its tensors and results begin with a batch, or are empty [0].
+        op: all of its tensors and results begin with a batch, or are empty [0], but for those of per_head.
         cu_seqlens: which argument holds the offsets of packed sequences, if any does.
         heads, result_heads: the dimension of the heads in each of the first arguments and results; 1 in the
             others.
+        per_head: which arguments are tensors [heads], or None.
 
     Returns:
         What torch.library.register_vmap takes.
@@ -164,8 +167,10 @@ def merge_into_batch(
                 "call once per entry"
             )
 
+        by_batch = offsets is None and all(args[number] is None for number in per_head)
+
         def place(dims: Sequence[int], number: int) -> int:
-            if offsets is None:
+            if by_batch:
                 return 0
             return dims[number] if number < len(dims) else 1
 

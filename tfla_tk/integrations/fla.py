@@ -1,12 +1,15 @@
 """These kernels in the place of fla's functions: in its layers, and in whatever else calls them.
 
-    accelerate()     fla's chunk_simple_gla, chunk_retention and chunk_lightning_attn become these kernels
+    accelerate()     fla's chunk_simple_gla, chunk_retention, chunk_lightning_attn, chunk_delta_rule and
+                     chunk_gated_delta_rule become these kernels
     restore()        the way back
     last_path()      what has served the latest call, and why not the kernels
 
 `accelerate` puts a function of the same arguments in the place of fla's own, in every module that is loaded:
 wherever an attribute is fla's function. What is imported from fla later finds it, too. References that are no
-attributes of modules (in a list, a closure, a class) keep fla's function.
+attributes of modules (in a list, a closure, a class) keep fla's function. Those of chunk_gated_delta_rule,
+such as Hugging Face's, are reached all the same: `accelerate` registers a backend with fla for it, unless
+fla's dispatch is off (FLA_DISABLE_BACKEND_DISPATCH=1).
 
 A call that the kernels cannot serve goes to fla's own function. On a CPU, where that cannot run, the
 reference serves every call. Importing this module does not import fla.
@@ -32,14 +35,33 @@ from tfla_tk.backends.triton import fla_own, installation
 from tfla_tk.backends.triton.fla import FLA_OPS
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.delta_rule import check_gated_delta_rule
 
 __all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "restore"]
 
 # the names of fla's functions that have one of this package's for the same arguments: fla's module of each
-FUNCTIONS = {name: FLA_OPS[name] for name in ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn")}
+FUNCTIONS = {
+    name: FLA_OPS[name]
+    for name in (
+        "chunk_simple_gla",
+        "chunk_retention",
+        "chunk_lightning_attn",
+        "chunk_delta_rule",
+        "chunk_gated_delta_rule",
+    )
+}
+_DISPATCHED = "chunk_gated_delta_rule"  # the one for which fla takes backends of others
+_OPERATION = "gated_delta_rule"  # its name there
 
 # options that callers of fla pass as None, or as numbers, for False and True
-_FLAGS = ("output_final_state", "state_v_first")
+_FLAGS = (
+    "output_final_state",
+    "state_v_first",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+)
 # and where they are among the arguments of each function
 _FLAG_PLACES = {
     name: [
@@ -55,6 +77,8 @@ _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
 _last: Path | None = None
+_accelerated: set[str] = set()  # the names of the functions that are these kernels now
+_backend: Any = None  # the class that is registered with fla
 
 
 @dataclass(frozen=True)
@@ -94,6 +118,9 @@ def accelerate(names: Iterable[str] | None = None) -> list[str]:
             own = fla_own.original(current)
             ours = current if current is not own else _in_place_of(name, own)
             replaced += _rebind(own, ours)
+            if name == _DISPATCHED:
+                _register()
+            _accelerated.add(name)
         return replaced
 
 
@@ -112,6 +139,7 @@ def restore(names: Iterable[str] | None = None) -> list[str]:
     with _lock:
         replaced = []
         for name in _known(names):
+            _accelerated.discard(name)
             if FUNCTIONS[name] in sys.modules:
                 current = _current(name)
                 replaced += _rebind(current, fla_own.original(current))
@@ -191,19 +219,18 @@ def _in_place_of(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call, by the kernels where they can serve it."""
-    if not torch.compiler.is_compiling() and fla_own.is_on_its_own():
+    # whoever has got hold of this function keeps it after `restore`
+    if name not in _accelerated or (not torch.compiler.is_compiling() and fla_own.is_on_its_own()):
         return own(*args, **kwargs)
     ours = getattr(tfla_tk, name)
-    places = _FLAG_PLACES[name]
-    given = [bool(x) if place in places else x for place, x in enumerate(args)]
-    flags = {flag: bool(kwargs[flag]) for flag in _FLAGS if flag in kwargs}
+    given, options = _with_flags(name, args, kwargs)
     if _is_on_cpu(args, kwargs):
-        _record(name, "reference", "the tensors are on a CPU")
-        return ours(*given, **{**kwargs, **flags}, backend="reference")
+        _record(name, "reference", _ON_A_CPU)
+        return ours(*given, **options, backend="reference")
     try:
-        result = ours(*given, **{**kwargs, **flags}, backend="tk")
-    except (TypeError, ValueError, UnsupportedError) as error:
-        reason = error.reason if isinstance(error, UnsupportedError) else str(error)
+        result = ours(*given, **options, backend="tk")
+    except _REFUSALS as error:
+        reason = _reason(error)
     else:
         _record(name, "tk", "")
         return result
@@ -212,6 +239,73 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return own(*args, **kwargs)
     with fla_own.on_its_own():
         return own(*args, **kwargs)
+
+
+_ON_A_CPU = "the tensors are on a CPU"
+_REFUSALS = (TypeError, ValueError, UnsupportedError)
+
+
+def _reason(error: Exception) -> str:
+    return error.reason if isinstance(error, UnsupportedError) else str(error)
+
+
+def _with_flags(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with flags that are bools."""
+    places = _FLAG_PLACES[name]
+    given = [bool(x) if place in places else x for place, x in enumerate(args)]
+    return given, {**kwargs, **{flag: bool(kwargs[flag]) for flag in _FLAGS if flag in kwargs}}
+
+
+# fla's own dispatch
+
+
+def _register() -> None:
+    """Have fla offer its calls of _DISPATCHED to these kernels first."""
+    global _backend
+    backends = importlib.import_module("fla.backends")
+    if _backend is not None and issubclass(_backend, backends.BaseBackend):
+        return
+
+    class TflaTkBackend(backends.BaseBackend):  # type: ignore[name-defined]
+        """fla asks it before every call and hands the call over where it accepts."""
+
+        backend_type = "tfla_tk"
+        package_name = "tfla_tk"
+        env_var = "FLA_TFLA_TK"
+        priority = 1  # FlashQLA's is 3
+
+        @classmethod
+        def is_available(cls) -> bool:
+            return _DISPATCHED in _accelerated
+
+        def chunk_gated_delta_rule_verifier(self, *args: Any, **kwargs: Any) -> tuple[bool, str | None]:
+            return _verify(args, kwargs)
+
+        def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
+            given, options = _with_flags(_DISPATCHED, args, kwargs)
+            on_cpu = _is_on_cpu(args, kwargs)
+            backend = "reference" if on_cpu else "tk"
+            _record(_DISPATCHED, backend, _ON_A_CPU if on_cpu else "")
+            return tfla_tk.chunk_gated_delta_rule(*given, **options, backend=backend)
+
+    backends.register(_OPERATION)(TflaTkBackend)
+    _backend = TflaTkBackend
+
+
+def _verify(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str | None]:
+    """Whether these kernels serve a call, and why not; fla's own functions are its own."""
+    if fla_own.is_on_its_own():
+        return False, "fla's own function was asked for"
+    if _is_on_cpu(args, kwargs):
+        return True, None
+    given, options = _with_flags(_DISPATCHED, args, kwargs)
+    try:
+        check_gated_delta_rule(*given, **options, backend="tk")
+    except _REFUSALS as error:
+        reason = _reason(error)
+        _record(_DISPATCHED, "fla", reason)
+        return False, reason
+    return True, None
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

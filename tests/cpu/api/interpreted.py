@@ -1,4 +1,4 @@
-"""Runs the Triton adapters on a CPU in Triton's interpreter and prints what it measured as JSON.
+"""Runs the Triton adapters of mLSTM on a CPU in Triton's interpreter and prints what it measured as JSON.
 
 Started by test_triton_interpreted.py in a process of its own: TRITON_INTERPRET is read when triton is
 imported and must not leak into other tests. Usage: python interpreted.py <case> ...; each case maps names
@@ -13,21 +13,18 @@ os.environ["TRITON_INTERPRET"] = "1"
 # mlstm_kernels compiles its gate arithmetic, which the interpreter does not need
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-import builtins
 import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import tfla_tk
 from tfla_tk import reference
-from tfla_tk.backends.triton import fla as adapters
 
 HEADS, DIM_QK, DIM_V = 2, 16, 32
 MLSTM = {"exp": tfla_tk.mlstm_chunkwise, "sig": tfla_tk.mlstm_siging_chunkwise}
@@ -212,107 +209,6 @@ def auto_choice() -> Numbers:
     }
 
 
-# fla
-
-
-class InterpretedIndex(int):
-    """A loop index with the one method of a Triton scalar that fla's kernels use on it."""
-
-    def to(self, dtype: Any) -> Any:
-        import triton.language as tl
-
-        return tl.full((), int(self), dtype)
-
-
-def interpreted_range(*bounds: Any) -> Iterator[InterpretedIndex]:
-    plain = (int(b.handle.data.item()) if hasattr(b, "handle") else int(b) for b in bounds)
-    return (InterpretedIndex(i) for i in builtins.range(*plain))
-
-
-def prepare_fla() -> None:
-    """Let fla run without a driver: the first autotuning configuration wins, loop indices act as scalars."""
-    import importlib
-
-    from triton.runtime.autotuner import Autotuner
-
-    Autotuner._bench = lambda self, *args, config, **meta: [0.0, 0.0, 0.0]
-    for module in adapters.FLA_OPS.values():
-        importlib.import_module(module)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fla.ops."):
-            module.__dict__["range"] = interpreted_range
-
-
-def fla_inputs(op: str, seq: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Differentiable inputs [1, T, H, D] and other arguments."""
-    g = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(1, seq, HEADS, *shape, generator=g)
-
-    tensors = {"q": normal(DIM_QK), "k": F.normalize(normal(DIM_QK), dim=-1), "v": normal(DIM_V)}
-    if op in ("chunk_gla", "chunk_simple_gla", "chunk_gated_delta_rule"):
-        tensors["g"] = F.logsigmoid(normal(DIM_QK) if op == "chunk_gla" else normal())
-    if "delta" in op:
-        tensors["beta"] = torch.sigmoid(normal())
-    tensors = {name: t if name == "g" else t.to(dtype) for name, t in tensors.items()}
-    tensors["initial_state"] = torch.randn(1, HEADS, DIM_QK, DIM_V, generator=g)
-    options = {"layer_idx": 1, "num_layers": 4} if op == "chunk_lightning_attn" else {}
-    return tensors, options
-
-
-def fla_expected(op: str, options: dict[str, Any], **tensors: Any) -> tuple[Tensor, Tensor]:
-    """The reference of the same operator."""
-    if op == "chunk_retention":
-        tensors["g_gamma"] = reference.retention_log_decay(HEADS).double()
-    if op == "chunk_lightning_attn":
-        tensors["g_gamma"] = reference.lightning_log_decay(HEADS, **options).double()
-    name = {"chunk_retention": "simple_gla", "chunk_lightning_attn": "simple_gla"}.get(
-        op, op.removeprefix("chunk_")
-    )
-    result: tuple[Tensor, Tensor] = getattr(reference, f"{name}_chunkwise")(
-        **tensors, output_final_state=True
-    )
-    return result
-
-
-def fla(op: str, seq: int, dtype: torch.dtype) -> Numbers:
-    """Output, final state and all gradients under a loss on both."""
-    prepare_fla()
-    tensors, options = fla_inputs(op, seq, dtype)
-    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
-    leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
-    o, state = adapters.fla_op(op, **leaves, **options, output_final_state=True)
-    o_ref, state_ref = fla_expected(op, options, **leaves64)
-    (projection(o.float()) + projection(state)).backward()
-    (projection(o_ref) + projection(state_ref)).backward()
-    return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
-        f"d{name}": error(leaves[name].grad, leaves64[name].grad) for name in leaves
-    }
-
-
-def public_fla(op: str) -> Numbers:
-    """The same of the public function on the Triton backend; simple GLA over packed sequences, V first."""
-    prepare_fla()
-    tensors, options = fla_inputs(op, 100, torch.float32)
-    expected: dict[str, Any] = {}
-    if op == "chunk_simple_gla":
-        tensors["initial_state"] = torch.randn(4, HEADS, DIM_V, DIM_QK)
-        offsets = torch.tensor([0, 30, 30, 31, 100])
-        expected = {"cu_seqlens": offsets, "state_v_first": True}
-        options = {"cu_seqlens_cpu": offsets, "scale": DIM_QK**-0.5, **expected}
-    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
-    leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
-    o, state = getattr(tfla_tk, op)(**leaves, **options, output_final_state=True, backend="triton")
-    layer = options if op == "chunk_lightning_attn" else {}
-    o_ref, state_ref = fla_expected(op, layer, **leaves64, **expected)
-    (projection(o.float()) + projection(state)).backward()
-    (projection(o_ref) + projection(state_ref)).backward()
-    return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
-        f"d{name}": error(leaves[name].grad, leaves64[name].grad) for name in leaves
-    }
-
-
 def closed_gates(gate: str, variant: str) -> Numbers:
     """Rows of h that are NaN with one token's input gate at -inf, its forget gate at -inf, both at -1e4."""
     numbers = {}
@@ -388,19 +284,14 @@ CASES["step/64/128"] = lambda: mlstm_step((64, 128), torch.float32)
 CASES["step/64/64, fp16 state"] = lambda: mlstm_step((64, 64), torch.float16)
 CASES["siging inference"] = siging_inference_of_mlstm_kernels
 CASES["last_n/exp"] = lambda: mlstm_last_state_gradients("exp", "triton", 1)
-for op in adapters.FLA_OPS:
-    dtype = torch.float16 if op == "chunk_delta_rule" else torch.float32
-    CASES[f"fla/{op}"] = lambda op=op, dtype=dtype: fla(op, 100, dtype)
-for op in ("chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"):
-    CASES[f"public/{op}"] = lambda op=op: public_fla(op)
 
 
-def main(names: list[str]) -> None:
+def main(cases: dict[str, Callable[[], Numbers]], names: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    print(json.dumps({name: CASES[name]() for name in names or CASES}))
+    print(json.dumps({name: cases[name]() for name in names or cases}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(CASES, sys.argv[1:])

@@ -1,7 +1,7 @@
 """Each Triton adapter against the fp64 reference, in Triton's interpreter on a CPU, and their known defects.
 
-interpreted.py measures in a process of its own; here the numbers are judged. docs/triton-baselines.md cites
-these tests.
+interpreted.py and interpreted_fla.py measure in processes of their own; here the numbers are judged.
+docs/triton-baselines.md cites these tests.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def numbers() -> Numbers:
-    script = Path(__file__).with_name("interpreted.py")
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
-    result: Numbers = json.loads(run.stdout.splitlines()[-1])
-    return result
+    found: Numbers = {}
+    for name in ("interpreted.py", "interpreted_fla.py"):
+        script = Path(__file__).with_name(name)
+        run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-4000:]
+        found |= json.loads(run.stdout.splitlines()[-1])
+    return found
 
 
 def group(numbers: Numbers, prefix: str) -> Numbers:
@@ -140,9 +142,18 @@ def test_fla_agrees(op: str, numbers: Numbers) -> None:
     assert max(errors.values()) < (HALF if op == "delta_rule" else EXACT), errors
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "retention", "lightning_attn"])
+@pytest.mark.parametrize(
+    "op", ["simple_gla", "retention", "lightning_attn", "delta_rule", "gated_delta_rule"]
+)
 def test_fla_agrees_behind_the_public_function(op: str, numbers: Numbers) -> None:
     """Simple GLA over packed sequences, one of them empty, with states [N, H, V, K]."""
     errors = numbers[f"public/chunk_{op}"]
     assert {"o", "state", "dq", "dk", "dv", "dinitial_state"} <= set(errors)
+    assert max(errors.values()) < (HALF if op == "delta_rule" else EXACT), errors
+
+
+def test_fla_agrees_on_raw_inputs(numbers: Numbers) -> None:
+    """Norm, sigmoid and gate in the kernel, negative eigenvalues, more value heads, states V first."""
+    errors = numbers["raw/chunk_gated_delta_rule"]
+    assert {"dA_log", "ddt_bias", "dbeta", "dg", "dinitial_state"} <= set(errors)
     assert max(errors.values()) < EXACT, errors

@@ -147,7 +147,7 @@ def test_a_result_that_is_not_finite_never_passes(inputs, bad: float) -> None:
 PACKED = Shape(1, 90, 2, 16, 32, N=9)
 
 
-@pytest.mark.parametrize("name", ["mlstm_exp", "mlstm_sig", "simple_gla", "retention", "lightning"])
+@pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("slice_bytes", [1, 2**28])
 def test_packed_sequences_are_judged_each_for_itself(monkeypatch, name: str, slice_bytes: int) -> None:
     monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)

@@ -99,28 +99,30 @@ def test_layout_and_forget_bias_reach_every_backend(monkeypatch) -> None:
     assert len(means) > 3 and all(abs(mean - 12) < 0.5 for mean in means)
 
 
-def test_the_scalar_decay_family(tmp_path: Path, capsys) -> None:
+def test_the_operators_of_fla(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
-    options = ("--op", "simple_gla,retention,lightning", "--shapes", "1x48x2x16x32", "--pass", "all")
+    gates_of = {"simple_gla": ["dg"], "retention": [], "lightning": []}
+    gates_of |= {"delta_rule": ["dbeta"], "gated_delta_rule": ["dg", "dbeta"]}
+    options = ("--op", ",".join(gates_of), "--shapes", "1x48x2x16x32", "--pass", "all")
     assert run(*options, "--quick", "--json", str(path)) == 0
     rows = results.load(path)
-    assert [row["op"] for row in rows] == ["simple_gla"] * 6 + ["retention"] * 6 + ["lightning"] * 6
+    assert [row["op"] for row in rows] == [name for name in gates_of for _ in range(6)]
     for row in rows:
-        gates = ["dg"] * (row["op"] == "simple_gla")
+        gates = gates_of[row["op"]]
         assert list(row["rel_err"]) == ["o", *["dq", "dk", "dv", *gates] * (row["pass"] == "fwdbwd")]
     assert max(max(row["rel_err"].values()) for row in rows) < 1e-4
     assert "Lightning attention, forward, B1 T48 H2 16/32" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("op", ["mlstm_exp", "simple_gla"])
+@pytest.mark.parametrize("op", ["mlstm_exp", "simple_gla", "gated_delta_rule"])
 @pytest.mark.parametrize("which", ["fwd", "fwdbwd"])
 def test_packed_sequences_and_more_value_heads(tmp_path: Path, op: str, which: str) -> None:
     path = tmp_path / "rows.json"
-    shape = "1x60x2x16x32xN7" + "xHV4" * (op == "simple_gla")
+    shape = "1x60x2x16x32xN7" + "xHV4" * (op != "mlstm_exp")
     assert run("--op", op, "--shapes", shape, "--pass", which, "--json", str(path)) == 0
     rows = results.load(path)
     assert len(rows) == 3 and all("note" not in row for row in rows)
-    value_heads = {"HV": 4} if op == "simple_gla" else {}
+    value_heads = {"HV": 4} if op != "mlstm_exp" else {}
     assert rows[0]["shape"] == {"B": 1, "T": 60, "H": 2, "K": 16, "V": 32, "N": 7, **value_heads}
 
 

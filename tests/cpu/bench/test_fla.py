@@ -121,6 +121,21 @@ def test_more_value_heads_are_computed_on_repeated_queries_and_keys(settings, mo
     assert set(chunk_o.calls) == {((1, 48, 6, 16), (1, 48, 6, 32))}
 
 
+def test_the_gated_delta_rule_takes_more_value_heads_itself(monkeypatch, chunk_o) -> None:
+    got: list[tuple[int, ...]] = []
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Any:
+        got.append(tuple(q.shape))
+        return v, None
+
+    for name in ("delta_rule", "gated_delta_rule"):
+        module = SimpleNamespace(**{f"chunk_{name}": function})
+        monkeypatch.setitem(sys.modules, f"fla.ops.{name}", module)
+        q, v = torch.zeros(1, 16, 1, 16), torch.zeros(1, 16, 3, 16)
+        fla.call(f"chunk_{name}", q, q, v, v[..., 0])
+    assert got == [(1, 16, 3, 16), (1, 16, 1, 16)]
+
+
 def test_fla_with_its_dispatch_on_is_refused(monkeypatch, chunk_o) -> None:
     sys.modules["fla.backends"]._DISPATCH_DISABLED = False
     q = torch.zeros(1, 16, 1, 16)

@@ -208,7 +208,24 @@ PARALLEL: dict[str, Callable[..., Any]] = {
     "simple_gla": reference.simple_gla_parallel,
     "retention": retention,
     "lightning": lightning,
+    "delta_rule": reference.delta_rule_parallel,
 }
+
+
+def parallel_of(problem: Any) -> Callable[..., Any]:
+    """The parallel form of the reference, of raw inputs where the options say so."""
+    name = problem.operator.name
+    if name != "gated_delta_rule":
+        return PARALLEL[name]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+        if options.pop("use_qk_l2norm_in_kernel", False):
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        if options.pop("use_beta_sigmoid_in_kernel", False):
+            beta = torch.sigmoid(beta) * (2 if options.pop("allow_neg_eigval") else 1)
+        return reference.gated_delta_rule_parallel(q, k, v, g, beta, **options)
+
+    return function
 
 
 @pytest.mark.parametrize("slice_bytes", [2**28, 3 * 8 * 4 * 40 * 16 * 32, 1])
@@ -226,7 +243,7 @@ def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, slice_bytes: int
     exact64 = [{name: x.double() for name, x in group.items()} for group in (tensors, cotangents)]
 
     def parallel(**arguments: Any) -> Any:
-        return PARALLEL[problem.operator.name](**arguments, **problem.operator.options)
+        return parallel_of(problem)(**arguments, **problem.operator.options)
 
     errors = truth.errors(accuracy.RANDOM, gradients(parallel, problem.operator, *exact64))
     assert list(errors) == [f"d{name}" for name in tensors if name != "m_initial"]
@@ -275,9 +292,12 @@ def test_extreme_gates_of_the_scalar_decay() -> None:
     assert tensors["g"].max() == 0 and tensors["q"].min() < 0
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "retention", "lightning"])
+GATES = {"simple_gla": ["dg"], "delta_rule": ["dbeta"], "gated_delta_rule": ["dg", "dbeta"]}
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "retention", "lightning", "delta_rule", "gated_delta_rule"])
 @pytest.mark.parametrize("shapes", ["1x40x2x16x16", "1x64x2x16x32xN5"])
-def test_the_scalar_decay_family(op: str, shapes: str, tmp_path: Path, capsys) -> None:
+def test_the_operators_of_fla(op: str, shapes: str, tmp_path: Path, capsys) -> None:
     path, packed = tmp_path / "errors.json", "N" in shapes
     options = ["--op", op, "--shapes", shapes, "--json", str(path)]
     if packed:
@@ -285,11 +305,10 @@ def test_the_scalar_decay_family(op: str, shapes: str, tmp_path: Path, capsys) -
     assert main(["gradcheck", *options]) == 0
     rows = json.loads(path.read_text())
     assert {row["backend"] for row in rows} == set(FORMS)
-    gates = ["dg"] * (op == "simple_gla")
     for row in rows:
         initial = ["dinitial_state"] * ("initial" in row["case"])
-        assert list(row["rel_err"]) == ["dq", "dk", "dv", *gates, *initial]
-    assert ("extreme+initial+last" in {row["case"] for row in rows}) == (op == "simple_gla" and not packed)
+        assert list(row["rel_err"]) == ["dq", "dk", "dv", *GATES.get(op, []), *initial]
+    assert ("extreme+initial+last" in {row["case"] for row in rows}) == (op in GATES and not packed)
     assert "truth: recurrent in fp64" in capsys.readouterr().out
 
 

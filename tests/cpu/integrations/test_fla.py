@@ -23,6 +23,7 @@ pytest.importorskip("fla.ops", reason="fla-core is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
 
 NAMES = ["chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"]
+ALL = [*NAMES, "chunk_delta_rule", "chunk_gated_delta_rule"]
 
 
 def own(name: str) -> Callable[..., Any]:
@@ -73,33 +74,33 @@ def holders(function: Any) -> set[str]:
 
 
 def test_every_attribute_of_a_module_is_replaced_and_put_back() -> None:
-    functions = {name: own(name) for name in NAMES}
+    functions = {name: own(name) for name in ALL}
     before = {name: holders(function) for name, function in functions.items()}
     assert {"fla.ops.chunk_retention", "fla.ops.retention.chunk.chunk_retention"} <= before["chunk_retention"]
     assert "fla.ops.retention.chunk.chunk_simple_gla" in before["chunk_simple_gla"]
-    assert not any(map(integration.is_accelerated, NAMES))
+    assert not any(map(integration.is_accelerated, ALL))
 
     found = integration.accelerate()
     assert set(found) == set().union(*before.values())
     assert not any(map(holders, functions.values()))
-    assert {name: holders(own(name)) for name in NAMES} == before
-    assert integration.is_accelerated() and all(map(integration.is_accelerated, NAMES))
+    assert {name: holders(own(name)) for name in ALL} == before
+    assert integration.is_accelerated() and all(map(integration.is_accelerated, ALL))
     assert integration.accelerate() == []  # again: nothing to do
-    assert {name: holders(own(name)) for name in NAMES} == before
+    assert {name: holders(own(name)) for name in ALL} == before
 
     assert set(integration.restore()) == set(found)
-    assert {name: own(name) for name in NAMES} == functions
+    assert {name: own(name) for name in ALL} == functions
     assert {name: holders(function) for name, function in functions.items()} == before
     assert not integration.is_accelerated() and integration.restore() == []
 
 
 def test_some_of_them() -> None:
     integration.accelerate(["chunk_retention"])
-    assert [integration.is_accelerated(name) for name in NAMES] == [False, True, False]
+    assert [integration.is_accelerated(name) for name in ALL] == [False, True, False, False, False]
     assert not integration.is_accelerated()
     integration.accelerate()
     integration.restore("chunk_simple_gla")
-    assert [integration.is_accelerated(name) for name in NAMES] == [False, True, True]
+    assert [integration.is_accelerated(name) for name in ALL] == [False, True, True, True, True]
     for function in (integration.accelerate, integration.restore):
         with pytest.raises(ValueError, match="names: expected some of chunk_simple_gla, .* got 'chunk_kda'"):  # noqa: RUF043
             function(["chunk_kda"])

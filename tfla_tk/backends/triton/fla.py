@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.triton.fla_own import on_its_own, original
+from tfla_tk.backends.triton.fla_own import on_its_own, original, undispatched
 from tfla_tk.backends.triton.installation import (
     GRID_LIMIT,
     IN_THE_INTERPRETER,
@@ -56,21 +56,13 @@ FLA_MISSING = missing("fla", "fla-core")
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
     """Whether fla's chunk_simple_gla serves the call correctly; ValueError for a variant but "fla"."""
-    if variant not in (None, "fla"):
-        fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
-    if call.transformed:
-        return Support(False, "fla has no rules for torch.func transforms", "use backend 'tk' or 'reference'")
     # the kernel that Triton miscompiles is the one with a decay per token
     op = "chunk_simple_gla" if call.gate == "token" else "chunk_retention"
-    verdict = supports_fla(op, call, requires_grad=call.requires_grad)
-    if not verdict.ok:
-        return verdict
+    refusal = refusal_of_call(op, call, variant)
+    if refusal is not None:
+        return refusal
     if call.value_heads != call.heads:
-        return Support(
-            False,
-            f"fla takes as many heads of v as of q and k, these are {call.value_heads} and {call.heads}",
-            "repeat those of q and k: q.repeat_interleave(HV // H, dim=2)",
-        )
+        return uneven_heads(call)
     if call.chunk_size < _SMALLEST_CHUNK:
         return Support(
             False, f"chunk_size = {call.chunk_size}", f"use a power of two from {_SMALLEST_CHUNK} on"
@@ -81,18 +73,54 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
             f"fla's backward takes even head dims in 16 bits, these are K = {call.dim_qk}, V = {call.dim_v}",
             "pad them",
         )
-    if call.batch * call.value_heads > GRID_LIMIT:
-        return too_many("batch x value heads", call.batch * call.value_heads, "split the batch or the heads")
-    if call.requires_grad and call.gate == "token" and _guard_is_lifted():
+    return too_many_heads(call) or verdict_on_gradients(call, gated=call.gate == "token")
+
+
+def refusal_of_call(op: str, call: LinearCall, variant: str | None) -> Support | None:
+    """Why fla's operator does not serve a call at all; ValueError for a variant but "fla".
+
+    Args:
+        op: one of FLA_OPS.
+    """
+    if variant not in (None, "fla"):
+        fail("backend", "'triton' or 'triton:fla'", repr(f"triton:{variant}"))
+    if call.transformed:
+        return Support(False, "fla has no rules for torch.func transforms", "use backend 'tk' or 'reference'")
+    verdict = supports_fla(op, call, requires_grad=call.requires_grad)
+    return None if verdict.ok else verdict
+
+
+def uneven_heads(call: LinearCall) -> Support:
+    """The refusal of more heads of v than of q and k, where fla does not have it."""
+    return Support(
+        False,
+        f"fla takes as many heads of v as of q and k, these are {call.value_heads} and {call.heads}",
+        "repeat those of q and k: q.repeat_interleave(HV // H, dim=2)",
+    )
+
+
+def too_many_heads(call: LinearCall) -> Support | None:
+    """Why fla's grids do not hold the heads, or None."""
+    count = call.batch * call.value_heads
+    if count <= GRID_LIMIT:
+        return None
+    return too_many("batch x value heads", count, "split the batch or the heads")
+
+
+def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
+    """The verdict on a call that fla's kernels take.
+
+    Args:
+        gated: its backward is the one that some versions of Triton miscompile.
+    """
+    if call.requires_grad and gated and _guard_is_lifted():
         return Support(
             True,
             "fla's guard is lifted: this Triton miscompiles its gated backward on Hopper",
             "check the gradients, or use triton >= 3.7.1",
             auto=False,
         )
-    if is_interpreted(call.device):
-        return IN_THE_INTERPRETER
-    return SUPPORTED
+    return IN_THE_INTERPRETER if is_interpreted(call.device) else SUPPORTED
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
@@ -113,24 +141,35 @@ def simple_gla(
     cu_seqlens_cpu: MaybeTensor,
 ) -> tuple[Tensor, MaybeTensor]:
     """o [B, T, HV, V] and the final state in fp32, None unless asked for."""
-    function = original(importlib.import_module(_MODULE).chunk_simple_gla)
+    return call_fla(
+        "chunk_simple_gla",
+        call.device,
+        q,
+        k,
+        v,
+        g,
+        None if g_gamma is None else g_gamma.float(),
+        scale=call.scale,
+        initial_state=None if initial_state is None else initial_state.float(),
+        output_final_state=call.output_final_state,
+        state_v_first=call.state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=call.chunk_size,
+    )
+
+
+def call_fla(op: str, device: torch.device, *args: Any, **kwargs: Any) -> tuple[Tensor, MaybeTensor]:
+    """fla's own operator, with autocast off and on the right device.
+
+    Args:
+        op: one of FLA_OPS. device: of the tensors. args, kwargs: as fla takes them.
+    """
+    function = undispatched(original(getattr(importlib.import_module(FLA_OPS[op]), op)))
     # its launches go to the current device
-    device = torch.cuda.device(call.device) if call.device.type == "cuda" else nullcontext()
-    with device, torch.autocast(call.device.type, enabled=False), on_its_own():
-        o, last = function(
-            q,
-            k,
-            v,
-            g,
-            None if g_gamma is None else g_gamma.float(),
-            scale=call.scale,
-            initial_state=None if initial_state is None else initial_state.float(),
-            output_final_state=call.output_final_state,
-            state_v_first=call.state_v_first,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            chunk_size=call.chunk_size,
-        )
+    current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with current, torch.autocast(device.type, enabled=False), on_its_own():
+        o, last = function(*args, **kwargs)
     return o, last
 
 

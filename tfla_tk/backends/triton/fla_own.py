@@ -6,10 +6,14 @@ in their place hand every call on to the originals.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 ORIGINAL = "tfla_tk_original"
 _own = threading.local()
@@ -19,6 +23,12 @@ def original(function: Callable[..., Any]) -> Callable[..., Any]:
     """fla's own function, where one is in its place."""
     found: Callable[..., Any] = getattr(function, ORIGINAL, function)
     return found
+
+
+@functools.cache
+def undispatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """fla's function without fla's choice among kernels of other packages, which are not all exact."""
+    return torch.compiler.disable(inspect.unwrap(function))
 
 
 @contextmanager

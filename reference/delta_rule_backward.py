@@ -1,0 +1,204 @@
+"""Explicit backward of DeltaNet and gated DeltaNet, chunk by chunk, with every term in the open.
+
+In a chunk with b = cumsum(g), E_tj = e^{b_t - b_j} for j <= t and else 0, S the state that enters it, dS the
+gradient of the one that leaves it, and s the scale; stril is the part below the diagonal::
+
+    forward     KK = stril(E . K K^T)       QK = s E . Q K^T        A = (I + diag(beta) KK)^{-1}
+                X = e^b K S                 Y = beta (V - X)        U = A Y
+                o = s e^b Q S + QK U        S <- e^{b_L} S + K_h^T U          K_h = e^{b_L - b} K
+
+    R, backward in time
+                dU = QK^T do + K_h dS       dY = A^T dU
+                dS <- e^{b_L} dS + s (e^b Q)^T do - (e^b K)^T (beta dY)
+
+    D1, forward in time: a linear attention over the states S, with two sets of queries, do and -beta dY
+                dq       = s e^b (do S^T) + s (E . do U^T) K
+                dk_left  = e^b (-beta dY S^T) + beta (E . M) K                M = -stril(dY U^T)
+    D2, backward in time: one over the states dS, with two sets of keys
+                dk_right = e^{b_L - b} (U dS^T) + s (E . do U^T)^T Q + (beta E . M)^T K
+
+    dk = dk_left + dk_right         dv = beta dY         dbeta = rowsum(dY . (V - X)) + rowsum(M . KK)
+    dg_t = sum_{u >= t} (q . dq + k . dk_left - k . dk_right)_u + <dS_T, S_T>         T: after the last token
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .common import States, full_precision, segment_sum
+from .linear import run_backward, split_chunks
+
+
+class DeltaRuleGrads(NamedTuple):
+    """Gradients of :func:`gated_delta_rule_recurrent`, each in the dtype and shape of its input.
+
+    Attributes:
+        dq, dk: [B, T, H, K], summed over the heads of v that a head of q and k serves. dv: [B, T, HV, V].
+        dg: [B, T, HV] gradient of the log decay. dbeta: [B, T, HV] gradient of the writing strength.
+        dh0: [N, HV, K, V] gradient of the initial state.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dbeta: Tensor
+    dh0: Tensor
+
+
+class DeltaRuleChunk(NamedTuple):
+    """Terms of the forward of one chunk of L tokens, in the compute dtype; shapes without the leading [B, H].
+
+    Attributes:
+        decay: [L, L] E. through: [L, 1] e^b. to_end: [L, 1] e^{b_L - b}.
+        overlap: [L, L] KK. scores: [L, L] QK. inverse: [L, L] A.
+        unwritten: [L, V] V - X. writes: [L, V] U.
+    """
+
+    decay: Tensor
+    through: Tensor
+    to_end: Tensor
+    overlap: Tensor
+    scores: Tensor
+    inverse: Tensor
+    unwritten: Tensor
+    writes: Tensor
+
+
+class DeltaRuleChunkGrads(NamedTuple):
+    """Terms of the backward of one chunk; shapes without the leading [B, H].
+
+    Attributes:
+        dwrites: [L, V] dU. dy: [L, V] dY.
+        dq: [L, K] of the scaled q. dk_left, dk_right: [L, K]. dv: [L, V]. dbeta: [L].
+        ds: [K, V] gradient of the state that enters the chunk.
+    """
+
+    dwrites: Tensor
+    dy: Tensor
+    dq: Tensor
+    dk_left: Tensor
+    dk_right: Tensor
+    dv: Tensor
+    dbeta: Tensor
+    ds: Tensor
+
+
+@full_precision
+def gated_delta_rule_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> DeltaRuleGrads:
+    """Exact gradients by the explicit formulas, chunk by chunk; the delta rule without gate has g = 0.
+
+    Args:
+        do: [B, T, HV, V] gradient of o. dht: [N, HV, K, V] gradient of the last state; None is zero.
+        others: as in :func:`gated_delta_rule_recurrent`; the result does not depend on ``chunk_size``.
+
+    Raises:
+        ValueError: HV is no multiple of H, or ``cu_seqlens`` that does not fit.
+    """
+
+    def form(tokens: States, state: States) -> tuple[Tensor, ...]:
+        return _sequence_backward(tokens, state, chunk_size)
+
+    found = run_backward(form, q, k, v, (g, beta), do, dht, scale, initial_state, cu_seqlens)
+    return DeltaRuleGrads(*found)
+
+
+def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor, ...]:
+    """dq (of the scaled q), dk, dv, dg, dbeta, dh0 of one sequence of any length.
+
+    Args:
+        tokens: q (scaled), k, v, g, beta, do, head-first. state: S before the first token, dS after the last.
+    """
+    s, ds = state
+    pieces = split_chunks(tokens, size)
+    entering, forwards = [], []
+    for q, k, v, g, beta, _ in pieces:
+        entering.append(s)
+        forwards.append(delta_rule_chunk_forward(q, k, v, g, beta, s))
+        s = leaving_state(forwards[-1], k, s)
+    state_term = (ds * s).sum((-1, -2))[..., None]
+
+    columns: list[States] = []
+    for piece, s_in, forward in zip(reversed(pieces), reversed(entering), reversed(forwards), strict=True):
+        q, k, _, _, beta, do = piece
+        found = delta_rule_chunk_backward(forward, q, k, beta, s_in, do, ds)
+        ds = found.ds
+        inflow = (q * found.dq + k * (found.dk_left - found.dk_right)).sum(-1)
+        columns.insert(0, (found.dq, found.dk_left + found.dk_right, found.dv, inflow, found.dbeta))
+
+    # empty pieces in front: there may be no token
+    dq, dk, dv, inflow, dbeta = (
+        torch.cat([x[:, :, :0], *column], dim=2)
+        for x, column in zip(tokens[:5], zip(*columns, strict=True) if columns else [()] * 5, strict=True)
+    )
+    dg = inflow.flip(-1).cumsum(-1).flip(-1) + state_term
+    return dq, dk, dv, dg, dbeta, ds
+
+
+def delta_rule_chunk_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
+) -> DeltaRuleChunk:
+    """The forward of one chunk with its terms.
+
+    Args:
+        q (scaled), k: [B, H, L, K]. v: [B, H, L, V]. g, beta: [B, H, L]. s: [B, H, K, V], enters the chunk.
+    """
+    decay = torch.exp(segment_sum(g))
+    through = torch.exp(g.cumsum(-1))[..., None]
+    overlap = (decay * (k @ k.mT)).tril(-1)
+    identity = torch.eye(k.shape[-2], dtype=k.dtype, device=k.device).expand_as(overlap)
+    system = identity + beta[..., None] * overlap
+    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+    unwritten = v - through * (k @ s)
+    writes = inverse @ (beta[..., None] * unwritten)
+    return DeltaRuleChunk(
+        decay, through, decay[..., -1, :, None], overlap, decay * (q @ k.mT), inverse, unwritten, writes
+    )
+
+
+def leaving_state(forward: DeltaRuleChunk, k: Tensor, s: Tensor) -> Tensor:
+    """The state [B, H, K, V] after a chunk, from the one before."""
+    return forward.through[..., -1:, :] * s + (forward.to_end * k).mT @ forward.writes
+
+
+def delta_rule_chunk_backward(
+    forward: DeltaRuleChunk, q: Tensor, k: Tensor, beta: Tensor, s: Tensor, do: Tensor, ds: Tensor
+) -> DeltaRuleChunkGrads:
+    """The backward of one chunk: R, then D1 and D2.
+
+    Args:
+        q (scaled), k, beta, s: of the forward. do: [B, H, L, V]. ds: [B, H, K, V] gradient of the state that
+            leaves the chunk.
+    """
+    decay, through, to_end, overlap, scores, inverse, unwritten, writes = forward
+    beta = beta[..., None]
+    # R
+    dwrites = scores.mT @ do + (to_end * k) @ ds
+    dy = inverse.mT @ dwrites
+    dv = beta * dy
+    ds_in = through[..., -1:, :] * ds + (through * q).mT @ do - (through * k).mT @ dv
+    # D1 and D2
+    dscores = decay * (do @ writes.mT)
+    m = -(dy @ writes.mT).tril(-1)
+    dpairs = beta * decay * m
+    dq = through * (do @ s.mT) + dscores @ k
+    dk_left = -through * (dv @ s.mT) + dpairs @ k
+    dk_right = to_end * (writes @ ds.mT) + dscores.mT @ q + dpairs.mT @ k
+    dbeta = (dy * unwritten).sum(-1) + (m * overlap).sum(-1)
+    return DeltaRuleChunkGrads(dwrites, dy, dq, dk_left, dk_right, dv, dbeta, ds_in)

@@ -1,0 +1,158 @@
+"""The same as interpreted.py for the adapters onto fla's operators."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# first: it sets what triton reads when it is imported
+from interpreted import DIM_QK, DIM_V, HEADS, Numbers, error, main, projection  # isort: skip
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tfla_tk
+from tfla_tk import reference
+from tfla_tk.backends.triton import fla as adapters
+
+
+class InterpretedIndex(int):
+    """A loop index with the one method of a Triton scalar that fla's kernels use on it."""
+
+    def to(self, dtype: Any) -> Any:
+        import triton.language as tl
+
+        return tl.full((), int(self), dtype)
+
+
+def interpreted_range(*bounds: Any) -> Iterator[InterpretedIndex]:
+    plain = (int(b.handle.data.item()) if hasattr(b, "handle") else int(b) for b in bounds)
+    return (InterpretedIndex(i) for i in builtins.range(*plain))
+
+
+def prepare_fla() -> None:
+    """Let fla run without a driver: the first autotuning configuration wins, loop indices act as scalars."""
+    from triton.runtime.autotuner import Autotuner
+
+    Autotuner._bench = lambda self, *args, config, **meta: [0.0, 0.0, 0.0]
+    for module in adapters.FLA_OPS.values():
+        importlib.import_module(module)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.ops."):
+            module.__dict__["range"] = interpreted_range
+
+
+def fla_inputs(op: str, seq: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Differentiable inputs [1, T, H, D] and other arguments."""
+    g = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, seq, HEADS, *shape, generator=g)
+
+    tensors = {"q": normal(DIM_QK), "k": F.normalize(normal(DIM_QK), dim=-1), "v": normal(DIM_V)}
+    if op in ("chunk_gla", "chunk_simple_gla", "chunk_gated_delta_rule"):
+        tensors["g"] = F.logsigmoid(normal(DIM_QK) if op == "chunk_gla" else normal())
+    if "delta" in op:
+        tensors["beta"] = torch.sigmoid(normal())
+    tensors = {name: t if name == "g" else t.to(dtype) for name, t in tensors.items()}
+    tensors["initial_state"] = torch.randn(1, HEADS, DIM_QK, DIM_V, generator=g)
+    options = {"layer_idx": 1, "num_layers": 4} if op == "chunk_lightning_attn" else {}
+    return tensors, options
+
+
+def fla_expected(op: str, options: dict[str, Any], **tensors: Any) -> tuple[Tensor, Tensor]:
+    """The reference of the same operator."""
+    if op == "chunk_retention":
+        tensors["g_gamma"] = reference.retention_log_decay(HEADS).double()
+    if op == "chunk_lightning_attn":
+        tensors["g_gamma"] = reference.lightning_log_decay(HEADS, **options).double()
+    name = {"chunk_retention": "simple_gla", "chunk_lightning_attn": "simple_gla"}.get(
+        op, op.removeprefix("chunk_")
+    )
+    result: tuple[Tensor, Tensor] = getattr(reference, f"{name}_chunkwise")(
+        **tensors, output_final_state=True
+    )
+    return result
+
+
+def fla_dtype(op: str) -> torch.dtype:
+    """Of q, k and v: what fla takes and the interpreter has."""
+    return torch.float16 if op == "chunk_delta_rule" else torch.float32
+
+
+def fla(op: str, seq: int, dtype: torch.dtype) -> Numbers:
+    """Output, final state and all gradients under a loss on both."""
+    prepare_fla()
+    tensors, options = fla_inputs(op, seq, dtype)
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+    leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
+    o, state = adapters.fla_op(op, **leaves, **options, output_final_state=True)
+    o_ref, state_ref = fla_expected(op, options, **leaves64)
+    (projection(o.float()) + projection(state)).backward()
+    (projection(o_ref) + projection(state_ref)).backward()
+    return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
+        f"d{name}": error(leaves[name].grad, leaves64[name].grad) for name in leaves
+    }
+
+
+def public_fla(op: str) -> Numbers:
+    """The same of the public function on the Triton backend; simple GLA over packed sequences, V first."""
+    prepare_fla()
+    tensors, options = fla_inputs(op, 100, fla_dtype(op))
+    expected: dict[str, Any] = {}
+    if op == "chunk_simple_gla":
+        tensors["initial_state"] = torch.randn(4, HEADS, DIM_V, DIM_QK)
+        offsets = torch.tensor([0, 30, 30, 31, 100])
+        expected = {"cu_seqlens": offsets, "state_v_first": True}
+        options = {"cu_seqlens_cpu": offsets, "scale": DIM_QK**-0.5, **expected}
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+    leaves64 = {name: t.double().requires_grad_() for name, t in tensors.items()}
+    o, state = getattr(tfla_tk, op)(**leaves, **options, output_final_state=True, backend="triton")
+    layer = options if op == "chunk_lightning_attn" else {}
+    o_ref, state_ref = fla_expected(op, layer, **leaves64, **expected)
+    (projection(o.float()) + projection(state)).backward()
+    (projection(o_ref) + projection(state_ref)).backward()
+    return {"o": error(o, o_ref), "state": error(state, state_ref)} | {
+        f"d{name}": error(leaves[name].grad, leaves64[name].grad) for name in leaves
+    }
+
+
+def raw_gated_delta_rule() -> Numbers:
+    """The gated delta rule as fla's layers call it: raw inputs, twice as many value heads, V first."""
+    prepare_fla()
+    g = torch.Generator().manual_seed(4)
+    gate = (1, 100, 2 * HEADS)
+    shapes = {"q": (1, 100, HEADS, DIM_QK), "k": (1, 100, HEADS, DIM_QK), "v": (*gate, DIM_V)}
+    shapes |= {"g": gate, "beta": gate, "A_log": gate[2:], "dt_bias": gate[2:]}
+    shapes["initial_state"] = (1, 2 * HEADS, DIM_V, DIM_QK)
+    inputs = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    flags = (
+        "use_qk_l2norm_in_kernel",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+    )
+    options = dict.fromkeys((*flags, "state_v_first", "output_final_state"), True)
+    found = []
+    for backend, dtype in (("triton", torch.float32), ("reference:recurrent", torch.float64)):
+        leaves = {name: t.detach().to(dtype).clone().requires_grad_() for name, t in inputs.items()}
+        o, state = tfla_tk.chunk_gated_delta_rule(**leaves, **options, backend=backend)
+        (projection(o) + projection(state)).backward()
+        found.append({"o": o, "state": state} | {f"d{name}": t.grad for name, t in leaves.items()})
+    actual, expected = found
+    return {name: error(actual[name], want) for name, want in expected.items()}
+
+
+CASES: dict[str, Callable[[], Numbers]] = {"raw/chunk_gated_delta_rule": raw_gated_delta_rule}
+for op in adapters.FLA_OPS:
+    CASES[f"fla/{op}"] = lambda op=op: fla(op, 100, fla_dtype(op))
+for op in [name for name in adapters.FLA_OPS if name != "chunk_gla"]:
+    CASES[f"public/{op}"] = lambda op=op: public_fla(op)
+
+
+if __name__ == "__main__":
+    main(CASES, sys.argv[1:])

@@ -1,0 +1,390 @@
+"""The delta rule of fla by these kernels: its dispatch, its layers, and Hugging Face models that call it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tfla_tk import delta_rule, reference
+from tfla_tk.backends.tk import delta as tk_delta
+from tfla_tk.backends.triton import fla_own, installation
+from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.integrations import fla as integration
+
+pytest.importorskip("fla.ops", reason="fla-core is not installed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Triton is not supported"),
+    pytest.mark.filterwarnings("ignore:ShortConvolution is crucial"),
+]
+
+ON_A_CPU = integration.Path("chunk_gated_delta_rule", "reference", "the tensors are on a CPU")
+
+
+def own(name: str) -> Callable[..., Any]:
+    """fla's function by its name, as fla's module has it now."""
+    function: Callable[..., Any] = getattr(importlib.import_module(integration.FUNCTIONS[name]), name)
+    return function
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """fla as it was, before and after."""
+    integration.restore()
+    delta_rule._path.plans.clear()
+    integration._told.clear()
+    yield
+    integration.restore()
+    delta_rule._path.plans.clear()
+
+
+def draw(batch: int = 2, seq: int = 70, rows: int | None = None) -> dict[str, Tensor]:
+    """Raw inputs: q, k, v, g, beta, A_log, dt_bias, initial_state."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (batch, seq, 2, 16), "k": (batch, seq, 2, 16), "v": (batch, seq, 4, 32)}
+    shapes |= {"g": (batch, seq, 4), "beta": (batch, seq, 4), "A_log": (4,), "dt_bias": (4,)}
+    shapes["initial_state"] = (rows or batch, 4, 16, 32)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+FLAGS = {
+    "use_qk_l2norm_in_kernel": True,
+    "use_gate_in_kernel": True,
+    "use_beta_sigmoid_in_kernel": True,
+    "allow_neg_eigval": True,
+}
+
+
+def expected_of(x: dict[str, Tensor], **options: Any) -> Any:
+    """The recurrence of what FLAGS make of raw inputs."""
+    g = reference.delta_log_decay(x["g"], x["A_log"], x["dt_bias"])
+    q, k = (reference.l2_norm(x[name]) for name in "qk")
+    beta = reference.writing_strength(x["beta"], True)
+    return reference.gated_delta_rule_recurrent(
+        q, k, x["v"], g, beta, initial_state=x["initial_state"], **options
+    )
+
+
+# fla's dispatch
+
+
+def test_a_reference_taken_before_reaches_these_kernels() -> None:
+    """A closure keeps fla's function; fla itself hands the call over, and no more after `restore`."""
+    function, x = own("chunk_gated_delta_rule"), draw()
+    integration.accelerate()
+    assert own("chunk_gated_delta_rule") is not function
+    o, last = function(**x, **FLAGS, output_final_state=True)
+    assert integration.last_path() == ON_A_CPU
+    expected, expected_last = expected_of(x, output_final_state=True)
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last, expected_last, rtol=1e-4, atol=1e-5)
+    integration.restore()
+    registry = importlib.import_module("fla.backends")._operation_registries["gated_delta_rule"]
+    assert not registry._backends["tfla_tk"].is_available()
+
+
+def test_a_reference_taken_while_accelerated_is_fla_s_after_restore(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    integration.accelerate()
+    function = own("chunk_gated_delta_rule")
+    integration.restore()
+    module = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    monkeypatch.setattr(module.ChunkGatedDeltaRuleFunction, "apply", lambda *args: ("fla's", None))
+    assert function(**draw(), **FLAGS) == ("fla's", None)
+
+
+def test_it_comes_before_flash_qla() -> None:
+    integration.accelerate("chunk_gated_delta_rule")
+    importlib.import_module("fla.ops.gated_delta_rule")
+    registry = importlib.import_module("fla.backends")._operation_registries["gated_delta_rule"]
+    order = [backend.backend_type for backend in registry._get_sorted_backends()]
+    assert order.index("tfla_tk") < order.index("flash_qla")
+    integration.accelerate()  # again: still one
+    assert [b.backend_type for b in registry._get_sorted_backends()] == order
+
+
+def test_flags_that_are_no_bools() -> None:
+    """fla asks no more of a flag than that it is true or not."""
+    function, x = own("chunk_gated_delta_rule"), draw()
+    integration.accelerate()
+    given = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    options = {"use_gate_in_kernel": 1, "A_log": x["A_log"], "dt_bias": x["dt_bias"]}
+    o, last = function(*given, None, x["initial_state"].mT, 1, 1, 1, 1, 1, **options)
+    expected, expected_last = expected_of(x, output_final_state=True)
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(last.mT, expected_last, rtol=1e-4, atol=1e-5)
+    assert function(**x, **FLAGS, output_final_state=None)[1] is None
+
+
+# Where fla's own function can run
+
+
+@pytest.fixture
+def tk_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[Support], None]:
+    """Sets what the tk backend says of every call; the reference computes. fla's own functions can run."""
+
+    def say(verdict: Support) -> None:
+        monkeypatch.setattr(tk_delta, "supports_delta_rule", lambda call, variant=None: verdict)
+
+    def compute(call: Any, variant: Any, *tensors: Any) -> Any:
+        from tfla_tk.backends.reference import delta
+
+        return delta.delta_rule(call, None, *tensors)
+
+    monkeypatch.setattr(tk_delta, "delta_rule", compute)
+    monkeypatch.setattr(tk_delta, "prepare_delta_rule", lambda *args: None)
+    monkeypatch.setattr(installation, "INTERPRETED", True)
+    for module, name in (("delta_rule", "ChunkDeltaRule"), ("gated_delta_rule", "ChunkGatedDeltaRule")):
+        found = importlib.import_module(f"fla.ops.{module}.chunk")
+        monkeypatch.setattr(getattr(found, f"{name}Function"), "apply", lambda *args: ("fla's", None))
+    return say
+
+
+@pytest.mark.parametrize("taken", ["before", "after"])
+def test_tk_serves_or_says_why_not(
+    tk_says: Callable[[Support], None], taken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the function in fla's place, and by fla's dispatch to a caller that has kept fla's function."""
+    function, x = own("chunk_gated_delta_rule"), draw()
+    integration.accelerate()
+    function = own("chunk_gated_delta_rule") if taken == "after" else function
+    tk_says(SUPPORTED)
+    o, _ = function(**x, **FLAGS)
+    assert integration.last_path() == integration.Path("chunk_gated_delta_rule", "tk")
+    torch.testing.assert_close(o, expected_of(x)[0], rtol=1e-4, atol=1e-5)
+
+    delta_rule._path.plans.clear()
+    tk_says(Support(False, "head dims are K = 272, V = 32", "use fewer"))
+    for _ in range(2):
+        assert function(**x, **FLAGS) == ("fla's", None)
+    path = integration.last_path()
+    assert path == integration.Path("chunk_gated_delta_rule", "fla", "head dims are K = 272, V = 32")
+    told = [r.message for r in caplog.records if r.name == "tfla_tk"]
+    assert told == ["chunk_gated_delta_rule is served by fla: head dims are K = 272, V = 32"]
+    # an argument that these kernels do not know
+    tk_says(SUPPORTED)
+    assert function(**x, **FLAGS, something=1) == ("fla's", None)
+    path = integration.last_path()
+    assert path is not None and path.backend == "fla" and "something" in path.reason
+
+
+def test_within_fla_its_own_functions_are_called(tk_says: Callable[[Support], None]) -> None:
+    function = own("chunk_gated_delta_rule")
+    integration.accelerate()
+    tk_says(SUPPORTED)
+    with fla_own.on_its_own():
+        assert function(**draw(), **FLAGS) == ("fla's", None)
+        assert own("chunk_gated_delta_rule")(**draw(), **FLAGS) == ("fla's", None)
+
+
+def test_the_delta_rule_without_decay(tk_says: Callable[[Support], None]) -> None:
+    x = {name: t.half() for name, t in draw().items()}
+    given = [x[name] for name in ("q", "k", "v", "beta")]
+    integration.accelerate()
+    tk_says(SUPPORTED)
+    o, _ = own("chunk_delta_rule")(*given, use_qk_l2norm_in_kernel=1, output_final_state=None)
+    assert integration.last_path() == integration.Path("chunk_delta_rule", "tk")
+    unit = [reference.l2_norm(x[name]) for name in "qk"]
+    expected, _ = reference.delta_rule_recurrent(*unit, *given[2:])
+    torch.testing.assert_close(o.float(), expected, rtol=1e-2, atol=1e-2)
+    delta_rule._path.plans.clear()
+    tk_says(Support(False, "no"))
+    assert own("chunk_delta_rule")(*given) == ("fla's", None)
+
+
+# fla's layers
+
+
+class GatedNorm(nn.RMSNorm):
+    """What fla's FusedRMSNormGated computes, in PyTorch."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        normed = super().forward(x)
+        return normed if gate is None else normed * nn.functional.silu(gate)
+
+
+def make_layer(kind: str) -> nn.Module:
+    """A small layer of fla, its convolutions off and its norm, a GPU kernel, in PyTorch."""
+    torch.manual_seed(0)
+    reason = "flash-linear-attention is not installed"
+    if kind == "delta":
+        module = pytest.importorskip("fla.layers.delta_net", reason=reason)
+        layer = module.DeltaNet(hidden_size=32, num_heads=2, use_short_conv=False)
+    else:
+        module = pytest.importorskip("fla.layers.gated_deltanet", reason=reason)
+        layer = module.GatedDeltaNet(
+            hidden_size=32, num_heads=2, num_v_heads=4, head_dim=16, expand_v=1, use_short_conv=False,
+            allow_neg_eigval=True,
+        )  # fmt: skip
+    layer.o_norm = GatedNorm(layer.head_v_dim, eps=1e-5)
+    layer.layer_idx = 0
+    return layer
+
+
+LAYERS = {
+    "delta": ("fla.layers.delta_net", "chunk_delta_rule"),
+    "gated": ("fla.layers.gated_deltanet", "chunk_gated_delta_rule"),
+}
+
+
+def losses(layer: nn.Module, batch: int = 2, **options: Any) -> list[float]:
+    """Of a few steps of training."""
+    generator = torch.Generator().manual_seed(1)
+    x, target = (torch.randn(batch, 70, 32, generator=generator) for _ in range(2))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    found = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (layer(x, **options)[0] - target).square().mean()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in layer.parameters())
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
+    """The recurrence in so many words, for tensors [B, T, H, D] and g, beta [B, T, H]."""
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    rows = []
+    for t in range(q.shape[1]):
+        state = g[:, t, :, None, None].exp() * state
+        write = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, :, None] * state).sum(-2))
+        state = state + k[:, t, :, :, None] * write[:, :, None, :]
+        rows.append((q[:, t, :, :, None] * state).sum(-2) * q.shape[-1] ** -0.5)
+    return torch.stack(rows, dim=1)
+
+
+def plain_function(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Any = None, **options: Any) -> Any:
+    """In place of fla's functions in the layers' modules."""
+    if options.get("use_beta_sigmoid_in_kernel"):
+        beta = beta.sigmoid() * (2 if options["allow_neg_eigval"] else 1)
+    if options.get("use_gate_in_kernel"):
+        g = -options["A_log"].exp() * nn.functional.softplus(g + options["dt_bias"])
+    g = torch.zeros_like(beta) if g is None else g
+    assert options["use_qk_l2norm_in_kernel"] and options["initial_state"] is None
+    q, k = (
+        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(v.shape[2] // q.shape[2], 2)
+        for x in (q, k)
+    )
+    offsets = options["cu_seqlens"]
+    bounds = [0, q.shape[1]] if offsets is None else offsets.tolist()
+    parts = [plain(*(x[:, a:b] for x in (q, k, v, beta, g))) for a, b in itertools.pairwise(bounds)]
+    return torch.cat(parts, dim=1), None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_train_to_the_same_loss(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"batch": 1, "cu_seqlens": torch.tensor([0, 20, 70])} if packed else {}
+    layer = make_layer(kind)
+    module, name = LAYERS[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules[module], name, plain_function)
+        expected = losses(layer, **options)
+    assert f"{module}.{name}" in integration.accelerate()
+    found = losses(make_layer(kind), **options)
+    assert integration.last_path() == integration.Path(name, "reference", "the tensors are on a CPU")
+    assert expected[-1] < 0.99 * expected[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_layers_go_on_from_a_cache(kind: str) -> None:
+    """With a cache the layer passes the state on: two halves are the whole."""
+    layer = make_layer(kind)
+    cache = importlib.import_module("fla.models.utils").Cache
+    x = torch.randn(2, 140, 32)
+    integration.accelerate()
+    whole, _, _ = layer(x)
+    state = cache()
+    halves = [layer(part, past_key_values=state, use_cache=True)[0] for part in x.split(70, dim=1)]
+    torch.testing.assert_close(torch.cat(halves, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+# Hugging Face models
+
+
+def make_model(kind: str) -> tuple[nn.Module, Any]:
+    """A small model of its own configuration, and the module of its code."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    common = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    if kind == "qwen3_next":
+        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+        config = transformers.Qwen3NextConfig(
+            **common, **experts, head_dim=16, shared_expert_intermediate_size=16
+        )
+        model = transformers.Qwen3NextForCausalLM(config)
+    else:
+        heads = {"linear_num_value_heads": 2, "linear_value_head_dim": 32}
+        config = transformers.OlmoHybridConfig(**common | heads)
+        model = transformers.OlmoHybridForCausalLM(config)
+    return model, importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+
+
+MODELS = ["qwen3_next", "olmo_hybrid"]
+
+
+def results(model: nn.Module) -> dict[str, Tensor]:
+    """Loss, logits and gradients of a step of training; logits of a prefill in two parts with a cache."""
+    tokens = torch.randint(2, 64, (2, 70), generator=torch.Generator().manual_seed(2))
+    model.zero_grad()
+    out = model(input_ids=tokens, labels=tokens, use_cache=False)
+    out.loss.backward()
+    found = {"loss": out.loss.detach(), "logits": out.logits.detach()}
+    found |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        first = model(input_ids=tokens[:, :40], use_cache=True)
+        second = model(input_ids=tokens[:, 40:], past_key_values=first.past_key_values, use_cache=True)
+    return found | {"prefill": torch.cat([first.logits, second.logits], dim=1)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_of_hugging_face(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against its own loop in torch. Its module has fla's function in a closure, taken on import."""
+    model, module = make_model(kind)
+    with monkeypatch.context() as patch:
+        name = "torch_chunk_gated_delta_rule"
+        patch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+        expected = results(model)
+    integration.accelerate()
+    found = results(model)
+    assert integration.last_path() == ON_A_CPU
+    assert found.keys() == expected.keys() and any("A_log" in name for name in found)
+    for name, want in expected.items():
+        torch.testing.assert_close(found[name], want, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: n + m)
+    torch.testing.assert_close(found["prefill"], found["logits"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_input_of_hugging_face(kind: str) -> None:
+    """The delta rule of packed sequences is that of each alone; its own loop in torch refuses them."""
+    _, module = make_model(kind)
+    integration.accelerate()
+    x = draw(batch=1)
+    tokens = [x["q"], x["k"], x["v"], -x["g"].abs(), x["beta"].sigmoid()]
+    q, k, v, g, beta = tokens
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "initial_state": None}
+    offsets = torch.tensor([0, 25, 70], dtype=torch.int32)
+    run = module.torch_chunk_gated_delta_rule
+    o, last = run(q, k, v, g=g, beta=beta, cu_seqlens=offsets, **options)
+    assert integration.last_path() == ON_A_CPU and last.shape == (2, 4, 16, 32)
+    for j, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        q, k, v, g, beta = (t[:, start:end] for t in tokens)
+        alone, alone_last = run(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)
+        torch.testing.assert_close(o[:, start:end], alone)
+        torch.testing.assert_close(last[j : j + 1], alone_last)

@@ -1,0 +1,156 @@
+"""Calls of the delta rule: their description, the checks of their arguments, and the call of its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tfla_tk.calls.linear import (
+    DEFAULT_CHUNK,
+    LinearCall,
+    check_frame,
+    check_gate,
+    check_operands,
+    check_transforms,
+)
+from tfla_tk.core.checks import check_bool, check_device, check_int, check_shape, check_tensor, fail
+from tfla_tk.core.layout import MaybeTensor
+
+CHUNK_SIZES = (16, 32, 64)
+
+
+@dataclass(frozen=True)
+class DeltaRuleCall(LinearCall):
+    """A call of the delta rule as backends judge it.
+
+    gate is "none" (nothing decays: chunk_delta_rule), "token" (g is the log decay) or "raw" (g becomes the
+    log decay by A_log and dt_bias). The flags say what is still to be made of the inputs: the norm of q and
+    k, the sigmoid of beta, and its factor of 2.
+    """
+
+    qk_l2norm: bool = False
+    beta_sigmoid: bool = False
+    neg_eigval: bool = False
+
+
+class DeltaRuleCore(NamedTuple):
+    """A call of the kernels; the arguments of the registered op tfla_tk::delta_rule_fwd in their order.
+
+    Attributes:
+        q, k: [B, T, H, K]. v: [B, T, HV, V], q's dtype. Any strides.
+        g: [B, T, HV] log decay, or with A_log what it is made from; None: nothing decays.
+        beta: [B, T, HV], or with beta_sigmoid what it is made from. g and beta are fp32 or of 16 bits (fp64
+            for fp64 q).
+        A_log, dt_bias: [HV]; not None: g is -exp(A_log) softplus(g + dt_bias).
+        initial_state: [N, HV, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
+        cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
+            host.
+        scale: of q.
+        qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
+        beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
+        schedule: the variant that the caller has named, or "auto".
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: MaybeTensor
+    beta: Tensor
+    A_log: MaybeTensor
+    dt_bias: MaybeTensor
+    initial_state: MaybeTensor
+    cu_seqlens: MaybeTensor
+    scale: float
+    qk_l2norm: bool
+    beta_sigmoid: bool
+    neg_eigval: bool
+    schedule: str
+
+
+def check_delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    A_log: Any,
+    dt_bias: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    *,
+    scale: Any,
+    output_final_state: Any,
+    use_qk_l2norm_in_kernel: Any,
+    use_gate_in_kernel: Any,
+    use_beta_sigmoid_in_kernel: Any,
+    allow_neg_eigval: Any,
+    state_v_first: Any,
+    chunk_size: Any,
+    gated: bool,
+) -> DeltaRuleCall:
+    """Check one call of the delta rule and describe it.
+
+    Args:
+        gated: of chunk_gated_delta_rule, whose g is needed; else g is None.
+        others: as the public functions have them; A_log and dt_bias are not looked at without
+            use_gate_in_kernel.
+
+    Raises:
+        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
+        ValueError: wrong rank, shape, device or value.
+    """
+    operands = check_operands(q, k, v)
+    gate = "none"
+    use_gate = check_bool("use_gate_in_kernel", use_gate_in_kernel)
+    parameters: list[Tensor] = []
+    if gated:
+        check_gate("g", g, q, operands.gate_shape)
+        gate = "raw" if use_gate else "token"
+    if use_gate:
+        parameters = _check_gate_parameters(A_log, dt_bias, q, operands.value_heads)
+    check_gate("beta", beta, q, operands.gate_shape)
+    beta_sigmoid = check_bool("use_beta_sigmoid_in_kernel", use_beta_sigmoid_in_kernel)
+    neg_eigval = check_bool("allow_neg_eigval", allow_neg_eigval)
+    if neg_eigval and not beta_sigmoid:
+        expected = "False without use_beta_sigmoid_in_kernel (multiply beta by 2 instead)"
+        fail("allow_neg_eigval", expected, neg_eigval)
+    frame = check_frame(
+        q,
+        operands,
+        initial_state,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+    )
+    inputs = [x for x in (q, k, v, g, beta, *parameters, initial_state) if x is not None]
+    return DeltaRuleCall(
+        **frame,
+        **check_transforms(inputs, []),
+        gate=gate,
+        chunk_size=DEFAULT_CHUNK if chunk_size is None else _check_chunk_size(chunk_size),
+        qk_l2norm=check_bool("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel),
+        beta_sigmoid=beta_sigmoid,
+        neg_eigval=neg_eigval,
+    )
+
+
+def _check_gate_parameters(A_log: Any, dt_bias: Any, q: Tensor, heads: int) -> list[Tensor]:
+    """What makes the log decay of g: A_log, and dt_bias where it is given."""
+    given = [("A_log", A_log)] if dt_bias is None else [("A_log", A_log), ("dt_bias", dt_bias)]
+    for name, value in given:
+        check_tensor(name, value, 1, "[HV] with use_gate_in_kernel")
+        check_shape(name, value, (heads,), "[HV] of v")
+        check_device(name, value, q.device)
+    return [value for _, value in given]
+
+
+def _check_chunk_size(value: Any) -> int:
+    size = check_int("chunk_size", value, "an int or None")
+    if size not in CHUNK_SIZES:
+        fail("chunk_size", "16, 32 or 64", value)
+    return size

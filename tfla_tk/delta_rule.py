@@ -1,0 +1,235 @@
+"""DeltaNet and gated DeltaNet: the public functions.
+
+Signatures follow fla 0.6.0's; of its further keywords use_gate_in_kernel, A_log, dt_bias and chunk_size are
+taken.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from tfla_tk.calls.delta_rule import DeltaRuleCall, check_delta_rule
+from tfla_tk.core.checks import fail
+from tfla_tk.core.dispatch import operator
+from tfla_tk.core.plan import CallPath
+
+_TENSORS = (
+    "q",
+    "k",
+    "v",
+    "g",
+    "beta",
+    "A_log",
+    "dt_bias",
+    "initial_state",
+    "cu_seqlens",
+    "cu_seqlens_cpu",
+)
+_OPTIONS = (
+    "scale",
+    "output_final_state",
+    "use_qk_l2norm_in_kernel",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "allow_neg_eigval",
+    "state_v_first",
+    "chunk_size",
+    "gated",
+    "backend",
+)
+_path = CallPath("delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True)
+_WITHOUT_GATE = {
+    "g": None,
+    "A_log": None,
+    "dt_bias": None,
+    "use_gate_in_kernel": False,
+    "use_beta_sigmoid_in_kernel": False,
+    "allow_neg_eigval": False,
+    "state_v_first": False,
+    "gated": False,
+}
+
+
+def _describe_delta_rule(**arguments: Any) -> tuple[str, DeltaRuleCall]:
+    return _path.describe(**arguments, **_WITHOUT_GATE)
+
+
+def _describe_gated(*, chunk_indices: Any, cp_context: Any, **arguments: Any) -> tuple[str, DeltaRuleCall]:
+    _check_no_context(cp_context)
+    return _path.describe(**arguments, gated=True)
+
+
+@operator(_describe_delta_rule)
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    *,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule (DeltaNet), chunkwise.
+
+    Per head, with writing strength beta_t and scale s::
+
+        S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T
+        o_t = s q_t^T S_t
+
+    Source: Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (2024).
+
+    The state is stable for keys of norm 1 and beta from 0 to 2: give normalised keys or set
+    use_qk_l2norm_in_kernel. Other keys are computed as given; where beta |k|^2 exceeds 2 the state grows.
+
+    Arguments, result, errors and the choice of the backend as in `chunk_gated_delta_rule`, without decay:
+    beta is [B, T, HV].
+    """
+    result: tuple[Tensor, Tensor | None] = _path.serve(
+        "chunk_delta_rule",
+        (q, k, v, None, beta, None, None, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            False,
+            False,
+            False,
+            False,
+            chunk_size,
+            False,
+            backend,
+        ),
+    )
+    return result
+
+
+@operator(_describe_gated)
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule (gated DeltaNet), chunkwise.
+
+    Per head, with log decay g_t, writing strength beta_t and scale s::
+
+        S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T
+        o_t = s q_t^T S_t
+
+    Source: Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2025).
+
+    Gradients reach q, k, v, g, beta, A_log, dt_bias and initial_state as they were given. The state is stable
+    for keys of norm 1 and beta from 0 to 2: give normalised keys or set use_qk_l2norm_in_kernel. Other keys,
+    and positive log decays, are computed as given; the state may grow and overflow.
+
+    Args:
+        q, k: queries and keys [B, T, H, K], any view, of one dtype: float16, bfloat16, float32 or float64.
+        v: values [B, T, HV, V], q's dtype. HV = n H; head h of v reads head h // n of q and k.
+        g: natural log of the decay per token [B, T, HV], any floating dtype (fp32 is best); with
+            use_gate_in_kernel what it is made from.
+        beta: writing strength [B, T, HV], any floating dtype, or with use_beta_sigmoid_in_kernel its logit.
+        scale: factor on q, a finite number; None is K^-1/2. Numbers and bools may be NumPy's.
+        initial_state: state before the first token [N, HV, K, V], any floating dtype; None is zeros. N is B,
+            or with cu_seqlens the number of sequences.
+        output_final_state: also return the state after the last token.
+        use_qk_l2norm_in_kernel: take x / sqrt(sum x^2 + 1e-6) of q and of k in their place.
+        use_beta_sigmoid_in_kernel: take sigmoid(beta) in place of beta.
+        allow_neg_eigval: take 2 sigmoid(beta); with use_beta_sigmoid_in_kernel only.
+        state_v_first: initial and final state are [N, HV, V, K].
+        cu_seqlens: offsets [N + 1], int32 or int64, of N sequences packed along T in a batch of one, rising
+            from 0 to T; sequence j is tokens cu_seqlens[j] to cu_seqlens[j + 1] - 1. Empty sequences are
+            allowed and return their initial state. The reference and fla read the offsets on the host; the tk
+            kernels read them on the GPU, unchecked.
+        cu_seqlens_cpu: the same offsets on the CPU, which spares the reference and fla a wait for the GPU.
+        chunk_indices: not used; fla's own functions hand it to one another.
+        cp_context: None: there is no context parallelism.
+        use_gate_in_kernel: take -exp(A_log) softplus(g + dt_bias) in place of g.
+        A_log, dt_bias: [HV], any floating dtype; dt_bias may be None. Not looked at without
+            use_gate_in_kernel.
+        chunk_size: tokens per chunk, 16, 32 or 64; None is 64. The result does not depend on it beyond
+            rounding. Used by the reference and by fla; the tk kernels choose their own.
+        backend: "auto" takes the first of tk, triton (fla's kernels), reference that serves the call exactly
+            (`tfla_tk.which` says which and why); a name, or name:variant such as "reference:recurrent", takes
+            that one or raises. Forward-mode and second derivatives are the reference's alone: "auto" takes it
+            where an input has a tangent, and a second derivative through tk raises.
+
+    Returns:
+        (o, final_state): o [B, T, HV, V] in q's dtype, under autocast in the autocast region's; final_state
+        shaped like initial_state, in fp32 (fp64 for fp64 q, k, v), or None without output_final_state. Empty
+        inputs give an empty o and, for T = 0, a copy of the initial state.
+
+    Raises:
+        TypeError, ValueError: bad arguments, before anything is computed; DTensors are among them.
+        UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
+    """
+    if cp_context is not None:
+        _check_no_context(cp_context)
+    result: tuple[Tensor, Tensor | None] = _path.serve(
+        "chunk_gated_delta_rule",
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),
+        (
+            scale,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            use_gate_in_kernel,
+            use_beta_sigmoid_in_kernel,
+            allow_neg_eigval,
+            state_v_first,
+            chunk_size,
+            True,
+            backend,
+        ),
+    )
+    return result
+
+
+def check_gated_delta_rule(*args: Any, **kwargs: Any) -> None:
+    """Check that a call of `chunk_gated_delta_rule` would be served; nothing is computed.
+
+    Raises:
+        TypeError, ValueError, UnsupportedError: as the call would.
+    """
+    bound = _gated_signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    _check_no_context(arguments["cp_context"])
+    arguments["gated"] = True
+    tensors, options = (tuple(arguments[name] for name in names) for names in (_TENSORS, _OPTIONS))
+    _path.plan("chunk_gated_delta_rule", tensors, options)
+
+
+_gated_signature = inspect.signature(chunk_gated_delta_rule)
+
+
+def _check_no_context(cp_context: Any) -> None:
+    if cp_context is not None:
+        expected = "None (context parallelism is fla's own: call fla.ops.gated_delta_rule)"
+        fail("cp_context", expected, type(cp_context).__name__)

@@ -1,0 +1,427 @@
+"""The registered ops of a family of operators in [B, T, H, D], made from a description of the family.
+
+They are the path of the tk backend. On a CPU they compute the reference, so that torch.compile, fake tensors
+and opcheck can be tested on any machine. The public functions check arguments and answer empty inputs.
+
+States are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with cu_seqlens.
+
+tfla_tk::<name>_fwd takes the inputs and options of the family and output_final_state; it returns o, like v,
+    and final_state [N, HV, K, V], an empty tensor [0] without output_final_state.
+tfla_tk::<name>_bwd takes the inputs, final_state where gates have a gradient, the gradients of both outputs
+    (dht None for zero), the options, and needs_gates. It returns the gradient of every input but cu_seqlens,
+    each like its input; an empty tensor [0] for inputs that there are not, and for gates without needs_gates.
+schedule: how the CUDA kernels overlap their steps; the result does not depend on it beyond rounding.
+
+tfla_tk::packed_<name>(_bwd): the reference over packed sequences, on any device, for traced calls. The
+    reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
+    read them when they run. Eager calls do not come here. `form` and chunk_size say which form of the
+    reference.
+
+The kernels of a family are a module with
+
+    forward(core, *, output_final_state, keep) -> (o, final_state or None, Kept or None)
+    backward(core, kept, final_state, do, dht, *, needs_gates) -> gradients
+
+core is the family's NamedTuple: the inputs, the options and the schedule. With `keep` the forward may return
+what its backward can use (`layout.Kept`); the registered ops keep nothing, so kept is None there and the
+backward computes it again. final_state is given where gates have a gradient and the final state is an output.
+do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
+inputs but cu_seqlens in their order, each like its input; None for what was not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core import flops, library, transforms
+from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, present, state_dtype
+from tfla_tk.core.memo import are_saved_tensors_hooked, records
+from tfla_tk.ops import autograd
+from tfla_tk.ops.autograd import Recorded
+
+Result: TypeAlias = tuple[Tensor, MaybeTensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of operators, as its ops need to know it.
+
+    Attributes:
+        name: of the ops. title: in messages.
+        inputs: the names of the tensors, "?" behind those that may be None; q, k, v first, initial_state and
+            cu_seqlens last.
+        heads: the dimension of the heads in each input.
+        options: of the ops' schema, without output_final_state and schedule.
+        gates: the inputs whose gradients are computed only where one of them is asked for.
+        core: what the kernels and the reference take: a NamedTuple of inputs, options and schedule.
+        reference: (core, form, chunk_size, output_final_state) to o in q's dtype and the final state or None.
+        gradients: the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input.
+        kernels: finds the module of the kernels.
+        flops: of forward and backward per token and head of v, from K and V.
+    """
+
+    name: str
+    title: str
+    inputs: tuple[str, ...]
+    heads: tuple[int, ...]
+    options: tuple[str, ...]
+    gates: tuple[str, ...]
+    core: Callable[..., Any]
+    reference: Callable[..., Result]
+    gradients: Callable[..., Sequence[MaybeTensor]]
+    kernels: Callable[[], Any]
+    flops: tuple[Callable[[int, int], int], Callable[[int, int], int]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the inputs."""
+        return tuple(name.removesuffix("?") for name in self.inputs)
+
+
+class LinearOps:
+    """The registered ops of a family.
+
+    Attributes:
+        fwd, bwd, packed, packed_bwd: the ops.
+        direct: the autograd function of plain eager calls, which calls the kernels themselves; its arguments
+            are the inputs, and in one tuple the options, the schedule and output_final_state.
+    """
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self._count = len(family.inputs)
+        self._place = {name: place for place, name in enumerate(family.names)}
+        self._gates = [self._place[name] for name in family.gates]
+        name = family.name
+        self._define()
+        ops = torch.ops.tfla_tk
+        self.fwd, self.bwd, self.packed, self.packed_bwd = (
+            getattr(ops, each).default
+            for each in (f"{name}_fwd", f"{name}_bwd", f"packed_{name}", f"packed_{name}_bwd")
+        )
+        self.direct = autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
+        self._implement()
+        self._register()
+
+    # What backends call, with a core and a description of the call
+
+    def serve(self, call: LinearCall, core: Any) -> Result:
+        """<name>_fwd: o, and the final state as the call wants it."""
+        o, last = self.fwd(*core, call.output_final_state)
+        return o, as_asked(call, last)
+
+    def prepare(
+        self, call: LinearCall, read: Callable[..., Any], tensors: Sequence[Any]
+    ) -> Callable[..., Result]:
+        """`serve` without the op: the kernels themselves, for plain eager calls with tensors like these.
+
+        Args:
+            read: makes the core of the tensors of a call.
+            tensors: those of the family's inputs first, in their order.
+        """
+        make_core, count = self._core_maker(read, tensors), self._count
+        if records(tuple(tensors)):
+
+            def recorded(*tensors: Any) -> Result:
+                core = make_core(*tensors)
+                o, last = self.direct.apply(*core[:count], (*core[count:], call.output_final_state))
+                return o, as_asked(call, last)
+
+            return recorded
+
+        kernels = self.family.kernels()
+
+        def plain(*tensors: Any) -> Result:
+            core = make_core(*tensors)
+            o, last, _ = kernels.forward(core, output_final_state=call.output_final_state, keep=False)
+            return o, as_asked(call, last)
+
+        return plain
+
+    def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
+        """packed_<name>: as `serve`, by a form of the reference."""
+        o, last = self.packed(*self.as_read(core)[:-1], form, call.chunk_size, call.output_final_state)
+        return o, as_asked(call, last)
+
+    def serve_reference(self, call: LinearCall, core: Any, form: str) -> Result:
+        """A form of the reference in plain autograd."""
+        o, last = self.family.reference(core, form, call.chunk_size, call.output_final_state)
+        # computed in the widest dtype of the inputs
+        return o, as_asked(call, as_dtype(last, state_dtype(core.q)))
+
+    def as_read(self, core: Any) -> Any:
+        """The core as the ops take it: no fp64 beside operands of less, the initial state as states are."""
+        dtype = state_dtype(core.q)
+        gates = {name: getattr(core, name) for name in self.family.names[3:-2]}
+        narrowed = {
+            name: x.to(dtype)
+            for name, x in gates.items()
+            if x is not None and x.dtype.itemsize > dtype.itemsize
+        }
+        return core._replace(**narrowed, initial_state=as_dtype(core.initial_state, dtype))
+
+    def _core_maker(self, read: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any]:
+        """What makes the core of the tensors of a call that is like these."""
+        count, core = self._count, read(*tensors)
+        if any(x is not y for x, y in zip(core[:count], tensors[:count], strict=True)):
+            return read
+        # nothing to be done: no more than a tuple, for the host's time
+        options, make = core[count:], self.family.core
+        return lambda *tensors: make(*tensors[:count], *options)
+
+    # Registration
+
+    def _define(self) -> None:
+        family, define = self.family, library.get().define
+        inputs = ", ".join(
+            f"Tensor? {name[:-1]}" if name.endswith("?") else f"Tensor {name}" for name in family.inputs
+        )
+        options = ", ".join(family.options)
+        grads = ", ".join(f"Tensor d{name}" for name in family.names[:-1])
+        outputs = "(Tensor o, Tensor final_state)"
+        given = "Tensor do, Tensor? dht"
+        define(f"{family.name}_fwd({inputs}, {options}, str schedule, bool output_final_state) -> {outputs}")
+        define(
+            f"{family.name}_bwd({inputs}, Tensor? final_state, {given}, {options}, str schedule, "
+            f"bool needs_gates) -> ({grads})"
+        )
+        define(
+            f"packed_{family.name}({inputs}, {options}, str form, int chunk_size, bool output_final_state)"
+            f" -> {outputs}"
+        )
+        define(
+            f"packed_{family.name}_bwd({inputs}, {given}, {options}, int chunk_size, bool needs_gates)"
+            f" -> ({grads})"
+        )
+
+    def _implement(self) -> None:
+        name, title, impl = self.family.name, self.family.title, library.get().impl
+        impl(f"{name}_fwd", self._fwd_cpu, "CPU")
+        impl(f"{name}_bwd", self._bwd_cpu, "CPU")
+        impl(f"{name}_fwd", self._fwd_cuda, "CUDA")
+        impl(f"{name}_bwd", self._bwd_cuda, "CUDA")
+        impl(f"packed_{name}", self._packed, "CompositeExplicitAutograd")
+        impl(f"packed_{name}_bwd", self._packed_bwd, "CompositeExplicitAutograd")
+        refusal = (
+            f"double backward of {title} is not implemented; backend='reference' is plain autograd and has it"
+        )
+        for op_name, op, function in (
+            (f"{name}_fwd", self.fwd, autograd.function(name, self._record, self._differentiate)),
+            (f"{name}_bwd", self.bwd, autograd.refusing(f"{name}_backward", self.bwd, refusal)),
+            (
+                f"packed_{name}",
+                self.packed,
+                autograd.function(f"packed_{name}", self._record_packed, self._differentiate_packed),
+            ),
+            (
+                f"packed_{name}_bwd",
+                self.packed_bwd,
+                autograd.refusing(f"packed_{name}_backward", self.packed_bwd, refusal),
+            ),
+        ):
+            impl(op_name, autograd.recording(op_name, op, function), "Autograd")
+
+    def _register(self) -> None:
+        name, heads, our_library = self.family.name, self.family.heads, library.get()
+        for forward in (f"{name}_fwd", f"packed_{name}"):
+            our_library.register_fake(forward, self._fwd_fake)
+            flops.register(forward, self.family.flops[0])
+        for backward in (f"{name}_bwd", f"packed_{name}_bwd"):
+            our_library.register_fake(backward, self._bwd_fake)
+            flops.register(backward, self.family.flops[1])
+        common: dict[str, Any] = {
+            "cu_seqlens": self._count - 1,
+            # tensors [HV], and cu_seqlens, which is not one of them
+            "per_head": [place for place, dim in enumerate(heads[:-1]) if dim == 0],
+        }
+        our_library.register_vmap(
+            f"{name}_fwd",
+            transforms.merge_into_batch(self.fwd, heads=heads, result_heads=(2, 1), **common),
+        )
+        our_library.register_vmap(
+            f"{name}_bwd",
+            transforms.merge_into_batch(self.bwd, heads=(*heads, 1, 2, 1), result_heads=heads[:-1], **common),
+        )
+
+    # What the ops compute
+
+    def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor]:
+        core, (output_final_state,) = self._split(args)
+        return self._reference(core, "chunkwise", CHUNK, output_final_state)
+
+    def _packed(self, *args: Any) -> tuple[Tensor, Tensor]:
+        *core, form, chunk_size, output_final_state = args
+        return self._reference(self.family.core(*core, "auto"), form, chunk_size, output_final_state)
+
+    def _reference(
+        self, core: Any, form: str, chunk_size: int, output_final_state: bool
+    ) -> tuple[Tensor, Tensor]:
+        found = self.family.reference(core, form, chunk_size, output_final_state)
+        out = self._outputs_like(core, output_final_state)
+        # own memory: an op may not return a view of its input
+        for buffer, value in zip(out, found, strict=True):
+            if value is not None:
+                buffer.copy_(value)
+        return out
+
+    def _bwd_cpu(self, *args: Any) -> tuple[Tensor, ...]:
+        count = self._count
+        inputs, (_, do, dht), rest = args[:count], args[count : count + 3], args[count + 3 :]
+        return self._reference_bwd(inputs, do, dht, *rest[:-1], CHUNK, rest[-1])
+
+    def _packed_bwd(self, *args: Any) -> tuple[Tensor, ...]:
+        count = self._count
+        inputs, (do, dht), (*options, chunk_size, needs_gates) = (
+            args[:count],
+            args[count : count + 2],
+            args[count + 2 :],
+        )
+        return self._reference_bwd(inputs, do, dht, *options, "auto", chunk_size, needs_gates)
+
+    def _reference_bwd(
+        self, inputs: tuple[Any, ...], do: Tensor, dht: MaybeTensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        *options, chunk_size, needs_gates = rest
+        found = self.family.gradients(self.family.core(*inputs, *options), do, dht, chunk_size)
+        out = self._grads_like(inputs, needs_gates)
+        for buffer, value in zip(out, found, strict=True):
+            if value is not None and buffer.shape == value.shape:
+                buffer.copy_(value)
+        return out
+
+    def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor]:
+        core, (output_final_state,) = self._split(args)
+        o, last, _ = self.family.kernels().forward(core, output_final_state=output_final_state, keep=False)
+        return o, present(last, o)
+
+    def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
+        count = self._count
+        inputs, (final_state, do, dht), (*options, needs_gates) = (
+            args[:count],
+            args[count : count + 3],
+            args[count + 3 :],
+        )
+        core = self.family.core(*inputs, *options)
+        found = self.family.kernels().backward(core, None, final_state, do, dht, needs_gates=needs_gates)
+        return tuple(present(x, do) for x in found)
+
+    def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+        return self._outputs_like(args, args[-1])
+
+    def _bwd_fake(self, *args: Any) -> tuple[Tensor, ...]:
+        return self._grads_like(args[: self._count], args[-1])
+
+    def _outputs_like(self, args: Sequence[Any], output_final_state: bool) -> tuple[Tensor, Tensor]:
+        """Uninitialised outputs; [0] for what was not asked for."""
+        q, v, cu_seqlens = args[0], args[2], args[self._count - 1]
+        count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        shape = (count, v.shape[2], q.shape[3], v.shape[3]) if output_final_state else (0,)
+        return torch.empty_like(v), q.new_empty(shape, dtype=state_dtype(q))
+
+    def _grads_like(self, inputs: tuple[Any, ...], needs_gates: bool) -> tuple[Tensor, ...]:
+        """Uninitialised gradients, each like its input; [0] for what was not asked for."""
+        wanted = [
+            x if needs_gates or place not in self._gates else None for place, x in enumerate(inputs[:-1])
+        ]
+        return tuple(present(x, inputs[0]) for x in grads_like(*wanted))
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The core of an op's arguments, and what follows it."""
+        count = self._count + len(self.family.options) + 1
+        return self.family.core(*args[:count]), args[count:]
+
+    # Autograd
+
+    def _record(self, *args: Any) -> Recorded:
+        """<name>_fwd with what its backward op takes."""
+        inputs, (*options, output_final_state) = args[: self._count], args[self._count :]
+        with transforms.below_function():
+            o, last = self.fwd(*args)
+            saved, needs = self._saved(inputs, last if output_final_state else None)
+        return Recorded((o, last), () if output_final_state else (last,), saved, (*options, needs))
+
+    def _differentiate(
+        self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
+    ) -> Sequence[MaybeTensor]:
+        found: Sequence[Tensor] = self.bwd(*_with_grads(saved, *grads), *options)
+        return found
+
+    def _record_directly(self, *args: Any) -> Recorded:
+        """`_record` of a plain eager call: the kernels themselves."""
+        *inputs, (*options, output_final_state) = args
+        # not under hooks: checkpointing wants the call and its recomputation to save alike, and the op, which
+        # one of them may take, keeps nothing
+        keep = not are_saved_tensors_hooked()
+        o, last, kept = self.family.kernels().forward(
+            self.family.core(*inputs, *options), output_final_state=output_final_state, keep=keep
+        )
+        saved, needs = self._saved(inputs, last)
+        tensors = () if kept is None else kept.tensors
+        left = None if kept is None else kept._replace(tensors=())
+        return Recorded((o, last), (), (*saved, *tensors), ((*options, needs), left))
+
+    def _differentiate_directly(
+        self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
+    ) -> Sequence[MaybeTensor]:
+        """The kernels again where the backward is plain, too."""
+        (*options_of_core, needs), left = options
+        saved, kept = saved[: self._count + 1], tuple(saved[self._count + 1 :])
+        tensors = _with_grads(saved, *grads)
+        if not autograd.is_plain_backward((*tensors, *kept), grads):
+            found: Sequence[MaybeTensor] = self.bwd(*tensors, *options_of_core, needs)
+            return found
+        inputs, (last, do, dht) = tensors[: self._count], tensors[self._count :]
+        found = self.family.kernels().backward(
+            self.family.core(*inputs, *options_of_core),
+            None if left is None else Kept(kept, left.layout),
+            last,
+            do,
+            dht,
+            needs_gates=needs,
+        )
+        return found
+
+    def _record_packed(self, *args: Any) -> Recorded:
+        """packed_<name> with what its backward op takes."""
+        inputs, (*options, _, chunk_size, output_final_state) = args[: self._count], args[self._count :]
+        with transforms.below_function():
+            o, last = self.packed(*args)
+            saved, needs = self._saved(inputs, None)
+        constants = () if output_final_state else (last,)
+        return Recorded((o, last), constants, saved, (*options, chunk_size, needs))
+
+    def _differentiate_packed(
+        self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
+    ) -> Sequence[MaybeTensor]:
+        *inputs, _, do, dht = _with_grads(saved, *grads)
+        found: Sequence[Tensor] = self.packed_bwd(*inputs, do, dht, *options)
+        return found
+
+    def _saved(self, inputs: Sequence[Any], last: MaybeTensor) -> tuple[tuple[MaybeTensor, ...], bool]:
+        """What the backward takes instead of a second forward, and whether gates have a gradient.
+
+        The inputs, and the final state where it is an output and gates have a gradient. All by reference, but
+        the initial state: a cache that is updated in place must not change the gradient.
+        """
+        needs = any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
+        *others, initial_state, cu_seqlens = inputs
+        initial_state = None if initial_state is None else initial_state.clone()
+        return (*others, initial_state, cu_seqlens, last if needs else None), needs
+
+
+def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
+    """The final state as the call wants it."""
+    if not call.output_final_state or last is None:
+        return None
+    return last.mT if call.state_v_first else last
+
+
+def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:
+    """The tensors that a backward op takes."""
+    return *saved, torch.zeros_like(saved[2]) if do is None else do, dht
