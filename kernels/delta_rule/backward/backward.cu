@@ -1,16 +1,18 @@
 // What the backward of the delta rule has of its own: the gradients of the values, of beta and of the states.
 //
-// Two kernels:
+// Three kernels:
 //   delta_matrices  A and P of every chunk, as the mirror takes them (chunk_matrices/kernel.cuh)
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
 //     producer      loads q, k, dO, U', A, P; scans the gates; stores dV and U
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
-// dq, dk and dg follow from dO, U and dV by the walks of scalar_gate/backward. Equations: bindings/params.h
-// and docs/delta-rule.md.
+// dq, dk and dg follow from dO, U and dV by the walks of scalar_gate/backward, and then
+//   delta_combine   adds up what these leave per head of v
+// Equations: bindings/params.h and docs/delta-rule.md.
 #include <stdexcept>
 
 #include "common/launch.cuh"
+#include "delta_rule/backward/combine.cuh"
 #include "delta_rule/backward/config.cuh"
 #include "delta_rule/backward/producer.cuh"
 #include "delta_rule/backward/walker.cuh"
@@ -88,6 +90,12 @@ void delta_mirror(const DeltaMirrorParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::run_mirror<kittens::half>(params, s)
                       : delta_rule::run_mirror<kittens::bf16>(params, s);
+}
+
+void delta_combine(const DeltaCombineParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::launch_combine<kittens::half>(params, s)
+                      : delta_rule::launch_combine<kittens::bf16>(params, s);
 }
 
 }  // namespace tfla_tk

@@ -1,41 +1,55 @@
-// pybind11 module of one instance of the delta rule's backward. Arguments are integers: pointers, strides,
-// sizes, the stream. No Torch header.
+// pybind11 module of one instance of the delta rule's backward. Its functions prepare launches. Arguments are
+// integers: prepared addresses (prepared_launches.h), strides, sizes. No Torch header.
 #include "delta_rule/bindings/tuples.h"
+
+namespace tfla_tk {
+
+void place(DeltaMirrorParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.u, x.g, x.beta, x.a, x.p);
+    at.all(x.dbeta, x.d_last, x.d_initial);
+}
+
+void place(DeltaCombineParams& x, const Addresses& at) {
+    at.all(x.dq_of_heads, x.dk_right, x.dk_left, x.dk_strict, x.dq, x.dk);
+}
+
+}  // namespace tfla_tk
 
 namespace {
 
 using namespace tfla_tk;
 
-using Pair = std::array<std::int64_t, 2>;  // pointers to the gradients of the last and of the initial state, or 0
-
-void matrices(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const GateTuple& g,
-              const GateTuple& beta, const MatricesTuple& to, float scale, std::uintptr_t stream) {
-    delta_matrices({shape(of), operand(q), operand(k), gate(g), gate(beta), pointer(to[0]), pointer(to[1]), scale,
-                    true},
-                   reinterpret_cast<void*>(stream));
+std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
+                               const OperandTuple& dout, const OperandTuple& writes, const OperandTuple& dv,
+                               const OperandTuple& u, const GateTuple& g, const GateTuple& beta,
+                               const Pair& matrices, std::int64_t dbeta, std::int64_t d_last,
+                               std::int64_t d_initial, float scale, int walkers) {
+    return prepared<&delta_mirror>(DeltaMirrorParams{
+        shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), operand(u), gate(g),
+        gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last),
+        pointer(d_initial), scale, walkers});
 }
 
-void mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& dout,
-            const OperandTuple& writes, const OperandTuple& dv, const OperandTuple& u, const GateTuple& g,
-            const GateTuple& beta, const MatricesTuple& from, std::int64_t dbeta, const Pair& states,
-            float scale, int walkers, std::uintptr_t stream) {
-    delta_mirror({shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), operand(u),
-                  gate(g), gate(beta), pointer(from[0]), pointer(from[1]), pointer(dbeta), pointer(states[0]),
-                  pointer(states[1]), scale, walkers},
-                 reinterpret_cast<void*>(stream));
+std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
+                                const OperandTuple& dk_right, const OperandTuple& dk_left,
+                                const OperandTuple& dk_strict, const OperandTuple& dq, const OperandTuple& dk) {
+    return prepared<&delta_combine>(DeltaCombineParams{operand(dq_of_heads), operand(dk_right),
+                                                       operand(dk_left), operand(dk_strict), operand(dq),
+                                                       operand(dk), shape(of)});
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
-    m.def("matrices", &matrices, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"),
-          py::arg("matrices"), py::arg("scale"), py::arg("stream"),
-          "Makes A and P of every chunk, as the mirror walk takes them.",
-          py::call_guard<py::gil_scoped_release>());
+    export_chunk_and_dtypes(m);
+    export_launches(m);
+    def_matrices<true>(m);
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
           py::arg("dv"), py::arg("u"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
-          py::arg("states"), py::arg("scale"), py::arg("walkers"), py::arg("stream"),
-          "Walks over the chunks from the last one to the first.", py::call_guard<py::gil_scoped_release>());
-    export_chunk_and_dtypes(m);
+          py::arg("d_last"), py::arg("d_initial"), py::arg("scale"), py::arg("walkers"),
+          "Prepares the walk from the last chunk to the first; d_last and d_initial: 0 for none.");
+    m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_right"),
+          py::arg("dk_left"), py::arg("dk_strict"), py::arg("dq"), py::arg("dk"),
+          "Prepares the sums over the heads of v that share one of q and k.");
 }

@@ -62,9 +62,18 @@ struct DeltaMirrorParams {
     int walkers;
 };
 
+// The gradients of q and k from what the walks for dq and dk leave per head of v, summed over the heads that
+// share one: dq = sum dq_of_heads, dk = sum (dk_right - dk_left - dk_strict). All of q's type; sums in fp32.
+struct DeltaCombineParams {
+    Operand dq_of_heads, dk_right, dk_left, dk_strict;  // [B, heads, S, K]
+    Operand dq, dk;                                     // [B, heads / group, S, K]
+    DeltaShape shape;                                   // cut and dim_v are not read
+};
+
 // All throw std::runtime_error on a refused launch.
 void delta_matrices(const DeltaMatricesParams& params, void* stream);
 void delta_forward(const DeltaForwardParams& params, void* stream);
 void delta_mirror(const DeltaMirrorParams& params, void* stream);
+void delta_combine(const DeltaCombineParams& params, void* stream);
 
 }  // namespace tfla_tk

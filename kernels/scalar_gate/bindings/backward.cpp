@@ -1,6 +1,6 @@
 // pybind11 module of the kernels around the walks of the backward. Its functions prepare launches. Arguments
-// are integers: prepared addresses (launch.h), strides, sizes.
-#include "scalar_gate/bindings/launch.h"
+// are integers: prepared addresses (prepared_launches.h), strides, sizes.
+#include "common/prepared_launches.h"
 #include "scalar_gate/bindings/params_backward.h"
 #include "scalar_gate/bindings/tuples.h"
 

@@ -57,7 +57,7 @@ ARGUMENTS = {
     ),
     "mlstm_pass": (
         *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device"),
+        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device", "strict"),
     ),
     "mlstm_pass_segments": (
         *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "group", "scale"),

@@ -129,7 +129,7 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
     of_passes = (*([operand] * 5), (AT, AT, 64), none, none, (0, 0, 0), none, none, 0, cut)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="CUDA driver version is insufficient"):
-            run(module, module.mlstm_pass(gradient, *of_passes, sizes, 1, False, 0))
+            run(module, module.mlstm_pass(gradient, *of_passes, sizes, 1, False, 0, False))
         fault = "CUDA driver version is insufficient" if gradient < 2 else "has none for this gradient"
         with pytest.raises(RuntimeError, match=fault):
             segments = module.mlstm_pass_segments(
@@ -138,4 +138,4 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
             )
             run(module, segments)
     with pytest.raises(RuntimeError, match="dv takes one share of the keys"):
-        run(module, module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), 1, False, 0))
+        run(module, module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), 1, False, 0, False))

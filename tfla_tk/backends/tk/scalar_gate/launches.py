@@ -48,6 +48,7 @@ class Call:
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
         scale: of q k^T.
         group: heads that share one of q and k.
+        strict: no token sees itself.
     """
 
     plan: Plan
@@ -76,6 +77,7 @@ class Call:
     group: int
     half: bool
     device: int
+    strict: bool
 
 
 class Launches(NamedTuple):
@@ -89,6 +91,11 @@ class Launches(NamedTuple):
     run: Callable[[list[int], int], None]
     launches: list[Launch]
 
+    @staticmethod
+    def of(module: ModuleType, launches: list[Launch]) -> Launches:
+        """One after the other; of any modules, by the class that each has."""
+        return Launches(module.Launches([launch.handle for launch in launches]).run, launches)
+
 
 class Grads(NamedTuple):
     """What they write, in the same way: each like what it is the gradient of."""
@@ -101,11 +108,6 @@ class Grads(NamedTuple):
     dc_initial: int
     dn_initial: int
     dn_of_parts: int  # of several parts of V, whose sum dn_initial is
-
-
-def in_order(around: ModuleType, launches: list[Launch]) -> Launches:
-    """The launches one after the other."""
-    return Launches(around.Launches([launch.handle for launch in launches]).run, launches)
 
 
 def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
@@ -123,10 +125,14 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     return found
 
 
-def of_gradients(x: Call, written: Grads) -> list[Launch]:
-    """The passes. dh_t.h_t comes from that for dv, but where segments need e before the passes."""
+def of_gradients(x: Call, written: Grads, *, needs_dv: bool) -> list[Launch]:
+    """The passes. dh_t.h_t comes from that for dv, but where segments need e before the passes.
+
+    Args:
+        needs_dv: without it that pass is left out, and there is no normaliser.
+    """
     dots = x.row_n != 0 and not x.plan.is_cut
-    found = [_of_dv(x, written, dots=dots)]
+    found = [_of_dv(x, written, dots=dots)] if needs_dv else []
     if dots:
         found.append(_of_factors(x))
     return found + _of_dq_and_dk(x, written)
@@ -325,6 +331,7 @@ def _prepare_pass(
         x.group,
         x.half,
         x.device,
+        x.strict,
     )
 
 
