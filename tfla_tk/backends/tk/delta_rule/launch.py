@@ -97,7 +97,7 @@ def backward(
     dv, u, dbeta_parts, dh0 = mirror(core, writes, do, dht)
     needs_dg = needs_gates and core.g is not None
     reads, erasures = _through_states(core, u, dv, final_state, do, dht, needs_dg=needs_dg)
-    dq, dk = _combine(given, core, reads, erasures)
+    dq, dk = _combine(core, reads, erasures)
     dg = None
     if needs_dg:
         assert given.g is not None and reads.dg is not None and erasures.dg is not None
@@ -308,10 +308,8 @@ def _options(scale: float, needs_dg: bool, needs_dv: bool, strict: bool) -> scal
     )
 
 
-def _combine(
-    given: DeltaRuleCore, core: DeltaRuleCore, reads: Through, erasures: Through
-) -> tuple[Tensor, Tensor]:
-    """dq and dk, like the inputs."""
+def _combine(core: DeltaRuleCore, reads: Through, erasures: Through) -> tuple[Tensor, Tensor]:
+    """dq and dk."""
     parts = (reads.dq, reads.dk, erasures.dq, erasures.dk)
     key = (_layout(core), *(x.stride() for x in parts))
     launches = _combines.get(key)
