@@ -20,7 +20,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from tfla_tk.backends.triton import fla_own, installation
 from tfla_tk.backends.triton.fla import FLA_OPS
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.memo import Memo, signature
 
 __all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "restore"]
 
@@ -55,6 +56,8 @@ _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
 _last: Path | None = None
+# why the kernels have refused plain eager calls, by all that a refusal depends on
+_refused: dict[str, Memo[str]] = {name: Memo() for name in FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def restore(names: Iterable[str] | None = None) -> list[str]:
     with _lock:
         replaced = []
         for name in _known(names):
+            _refused[name].clear()
             if FUNCTIONS[name] in sys.modules:
                 current = _current(name)
                 replaced += _rebind(current, fla_own.original(current))
@@ -191,7 +195,8 @@ def _in_place_of(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call, by the kernels where they can serve it."""
-    if not torch.compiler.is_compiling() and fla_own.is_on_its_own():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and fla_own.is_on_its_own():
         return own(*args, **kwargs)
     ours = getattr(tfla_tk, name)
     places = _FLAG_PLACES[name]
@@ -200,6 +205,11 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     if _is_on_cpu(args, kwargs):
         _record(name, "reference", "the tensors are on a CPU")
         return ours(*given, **{**kwargs, **flags}, backend="reference")
+    refused = _refused[name]
+    if not compiling and len(refused):
+        reason = refused.get(_signature(args, kwargs))
+        if reason is not None:
+            return _by_fla(name, own, args, kwargs, reason)
     try:
         result = ours(*given, **{**kwargs, **flags}, backend="tk")
     except (TypeError, ValueError, UnsupportedError) as error:
@@ -207,11 +217,32 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     else:
         _record(name, "tk", "")
         return result
-    _record(name, "fla", reason)
-    if torch.compiler.is_compiling():
+    if compiling:
         return own(*args, **kwargs)
+    key = _signature(args, kwargs)
+    if key is not None:
+        refused.keep(key, reason)
+    return _by_fla(name, own, args, kwargs, reason)
+
+
+def _by_fla(
+    name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """A call that the kernels refuse, by fla's own function."""
+    _record(name, "fla", reason)
     with fla_own.on_its_own():
         return own(*args, **kwargs)
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """All that a refusal depends on; None for anything but a plain eager call."""
+    given = (args[0] if args else kwargs.get("q"), *args, *kwargs.values())
+    tensors = tuple(x if isinstance(x, Tensor) else None for x in given)
+    options = (len(args), *kwargs, *(None if isinstance(x, Tensor) else x for x in given))
+    try:
+        return signature(tensors, options)
+    except RuntimeError:  # a nested tensor has no shape
+        return None
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
