@@ -1,7 +1,7 @@
 """These kernels in the place of fla's functions: in its layers, and in whatever else calls them.
 
-    accelerate()     fla's chunk_simple_gla, chunk_retention, chunk_lightning_attn, chunk_delta_rule and
-                     chunk_gated_delta_rule become these kernels
+    accelerate()     fla's chunk_simple_gla, chunk_retention, chunk_lightning_attn, chunk_gla,
+                     chunk_delta_rule and chunk_gated_delta_rule become these kernels
     restore()        the way back
     last_path()      what has served the latest call, and why not the kernels
 
@@ -46,6 +46,7 @@ FUNCTIONS = {
         "chunk_simple_gla",
         "chunk_retention",
         "chunk_lightning_attn",
+        "chunk_gla",
         "chunk_delta_rule",
         "chunk_gated_delta_rule",
     )
