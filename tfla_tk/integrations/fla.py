@@ -78,8 +78,10 @@ _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
 _last: Path | None = None
-_accelerated: set[str] = set()  # the names of the functions that are these kernels now
-_backend: Any = None  # the class that is registered with fla
+# the names of the functions that are these kernels now, and the class that is registered with fla; a reload
+# of this module keeps both
+_accelerated: set[str] = globals().get("_accelerated", set())
+_backend: Any = globals().get("_backend")
 
 
 @dataclass(frozen=True)
