@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall, check_layer, check_simple_gla
 from tfla_tk.core.checks import fail
+from tfla_tk.core.constants import kept_on_device
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.memo import is_eager
 from tfla_tk.core.plan import CallPath
@@ -204,16 +205,8 @@ def _decay_of_heads(v: Any, layer: tuple[int, int] | None = None) -> Tensor | No
     heads, device = v.shape[2], v.device
     if not is_eager((v,)):
         return _make_decays(heads, device, layer)
-    found = _decays.get((heads, device, layer))
-    if found is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # the graph's memory is not for keeping
-            return _make_decays(heads, device, layer)
-        with torch.inference_mode(False), torch.no_grad():
-            # from the CPU: it is there for every stream when the copy returns
-            found = _make_decays(heads, torch.device("cpu"), layer).to(device)
-        _decays[heads, device, layer] = found
-    return found
+    key = (heads, device, layer)
+    return kept_on_device(_decays, key, device, lambda device: _make_decays(heads, device, layer))
 
 
 def _make_decays(heads: int, device: torch.device, layer: tuple[int, int] | None) -> Tensor:

@@ -4,6 +4,7 @@
 #include "common/sync.cuh"
 #include "common/tiles.cuh"
 #include "common/tma.cuh"
+#include "sequence/cut.h"
 
 namespace tfla_tk {
 

@@ -14,6 +14,7 @@ EXPECTED: dict[str, Any] = {
     "ANCHOR_CHUNKS": layout.ANCHOR_CHUNKS,
     "GRADIENTS": layout.GRADIENTS,
     "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},
+    "ADDRESS_BITS": layout.ADDRESS_BITS,
     "MAX_KEYS": MAX_DIM_QK,
     "MAX_SLICES": layout.MAX_SLICES,
 }

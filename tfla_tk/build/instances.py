@@ -16,6 +16,9 @@ MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)
 # (tile of the keys, slice of the values of one CTA) of the backward's passes; slices of 256 are dv's
 PASS_TILES = MLSTM_TILES
 MAX_DIM_QK, MAX_DIM_V = 256, 512
+DELTA_TILES = (64, 128)  # K of the delta rule
+DELTA_DIRECTIONS = ("forward", "backward")
+DELTA_SCHEDULES = ("sequential", "overlapped")
 FORWARD = "scalar_gate/forward/forward.cu"
 _LAYOUT = ("CHUNK", "ANCHOR_CHUNKS", "DTYPES")
 # tokens of one call of mlstm_sequence
@@ -71,7 +74,7 @@ def mlstm_bwd() -> Instance:
         "scalar_gate/backward/around_walks.cu",
         (),
         "scalar_gate/bindings/backward.cpp",
-        exports=_LAYOUT,
+        exports=(*_LAYOUT, "ADDRESS_BITS"),
     )
 
 
@@ -131,7 +134,31 @@ def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
         "scalar_gate/backward/walk/walk.cu",
         (("TFLA_DIM_KEYS", str(tile_keys)), ("TFLA_SLICE", str(slice_values))),
         "scalar_gate/bindings/walk.cpp",
-        exports=(*_LAYOUT, "GRADIENTS"),
+        exports=(*_LAYOUT, "GRADIENTS", "ADDRESS_BITS"),
+    )
+
+
+@functools.cache
+def delta_rule(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
+    """The forward or the backward of the delta rule, for any V, by the smallest tile of K.
+
+    Args:
+        direction: "forward" or "backward".
+
+    Raises:
+        ValueError: No tile is large enough, or there is no such schedule.
+    """
+    if schedule not in DELTA_SCHEDULES:
+        raise ValueError(f"schedule: expected one of {', '.join(DELTA_SCHEDULES)}, got {schedule!r}")
+    if not 0 < dim_k <= max(DELTA_TILES):
+        raise ValueError(f"K: expected at most {max(DELTA_TILES)}, got {dim_k}")
+    tile = min(tile for tile in DELTA_TILES if tile >= dim_k)
+    return Instance(
+        f"delta_{direction}_k{tile}_{schedule}",
+        f"delta_rule/{direction}/{direction}.cu",
+        (("TFLA_DIM_K", str(tile)), ("TFLA_SCHEDULE", str(DELTA_SCHEDULES.index(schedule)))),
+        f"delta_rule/bindings/{direction}.cpp",
+        exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
     )
 
 
@@ -177,6 +204,7 @@ def all_instances() -> list[Instance]:
         *shipped_instances(),
         *(mlstm_fwd(qk, v, schedule) for schedule in others for qk, v in MLSTM_TILES),
         *(for_scalar_decay(mlstm_fwd(qk, v, schedule)) for schedule in others for qk, v in MLSTM_TILES),
+        *(delta_rule(direction, k, "sequential") for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
     ]
 
 
@@ -190,6 +218,7 @@ def shipped_instances() -> list[Instance]:
     return [
         *chunkwise,
         *map(for_scalar_decay, chunkwise),
+        *(delta_rule(direction, k) for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
     ]

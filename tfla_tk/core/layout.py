@@ -13,6 +13,7 @@ ANCHOR_CHUNKS = 8  # from one anchor of the backward to the next
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes
 MAX_SLICES = 16  # of V in decoding, each a CTA
+ADDRESS_BITS = 48  # of a prepared address: bytes from the start of the tensor whose number is above them
 SCHEDULES = ("auto", "sequential", "overlapped", "pingpong")
 FORMS = ("chunkwise", "parallel", "recurrent")  # of the reference
 

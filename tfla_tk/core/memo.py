@@ -133,7 +133,13 @@ def is_plain(tensors: tuple[Any, ...]) -> bool:
 
     Not where a profiler expects the operator or a negation is still to be done.
     """
-    return not (_profiler_enabled() or any(x is not None and x.is_neg() for x in tensors))
+    if _profiler_enabled():
+        return False
+    # not any(): a generator would take longer than the question
+    for x in tensors:  # noqa: SIM110
+        if x is not None and x.is_neg():
+            return False
+    return True
 
 
 def is_direct(tensors: tuple[Any, ...]) -> bool:
@@ -147,7 +153,10 @@ def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
     Autograd may hand over gradients that stand for zeros or for a batch.
     """
     keys = _dispatch_keys(plain)
-    return all(x is None or _dispatch_keys(x) == keys for x in tensors)
+    for x in tensors:  # noqa: SIM110
+        if x is not None and _dispatch_keys(x) != keys:
+            return False
+    return True
 
 
 def records(tensors: tuple[Any, ...]) -> bool:

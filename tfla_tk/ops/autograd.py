@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from tfla_tk.core import transforms
-from tfla_tk.core.layout import MaybeTensor
-from tfla_tk.core.memo import dispatch_like, is_direct, is_eager, records
+from tfla_tk.core.layout import KeptStates, MaybeTensor
+from tfla_tk.core.memo import dispatch_like, is_eager, is_plain, records
 
 
 class Recorded(NamedTuple):
@@ -68,6 +68,39 @@ def function(
         "backward": staticmethod(once_differentiable(run_back) if once else run_back),
     }
     return types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods))
+
+
+def direct_function(
+    name: str,
+    forward: Callable[..., tuple[Recorded, KeptStates | None]],
+    backward_tensors: Callable[[Sequence[Any], tuple[MaybeTensor, ...]], tuple[Any, ...]],
+    kernels: Callable[..., Sequence[MaybeTensor]],
+    op: Callable[..., Sequence[MaybeTensor]],
+) -> type[torch.autograd.Function]:
+    """An autograd function of plain eager calls, which calls kernels where an op would be dispatched.
+
+    Args:
+        name, forward: as of `function`; forward also returns what its kernels have kept, if anything.
+        backward_tensors: what the backward op takes, from what forward has saved and the gradients.
+        kernels: the backward op's kernels, of its arguments and of what the forward has kept.
+        op: the backward op, for a backward that is not plain.
+    """
+
+    def record(*args: Any) -> Recorded:
+        found, kept = forward(*args)
+        workspace, *left = (None,) if kept is None else kept
+        return found._replace(saved=(*found.saved, workspace), options=(found.options, left))
+
+    def differentiate(
+        saved: Sequence[Any], options: tuple[Any, list[Any]], grads: tuple[MaybeTensor, ...]
+    ) -> Sequence[MaybeTensor]:
+        (*saved, workspace), (options, left) = saved, options
+        tensors = backward_tensors(saved, grads)
+        if not is_plain_backward((*tensors, workspace), grads):
+            return op(*tensors, *options)
+        return kernels(*tensors, *options, None if workspace is None else KeptStates(workspace, *left))
+
+    return function(name, record, differentiate)
 
 
 def refusing(name: str, op: Callable[..., Any], message: str) -> type[torch.autograd.Function]:
@@ -162,10 +195,13 @@ def is_plain_backward(tensors: tuple[Any, ...], grads: tuple[MaybeTensor, ...]) 
     Args:
         tensors: of the backward, plain where it is. grads: as autograd hands them over.
     """
-    return is_eager(tensors) and is_direct(tensors) and dispatch_like(tensors[0], grads)
+    # gradients are recorded for a second derivative alone
+    recorded = torch.is_grad_enabled()
+    return not recorded and is_eager(tensors) and is_plain(tensors) and dispatch_like(tensors[0], grads)
 
 
 def _needed(needed: Sequence[bool], grads: Sequence[MaybeTensor]) -> tuple[MaybeTensor, ...]:
     """For every argument of the forward its gradient, or None where nobody asks for it."""
     found = [grad if asked else None for grad, asked in zip(grads, needed, strict=False)]
-    return *found, *(None,) * (len(needed) - len(found))
+    found += [None] * (len(needed) - len(found))
+    return tuple(found)

@@ -107,18 +107,17 @@ def prepare_mlstm(
     """
     from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 
-    options, last, sigmoid_gate = _options(call), call.return_last_states, call.sigmoid_gate
+    sigmoid_gate = call.sigmoid_gate
     read = _as_read(call, tensors)
     reads_all_as_given = all(x is given for x, given in zip(read, tensors, strict=True))
-    if records(read):
-
-        def forward(*tensors: Any) -> Any:
-            return _DirectMLSTM.apply(*tensors, (options, last, schedule))
-    else:
-        forward = tk_forward.prepare(read, tk_forward.Options(*options, last, False, schedule))
+    recorded = records(read)
+    options = tk_forward.Options(*_options(call), call.return_last_states, recorded, schedule, recorded)
+    forward = tk_forward.prepare(read, options)
 
     def run(*tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        h, c, n, m, *_ = forward(*(tensors if reads_all_as_given else _as_read(call, tensors)))
+        read = tensors if reads_all_as_given else _as_read(call, tensors)
+        found: Any = _DirectMLSTM.apply(*read, (forward, options)) if recorded else forward(*read)
+        h, c, n, m, *_ = found
         return h, (c, n) if sigmoid_gate else (c, n, m)
 
     return run
@@ -349,36 +348,25 @@ def _record(*args: Any) -> Recorded:
 def _differentiate(
     saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
 ) -> Sequence[MaybeTensor]:
-    return _bwd(*_backward_tensors(saved, *grads[:3]), *options)
+    return _bwd(*_backward_tensors(saved, grads), *options)
 
 
-def _record_directly(*args: Any) -> Recorded:
+def _record_directly(*args: Any) -> tuple[Recorded, KeptStates | None]:
     """`_record` of a plain eager call: the kernels themselves.
 
     Args:
-        args: the tensors of mlstm_fwd, and the others in one tuple.
+        args: the tensors of mlstm_fwd, and in one tuple the prepared forward and its options.
     """
-    *tensors, (options, return_last_states, schedule) = args
-    # not under hooks: checkpointing wants the call and its recomputation to save alike, and the op, which
-    # one of them may take, saves no states
-    keep_states = not are_saved_tensors_hooked()
-    found = _kernels_fwd(*tensors, *options, return_last_states, True, schedule, keep_states)
-    h, c, n, m, *rows, states = found
-    workspace, *left = (None,) if states is None else states
-    saved = *_saved(tensors, h, rows, (c, n)), workspace
-    return Recorded((h, c, n, m), () if m is None else (m,), saved, ((*options, schedule), left))
-
-
-def _differentiate_directly(
-    saved: Sequence[Any], options: tuple[Any, list[Any]], grads: tuple[MaybeTensor, ...]
-) -> Sequence[MaybeTensor]:
-    """The kernels again where the backward is plain, too."""
-    (*saved, workspace), (options, left) = saved, options
-    tensors = _backward_tensors(saved, *grads[:3])
-    if not autograd.is_plain_backward((*tensors, workspace), grads):
-        return _bwd(*tensors, *options)
-    states = None if workspace is None else KeptStates(workspace, *left)
-    return _kernels_bwd(*tensors, *options, states)
+    *tensors, (forward, options) = args
+    if are_saved_tensors_hooked():
+        # checkpointing wants the call and its recomputation to save alike, and the op, which one of them may
+        # take, saves no states
+        h, c, n, m, *rows, kept = _kernels_fwd(*tensors, *options[:6])
+    else:
+        h, c, n, m, *rows, kept = forward(*tensors)
+    saved = _saved(tensors, h, rows, (c, n))
+    of_backward = (*options[:3], options.schedule)
+    return Recorded((h, c, n, m), () if m is None else (m,), saved, of_backward), kept
 
 
 def _saved(
@@ -399,15 +387,20 @@ def _saved(
     return *tensors[:5], *states, tensors[8], h, *rows, *last
 
 
-def _backward_tensors(
-    saved: Sequence[Any], dh: MaybeTensor, dc_last: MaybeTensor, dn_last: MaybeTensor
-) -> tuple[Any, ...]:
+def _backward_tensors(saved: Sequence[Any], grads: tuple[MaybeTensor, ...]) -> tuple[Any, ...]:
     """What mlstm_bwd takes."""
+    dh, dc_last, dn_last, *_ = grads
     return *saved, torch.zeros_like(saved[2]) if dh is None else dh, dc_last, dn_last
 
 
 _MLSTM = autograd.function("MLSTM", _record, _differentiate)
-_DirectMLSTM = autograd.function("DirectMLSTM", _record_directly, _differentiate_directly)
+_DirectMLSTM = autograd.direct_function(
+    "DirectMLSTM",
+    _record_directly,
+    _backward_tensors,
+    lambda *args: _kernels_bwd(*args),
+    lambda *args: _bwd(*args),
+)
 _MLSTMBackward = autograd.refusing(
     "MLSTMBackward",
     _bwd,

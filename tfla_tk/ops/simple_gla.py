@@ -88,22 +88,27 @@ def prepare_simple_gla(
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
+    read = _as_read(call, tensors)
+    recorded = records(read)
     options = call.scale, call.output_final_state, schedule
-    if records(as_read(call, tensors)):
+    prepared = _kernels().prepare_simple_gla_fwd(*read, *options, recorded)
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
+    as_given = q, k, v, g_gamma if g is None else g, initial_state, cu_seqlens
+    reads_all_as_given = all(x is given for x, given in zip(read, as_given, strict=True))
 
-        def recorded(*tensors: Any) -> Result:
-            o, last = _DirectSimpleGLA.apply(*as_read(call, tensors), options)
-            return o, _as_asked(call, last)
-
-        return recorded
-
-    kernels = _kernels()
-
-    def plain(*tensors: Any) -> Result:
-        o, last, _ = kernels.simple_gla_fwd(*as_read(call, tensors), *options)
+    def run(*tensors: Any) -> Result:
+        if reads_all_as_given:
+            q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
+            read = q, k, v, g_gamma if g is None else g, initial_state, cu_seqlens
+        else:
+            read = _as_read(call, tensors)
+        if recorded:
+            o, last = _DirectSimpleGLA.apply(*read, (prepared, options))
+        else:
+            o, last, _ = prepared(*read)
         return o, _as_asked(call, last)
 
-    return plain
+    return run
 
 
 def packed_simple_gla(call: LinearCall, form: str, *tensors: Any) -> Result:
@@ -114,13 +119,23 @@ def packed_simple_gla(call: LinearCall, form: str, *tensors: Any) -> Result:
 
 def as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:
     """The tensors of simple_gla_fwd from those of a call: one g, the initial state [N, HV, K, V] in fp32."""
+    q, k, v, g, *others = _as_read(call, tensors)
+    return q, k, v, _of_tokens(g, v), *others
+
+
+def _of_tokens(g: MaybeTensor, v: Tensor) -> MaybeTensor:
+    """g [B, T, HV] of a decay per token, or per head [HV]."""
+    return g if g is None or g.dim() == 3 else g.expand(v.shape[:3])
+
+
+def _as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """`as_read`, but that a decay per head is [HV]."""
     q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
     dtype = state_dtype(q)
-    if g is not None and g.dtype == torch.float64:
+    if g is None:
+        g = as_dtype(g_gamma, dtype)
+    elif g.dtype == torch.float64:
         g = as_dtype(g, dtype)
-    elif g_gamma is not None:
-        g = g_gamma if g_gamma.dtype == dtype else g_gamma.to(dtype)
-        g = g.expand(call.batch, call.seq, call.value_heads)
     initial_state = as_dtype(initial_state, dtype)
     if initial_state is not None and call.state_v_first:
         initial_state = initial_state.mT
@@ -261,38 +276,35 @@ def _record(*args: Any) -> Recorded:
 def _differentiate(
     saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
 ) -> Sequence[MaybeTensor]:
-    found: Grads = _bwd(*_backward_tensors(saved, *grads), *options)
+    found: Grads = _bwd(*_backward_tensors(saved, grads), *options)
     return found
 
 
-def _record_directly(*args: Any) -> Recorded:
+def _record_directly(*args: Any) -> tuple[Recorded, KeptStates | None]:
     """`_record` of a plain eager call: the kernels themselves.
 
     Args:
-        args: the tensors of simple_gla_fwd, and the others in one tuple.
+        args: the tensors of simple_gla_fwd, a decay per head as [HV], and in one tuple the prepared forward
+            and the other arguments.
     """
-    *tensors, (scale, output_final_state, schedule) = args
-    # not under hooks: checkpointing wants the call and its recomputation to save alike, and the op, which
-    # one of them may take, saves no states
-    keep_states = not are_saved_tensors_hooked()
-    o, last, kept = _kernels().simple_gla_fwd(*tensors, scale, output_final_state, schedule, keep_states)
-    workspace, *left = (None,) if kept is None else kept
+    *tensors, (forward, options) = args
+    if are_saved_tensors_hooked():
+        # checkpointing wants the call and its recomputation to save alike, and the op, which one of them may
+        # take, saves no states
+        tensors[3] = _of_tokens(tensors[3], tensors[2])
+        o, last, kept = _kernels().simple_gla_fwd(*tensors, *options)
+    else:
+        o, last, kept = forward(*tensors)
+    scale, _, schedule = options
     saved, needs_dg = _saved(tensors, last)
-    return Recorded((o, last), (), (*saved, workspace), ((scale, needs_dg, schedule), left))
+    return Recorded((o, last), (), saved, (scale, needs_dg, schedule)), kept
 
 
-def _differentiate_directly(
-    saved: Sequence[Any], options: tuple[Any, list[Any]], grads: tuple[MaybeTensor, ...]
-) -> Sequence[MaybeTensor]:
-    """The kernels again where the backward is plain, too."""
-    (*saved, workspace), (options, left) = saved, options
-    tensors = _backward_tensors(saved, *grads)
-    if not autograd.is_plain_backward((*tensors, workspace), grads):
-        found: Grads = _bwd(*tensors, *options)
-        return found
-    kept = None if workspace is None else KeptStates(workspace, *left)
-    gradients: Sequence[MaybeTensor] = _kernels().simple_gla_bwd(*tensors, *options, kept)
-    return gradients
+def _differentiate_by_op(*args: Any) -> Sequence[MaybeTensor]:
+    """simple_gla_bwd of what a plain forward has saved."""
+    q, k, v, g, *others = args
+    found: Grads = _bwd(q, k, v, _of_tokens(g, v), *others)
+    return found
 
 
 def _record_packed(*args: Any) -> Recorded:
@@ -307,7 +319,7 @@ def _record_packed(*args: Any) -> Recorded:
 def _differentiate_packed(
     saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
 ) -> Sequence[MaybeTensor]:
-    *inputs, _, do, dht = _backward_tensors(saved, *grads)
+    *inputs, _, do, dht = _backward_tensors(saved, grads)
     found: Grads = _packed_bwd(*inputs, do, dht, *options)
     return found
 
@@ -327,8 +339,9 @@ def _saved(tensors: Sequence[Any], last: MaybeTensor) -> tuple[tuple[MaybeTensor
     return (q, k, v, g, initial_state, cu_seqlens, last if needs_dg else None), needs_dg
 
 
-def _backward_tensors(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:
+def _backward_tensors(saved: Sequence[Any], grads: tuple[MaybeTensor, ...]) -> tuple[Any, ...]:
     """The tensors that simple_gla_bwd takes."""
+    do, dht = grads
     return *saved, torch.zeros_like(saved[2]) if do is None else do, dht
 
 
@@ -336,7 +349,13 @@ _REFUSAL = (
     "double backward of simple GLA is not implemented; backend='reference' is plain autograd and has it"
 )
 _SimpleGLA = autograd.function("SimpleGLA", _record, _differentiate)
-_DirectSimpleGLA = autograd.function("DirectSimpleGLA", _record_directly, _differentiate_directly)
+_DirectSimpleGLA = autograd.direct_function(
+    "DirectSimpleGLA",
+    _record_directly,
+    _backward_tensors,
+    lambda *args: _kernels().simple_gla_bwd(*args),
+    _differentiate_by_op,
+)
 _PackedSimpleGLA = autograd.function("PackedSimpleGLA", _record_packed, _differentiate_packed)
 _SimpleGLABackward = autograd.refusing("SimpleGLABackward", _bwd, _REFUSAL)
 _PackedBackward = autograd.refusing("PackedSimpleGLABackward", _packed_bwd, _REFUSAL)

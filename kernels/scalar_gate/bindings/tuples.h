@@ -1,50 +1,22 @@
-// The arguments that Python passes to the modules, as tuples of integers.
+// The arguments that Python passes to the modules with one decay per token and head, as tuples of integers.
 #pragma once
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <array>
-#include <cstdint>
-
 #include "scalar_gate/bindings/params.h"
+#include "sequence/tuples.h"
 
 namespace tfla_tk {
 
-using OperandTuple = std::array<std::int64_t, 4>;  // pointer, batch, head and row stride in elements
-using GateTuple = std::array<std::int64_t, 5>;     // the same, and the DType
-
 using Pair = std::array<std::int64_t, 2>;             // two pointers; 0 where there is none
-using OffsetsTuple = std::array<std::int64_t, 3>;     // pointer or 0, whether they are 64-bit, sequences
-using CutTuple = std::array<std::int64_t, 5>;         // the same, and segments, chunks per segment
 using BoundariesTuple = std::array<std::int64_t, 3>;  // pointers to c, n, log2_decay; 0 where there is none
 
 // Exports the constants that Python and the kernels share.
 inline void export_layout(pybind11::module_& m) {
-    m.attr("CHUNK") = kChunk;
+    export_chunk_and_dtypes(m);
     m.attr("ANCHOR_CHUNKS") = kAnchorChunks;
-    pybind11::dict dtypes;
-    dtypes["float32"] = static_cast<int>(DType::float32);
-    dtypes["bfloat16"] = static_cast<int>(DType::bfloat16);
-    dtypes["float16"] = static_cast<int>(DType::float16);
-    m.attr("DTYPES") = dtypes;
-}
-
-inline float* pointer(std::int64_t address) { return reinterpret_cast<float*>(address); }
-
-inline Operand operand(const OperandTuple& x) { return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3]}; }
-
-inline Gate gate(const GateTuple& x) {
-    return {reinterpret_cast<const void*>(x[0]), x[1], x[2], x[3], static_cast<DType>(x[4])};
 }
 
 inline Boundaries boundaries(const BoundariesTuple& x) {
     return {pointer(x[0]), pointer(x[1]), reinterpret_cast<double*>(x[2])};
-}
-
-inline Cut cut(const CutTuple& x) {
-    return {reinterpret_cast<const void*>(x[0]), x[1] != 0, static_cast<int>(x[2]), static_cast<int>(x[3]),
-            static_cast<int>(x[4])};
 }
 
 }  // namespace tfla_tk

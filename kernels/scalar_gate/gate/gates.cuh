@@ -11,7 +11,7 @@
 #include "common/sync.cuh"
 #include "common/warp.cuh"
 #include "kittens.cuh"
-#include "scalar_gate/gate/loads.cuh"
+#include "sequence/gate_loads.cuh"
 #include "scalar_gate/gate/policy.cuh"
 #include "sequence/cut.h"
 

@@ -78,6 +78,10 @@ def assert_same(actual: Inputs, expected: Inputs, tol: float = 1e-9) -> None:
         assert error <= tol, (name, error)
 
 
+def layout(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
 class Kernels(ModuleType):
     """The launches with the op's CPU code: None in place of empty tensors, and a log of the calls."""
 
@@ -94,8 +98,22 @@ class Kernels(ModuleType):
         kept = LEFT._replace(workspace=LEFT.workspace.clone()) if keeps else None
         return o, last if args[7] else None, kept
 
+    def prepare_simple_gla_fwd(self, *args: Any) -> Callable[..., Any]:
+        """Calls `simple_gla_fwd`; a decay per head comes as [HV]."""
+        (*expected, options), keeps = (*map(layout, args[:6]), args[6:9]), args[9]
+
+        def run(*tensors: Any) -> Any:
+            assert [*map(layout, tensors)] == expected
+            q, k, v, g, *others = tensors
+            g = g if g is None or g.dim() == 3 else g.expand(v.shape[:3])
+            return self.simple_gla_fwd(q, k, v, g, *others, *options, *([True] if keeps else []))
+
+        return run
+
     def simple_gla_bwd(self, *args: Any) -> tuple[Tensor | None, ...]:
         *args, kept = args
+        if args[3] is not None and args[3].dim() == 1:
+            args[3] = args[3].expand(args[2].shape[:3])
         assert kept is None or (torch.equal(kept.workspace, LEFT.workspace) and kept.cut == LEFT.cut)
         self.calls.append("backward" if kept is None else "backward, kept")
         return tuple(None if x.numel() == 0 else x for x in simple_gla_ops._bwd_cpu(*args))

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.build import Instance
 from tfla_tk.build.instances import mlstm_bwd
-from tfla_tk.core.layout import ANCHOR_CHUNKS
+from tfla_tk.core.layout import ADDRESS_BITS, ANCHOR_CHUNKS
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.reference.common import segment_sum
 
@@ -45,36 +46,51 @@ SLOW_TOKENS = 16  # of a slow chunk, whose squares are summed
 ARGUMENTS = {
     "mlstm_bwd_scan": (
         *("i", "f", "rows", "chunk_m", "gates", "tickets", "offsets", "sizes", "eps", "scale"),
-        *("sigmoid_gate", "device", "stream"),
+        *("sigmoid_gate", "device"),
     ),
-    "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device", "stream"),
-    "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "eps", "device", "stream"),
-    "mlstm_bwd_combine": (
-        *("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device", "stream"),
-    ),
+    "mlstm_bwd_rows": ("dh", "h", "rows", "factors", "sizes", "eps", "half", "device"),
+    "mlstm_bwd_factors": ("dots", "rows", "factors", "count", "eps", "device"),
+    "mlstm_bwd_combine": (*("boundaries", "norm_parts", "entering", "cut", "sizes", "backward", "device"),),
     "mlstm_bwd_gates": (
         *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
-        *("offsets", "sizes", "sigmoid_gate", "device", "stream"),
+        *("offsets", "sizes", "sigmoid_gate", "device"),
     ),
     "mlstm_pass": (
         *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device", "stream"),
+        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device", "strict"),
     ),
     "mlstm_pass_segments": (
         *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "group", "scale"),
-        *("half", "sigmoid_gate", "device", "stream"),
+        *("half", "sigmoid_gate", "device"),
     ),
 }
 
 
-class BackwardModules:
-    """Gives every instance a module whose functions call the methods of the same name.
+def placed(x: Any, starts: list[int]) -> Any:
+    """An argument of a prepared launch with addresses in place of the prepared ones, also in tuples."""
+    if isinstance(x, tuple):
+        return tuple(placed(each, starts) for each in x)
+    if not isinstance(x, int) or x < 1 << ADDRESS_BITS:
+        return x
+    return starts[(x >> ADDRESS_BITS) - 1] + x % (1 << ADDRESS_BITS)
 
-    A method gets the arguments of its function by name, with the `instance` of the module.
+
+class BackwardModules:
+    """Gives every instance a module whose functions prepare calls of the methods of the same name.
+
+    A method gets the arguments of its function by name, with the `instance` of the module and the `stream`.
+
+    Attributes:
+        prepared: how many launches are.
     """
 
     def __init__(self) -> None:
         self._modules: dict[Instance, ModuleType] = {}
+        self._launches: list[Callable[[list[int], int], None]] = []
+
+    @property
+    def prepared(self) -> int:
+        return len(self._launches)
 
     def load(self, instance: Instance) -> ModuleType:
         """For `build.load`."""
@@ -90,14 +106,30 @@ class BackwardModules:
                 setattr(module, name, self._function(instance, getattr(self, name), names))
         for name, size in self.module_sizes(instance).items():
             setattr(module, name, size)
+        module.Launches = self._in_order
         return module
 
-    @staticmethod
-    def _function(instance: Instance, method: Callable[..., None], names: tuple[str, ...]) -> Any:
-        def launch(*arguments: Any) -> None:
-            method(SimpleNamespace(instance=instance, **dict(zip(names, arguments, strict=True))))
+    def _function(self, instance: Instance, method: Callable[..., None], names: tuple[str, ...]) -> Any:
+        def prepare(*arguments: Any) -> SimpleNamespace:
+            given = dict(zip(names, arguments, strict=True))
 
-        return launch
+            def run(starts: list[int], stream: int) -> None:
+                here = {name: placed(x, starts) for name, x in given.items()}
+                method(SimpleNamespace(instance=instance, stream=stream, **here))
+
+            self._launches.append(run)
+            return SimpleNamespace(handle=len(self._launches) - 1)
+
+        return prepare
+
+    def _in_order(self, handles: list[int]) -> SimpleNamespace:
+        """Several prepared launches, as the class of that name."""
+
+        def run(starts: list[int], stream: int) -> None:
+            for handle in handles:
+                self._launches[handle](starts, stream)
+
+        return SimpleNamespace(run=run)
 
     def module_sizes(self, instance: Instance) -> dict[str, Callable[..., int]]:
         """The functions that say how much memory a kernel wants, by name."""
@@ -173,6 +205,7 @@ class BackwardFormulas(BackwardModules):
     def __call__(self, *arguments: Any) -> ops.Grads:
         """The op; what no kernel writes is not a number."""
         self.scanned.clear()
+        tk_backward._backwards.clear()  # for another cut, perhaps
         torch.use_deterministic_algorithms(True)
         try:
             return ops._bwd_cuda(*arguments)

@@ -21,6 +21,7 @@ from tfla_tk.bench import intra
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.build.locking import file_lock
 from tfla_tk.core.layout import DTYPES, GRADIENTS
+from tfla_tk.core.memo import Memo
 
 from .backward_emulation import BackwardFormulas
 from .backward_launches import Launches
@@ -175,6 +176,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Of tk_backward.mlstm_bwd, whose kernels are not run."""
     recorder = Launches()
     launch_instead(monkeypatch, tk_backward, recorder)
+    monkeypatch.setattr(tk_backward, "_backwards", Memo())
     return recorder
 
 
@@ -185,6 +187,7 @@ def backward_formulas(
     """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
     found = BackwardFormulas(row_factors, gate_gradients)
     launch_instead(monkeypatch, tk_backward, found, stream=0)
+    monkeypatch.setattr(tk_backward, "_backwards", Memo())
     monkeypatch.setattr(segments, "cut", found.cut)
     monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
     # what the kernels hold in fp32, and gates in fp64

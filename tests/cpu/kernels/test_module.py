@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,14 @@ import torch
 from tfla_tk import build, env
 from tfla_tk.build import builder
 from tfla_tk.build.instances import Instance, mlstm_bwd, mlstm_fwd, mlstm_pass
+from tfla_tk.core.layout import ADDRESS_BITS
+
+AT = 1 << ADDRESS_BITS  # where the only tensor begins
+
+
+def run(module: ModuleType, launch: Any) -> None:
+    """A prepared launch, with a tensor that begins at 16."""
+    module.Launches([launch.handle]).run([16], 0)
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +89,19 @@ def test_the_module_around_the_backward_passes(
         assert module.mlstm_bwd_gates_workspace_bytes(heads, sequences) == 8 * 16 * heads * sequences
     if torch.cuda.is_available():
         return  # the launch would be real
-    operand = (16, 4096, 4096, 64)
-    with pytest.raises(RuntimeError, match="mlstm_bwd_rows: CUDA driver version is insufficient"):
-        module.mlstm_bwd_rows(operand, operand, (16, 0), (16, 16, 64), (1, 1, 64, 64, 256), 1e-6, False, 0, 0)
-    with pytest.raises(RuntimeError, match="mlstm_bwd_factors: CUDA driver version is insufficient"):
-        module.mlstm_bwd_factors((16, 64, 1, 1), (16, 0), (0, 16, 64), 64, 1e-6, 0, 0)
-    gate = (16, 64, 64, 1, 0)
-    with pytest.raises(RuntimeError, match="mlstm_bwd_scan: CUDA driver version is insufficient"):
-        module.mlstm_bwd_scan(
-            gate, gate, (16, 16), 16, 16, 0, (0, 0, 1), (1, 1, 64), 1e-6, 0.125, False, 0, 0
-        )
-    cut = (0, False, 1, 2, 1)
-    with pytest.raises(RuntimeError, match="mlstm_bwd_combine: CUDA driver version is insufficient"):
-        module.mlstm_bwd_combine((16, 16, 16), 1, (0, 0), cut, (1, 128, 64, 64), False, 0, 0)
+    operand, gate, cut = (AT, 4096, 4096, 64), (AT, 64, 64, 1, 0), (0, False, 1, 2, 1)
+    for name, arguments in {
+        "rows": (operand, operand, (AT, 0), (AT, AT, 64), (1, 1, 64, 64, 256), 1e-6, False, 0),
+        "factors": ((AT, 64, 1, 1), (AT, 0), (0, AT, 64), 64, 1e-6, 0),
+        "scan": (gate, gate, (AT, AT), AT, AT, 0, (0, 0, 1), (1, 1, 64), 1e-6, 0.125, False, 0),
+        "combine": ((AT, AT, AT), 1, (0, 0), cut, (1, 128, 64, 64), False, 0),
+    }.items():
+        launch = getattr(module, f"mlstm_bwd_{name}")(*arguments)
+        with pytest.raises(RuntimeError, match=f"mlstm_bwd_{name}: CUDA driver version is insufficient"):
+            run(module, launch)
+    with pytest.raises(IndexError):  # of a tensor that there is not
+        module.Launches([launch.handle]).run([], 0)
+    module.Launches([]).run([], 0)
 
 
 def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -114,18 +123,19 @@ def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.Te
     assert module.anchor_bytes(8, 16, 10_000, 64, 256) > 2**31
     if torch.cuda.is_available():
         return  # the launch would be real
-    operand, none = (16, 4096, 4096, 64), (0, 0)
-    gates_and_rows = (*([(16, 64, 64, 1, 0)] * 2), (16, 16, 64, 16))
+    operand, none = (AT, 4096, 4096, 64), (0, 0)
+    gates_and_rows = (*([(AT, 64, 64, 1, 0)] * 2), (AT, AT, 64, AT))
     cut, sizes = (0, False, 1, 1, 1), (1, 1, 64, 64, 64)
-    of_passes = (*([operand] * 5), (16, 16, 64), none, none, (0, 0, 0), none, none, 0, cut)
+    of_passes = (*([operand] * 5), (AT, AT, 64), none, none, (0, 0, 0), none, none, 0, cut)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="CUDA driver version is insufficient"):
-            module.mlstm_pass(gradient, *of_passes, sizes, 1, False, 0, 0)
+            run(module, module.mlstm_pass(gradient, *of_passes, sizes, 1, False, 0, False))
         fault = "CUDA driver version is insufficient" if gradient < 2 else "has none for this gradient"
         with pytest.raises(RuntimeError, match=fault):
-            module.mlstm_pass_segments(
-                *(gradient, operand, operand, *gates_and_rows, (16, 16, 16), cut, sizes, 1),
-                *(0.125, False, False, 0, 0),
+            segments = module.mlstm_pass_segments(
+                *(gradient, operand, operand, *gates_and_rows, (AT, AT, AT), cut, sizes, 1),
+                *(0.125, False, False, 0),
             )
+            run(module, segments)
     with pytest.raises(RuntimeError, match="dv takes one share of the keys"):
-        module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), 1, False, 0, 0)
+        run(module, module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), 1, False, 0, False))

@@ -21,36 +21,63 @@ begins a segment, or, for dq, the forward has left it.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import Operands
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
-from tfla_tk.backends.tk.operands import gate as _gate
-from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
-from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.scalar_gate.launches import (
-    Call,
-    Grads,
-    Pair,
-    RowCall,
-    launch_dq_and_dk,
-    launch_dv,
-    launch_factors,
-    launch_gates,
-    launch_rows,
-    launch_scan,
-    launch_segments_of_dk,
-    launch_segments_of_dq,
+from tfla_tk.backends.tk.operands import (
+    ADDRESS_ALIGNMENT,
+    Gate,
+    Operand,
+    as_operand,
+    as_state,
+    descriptor_strides,
 )
+from tfla_tk.backends.tk.operands import current_stream as _current_stream
+from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.scalar_gate import launches
+from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
 from tfla_tk.backends.tk.scalar_gate.passes import Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.calls.mlstm import MaybeGrads
-from tfla_tk.core.layout import Cut, KeptStates, MaybeTensor, chunk_slots, grads_like
+from tfla_tk.core.layout import DTYPES, KeptStates, MaybeTensor, chunk_slots
+from tfla_tk.core.memo import Memo
+
+# q, k, v, i, f, c_initial, n_initial, cu_seqlens,
+# h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last
+Tensors: TypeAlias = tuple[Any, ...]
+
+# of the first seven: dq, dk, dv, di, df, dc_initial, dn_initial
+Gradients: TypeAlias = tuple[Any, ...]
 
 _NO_GATE = (0, 0, 0, 0, 0)
+_NO_OPERAND = (0, 0, 0, 0)
+
+
+class Options(NamedTuple):
+    """What calls of a kind have in common beside how their tensors lie.
+
+    Attributes:
+        scale: of q k^T.
+        needs_df: without it di and df come back as None.
+        decay, heads_last: as in `forward.Options`.
+        strict: a token's own key and value are left out of its sums; with a decay alone.
+        needs_dv: without it dv and dc_initial come back as None; with a decay alone. needs_df goes without
+            it only where no initial state is given.
+    """
+
+    sigmoid_gate: bool
+    normalize: bool
+    eps: float
+    scale: float
+    needs_df: bool = True
+    decay: bool = False
+    heads_last: bool = False
+    strict: bool = False
+    needs_dv: bool = True
 
 
 def mlstm_bwd(
@@ -91,198 +118,301 @@ def mlstm_bwd(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    return scalar_gate_bwd(
-        *(q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens, h, row_n, row_m, chunk_m),
-        *(c_last, n_last, dh, dc_last, dn_last),
-        sigmoid_gate=sigmoid_gate,
-        normalize=normalize,
-        eps=eps,
-        scale=q.shape[-1] ** -0.5,
-        states=states,
-    )
-
-
-def scalar_gate_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: MaybeTensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    m_initial: MaybeTensor,
-    cu_seqlens: MaybeTensor,
-    h: Tensor,
-    row_n: MaybeTensor,
-    row_m: MaybeTensor,
-    chunk_m: MaybeTensor,
-    c_last: MaybeTensor,
-    n_last: MaybeTensor,
-    dh: Tensor,
-    dc_last: MaybeTensor,
-    dn_last: MaybeTensor,
-    *,
-    sigmoid_gate: bool,
-    normalize: bool,
-    eps: float,
-    scale: float,
-    states: KeptStates | None,
-    decay: bool = False,
-    needs_df: bool = True,
-) -> tuple[Any, ...]:
-    """The backward of mLSTM and of a scalar decay; arguments and results as of `mlstm_bwd`.
-
-    Args:
-        q, k: may have fewer heads than v, each shared by as many neighbouring heads of v. dq and dk come
-            back for every head of v then, [B, NH, S, K].
-        i: None with a decay.
-        f: with a decay its natural log.
-        h: with a normaliser alone it is read.
-        scale: of q k^T.
-        decay: as in `forward.Options`.
-        needs_df: without it di and df come back as None.
-    """
     if not normalize:
         n_last = dn_last = row_n = None
-    if v.numel() == 0:
-        grads = _grads_like(q, k, v, i, f, c_initial, n_initial, needs_df)
-        _of_no_token(grads, dc_last, dn_last)
-        return grads
-    batch, heads, seq, dim_v = v.shape
-    dim_qk, group = q.shape[-1], heads // q.shape[1]
-    row_n_at = _given(row_n)
-    if normalize and not row_n_at:
+    elif (row_n is None or row_n.numel() == 0) and v.numel() > 0:
         raise ValueError("mlstm_bwd with a normaliser needs row_n of its forward")
-    sizes = (batch, heads, seq, dim_qk, dim_v)
-    operands = Operands()
-    offsets = operands.offsets(cu_seqlens, batch)
-    device = q.get_device()
-    cut, given = _cut(sizes, offsets, device, states)
-    kernels = tuple(map(build.load, instances_of(*sizes[3:], decay=decay)))
-    slots = chunk_slots(seq, cu_seqlens)
-    plan = make_plan(
-        kernels, sizes, offsets[-1], slots, cut, normalize=normalize, states_given=given is not None
+    tensors = (
+        *(q, k, v, i, f, c_initial, n_initial, cu_seqlens),
+        *(h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last),
     )
-    allocation = torch.empty(plan.bytes, dtype=torch.uint8, device=q.device)
-    memory = plan.memory_at(allocation.data_ptr())
-    if given:
-        memory = memory._replace(state_c=given[0], state_n=given[1] if normalize else 0)
-    of_rows = (
-        plan,
-        memory,
-        sizes,
-        operands.read(h),
-        operands.read(dh),
-        row_n_at,
-        _given(row_m),
-        eps,
-        q.dtype == torch.float16,
-        device,
-        _current_stream(device),
-    )
-    # dh_t.h_t comes from the pass for dv, but where segments need e before the passes
-    dots_of_dv = normalize and not plan.is_cut
-    if normalize and plan.is_cut:
-        launch_rows(RowCall(*of_rows))
-    # only now the rest, and last of all the gradients, so that a GPU that waits for the host has work early
-    call = Call(
-        *of_rows,
-        q=operands.read(q),
-        k=operands.read(k),
-        v=operands.read(v),
-        i=_NO_GATE if i is None else _gate(i),
-        f=_gate(f),
-        chunk_m=_given(chunk_m),
-        cut=(*offsets, *plan.cut),
-        c_initial=operands.state(c_initial),
-        n_initial=operands.state(n_initial) if normalize else 0,
-        c_last=operands.state(c_last),
-        n_last=operands.state(n_last),
-        dc_last=operands.state(dc_last),
-        dn_last=operands.state(dn_last),
-        scale=scale,
-        sigmoid_gate=sigmoid_gate,
-        group=group,
-    )
-    launch_scan(call)
-    if plan.is_cut:
-        if not given:
-            launch_segments_of_dq(call)
-        launch_segments_of_dk(call)
-    grads = _grads_like(q, k, v, i, f, c_initial, n_initial, needs_df)
-    dq, dk, dv, di, df, dc_initial, dn_initial = grads
-    dn_initial = operands.state_result(dn_initial)
-    written = Grads(
-        operands.write(dq),
-        operands.write(dk),
-        operands.write(dv),
-        _NO_GATE if di is None else _gate(di),
-        _NO_GATE if df is None else _gate(df),
-        _pointer(operands.state_result(dc_initial)),
-        _pointer(dn_initial),
-    )
-    launch_dv(call, written, dots=dots_of_dv)
-    if dots_of_dv:
-        launch_factors(call)
-    if dn_initial is None or plan.parts == 1:
-        launch_dq_and_dk(call, written, written.dn_initial)
-    else:
-        dn_of_parts = dn_initial.new_empty((plan.parts, *dn_initial.shape))
-        launch_dq_and_dk(call, written, dn_of_parts.data_ptr())
-        torch.sum(dn_of_parts, dim=0, out=dn_initial)
-    if needs_df:
-        launch_gates(call, written)
-    operands.copy_back()
+    return run(tensors, Options(sigmoid_gate, normalize, eps, q.shape[-1] ** -0.5), states)
+
+
+def run(
+    tensors: Tensors, options: Options, states: KeptStates | None = None, like: Tensors | None = None
+) -> Gradients:
+    """The gradients of mLSTM or of a scalar decay, on the current stream.
+
+    Args:
+        tensors: None for what there is not. With a decay there is no i, and f is its natural log; q and k may
+            have fewer heads than v, each shared by as many neighbouring heads of v: dq and dk come back for
+            every head of v then. h is read with a normaliser alone.
+        states: what the forward has kept.
+        like: what some of the tensors are copies of; gradients lie like these.
+
+    Raises:
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    if tensors[2].numel() == 0:
+        return _run_without_tokens(tensors, options)
+    key = _layout(tensors, options, states, like)
+    backward = _backwards.get(key)
+    if backward is None:
+        backward = _prepare(tensors, options, states, like)
+        _backwards.keep(key, backward)
+    return backward(tensors, states, like)
+
+
+def _prepare(
+    tensors: Tensors, options: Options, states: KeptStates | None, like: Tensors | None
+) -> Callable[[Tensors, KeptStates | None, Tensors | None], Gradients]:
+    """`run` for all tensors that lie like these."""
+    if all(x is given for x, given in zip(_readable(tensors), tensors, strict=True)):
+        return Backward(tensors, options, states, like)
+    return functools.partial(_run_copies, options)
+
+
+def _run_copies(
+    options: Options, tensors: Tensors, states: KeptStates | None, like: Tensors | None
+) -> Gradients:
+    return run(_readable(tensors), options, states, tensors if like is None else like)
+
+
+def _run_without_tokens(tensors: Tensors, options: Options) -> Gradients:
+    """The state passes through, and so does its gradient."""
+    grads = _allocate(tensors, options)
+    for grad, last in zip(grads[5:], tensors[-2:], strict=True):
+        if grad is not None:
+            grad.zero_() if last is None else grad.copy_(last)
     return grads
 
 
-def _grads_like(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: MaybeTensor,
-    f: Tensor,
-    c_initial: MaybeTensor,
-    n_initial: MaybeTensor,
-    needs_df: bool,
-) -> tuple[Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor]:
-    """Uninitialised gradients, each like its input; those of q and k for every head of v."""
-    heads = v.shape[1]
-
-    def for_every_head(x: Tensor) -> Tensor:
-        if x.shape[1] == heads:
-            return torch.empty_like(x)
-        batch, _, seq, dim = x.shape
-        return x.new_empty((batch, seq, heads, dim)).transpose(1, 2)
-
-    of_gates = grads_like(i, f) if needs_df else (None, None)
-    of_states = grads_like(c_initial, n_initial)
-    return (for_every_head(q), for_every_head(k), torch.empty_like(v), *of_gates, *of_states)
-
-
-def _of_no_token(grads: tuple[MaybeTensor, ...], dc_last: MaybeTensor, dn_last: MaybeTensor) -> None:
-    """Without tokens the state passes through, and so does its gradient."""
-    for grad, last in zip(grads[5:], (dc_last, dn_last), strict=True):
-        if grad is not None:
-            grad.zero_() if last is None else grad.copy_(last)
+def _layout(tensors: Tensors, options: Options, states: KeptStates | None, like: Tensors | None) -> Any:
+    """All that the launches of a call depend on but for addresses."""
+    q, k, v, i, f, c, n, cu_seqlens, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = tensors
+    key = (
+        options,
+        q.get_device(),
+        q.dtype,
+        q.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        h.stride(),
+        dh.stride(),
+        f.stride(),
+        f.dtype,
+        None if i is None else (i.stride(), i.dtype),
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype),
+        None if c is None else c.stride(),
+        None if n is None else n.stride(),
+        None if c_last is None else c_last.stride(),
+        None if n_last is None else n_last.stride(),
+        None if dc_last is None else dc_last.stride(),
+        None if dn_last is None else dn_last.stride(),
+        None if states is None else states[1:],
+    )
+    return key if like is None else (*key, *(None if x is None else x.stride() for x in like[:7]))
 
 
-def _cut(
-    sizes: Sizes, offsets: tuple[int, bool, int], device: int, states: KeptStates | None
-) -> tuple[Cut, Pair | None]:
-    """The cut, and the addresses of the forward's states at its boundaries if it was cut in the same way.
+def _readable(tensors: Tensors) -> Tensors:
+    """The tensors as they lie where the kernels can take them so, else copies."""
+    q, k, v, i, f, c, n, cu_seqlens, h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last = tensors
+    return (
+        *(as_operand(q), as_operand(k), as_operand(v), i, f, as_state(c), as_state(n)),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        *(as_operand(h), row_n, row_m, chunk_m, as_state(c_last), as_state(n_last)),
+        *(as_operand(dh), as_state(dc_last), as_state(dn_last)),
+    )
+
+
+class Backward:
+    """The backward of calls whose tensors lie alike, as `_readable` leaves them but for odd addresses.
 
     Args:
-        offsets: of packed sequences, as the kernels take them.
+        states: of such a call; the forwards of all of them are cut in the same way.
+        like: as in `run`.
     """
-    pointer, _, sequences = offsets
-    cut = cut_sequences(sizes, sequences, _multiprocessors(device), packed=pointer != 0)
-    if states is None or states.cut != cut:
-        return cut, None
-    address, (c, n) = states.workspace.data_ptr(), states.offsets
-    return cut, (address + c, address + n)
+
+    def __init__(
+        self, tensors: Tensors, options: Options, states: KeptStates | None, like: Tensors | None
+    ) -> None:
+        q: Tensor = tensors[0]
+        self._options = options
+        self._device = q.get_device()
+        grads = _allocate(
+            [
+                None if x is None else torch.empty_like(x, device="meta")
+                for x in (tensors if like is None else like)[:7]
+            ],
+            options,
+        )
+        self._unwritable = [n for n, x in enumerate(grads) if x is not None and not _is_writable(x, n)]
+        call, written, states_given = _describe(tensors, options, states, self._as_written(grads))
+        self._memory_size = call.plan.bytes // q.itemsize
+        self._parts = call.plan.parts if written.dn_of_parts else 0
+        before = launches.before_gradients(call, states_given=states_given)
+        passes = launches.of_gradients(call, written, needs_dv=options.needs_dv)
+        gates = [launches.of_gates(call, written)] if options.needs_df else []
+        # the gates read dn_initial
+        groups = (before, passes, gates) if self._parts else (before, passes + gates, [])
+        self._before, self._passes, self._gates = (
+            launches.Launches.of(call.plan.around, group) for group in groups
+        )
+
+    def __call__(self, tensors: Tensors, states: KeptStates | None, like: Tensors | None) -> Gradients:
+        """`run` of these tensors."""
+        starts = [0 if x is None else x.data_ptr() for x in tensors]
+        q, k, v, _, _, c, n, _, h, _, _, _, c_last, n_last, dh, dc_last, dn_last = starts
+        if (q | k | v | c | n | h | c_last | n_last | dh | dc_last | dn_last) % ADDRESS_ALIGNMENT:
+            return _run_copies(self._options, tensors, states, like)
+        # of q's dtype because that need not be said, which is half of the time
+        memory = tensors[0].new_empty(self._memory_size)
+        starts.append(memory.data_ptr())
+        starts.append(0 if states is None else states.workspace.data_ptr())
+        stream = _current_stream(self._device)
+        # the gradients only then, so that a GPU that waits for the host has work early
+        self._before.run(starts, stream)
+        grads = _allocate(tensors if like is None else like, self._options)
+        written = self._as_written(grads) if self._unwritable else grads
+        starts += [0 if x is None else x.data_ptr() for x in written]
+        if self._parts:
+            self._run_parts(starts, stream, written[6])
+        else:
+            self._passes.run(starts, stream)
+        for place in self._unwritable:
+            grads[place].copy_(written[place])
+        return grads
+
+    def _run_parts(self, starts: list[int], stream: int, dn_initial: Tensor) -> None:
+        """The passes, which have a dn_initial for each part of V, their sum, and the gates."""
+        of_parts = dn_initial.new_empty((self._parts, *dn_initial.shape))
+        starts.append(of_parts.data_ptr())
+        self._passes.run(starts, stream)
+        torch.sum(of_parts, dim=0, out=dn_initial)
+        self._gates.run(starts, stream)
+
+    def _as_written(self, grads: Gradients) -> Gradients:
+        """The gradients as they lie where the kernels can write them so, else contiguous ones."""
+        return tuple(x.new_empty(x.shape) if n in self._unwritable else x for n, x in enumerate(grads))
 
 
-def _given(x: MaybeTensor) -> int:
-    """Address of the data; 0 for None and for an empty tensor, which stands for it."""
-    return x.data_ptr() if x is not None and x.numel() > 0 else 0
+def _allocate(like: Sequence[Any], options: Options) -> Gradients:
+    """Uninitialised gradients, each like its input; those of q and k for every head of v."""
+    q, k, v, i, f, c_initial, n_initial = like[:7]
+    dq = dk = di = df = dc = dn = None
+    if q.shape[:3] == v.shape[:3]:
+        dq, dk = torch.empty_like(q), torch.empty_like(k)
+    else:
+        shape = (*v.shape[:3], q.shape[3])
+        dq, dk = q.new_empty(shape), k.new_empty(shape)
+    if options.needs_df:
+        di, df = None if i is None else torch.empty_like(i), torch.empty_like(f)
+    if c_initial is not None and options.needs_dv:
+        dc = torch.empty_like(c_initial)
+    if n_initial is not None:
+        dn = torch.empty_like(n_initial)
+    return dq, dk, torch.empty_like(v) if options.needs_dv else None, di, df, dc, dn
+
+
+def _is_writable(grad: Tensor, place: int) -> bool:
+    """Whether the kernels can write the gradient of this place among `Gradients` as it lies."""
+    if place < 3:
+        return descriptor_strides(grad.shape, grad.stride()) is not None
+    return place < 5 or grad.is_contiguous()
+
+
+def _describe(
+    tensors: Tensors, options: Options, states: KeptStates | None, grads: Gradients
+) -> tuple[Call, Grads, bool]:
+    """What the kernels of a call read, what they write, and whether states are those that the forward kept.
+
+    Addresses are numbered in the order in which `Backward` says where the tensors begin.
+
+    Args:
+        grads: as the kernels write them.
+    """
+    q, k, v, i, f, _, _, cu_seqlens, h, _, _, _, _, _, dh, _, _ = tensors
+    addresses, normalize, last = launches.Addresses(), options.normalize, options.heads_last
+    at = [addresses.next(given=x is not None) for x in tensors]
+    memory_at, kept_at = addresses.next(), addresses.next()
+    to = [addresses.next(given=x is not None) for x in grads]
+    sizes, group = _sizes(q, k, v, heads_last=last)
+    sequences = sizes[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    cut = cut_sequences(sizes, sequences, _multiprocessors(q.get_device()), packed=cu_seqlens is not None)
+    states_given = states is not None and states.cut == cut
+    plan = make_plan(
+        tuple(map(build.load, instances_of(*sizes[3:], decay=options.decay))),
+        sizes,
+        sequences,
+        chunk_slots(sizes[2], cu_seqlens),
+        cut,
+        normalize=normalize,
+        states_given=states_given,
+    )
+    memory = plan.memory_at(memory_at)
+    if states is not None and states_given:
+        of_c, of_n = states.offsets
+        memory = memory._replace(state_c=kept_at + of_c, state_n=kept_at + of_n if normalize else 0)
+    call = Call(
+        plan=plan,
+        memory=memory,
+        sizes=sizes,
+        q=_operand(at[0], q, heads_last=last),
+        k=_operand(at[1], k, heads_last=last),
+        v=_operand(at[2], v, heads_last=last),
+        i=_gate(at[3], i, v, heads_last=last),
+        f=_gate(at[4], f, v, heads_last=last),
+        c_initial=at[5],
+        n_initial=at[6] if normalize else 0,
+        cut=(at[7], cu_seqlens is not None and cu_seqlens.dtype == torch.int64, sequences, *cut),
+        h=_operand(at[8], h, heads_last=last),
+        row_n=at[9],
+        row_m=at[10],
+        chunk_m=at[11],
+        c_last=at[12],
+        n_last=at[13],
+        dh=_operand(at[14], dh, heads_last=last),
+        dc_last=at[15],
+        dn_last=at[16],
+        eps=options.eps,
+        scale=options.scale,
+        sigmoid_gate=options.sigmoid_gate,
+        group=group,
+        half=q.dtype == torch.float16,
+        device=q.get_device(),
+        strict=options.strict,
+    )
+    dq, dk, dv, di, df, _, dn_initial = grads
+    written = Grads(
+        _operand(to[0], dq, heads_last=last),
+        _operand(to[1], dk, heads_last=last),
+        _NO_OPERAND if dv is None else _operand(to[2], dv, heads_last=last),
+        _gate(to[3], di, v, heads_last=last),
+        _gate(to[4], df, v, heads_last=last),
+        to[5],
+        to[6],
+        addresses.next() if dn_initial is not None and plan.parts > 1 else 0,
+    )
+    return call, written, states_given
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, *, heads_last: bool) -> tuple[Sizes, int]:
+    """Sizes of a call, and how many heads of v share one of q and k."""
+    batch, heads, seq, dim_v = v.shape
+    key_heads = k.shape[1]
+    if heads_last:
+        heads, seq, key_heads = seq, heads, k.shape[2]
+    return (batch, heads, seq, q.shape[3], dim_v), heads // key_heads
+
+
+def _operand(address: int, x: Tensor, *, heads_last: bool) -> Operand:
+    strides = descriptor_strides(x.shape, x.stride())
+    assert strides is not None
+    batch, head, row = strides
+    return (address, batch, row, head) if heads_last else (address, batch, head, row)
+
+
+def _gate(address: int, x: MaybeTensor, v: Tensor, *, heads_last: bool) -> Gate:
+    """A gate or its gradient as the kernels take it; with the heads last its sizes may be fewer than v's."""
+    if x is None:
+        return _NO_GATE
+    if heads_last:
+        x = x.expand(v.shape[:3]).transpose(1, 2)
+    return address, *x.stride(), DTYPES[x.dtype]
+
+
+_backwards: Memo[Callable[[Tensors, KeptStates | None, Tensors | None], Gradients]] = Memo()

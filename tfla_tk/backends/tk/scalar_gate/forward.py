@@ -1,4 +1,5 @@
-"""The mLSTM forward by the ThunderKittens kernels: what calls have in common once, then its launches.
+"""The forward of mLSTM and of a scalar decay by the ThunderKittens kernels: what calls have in common once,
+then its launches.
 
 Most calls of a process are like an earlier one but for the addresses: a `Forward` is what they share.
 """
@@ -61,6 +62,7 @@ class Options(NamedTuple):
         scale: of q k^T; None for K^-1/2.
         decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
             normalize False.
+        heads_last: q, k, v and h are [B, S, NH, D], gates [B, S, NH] or what expands to that.
     """
 
     sigmoid_gate: bool
@@ -72,6 +74,7 @@ class Options(NamedTuple):
     keep_states: bool = False
     scale: float | None = None
     decay: bool = False
+    heads_last: bool = False
 
 
 def mlstm_fwd(
@@ -137,6 +140,13 @@ class Forward:
 
     def __init__(self, tensors: Tensors, h_like: Tensor, options: Options) -> None:
         q, k, v, i, f, *initial, cu_seqlens = tensors
+        h = torch.empty_like(h_like, device="meta")
+        self._h_in_place = descriptor_strides(h.shape, h.stride()) is not None
+        if not self._h_in_place:
+            h = torch.empty(h.shape, device="meta")
+        if options.heads_last:
+            f = f.expand(v.shape[:3])
+            q, k, v, h, f = (x.transpose(1, 2) for x in (q, k, v, h, f))
         batch, heads, seq, dim_v = v.shape
         key_heads, dim_qk = q.shape[1], q.shape[-1]
         device = q.get_device()
@@ -153,18 +163,15 @@ class Forward:
             find = segments.cut_packed if packed else segments.cut
             cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
         slots = (cut.segments - sequences) * heads
-        strides_of_h = descriptor_strides(v.shape, torch.empty_like(h_like, device="meta").stride())
         self._options = options
         self._device = device
         self._has_initial = any(x is not None for x in initial)
-        self._h_in_place = strides_of_h is not None
         self._workspace_size = -(-kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
         # what a forward leaves, but for the workspace
         self._left = (cut, tuple(kernel.workspace_offsets(slots, dim_qk, dim_v))) if kept else None
-        self._sequences = sequences
+        self._state = (sequences, heads, dim_qk, dim_v)
         self._launch = kernel.Forward(
-            *(descriptor_strides(x.shape, x.stride()) for x in (q, k, v)),
-            strides_of_h or (heads * seq * dim_v, seq * dim_v, dim_v),
+            *(descriptor_strides(x.shape, x.stride()) for x in (q, k, v, h)),
             *((0, 0, 0, 0) if x is None else (*x.stride(), _GATE_DTYPES[x.dtype]) for x in (i, f)),
             (cu_seqlens is not None and cu_seqlens.dtype == torch.int64, sequences, *cut),
             sizes,
@@ -205,7 +212,7 @@ class Forward:
         c = n = m = row_n = row_m = chunk_m = None
         last = rows = _NONE
         if options.return_last_states:
-            c, n, m = self._last_states(q, v)
+            c, n, m = self._last_states(q)
             last = c.data_ptr(), _pointer(n) if options.normalize else 0, _pointer(m)
         if options.return_rows:
             row_n, row_m, chunk_m = self._rows(q, cu_seqlens)
@@ -231,16 +238,15 @@ class Forward:
             states = KeptStates(workspace, *self._left)
         return h, c, n, m, row_n, row_m, chunk_m, states
 
-    def _last_states(self, q: Tensor, v: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:
+    def _last_states(self, q: Tensor) -> tuple[Tensor, MaybeTensor, MaybeTensor]:
         """Memory for c, n and m; without normaliser, n is what it will be: zeros, or none with a decay."""
-        heads, dim_qk, dim_v = v.shape[1], q.shape[-1], v.shape[-1]
-        c = _fp32(q, self._sequences, heads, dim_qk, dim_v)
+        c = _fp32(q, *self._state)
         if self._options.decay:
             return c, None, None
-        n = _fp32(q, self._sequences, heads, dim_qk)
+        n = _fp32(q, *self._state[:3])
         if not self._options.normalize:
             n.zero_()
-        return c, n, None if self._options.sigmoid_gate else _fp32(q, self._sequences, heads, 1)
+        return c, n, None if self._options.sigmoid_gate else _fp32(q, *self._state[:2], 1)
 
     def _rows(self, q: Tensor, cu_seqlens: MaybeTensor) -> tuple[MaybeTensor, MaybeTensor, MaybeTensor]:
         """Memory for row_n, row_m and chunk_m."""

@@ -1,63 +1,68 @@
-"""The launches of an mLSTM backward: what its kernels are given, address by address."""
+"""The launches of a backward: what its kernels are given, address by address.
+
+They are prepared once for all calls of a kind, so the addresses here are prepared ones, `Addresses`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.scalar_gate.passes import INT, PART_COLUMNS, Memory, Plan, Sizes
-from tfla_tk.core.layout import GRADIENTS
+from tfla_tk.core.layout import ADDRESS_BITS, GRADIENTS
 
-# addresses, of states or their gradients 0 where there is none
+# what a module has prepared: all but the addresses at which the tensors of a call begin
+Launch: TypeAlias = Any
+
+# prepared addresses, of states or their gradients 0 where there is none
 Pair = tuple[int, int]  # c and n, row sums and their inter, or anchors: states and flows
 Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries
 
 
+class Addresses:
+    """Numbers the tensors of a call, in the order in which a launch is told where they begin."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self, *, given: bool = True) -> int:
+        """The prepared address of the next tensor's first byte, to which bytes may be added; 0 for none."""
+        self._count += 1
+        return self._count << ADDRESS_BITS if given else 0
+
+
 @dataclass(slots=True)
-class RowCall:
-    """What the kernels for e and log2_w read: tensors by their addresses, 0 where there is none.
+class Call:
+    """What all kernels read, in the same way: tensors by their addresses, 0 where there is none.
 
     Attributes:
         plan, memory: what is launched, and where it leaves what.
         sizes: batch, heads, seq, dim_qk, dim_v.
-        h, dh: [B, NH, S, V], rows aligned for TMA.
-        row_n, row_m: as the forward returns them; row_n is 0 without normaliser alone.
-    """
-
-    plan: Plan
-    memory: Memory
-    sizes: Sizes
-    h: Operand
-    dh: Operand
-    row_n: int
-    row_m: int
-    eps: float
-    half: bool
-    device: int
-    stream: int
-
-
-@dataclass(slots=True)
-class Call(RowCall):
-    """What all kernels read, in the same way.
-
-    Attributes:
-        q, k, v: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
-        chunk_m: as the forward returns it.
+        q, k, v, h, dh: [B, NH, S, *], rows aligned for TMA. i, f: [B, NH, S].
+        row_n, row_m, chunk_m: as the forward returns them; row_n is 0 without normaliser alone.
         cut: address of the offsets of packed sequences, whether they are 64-bit, number of sequences; the
             plan's cut.
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
         scale: of q k^T.
         group: heads that share one of q and k.
+        strict: no token sees itself.
     """
 
+    plan: Plan
+    memory: Memory
+    sizes: Sizes
     q: Operand
     k: Operand
     v: Operand
+    h: Operand
+    dh: Operand
     i: Gate
     f: Gate
+    row_n: int
+    row_m: int
     chunk_m: int
     cut: tuple[int, bool, int, int, int]
     c_initial: int
@@ -66,9 +71,30 @@ class Call(RowCall):
     n_last: int
     dc_last: int
     dn_last: int
+    eps: float
     scale: float
     sigmoid_gate: bool
-    group: int = 1
+    group: int
+    half: bool
+    device: int
+    strict: bool
+
+
+class Launches(NamedTuple):
+    """Launches that are called together.
+
+    Attributes:
+        run: launches them, from where the tensors of a call begin and the stream.
+        launches: which have to live as long.
+    """
+
+    run: Callable[[list[int], int], None]
+    launches: list[Launch]
+
+    @staticmethod
+    def of(module: ModuleType, launches: list[Launch]) -> Launches:
+        """One after the other; of any modules, by the class that each has."""
+        return Launches(module.Launches([launch.handle for launch in launches]).run, launches)
 
 
 class Grads(NamedTuple):
@@ -81,11 +107,40 @@ class Grads(NamedTuple):
     df: Gate
     dc_initial: int
     dn_initial: int
+    dn_of_parts: int  # of several parts of V, whose sum dn_initial is
 
 
-def launch_rows(x: RowCall) -> None:
+def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
+    """What needs no memory for gradients.
+
+    Args:
+        states_given: the forward has kept the states at the cuts.
+    """
+    found = [_of_rows(x)] if x.row_n and x.plan.is_cut else []
+    found.append(_of_scan(x))
+    if x.plan.is_cut:
+        if not states_given:
+            found += _of_segments_of_dq(x)
+        found += _of_segments_of_dk(x)
+    return found
+
+
+def of_gradients(x: Call, written: Grads, *, needs_dv: bool) -> list[Launch]:
+    """The passes. dh_t.h_t comes from that for dv, but where segments need e before the passes.
+
+    Args:
+        needs_dv: without it that pass is left out, and there is no normaliser.
+    """
+    dots = x.row_n != 0 and not x.plan.is_cut
+    found = [_of_dv(x, written, dots=dots)] if needs_dv else []
+    if dots:
+        found.append(_of_factors(x))
+    return found + _of_dq_and_dk(x, written)
+
+
+def _of_rows(x: Call) -> Launch:
     """e_t of every token, from dh and h, and log2 w_t."""
-    x.plan.around.mlstm_bwd_rows(
+    return x.plan.around.mlstm_bwd_rows(
         x.dh,
         x.h,
         (x.row_n, x.row_m),
@@ -94,13 +149,12 @@ def launch_rows(x: RowCall) -> None:
         x.eps,
         x.half,
         x.device,
-        x.stream,
     )
 
 
-def launch_scan(x: Call) -> None:
+def _of_scan(x: Call) -> Launch:
     """The gates of every chunk as the passes take them."""
-    x.plan.around.mlstm_bwd_scan(
+    return x.plan.around.mlstm_bwd_scan(
         x.i,
         x.f,
         (x.row_n, x.row_m),
@@ -113,45 +167,47 @@ def launch_scan(x: Call) -> None:
         x.scale,
         x.sigmoid_gate,
         x.device,
-        x.stream,
     )
 
 
-def launch_factors(x: RowCall) -> None:
+def _of_factors(x: Call) -> Launch:
     """e_t of every token, from the dots of "dv"."""
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
-    x.plan.around.mlstm_bwd_factors(
+    return x.plan.around.mlstm_bwd_factors(
         (x.memory.dots, rows, x.plan.dot_slices, x.plan.part_slices),
         (x.row_n, x.row_m),
         (0, x.memory.e, x.plan.e_stride),
         rows,
         x.eps,
         x.device,
-        x.stream,
     )
 
 
-def launch_segments_of_dq(x: Call) -> None:
+def _of_segments_of_dq(x: Call) -> list[Launch]:
     """The states that the pass for dq begins those segments with that follow others."""
     memory = x.memory
     states = (memory.state_c, memory.state_n, memory.state_decay)
-    _sum_segments(x, "dq", x.v, x.k, states)
-    _combine(x, states, 1, (x.c_initial, x.n_initial), backward=False)
+    return [
+        _sum_segments(x, "dq", x.v, x.k, states),
+        _combine(x, states, 1, (x.c_initial, x.n_initial), backward=False),
+    ]
 
 
-def launch_segments_of_dk(x: Call) -> None:
+def _of_segments_of_dk(x: Call) -> list[Launch]:
     """The gradients of states that the passes for dk and dv begin those segments with that others follow."""
     memory = x.memory
     grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
-    _sum_segments(x, "dk", x.dh, x.q, grads)
-    _combine(x, grads, x.plan.parts, (x.dc_last, x.dn_last), backward=True)
+    return [
+        _sum_segments(x, "dk", x.dh, x.q, grads),
+        _combine(x, grads, x.plan.parts, (x.dc_last, x.dn_last), backward=True),
+    ]
 
 
-def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> None:
+def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> Launch:
     """What every segment adds by itself at the boundary over which the pass leaves it."""
     *size, dim_qk, dim_v = x.sizes
-    x.plan.dq_and_dk.mlstm_pass_segments(
+    return x.plan.dq_and_dk.mlstm_pass_segments(
         GRADIENTS[name],
         keys,
         values,
@@ -166,13 +222,12 @@ def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: 
         x.half,
         x.sigmoid_gate,
         x.device,
-        x.stream,
     )
 
 
-def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> None:
+def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> Launch:
     """Carries what enters the sequences on over the boundaries, in place."""
-    x.plan.around.mlstm_bwd_combine(
+    return x.plan.around.mlstm_bwd_combine(
         boundaries,
         norm_parts,
         entering,
@@ -180,43 +235,39 @@ def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, ba
         x.sizes[1:],
         backward,
         x.device,
-        x.stream,
     )
 
 
-def launch_dq_and_dk(x: Call, written: Grads, dn: int) -> None:
-    """The passes over all parts of V, the shares of their keys.
-
-    Args:
-        dn: address of the gradients of n_initial, one for each part; or 0.
-    """
+def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
+    """The passes over all parts of V, the shares of their keys."""
     memory = x.memory
     batch, heads, seq, dim_qk, dim_v = x.sizes
     sizes = (batch, heads, seq, dim_v, dim_qk)
     anchors = (memory.anchors, memory.flows)
-    _run_pass(
+    of_dq = _prepare_pass(
         x, "dq", x.plan.dq_and_dk, x.dh, x.v, x.k, written.dq, sizes,
         entering=(x.c_initial, x.n_initial),
         boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
         factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
     )  # fmt: skip
-    _run_pass(
+    of_dk = _prepare_pass(
         x, "dk", x.plan.dq_and_dk, x.v, x.dh, x.q, written.dk, sizes,
         entering=(x.dc_last, x.dn_last),
-        leaving=(0, dn),
+        leaving=(0, written.dn_of_parts or written.dn_initial),
         boundary=_boundary(x, memory.grad_c, memory.grad_n, memory.grad_decay),
         factor=x.k, sums=(memory.k_dk, memory.k_dk_inter), anchors=anchors, ticket=memory.tickets + INT,
     )  # fmt: skip
+    return [of_dq, of_dk]
 
 
-def launch_dv(x: Call, written: Grads, *, dots: bool) -> None:
+def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
     """The pass over all of V: the state's columns are those of its values.
 
     Args:
         dots: whether dh_t.h_t is wanted.
     """
     memory = x.memory
-    _run_pass(
+    return _prepare_pass(
         x, "dv", x.plan.dv, x.k, x.q, x.dh, written.dv, x.sizes,
         entering=(x.dc_last, 0),
         leaving=(written.dc_initial, 0),
@@ -226,7 +277,7 @@ def launch_dv(x: Call, written: Grads, *, dots: bool) -> None:
     )  # fmt: skip
 
 
-def _run_pass(
+def _prepare_pass(
     x: Call,
     name: str,
     kernel: ModuleType,
@@ -243,8 +294,8 @@ def _run_pass(
     sums: Pair = (0, 0),
     anchors: Pair = (0, 0),
     ticket: int = 0,
-) -> None:
-    """One pass over the chunks, on the current stream.
+) -> Launch:
+    """One pass over the chunks.
 
     Args:
         name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
@@ -261,7 +312,7 @@ def _run_pass(
         anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them.
         ticket: by which the CTAs of several parts of V count themselves.
     """
-    kernel.mlstm_pass(
+    return kernel.mlstm_pass(
         GRADIENTS[name],
         queries,
         keys,
@@ -280,14 +331,14 @@ def _run_pass(
         x.group,
         x.half,
         x.device,
-        x.stream,
+        x.strict,
     )
 
 
-def launch_gates(x: Call, written: Grads) -> None:
+def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the passes' row sums."""
     memory, plan = x.memory, x.plan
-    x.plan.around.mlstm_bwd_gates(
+    return x.plan.around.mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),
         (memory.k_dk, memory.k_dk_inter, plan.sums),
         (memory.flows, plan.flow_parts),
@@ -303,11 +354,10 @@ def launch_gates(x: Call, written: Grads) -> None:
         x.sizes,
         x.sigmoid_gate,
         x.device,
-        x.stream,
     )
 
 
-def _e(x: RowCall) -> tuple[int, int]:
+def _e(x: Call) -> tuple[int, int]:
     """e, and from a part's to the next one's; none without normaliser."""
     return (x.memory.e, x.plan.e_stride) if x.row_n else (0, 0)
 

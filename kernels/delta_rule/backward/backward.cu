@@ -1,0 +1,101 @@
+// What the backward of the delta rule has of its own: the gradients of the values, of beta and of the states.
+//
+// Three kernels:
+//   delta_matrices  A and P of every chunk, as the mirror takes them (chunk_matrices/kernel.cuh)
+//   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
+//                   columns of V):
+//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV and U
+//     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
+// dq, dk and dg follow from dO, U and dV by the walks of scalar_gate/backward, and then
+//   delta_combine   adds up what these leave per head of v
+// Equations: bindings/params.h and docs/delta-rule.md.
+#include <stdexcept>
+
+#include "common/launch.cuh"
+#include "delta_rule/backward/combine.cuh"
+#include "delta_rule/backward/config.cuh"
+#include "delta_rule/backward/producer.cuh"
+#include "delta_rule/backward/walker.cuh"
+#include "delta_rule/chunk_matrices/launch.cuh"
+#include "delta_rule/launch_walk.cuh"
+
+#ifndef TFLA_DIM_K
+#error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
+#endif
+
+namespace tfla_tk::delta_rule {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<MirrorMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+    if (!begin_task<C>(g, smem, blockIdx.x,
+                       [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.prefetch(); }))
+        return;
+    if (warpgroup_id == 0) {
+        set_registers<C::kProducerRegisters, C::kThreads, 1>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_tiles(g, smem);
+        else if (warp == 1)
+            scan_gates(g, smem);
+        else if (warp - 2 < C::kWalkers)
+            load_columns_and_store_gradients(g, smem, warp - 2);
+    } else {
+        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
+        walk_mirror(g, smem, warpgroup_id - 1);
+    }
+}
+
+template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
+    const DeviceGuard guard(p.shape.device, "delta_mirror");
+    const OperandMaps maps(p.shape);
+    const MirrorGlobals g{
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.scale),
+        maps.of_values(p.dout, kChunk),
+        maps.of_values(p.writes, kChunk),
+        maps.of_values(p.dv, kChunk),
+        maps.of_values(p.dv, kBoxRows),
+        maps.of_values(p.dv, 1),
+        maps.of_values(p.u, kChunk),
+        maps.of_values(p.u, kBoxRows),
+        maps.of_values(p.u, 1),
+        p.dbeta,
+        static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
+        p.d_last,
+        p.d_initial,
+    };
+    launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
+                                                            p.shape.device, stream, "delta_mirror");
+}
+
+template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
+    constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
+    p.walkers == 1 ? launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream)
+                   : launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
+}
+
+}  // namespace tfla_tk::delta_rule
+
+namespace tfla_tk {
+
+void delta_matrices(const DeltaMatricesParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
+}
+
+void delta_mirror(const DeltaMirrorParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::run_mirror<kittens::half>(params, s)
+                      : delta_rule::run_mirror<kittens::bf16>(params, s);
+}
+
+void delta_combine(const DeltaCombineParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::launch_combine<kittens::half>(params, s)
+                      : delta_rule::launch_combine<kittens::bf16>(params, s);
+}
+
+}  // namespace tfla_tk

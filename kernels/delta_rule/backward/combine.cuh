@@ -1,0 +1,74 @@
+// The last kernel of the backward: dq and dk from the parts that the walks leave per head of v.
+#pragma once
+
+#include "common/launch.cuh"
+#include "common/tiles.cuh"
+#include "delta_rule/bindings/params.h"
+
+namespace tfla_tk::delta_rule {
+
+constexpr int kCombineThreads = 256;
+constexpr int kUnit = 8;  // numbers of a load
+
+// One unit of a row, as fp32.
+template <class T> struct Unit {
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    float2 pairs[kUnit / 2] = {};
+
+    __device__ inline void add(const Operand& x, int64_t offset, float sign) {
+        const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(x.data) + offset);
+        const T2* loaded = reinterpret_cast<const T2*>(&bits);
+#pragma unroll
+        for (int n = 0; n < kUnit / 2; n++) {
+            const float2 y = to_float2(loaded[n]);
+            pairs[n].x += sign * y.x, pairs[n].y += sign * y.y;
+        }
+    }
+    __device__ inline void store(const Operand& x, int64_t offset) const {
+        uint4 bits;
+        T2* const rounded = reinterpret_cast<T2*>(&bits);
+#pragma unroll
+        for (int n = 0; n < kUnit / 2; n++) rounded[n] = from_float2<T2>(pairs[n]);
+        *reinterpret_cast<uint4*>(static_cast<T*>(x.data) + offset) = bits;
+    }
+};
+
+// A thread makes one unit of dq and of dk.
+template <class T>
+__global__ __launch_bounds__(kCombineThreads) void delta_combine_kernel(
+    const __grid_constant__ DeltaCombineParams p) {
+    const DeltaShape& s = p.shape;
+    const int units = s.dim_k / kUnit, heads = s.heads / s.group;
+    int64_t index = static_cast<int64_t>(blockIdx.x) * kCombineThreads + threadIdx.x;
+    const int column = index % units * kUnit;
+    index /= units;
+    const int head = index % heads;
+    index /= heads;
+    const int row = index % s.seq;
+    const int64_t batch = index / s.seq;
+    if (batch >= s.batch) return;
+    auto offset = [&](const Operand& x, int head) {
+        return batch * x.batch_stride + head * x.head_stride + row * x.row_stride + column;
+    };
+    Unit<T> dq, dk;
+    for (int n = 0; n < s.group; n++) {
+        const int of_v = head * s.group + n;
+        dq.add(p.dq_of_heads, offset(p.dq_of_heads, of_v), 1.f);
+        dk.add(p.dk_right, offset(p.dk_right, of_v), 1.f);
+        dk.add(p.dk_left, offset(p.dk_left, of_v), -1.f);
+        dk.add(p.dk_strict, offset(p.dk_strict, of_v), -1.f);
+    }
+    dq.store(p.dq, offset(p.dq, head));
+    dk.store(p.dk, offset(p.dk, head));
+}
+
+template <class T> void launch_combine(const DeltaCombineParams& p, cudaStream_t stream) {
+    const DeltaShape& s = p.shape;
+    const DeviceGuard guard(s.device, "delta_combine");
+    const int64_t units = static_cast<int64_t>(s.batch) * s.seq * (s.heads / s.group) * (s.dim_k / kUnit);
+    launch<delta_combine_kernel<T>>(
+        p, grid_of((units + kCombineThreads - 1) / kCombineThreads, 1, "delta_combine"), kCombineThreads,
+        s.device, stream, "delta_combine");
+}
+
+}  // namespace tfla_tk::delta_rule

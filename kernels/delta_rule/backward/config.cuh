@@ -1,0 +1,73 @@
+// Tiles, warpgroup roles and shared memory of the backward's mirror walk.
+#pragma once
+
+#include "delta_rule/walk.cuh"
+
+namespace tfla_tk::delta_rule {
+
+template <class Type, int kDim, int kCount, Schedule kOrder> struct MirrorConfig {
+    using T = Type;
+    static constexpr int kDimK = kDim, kWalkers = kCount;
+    static constexpr Schedule kSchedule = kOrder;
+    static constexpr int kThreads = 128 * (kWalkers + 1);
+    static constexpr int kStages = kDimK == 64 || kWalkers == 1 ? 3 : 2;  // chunks in shared memory
+    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
+                  65536 / kThreads / 8 * 8 * (kWalkers + 1));
+
+    using Tile = PanelTile<T, kChunk, kDimK>;
+    using Square = PanelTile<T, kChunk, kChunk>;
+    using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
+};
+
+struct MirrorGlobals : WalkGlobals {
+    TensorMap dout, writes;    // boxes of a chunk
+    TensorMap dv, dv_box, dv_row;  // boxes of a chunk, of 16 rows and of one
+    TensorMap u, u_box, u_row;
+    float* dbeta;
+    int64_t dbeta_part;  // elements from one part's to the next one's
+    const float* d_last;
+    float* d_initial;
+};
+
+// Factors of a chunk's tokens.
+struct MirrorGates {
+    TokenFactors update;      // e^{b_L - b}
+    TokenFactors out;         // s e^b
+    TokenFactors beta;
+    TokenFactors minus_read;  // -e^b beta
+    float decay;              // e^{b_L}
+};
+
+// All of a chunk, by one barrier.
+template <class C> struct MirrorStage {
+    typename C::Tile keys, queries;
+    typename C::Square a, p;
+    typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
+    typename C::Columns writes[C::kWalkers];  // U', then U, until it is stored
+    MirrorGates gates;
+};
+
+template <class C> struct MirrorMemory {
+    MirrorStage<C> stages[C::kStages];
+    semaphore arrived[C::kStages];  // tiles, dO and U' of each walker, gates
+    semaphore free[C::kStages];     // but for dO and U', which are followed by dV and U
+    semaphore out_ready[C::kWalkers][C::kStages];
+    semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
+    Task task;
+
+    __device__ inline void init_barriers() {
+        constexpr int kTiles = 3;  // keys, queries, both matrices
+        for (int i = 0; i < C::kStages; i++) {
+            init_semaphore(arrived[i], kTiles + 2 * C::kWalkers + kArrivalsPerWarp);
+            init_warp_barrier(free[i], 4 * C::kWalkers);
+        }
+        for (auto& of_walker : out_ready)
+            for (auto& ready : of_walker) init_warp_barrier(ready, 4);
+        for (auto& landed : tail_landed) init_semaphore(landed, 1);
+        publish_barriers();
+    }
+};
+
+}  // namespace tfla_tk::delta_rule

@@ -1,0 +1,95 @@
+// Producer warps of the mirror walk: loads, factors of the gates, stores. Steps go from the last chunk to the
+// first.
+#pragma once
+
+#include "common/store_rows.cuh"
+#include "delta_rule/backward/config.cuh"
+
+namespace tfla_tk::delta_rule {
+
+// One warp: keys, queries and the matrices.
+template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, MirrorMemory<C>& smem) {
+    const Task& task = smem.task;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const int chunk = task.chunks - 1 - step;
+        const auto [slot, phase] = Use<C::kStages>(step);
+        MirrorStage<C>& stage = smem.stages[slot];
+        semaphore& arrived = smem.arrived[slot];
+        wait_free(smem.free[slot], phase);
+        load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
+        load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
+        if (fresh_laneid() == 0) {
+            tma::expect_bytes(arrived, 2 * C::Square::loaded_bytes);
+            load_matrices(g, task, stage.a, stage.p, arrived, chunk);
+        }
+    }
+}
+
+// One warp; a lane has two tokens.
+template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem) {
+    const Task& task = smem.task;
+    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
+    auto load_decay = [&](int chunk) {
+        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
+    };
+    float2 log_decay{}, beta{};
+    if (task.chunks > 0)
+        log_decay = load_decay(task.chunks - 1), beta = betas.pair(task.chunks - 1, task.tokens, 0.f);
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const int before = max(task.chunks - 2 - step, 0);
+        const float2 b = cumulative_log2_decay(log_decay), x = beta;
+        log_decay = load_decay(before), beta = betas.pair(before, task.tokens, 0.f);
+        const float all = __shfl_sync(0xffffffff, b.y, 31);
+        const float2 read{exp2f(b.x), exp2f(b.y)};
+        const auto [slot, phase] = Use<C::kStages>(step);
+        wait_free(smem.free[slot], phase);
+        MirrorGates& gates = smem.stages[slot].gates;
+        const int lane = fresh_laneid();
+        gates.update.write(lane, {exp2f(all - b.x), exp2f(all - b.y)});
+        gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
+        gates.beta.write(lane, x);
+        gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
+        if (lane == 0) gates.decay = exp2f(all);
+        arrive_warp(smem.arrived[slot]);
+    }
+}
+
+// One warp per walker: dO and U' into a stage, and out of it dV and U, which the walker has put in their
+// places.
+template <class C>
+__device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem,
+                                                        int walker) {
+    const Task& task = smem.task;
+    const int column = task.column + walker * kWalkerColumns;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
+    auto store = [&](const TensorMap& chunks, const TensorMap& boxes, const TensorMap& rows, const void* tile,
+                     int chunk) {
+        store_chunk(task, g.packed(), chunks, boxes, rows, tile, chunk,
+                    [&](const TensorMap& map, uint32_t from, int row) {
+                        map.store_panel(from, column, row, task.head, task.batch);
+                    });
+    };
+#pragma unroll 1
+    for (int step = 0; step < task.chunks + C::kStages; step++) {
+        const auto [slot, phase] = Use<C::kStages>(step);
+        MirrorStage<C>& stage = smem.stages[slot];
+        if (const int stored = step - C::kStages; stored >= 0 && stored < task.chunks) {
+            const int chunk = task.chunks - 1 - stored;
+            wait(smem.out_ready[walker][slot], phase ^ 1);
+            store(g.dv, g.dv_box, g.dv_row, &stage.douts[walker], chunk);
+            store(g.u, g.u_box, g.u_row, &stage.writes[walker], chunk);
+            wait_stores_read();
+            __syncwarp();
+        }
+        if (step >= task.chunks) continue;
+        const int chunk = task.chunks - 1 - step;
+        load(stage.douts[walker], g.dout, smem.arrived[slot], column, task.head, chunk);
+        load(stage.writes[walker], g.writes, smem.arrived[slot], column, task.head, chunk);
+    }
+    wait_stores_done();
+}
+
+}  // namespace tfla_tk::delta_rule

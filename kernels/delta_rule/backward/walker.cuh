@@ -1,0 +1,196 @@
+// A walker of the mirror walk (walk.cuh), backward in time. dU and dY share an accumulator; the state is
+// dS^T. Per chunk:
+//   1. Round dS^T to A operands, then scale it by its decay. NOTES: before the first GEMM: ptxas does not
+//      follow a GEMM's accumulators over the loop's edge while another GEMM is in flight (C7517).
+//   2. Load dO^T and issue (P^T dO)^T = dO^T P and X^T = dS^T K^T.
+//   3. Wait for dO^T P. Scale dO^T by s e^b and issue dS^T += dO^T Q.
+//   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T, rounded.
+//   5. Issue dY^T = dU^T A. Load U'^T under it.
+//   6. Wait for dY and dS.
+//   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
+//   8. Under it dV = beta dY in the place of dO and U = beta U' in the place of U'; sums of dY . U' over the
+//      warp's 16 columns of V are dbeta's.
+//   9. Wait for dS; hand the stage over.
+#pragma once
+
+#include "delta_rule/backward/config.cuh"
+
+namespace tfla_tk::delta_rule {
+
+// Sums of a value per token over the 16 rows of a warp's transposed tile, stored for tokens below `tokens`.
+// product(j, k): of the pair of tokens that this lane has in data[k] of the j-th 16.
+template <class Product>
+__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product) {
+    float x[kChunk / 4];  // pairs of tokens of 16 j + 8 half: place 4 j + 2 half
+#pragma unroll
+    for (int j = 0; j < kChunk / 16; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 upper = product(j, 2 * half), lower = product(j, 2 * half + 1);
+            x[4 * j + 2 * half] = upper.x + lower.x, x[4 * j + 2 * half + 1] = upper.y + lower.y;
+        }
+    // lanes that differ in lane / 4 have other rows of the same tokens: each step halves what a lane keeps
+    auto fold = [&]<int kKept>(int bit) {
+        const bool upper = lane & bit;
+#pragma unroll
+        for (int i = 0; i < kKept; i++) {
+            const float given = upper ? x[i] : x[i + kKept], kept = upper ? x[i + kKept] : x[i];
+            x[i] = kept + __shfl_xor_sync(0xffffffff, given, bit);
+        }
+    };
+    fold.template operator()<8>(16);
+    fold.template operator()<4>(8);
+    fold.template operator()<2>(4);
+    // lane / 4 in binary: which half of j, which j of the two, which half of 16 tokens
+    const int token = lane / 4 * 8 + 2 * (lane % 4);
+    if (token < tokens) sums[token] = x[0];
+    if (token + 1 < tokens) sums[token + 1] = x[1];
+}
+
+template <class C> __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
+    using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
+    using Fragment = rt<T, 16, 16>;
+    constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
+    rt_fl<16, C::kDimK> state;     // dS^T
+    rt_fl<16, kChunk> x, through;  // X^T, then dY^T; (P^T dO)^T
+    Fragment read[kStateSteps];    // dS^T, rounded; then dU^T, then -e^b beta dY^T
+    Fragment tokens[kTokenSteps];  // dO^T, as it is and scaled; then U'^T
+    static_assert(kStateSteps >= kTokenSteps);
+    auto rounded = [&](int j) -> Fragment& { return read[j]; };
+
+    const Task& task = smem.task;
+    const int chunks = task.chunks, lane = fresh_laneid();
+    // NOTES: recomputed, to save registers
+    auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
+    const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
+
+    // Until no more than the last kSteps of all issued ones run.
+    auto wait_but = [&]<int kSteps>() {
+        warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>();
+    };
+    auto wait_if_sequential = [&] {
+        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
+    };
+    auto pin_rounded = [&] { each<0, kTokenSteps>([&](int j) { pin(rounded(j)); }); };
+    // d = fragments(j) B, B's columns are N
+    auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square) {
+        const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(d, fragment(j), columns.column_step(j), j > 0, j == 0); });
+        wait_if_sequential();
+    };
+    // state += fragments(j) B
+    auto add_to_state = [&](auto fragment, const typename C::Tile& tile) {
+        const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(state, fragment(j), columns.column_step(j), true, j == 0); });
+        wait_if_sequential();
+    };
+    auto token = [&](int j) -> Fragment& { return tokens[j]; };
+    auto load_tokens = [&](const typename C::Columns& tile) {
+        const uint32_t address = shared_address(&tile) + lane_offset;
+        each<0, kTokenSteps>(
+            [&](int j) { load_transposed(tokens[j], address + 16 * j * kPanelColumns * sizeof(T)); });
+    };
+    auto store_tokens = [&](typename C::Columns& tile, const rt_fl<16, kChunk>& values) {
+        store_transposed<T>(shared_address(&tile) + lane_offset, values);
+    };
+    auto scale_tokens = [&](const TokenFactors& by) {
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = by.columns(j, lane);
+            each<0, 4>([&](int k) {
+                T2& pair = tokens[j].tiles[0][0].data[k];
+                const float2 x = to_float2(pair), e = factors.of[k / 2];
+                pair = from_float2<T2>({e.x * x.x, e.y * x.y});
+            });
+        });
+    };
+
+    auto walk_chunk = [&](int step) {
+        const int chunk = chunks - 1 - step;
+        const auto [slot, phase] = Use<C::kStages>(step);
+        MirrorStage<C>& stage = smem.stages[slot];
+        const MirrorGates& gates = stage.gates;
+        each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
+        warp::mul(state, state, gates.decay);
+        pin(state);
+        load_tokens(stage.douts[walker]);  // 2
+        forget(through);
+        multiply_square(through, token, stage.p);
+        forget(x);
+        const auto keys = Operand128B::rows(&stage.keys);
+        each<0, kStateSteps>([&](int k) {
+            multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
+        });
+        wait_if_sequential();
+        wait_but.template operator()<kStateSteps>();  // 3
+        pin(through), pin_all(tokens);
+        scale_tokens(gates.out);
+        add_to_state(token, stage.queries);
+        wait_but.template operator()<kTokenSteps>();  // 4
+        pin(x), pin_all(read);
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = gates.update.columns(j, lane);
+            each<0, 4>([&](int k) {
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                const float2 d = through.tiles[0][j].data[k];
+                rounded(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x + d.x, e.y * z.y + d.y});
+            });
+        });
+        forget(x);
+        multiply_square(x, rounded, stage.a);  // 5
+        warpgroup::mma_async_wait<0>();        // 6
+        pin(x), pin(state), pin_all(tokens), pin_rounded();
+        each<0, kTokenSteps>([&](int j) {  // 7
+            const auto factors = gates.minus_read.columns(j, lane);
+            each<0, 4>([&](int k) {
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                rounded(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+            });
+        });
+        add_to_state(rounded, stage.keys);
+        load_tokens(stage.writes[walker]);  // 8
+        const int64_t part = column() / 16 * g.dbeta_part;
+        float* const sums = g.dbeta + part + (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
+                            task.first_row + chunk * kChunk;
+        if (column() < g.dim_v)
+            store_token_sums(sums, task.tokens - chunk * kChunk, lane, [&](int j, int k) {
+                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
+                return float2{u.x * dy.x, u.y * dy.y};
+            });
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = gates.beta.columns(j, lane);
+            each<0, 4>([&](int k) {
+                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), beta = factors.of[k / 2];
+                scale_in_place(x.tiles[0][j].data[k], beta);
+                through.tiles[0][j].data[k] = {beta.x * u.x, beta.y * u.y};
+            });
+        });
+        store_tokens(stage.douts[walker], x);
+        store_tokens(stage.writes[walker], through);
+        fence_async_proxy();
+        arrive_warp(smem.out_ready[walker][slot]);
+        warpgroup::mma_async_wait<0>();  // 9
+        pin(state), pin_rounded();
+        arrive_warp(smem.free[slot]);
+    };
+
+    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    if (g.d_last)
+        load_state_transposed(state, g.d_last + task.state * state_size, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+    else
+        warp::zero(state);
+    pin(state);
+    for (int step = 0; step < chunks; step++) {
+        const Use<C::kStages> use(step);
+        wait(smem.arrived[use.slot], use.phase);
+        walk_chunk(step);
+    }
+    if (g.d_initial)
+        store_state_transposed(g.d_initial + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
+                               g.dim_v);
+}
+
+}  // namespace tfla_tk::delta_rule

@@ -1,0 +1,55 @@
+// pybind11 module of one instance of the delta rule's backward. Its functions prepare launches. Arguments are
+// integers: prepared addresses (prepared_launches.h), strides, sizes. No Torch header.
+#include "delta_rule/bindings/tuples.h"
+
+namespace tfla_tk {
+
+void place(DeltaMirrorParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.u, x.g, x.beta, x.a, x.p);
+    at.all(x.dbeta, x.d_last, x.d_initial);
+}
+
+void place(DeltaCombineParams& x, const Addresses& at) {
+    at.all(x.dq_of_heads, x.dk_right, x.dk_left, x.dk_strict, x.dq, x.dk);
+}
+
+}  // namespace tfla_tk
+
+namespace {
+
+using namespace tfla_tk;
+
+std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
+                               const OperandTuple& dout, const OperandTuple& writes, const OperandTuple& dv,
+                               const OperandTuple& u, const GateTuple& g, const GateTuple& beta,
+                               const Pair& matrices, std::int64_t dbeta, std::int64_t d_last,
+                               std::int64_t d_initial, float scale, int walkers) {
+    return prepared<&delta_mirror>(DeltaMirrorParams{
+        shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), operand(u), gate(g),
+        gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last),
+        pointer(d_initial), scale, walkers});
+}
+
+std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
+                                const OperandTuple& dk_right, const OperandTuple& dk_left,
+                                const OperandTuple& dk_strict, const OperandTuple& dq, const OperandTuple& dk) {
+    return prepared<&delta_combine>(DeltaCombineParams{operand(dq_of_heads), operand(dk_right),
+                                                       operand(dk_left), operand(dk_strict), operand(dq),
+                                                       operand(dk), shape(of)});
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TFLA_MODULE, m) {
+    namespace py = pybind11;
+    export_chunk_and_dtypes(m);
+    export_launches(m);
+    def_matrices<true>(m);
+    m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
+          py::arg("dv"), py::arg("u"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
+          py::arg("d_last"), py::arg("d_initial"), py::arg("scale"), py::arg("walkers"),
+          "Prepares the walk from the last chunk to the first; d_last and d_initial: 0 for none.");
+    m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_right"),
+          py::arg("dk_left"), py::arg("dk_strict"), py::arg("dq"), py::arg("dk"),
+          "Prepares the sums over the heads of v that share one of q and k.");
+}

@@ -1,0 +1,79 @@
+// Plain argument structs shared by the kernels' host functions and the pybind11 bindings.
+// No CUDA, ThunderKittens or Torch header here, so that the bindings compile in seconds.
+#pragma once
+
+#include "common/operand.h"
+#include "sequence/cut.h"
+
+namespace tfla_tk {
+
+// What all kernels of the delta rule share.
+struct DeltaShape {
+    Cut cut;  // every sequence is one segment
+    int batch, heads, seq, dim_k, dim_v;
+    int group;  // heads of v that share one head of q and k, which have heads / group heads
+    bool half;  // operands are fp16, not bf16
+    int device;
+};
+
+// Of every chunk and head of v two 64 x 64 matrices that depend on q, k and the gates alone, with
+//   L_ij = e^{b_i - b_j} k_i.k_j for j < i      P_ij = s e^{b_i - b_j} q_i.k_j for j <= i
+// and b the cumulative sum of the log decay in the chunk. Both are of q's type, [batch * heads, slots, 64, 64],
+// with one slot per chunk (chunk_slots in sequence/cut.h); zero past the last token.
+struct DeltaMatricesParams {
+    DeltaShape shape;  // dim_v is not read
+    Operand q, k;
+    Gate g, beta;  // log decay; g.data is null where nothing decays
+    void *a, *p;
+    float scale;  // s
+    // false, for the forward:  A = (I + L diag(beta))^{-1}, P diag(beta)
+    // true, for the backward:  A = (I + diag(beta) L)^{-1}, P
+    bool beta_on_rows;
+};
+
+// The walk of the forward over chunks; A and P as DeltaMatricesParams makes them for the forward:
+//   W = V - e^b (K S)    U' = A W    O = s e^b (Q S) + P U'    S <- e^{b_L} S + K^T (beta e^{b_L - b} U')
+struct DeltaForwardParams {
+    DeltaShape shape;
+    Operand q, k, v, o;
+    Operand writes;  // U', like o; data is null: not wanted
+    Gate g, beta;
+    void *a, *p;
+    const float* initial;  // [N, heads, K, V] or null: zero
+    float* last;           // the same, or null: not wanted
+    float scale;
+    int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+};
+
+// The mirror of that walk, backward in time; A and P as made for the backward. With dS the gradient of the
+// state that leaves a chunk:
+//   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U'
+//   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
+struct DeltaMirrorParams {
+    DeltaShape shape;
+    Operand q, k, dout, writes;  // writes: U' of the forward
+    Operand dv, u;               // written: dV, and U = beta U'
+    Gate g, beta;
+    void *a, *p;
+    float* dbeta;  // [parts, batch, heads, seq]: sums over 16 columns of V each
+    const float* d_last;
+    float* d_initial;  // [N, heads, K, V], null where there is none
+    float scale;
+    int walkers;
+};
+
+// The gradients of q and k from what the walks for dq and dk leave per head of v, summed over the heads that
+// share one: dq = sum dq_of_heads, dk = sum (dk_right - dk_left - dk_strict). All of q's type; sums in fp32.
+struct DeltaCombineParams {
+    Operand dq_of_heads, dk_right, dk_left, dk_strict;  // [B, heads, S, K]
+    Operand dq, dk;                                     // [B, heads / group, S, K]
+    DeltaShape shape;                                   // cut and dim_v are not read
+};
+
+// All throw std::runtime_error on a refused launch.
+void delta_matrices(const DeltaMatricesParams& params, void* stream);
+void delta_forward(const DeltaForwardParams& params, void* stream);
+void delta_mirror(const DeltaMirrorParams& params, void* stream);
+void delta_combine(const DeltaCombineParams& params, void* stream);
+
+}  // namespace tfla_tk

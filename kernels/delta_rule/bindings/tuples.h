@@ -1,0 +1,46 @@
+// The arguments that Python passes to the modules of the delta rule, as tuples of integers, and the function
+// that both have.
+#pragma once
+
+#include "common/prepared_launches.h"
+#include "delta_rule/bindings/params.h"
+#include "sequence/tuples.h"
+
+namespace tfla_tk {
+
+// cut (5), batch, heads, seq, dim_k, dim_v, group, half, device
+using ShapeTuple = std::array<std::int64_t, 13>;
+using Pair = std::array<std::int64_t, 2>;  // addresses of A and P
+
+inline DeltaShape shape(const ShapeTuple& x) {
+    auto number = [&](int place) { return static_cast<int>(x[place]); };
+    return {cut({x[0], x[1], x[2], x[3], x[4]}),
+            number(5),
+            number(6),
+            number(7),
+            number(8),
+            number(9),
+            number(10),
+            x[11] != 0,
+            number(12)};
+}
+
+inline void place(DeltaMatricesParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.q, x.k, x.g, x.beta, x.a, x.p);
+}
+
+template <bool kBetaOnRows> void def_matrices(pybind11::module_& m) {
+    namespace py = pybind11;
+    m.def(
+        "matrices",
+        [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const GateTuple& g,
+           const GateTuple& beta, const Pair& matrices, float scale) {
+            return prepared<&delta_matrices>(DeltaMatricesParams{
+                shape(of), operand(q), operand(k), gate(g), gate(beta), pointer(matrices[0]),
+                pointer(matrices[1]), scale, kBetaOnRows});
+        },
+        py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"), py::arg("matrices"),
+        py::arg("scale"), "Prepares A and P of every chunk, as this module's walk takes them.");
+}
+
+}  // namespace tfla_tk

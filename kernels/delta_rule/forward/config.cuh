@@ -1,0 +1,75 @@
+// Tiles, warpgroup roles and shared memory of the forward's walk.
+#pragma once
+
+#include "delta_rule/walk.cuh"
+
+namespace tfla_tk::delta_rule {
+
+template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfig {
+    using T = Type;
+    static constexpr int kDimK = kDim, kWalkers = kCount;
+    static constexpr Schedule kSchedule = kOrder;
+    static constexpr int kThreads = 128 * (kWalkers + 1);
+    static constexpr int kStages = 3;  // chunks in shared memory
+    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
+                  65536 / kThreads / 8 * 8 * (kWalkers + 1));
+
+    using Tile = PanelTile<T, kChunk, kDimK>;
+    using Square = PanelTile<T, kChunk, kChunk>;
+    using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
+};
+
+struct ForwardGlobals : WalkGlobals {
+    TensorMap v;                 // boxes of a chunk
+    TensorMap o, o_box, o_row;   // boxes of a chunk, of 16 rows and of one
+    TensorMap writes, writes_box, writes_row;
+    bool keep_writes;
+    const float* initial;
+    float* last;
+};
+
+// Factors of a chunk's tokens.
+struct ForwardGates {
+    TokenFactors minus_read;  // -e^b
+    TokenFactors out;         // s e^b
+    TokenFactors update;      // beta e^{b_L - b}
+    float decay;              // e^{b_L}
+};
+
+// All of a chunk, by one barrier: the answer of a barrier takes a walker some 30 cycles.
+template <class C> struct ForwardStage {
+    typename C::Tile keys, queries;
+    typename C::Square a, p;
+    typename C::Columns values[C::kWalkers];  // then O, until it is stored
+    ForwardGates gates;
+};
+
+template <class C> struct ForwardMemory {
+    ForwardStage<C> stages[C::kStages];
+    typename C::Columns writes[C::kWalkers];  // U', until it is stored
+    semaphore arrived[C::kStages];            // tiles, values of each walker, gates
+    semaphore free[C::kStages];               // but for the values, which are followed by O
+    semaphore out_ready[C::kWalkers][C::kStages];
+    semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
+    semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
+    Task task;
+
+    __device__ inline void init_barriers() {
+        constexpr int kTiles = 3;  // keys, queries, both matrices
+        for (int i = 0; i < C::kStages; i++) {
+            init_semaphore(arrived[i], kTiles + C::kWalkers + kArrivalsPerWarp);
+            init_warp_barrier(free[i], 4 * C::kWalkers);
+        }
+        for (int walker = 0; walker < C::kWalkers; walker++) {
+            for (auto& ready : out_ready[walker]) init_warp_barrier(ready, 4);
+            init_warp_barrier(writes_ready[walker], 4);
+            init_warp_barrier(writes_free[walker], 1);
+        }
+        for (auto& landed : tail_landed) init_semaphore(landed, 1);
+        publish_barriers();
+    }
+};
+
+}  // namespace tfla_tk::delta_rule

@@ -1,0 +1,93 @@
+// Forward of the delta rule and the gated delta rule.
+//
+// Two kernels:
+//   delta_matrices  of every chunk and head, in parallel, what depends on q, k and the gates alone: the
+//                   triangular inverse A and the scores P (chunk_matrices/kernel.cuh)
+//   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
+//     producer      loads q, k, v, A, P; scans the gates; stores O, and U' where the backward wants it
+//     walkers       one or two, the state in registers (forward/walker.cuh)
+// Equations: bindings/params.h and docs/delta-rule.md.
+#include <stdexcept>
+
+#include "common/launch.cuh"
+#include "delta_rule/chunk_matrices/launch.cuh"
+#include "delta_rule/forward/config.cuh"
+#include "delta_rule/forward/producer.cuh"
+#include "delta_rule/forward/walker.cuh"
+#include "delta_rule/launch_walk.cuh"
+
+#ifndef TFLA_DIM_K
+#error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
+#endif
+
+namespace tfla_tk::delta_rule {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void delta_forward_kernel(
+    const __grid_constant__ ForwardGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+    if (!begin_task<C>(g, smem, blockIdx.x,
+                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.prefetch(); }))
+        return;
+    if (warpgroup_id == 0) {
+        set_registers<C::kProducerRegisters, C::kThreads, 1>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_tiles(g, smem);
+        else if (warp == 1)
+            scan_gates(g, smem);
+        else if (warp - 2 < C::kWalkers)
+            load_values_and_store_outputs(g, smem, warp - 2);
+    } else {
+        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
+        walk_forward(g, smem, warpgroup_id - 1);
+    }
+}
+
+template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t stream) {
+    const DeviceGuard guard(p.shape.device, "delta_forward");
+    const OperandMaps maps(p.shape);
+    const bool keep_writes = p.writes.data != nullptr;
+    const Operand& writes = keep_writes ? p.writes : p.o;
+    const ForwardGlobals g{
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.scale),
+        maps.of_values(p.v, kChunk),
+        maps.of_values(p.o, kChunk),
+        maps.of_values(p.o, kBoxRows),
+        maps.of_values(p.o, 1),
+        maps.of_values(writes, kChunk),
+        maps.of_values(writes, kBoxRows),
+        maps.of_values(writes, 1),
+        keep_writes,
+        p.initial,
+        p.last,
+    };
+    launch<delta_forward_kernel<C>, sizeof(ForwardMemory<C>)>(g, walk_grid(g, "delta_forward"), C::kThreads,
+                                                              p.shape.device, stream, "delta_forward");
+}
+
+template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
+    constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
+    p.walkers == 1 ? launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream)
+                   : launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
+}
+
+}  // namespace tfla_tk::delta_rule
+
+namespace tfla_tk {
+
+void delta_matrices(const DeltaMatricesParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
+}
+
+void delta_forward(const DeltaForwardParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::run_forward<kittens::half>(params, s)
+                      : delta_rule::run_forward<kittens::bf16>(params, s);
+}
+
+}  // namespace tfla_tk

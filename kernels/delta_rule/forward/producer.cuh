@@ -1,0 +1,89 @@
+// Producer warps of the forward's walk: loads, factors of the gates, stores.
+#pragma once
+
+#include "common/store_rows.cuh"
+#include "delta_rule/forward/config.cuh"
+
+namespace tfla_tk::delta_rule {
+
+// One warp: keys, queries and the matrices.
+template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, ForwardMemory<C>& smem) {
+    const Task& task = smem.task;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
+#pragma unroll 1
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [slot, phase] = Use<C::kStages>(chunk);
+        ForwardStage<C>& stage = smem.stages[slot];
+        semaphore& arrived = smem.arrived[slot];
+        wait_free(smem.free[slot], phase);
+        load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
+        load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
+        if (fresh_laneid() == 0) {
+            tma::expect_bytes(arrived, 2 * C::Square::loaded_bytes);
+            load_matrices(g, task, stage.a, stage.p, arrived, chunk);
+        }
+    }
+}
+
+// One warp; a lane has two tokens.
+template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, ForwardMemory<C>& smem) {
+    const Task& task = smem.task;
+    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
+    auto load_decay = [&](int chunk) {
+        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
+    };
+    float2 log_decay = load_decay(0), beta = betas.pair(0, task.tokens, 0.f);
+#pragma unroll 1
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const float2 b = cumulative_log2_decay(log_decay), written = beta;
+        log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
+        const float all = __shfl_sync(0xffffffff, b.y, 31);
+        const float2 read{exp2f(b.x), exp2f(b.y)};
+        const auto [slot, phase] = Use<C::kStages>(chunk);
+        wait_free(smem.free[slot], phase);
+        ForwardGates& gates = smem.stages[slot].gates;
+        const int lane = fresh_laneid();
+        gates.minus_read.write(lane, {-read.x, -read.y});
+        gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
+        gates.update.write(lane, {written.x * exp2f(all - b.x), written.y * exp2f(all - b.y)});
+        if (lane == 0) gates.decay = exp2f(all);
+        arrive_warp(smem.arrived[slot]);
+    }
+}
+
+// One warp per walker: V into a stage, and out of it O, which the walker has put in its place; U' where it is
+// wanted.
+template <class C>
+__device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, ForwardMemory<C>& smem,
+                                                     int walker) {
+    const Task& task = smem.task;
+    const int column = task.column + walker * kWalkerColumns;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
+    auto store = [&](const TensorMap& chunks, const TensorMap& boxes, const TensorMap& rows, const void* tile,
+                     int chunk) {
+        store_chunk(task, g.packed(), chunks, boxes, rows, tile, chunk,
+                    [&](const TensorMap& map, uint32_t from, int row) {
+                        map.store_panel(from, column, row, task.head, task.batch);
+                    });
+        wait_stores_read();
+        __syncwarp();
+    };
+#pragma unroll 1
+    for (int chunk = 0; chunk < task.chunks + C::kStages; chunk++) {
+        const auto [slot, phase] = Use<C::kStages>(chunk);
+        auto& tile = smem.stages[slot].values[walker];
+        if (const int stored = chunk - C::kStages; stored >= 0 && stored < task.chunks) {
+            if (g.keep_writes) {
+                wait(smem.writes_ready[walker], stored & 1);
+                store(g.writes, g.writes_box, g.writes_row, &smem.writes[walker], stored);
+                arrive_warp(smem.writes_free[walker]);
+            }
+            wait(smem.out_ready[walker][slot], phase ^ 1);
+            store(g.o, g.o_box, g.o_row, &tile, stored);
+        }
+        if (chunk < task.chunks) load(tile, g.v, smem.arrived[slot], column, task.head, chunk);
+    }
+    wait_stores_done();
+}
+
+}  // namespace tfla_tk::delta_rule

@@ -1,0 +1,60 @@
+// Host side of the walks: tensor maps and grids.
+#pragma once
+
+#include "common/launch.cuh"
+#include "delta_rule/walk.cuh"
+
+namespace tfla_tk::delta_rule {
+
+inline int slots_of(const DeltaShape& s) {
+    return chunk_slots(s.seq, s.cut.sequences, s.cut.offsets != nullptr);
+}
+
+// Tensor maps of a call's operands.
+struct OperandMaps {
+    const DeltaShape& shape;
+
+    explicit OperandMaps(const DeltaShape& shape) : shape(shape) {}
+
+    TensorMap of_keys(const Operand& x) const {
+        return TensorMap(x, shape.batch, shape.heads / shape.group, shape.seq, shape.dim_k, kChunk, shape.half);
+    }
+    TensorMap of_values(const Operand& x, int box_rows) const {
+        return TensorMap(x, shape.batch, shape.heads, shape.seq, shape.dim_v, box_rows, shape.half);
+    }
+    // [batch * heads, slots * 64, 64]
+    TensorMap of_matrices(void* data) const {
+        const int rows = slots_of(shape) * kChunk;
+        const std::int64_t head_stride = static_cast<std::int64_t>(rows) * kChunk;
+        const std::int64_t all = head_stride * shape.batch * shape.heads;
+        return TensorMap(Operand{data, all, head_stride, kChunk}, 1, shape.batch * shape.heads, rows, kChunk,
+                         kChunk, shape.half);
+    }
+};
+
+template <class C, class Params>
+WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand& q, const Operand& k,
+                         const Gate& g, const Gate& beta, void* a, void* scores, float scale) {
+    const DeltaShape& s = p.shape;
+    constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    return {maps.of_keys(q),
+            maps.of_keys(k),
+            maps.of_matrices(a),
+            maps.of_matrices(scores),
+            g,
+            beta,
+            s.cut,
+            s.heads,
+            s.group,
+            s.seq,
+            s.dim_k,
+            s.dim_v,
+            (s.dim_v + kColumns - 1) / kColumns,
+            scale};
+}
+
+inline dim3 walk_grid(const WalkGlobals& g, const char* name) {
+    return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.ctas, 1, name);
+}
+
+}  // namespace tfla_tk::delta_rule

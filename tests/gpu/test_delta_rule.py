@@ -1,0 +1,284 @@
+"""The delta rule on the GPU: against the reference in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+import tfla_tk
+from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
+
+from .conftest import GRADIENT_TOLERANCE, TOLERANCE, forget_calls
+from .memory import uninitialised_memory_is_nan
+from .test_scalar_decay import assert_accurate, exact, run, train
+
+Tensors = dict[str, Tensor]
+
+REPEATS = 200
+DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
+PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
+LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
+GATES = ["usual", "none", "slow", "-10", "closed", "half closed"]
+BETAS = ["usual", "zero", "small", "half", "one", "up to two", "half zero"]
+
+
+def draw(
+    batch: int = 2,
+    seq: int = 300,
+    heads: int = 2,
+    value_heads: int | None = None,
+    dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    gates: str = "usual",
+    betas: str = "usual",
+    states: bool = True,
+    sequences: int | None = None,
+    seed: int = 0,
+) -> Tensors:
+    """q and k of norm 1, v, g, beta and, on request, an initial state, [B, T, H, D]."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    value_heads = heads if value_heads is None else value_heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    found = {name: normalize(normal(batch, seq, heads, dims[0]), dim=-1).to(dtype) for name in ("q", "k")}
+    found["v"] = normal(batch, seq, value_heads, dims[1]).to(dtype)
+    g, chosen = logsigmoid(normal(batch, seq, value_heads) + 2), normal(batch, seq, value_heads) > 0
+    found["g"] = {
+        "usual": g,
+        "none": torch.zeros_like(g),
+        "slow": 1e-3 * g,
+        "-10": torch.full_like(g, -10.0),
+        "closed": torch.full_like(g, -torch.inf),
+        "half closed": torch.where(chosen, -torch.inf, 0.0),
+    }[gates]
+    beta = torch.sigmoid(normal(batch, seq, value_heads))
+    found["beta"] = {
+        "usual": beta,
+        "zero": torch.zeros_like(beta),
+        "small": torch.full_like(beta, 1e-3),
+        "half": torch.full_like(beta, 0.5),
+        "one": torch.ones_like(beta),
+        "up to two": 2 * beta,
+        "half zero": torch.where(chosen, 0.0, beta),
+    }[betas]
+    if states:
+        found["initial_state"] = normal(batch if sequences is None else sequences, value_heads, *dims)
+    return found
+
+
+def check(x: Tensors, function: Any = chunk_gated_delta_rule, **options: Any) -> None:
+    """Forward and backward."""
+    dtype = x["q"].dtype
+    of_function = {"function": function, **options}
+    assert_accurate(run(x, **of_function), run(exact(x), "reference", **of_function), dtype)
+    found, truth = train(x, **of_function), train(exact(x), "reference", **of_function)
+    assert all(found[f"d{name}"].dtype == x[name].dtype for name in x if f"d{name}" in found)
+    assert_accurate(found, truth, dtype, size=x["v"].numel() ** 0.5)
+
+
+@pytest.fixture(params=list(TOLERANCE), ids=["bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
+    check(draw(dims=dims, dtype=dtype, states=states))
+
+
+@pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 2048])
+def test_any_length(seq: int, dtype: torch.dtype) -> None:
+    check(draw(1, seq, dims=(64, 128), dtype=dtype))
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_gates(gates: str, dtype: torch.dtype) -> None:
+    check(draw(1, 500, dtype=dtype, gates=gates))
+
+
+@pytest.mark.parametrize("betas", BETAS)
+def test_betas(betas: str, dtype: torch.dtype) -> None:
+    check(draw(1, 500, dtype=dtype, betas=betas))
+
+
+def test_without_gate(dtype: torch.dtype) -> None:
+    x = draw(2, 333, dtype=dtype)
+    del x["g"]
+    check(x, chunk_delta_rule)
+
+
+@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 192)], ids="{0[0]}_{0[1]}".format)
+def test_value_heads(group: int, dims: tuple[int, int]) -> None:
+    """Each key head is read by neighbouring value heads, and its gradient is the sum over them."""
+    check(draw(2, 200, 2, 2 * group, dims))
+
+
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("value_heads", [2, 4])
+def test_packed_sequences(value_heads: int, offsets: torch.dtype) -> None:
+    x = draw(1, sum(LENGTHS), 2, value_heads, sequences=len(LENGTHS))
+    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", offsets)
+    check(x)
+
+
+def test_repeated_keys(dtype: torch.dtype) -> None:
+    """The same key over and over: what is written is erased at once."""
+    x = draw(1, 300, dtype=dtype)
+    x["k"] = x["k"][:, :4].repeat(1, 75, 1, 1)
+    check(x)
+
+
+def test_a_loss_on_the_final_state_alone() -> None:
+    x = draw()
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    truth = {name: t.clone().requires_grad_() for name, t in exact(x).items()}
+    grads = []
+    for inputs, backend in ((leaves, "tk"), (truth, "reference")):
+        _, state = chunk_gated_delta_rule(**inputs, output_final_state=True, backend=backend)
+        found = torch.autograd.grad(state.square().sum(), list(inputs.values()), materialize_grads=True)
+        grads.append({f"d{name}": t for name, t in zip(inputs, found, strict=True)})
+    assert_accurate(*grads, torch.bfloat16, size=x["v"].numel() ** 0.5)
+    assert grads[0]["dq"].norm() == 0
+
+
+def test_any_layout() -> None:
+    """Views whose rows are aligned are read in place, others are copied."""
+    x = draw(2, 200, states=True)
+    plain = run(x, function=chunk_gated_delta_rule)
+    for name, t in list(x.items()):
+        if t.ndim == 4 and name != "initial_state":
+            x[name] = torch.cat([t, t], -1)[..., : t.shape[-1]]
+        elif t.ndim == 3:
+            x[name] = t.transpose(1, 2).contiguous().transpose(1, 2)
+    x["initial_state"] = x["initial_state"].mT.contiguous().mT
+    found = run(x, function=chunk_gated_delta_rule)
+    assert all(torch.equal(found[name], t) for name, t in plain.items())
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+def test_schedules_agree(schedule: str) -> None:
+    x = draw(1, 500)
+    found = run(x, f"tk:{schedule}", chunk_gated_delta_rule)
+    assert all(torch.equal(found[name], t) for name, t in run(x, function=chunk_gated_delta_rule).items())
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
+    x = draw(2, 700, 2, 4, dims)
+    first = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+    for _ in range(REPEATS):
+        again = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+        assert all(torch.equal(again[name], t) for name, t in first.items())
+
+
+def test_outputs_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(1, sum(LENGTHS), 2, 4, (96, 80), sequences=len(LENGTHS))
+    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).cuda()
+    expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+    with uninitialised_memory_is_nan(monkeypatch):
+        found = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+def test_nan_stays_in_its_sequence() -> None:
+    x = draw(1, 300, sequences=3)
+    x["cu_seqlens"] = torch.tensor([0, 100, 170, 300], device="cuda")
+    expected = run(x, function=chunk_gated_delta_rule)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name] = x[name].clone()
+        x[name][:, 100:170] = torch.nan
+    found = run(x, function=chunk_gated_delta_rule)
+    for rows in (slice(0, 100), slice(170, 300)):
+        assert torch.equal(found["o"][:, rows], expected["o"][:, rows])
+    assert torch.equal(found["final_state"][::2], expected["final_state"][::2])
+
+
+def test_a_graph_replays_packed_training() -> None:
+    x = draw(1, 300, 2, 4, sequences=3)
+    x["cu_seqlens"] = torch.tensor([0, 100, 170, 300], device="cuda")
+    expected = train(x, function=chunk_gated_delta_rule)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        train(x, function=chunk_gated_delta_rule)
+    graph = torch.cuda.CUDAGraph()
+    leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in x.items()}
+    given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
+    with torch.cuda.graph(graph, stream=stream):
+        found = train(leaves, function=chunk_gated_delta_rule, given=given)
+    x["v"].copy_(torch.zeros_like(x["v"]))
+    graph.replay()
+    torch.cuda.synchronize()
+    again = train(x, function=chunk_gated_delta_rule, given=given)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], t) for name, t in again.items())
+
+
+def test_on_a_second_stream() -> None:
+    x = draw()
+    expected = run(x, function=chunk_gated_delta_rule)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = run(x, function=chunk_gated_delta_rule)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+def test_torch_compile() -> None:
+    x = draw(1, 200)
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True)
+    expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+    found = run(x, function=compiled) | train(x, function=compiled)
+    assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+def test_raw_inputs(dtype: torch.dtype) -> None:
+    """The norm, the sigmoid and the gate by the flags of fla's layers."""
+    x = draw(2, 200, 2, 4, dtype=dtype)
+    x |= {"k": 3 * x["k"], "g": 4 * x["g"] + 2, "beta": 4 * x["beta"] - 2}
+    heads = x["v"].shape[2]
+    x |= {"A_log": torch.linspace(-1, 0.5, heads).cuda(), "dt_bias": torch.linspace(0.5, -2, heads).cuda()}
+    flags = (
+        "use_qk_l2norm_in_kernel",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+    )
+    check(x, **dict.fromkeys(flags, True))
+
+
+def test_no_less_accurate_than_triton() -> None:
+    x = draw(2, 500, states=False)
+    truth = run(exact(x), "reference", chunk_gated_delta_rule)["o"]
+    errors = {
+        backend: (run(x, backend, chunk_gated_delta_rule)["o"].double() - truth).norm() / truth.norm()
+        for backend in ("tk", "triton")
+    }
+    assert errors["tk"] <= 1.05 * errors["triton"], errors
+
+
+def test_auto_takes_the_kernels() -> None:
+    x = draw()
+    assert tfla_tk.which(chunk_gated_delta_rule, **x).backend == "tk"
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    assert tfla_tk.which(chunk_gated_delta_rule, **leaves).backend == "tk"
+    assert tfla_tk.which(chunk_gated_delta_rule, **exact(x)).backend == "reference"
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format)
+def test_small_launches(dims: tuple[int, int]) -> None:
+    """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
+    forget_calls()
+    x = draw(1, 450, 1, 2, dims)
+    found = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+    torch.cuda.synchronize()
+    assert all(t.isfinite().all() for t in found.values())

@@ -1,0 +1,1 @@
+"""The delta rule on the ThunderKittens kernels: what they support, and their launches."""

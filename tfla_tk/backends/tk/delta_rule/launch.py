@@ -1,0 +1,399 @@
+"""The delta rule by the ThunderKittens kernels, on the current stream; the protocol is that of `ops.linear`.
+
+The forward has two kernels: of every chunk in parallel what depends on q, k and the gates alone, A and P, and
+the walk over the chunks. A training call keeps the walk's writes U', [B, T, HV, V].
+
+The backward makes A and P again and walks over the chunks backward in time, which gives dv, the sums of dbeta
+and U = beta U'. With these, q, k and v's gradients are those of two plain linear attentions with a scalar
+decay over the same states, whose kernels are scalar_gate's::
+
+                  q   k   v   do  sums over j    gives
+    the reads     q   k   U   do  j <= t         dq, the part of dk from what is read behind a token
+    the erasures  k   k   U   dv  j < t          the parts of dk from what a token erases, and is erased of it
+
+and a last kernel adds up these. dg is the difference of the two decays' gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends.tk.delta_rule.support import named_schedule
+from tfla_tk.backends.tk.operands import (
+    Gate,
+    Operand,
+    as_operand,
+    as_state,
+    current_stream,
+    descriptor_strides,
+    multiprocessors,
+)
+from tfla_tk.backends.tk.scalar_gate import backward as scalar_gate
+from tfla_tk.backends.tk.scalar_gate.launches import Addresses, Launches
+from tfla_tk.build import instances
+from tfla_tk.calls.delta_rule import DeltaRuleCore
+from tfla_tk.core.layout import CHUNK, DTYPES, Kept, MaybeTensor, chunk_slots
+from tfla_tk.core.memo import Memo
+
+Gradients: TypeAlias = tuple[MaybeTensor, ...]
+
+_WALKER_COLUMNS = 64  # of V that a walker owns
+_SUM_COLUMNS = 16  # of V that a part of dbeta is summed over
+# cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26
+_CYCLES = {1: 1830, 2: 2770}
+_NO_OPERAND: Operand = (0, 0, 0, 0)
+_NO_GATE: Gate = (0, 0, 0, 0, 0)
+
+
+def forward(
+    core: DeltaRuleCore, *, output_final_state: bool, keep: bool
+) -> tuple[Tensor, MaybeTensor, Kept | None]:
+    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes U'.
+
+    Raises:
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    core = _readable(core)
+    key = (output_final_state, keep, _layout(core))
+    prepared = _forwards.get(key)
+    if prepared is None:
+        prepared = Forward(core, output_final_state=output_final_state, keep=keep)
+        _forwards.keep(key, prepared)
+    return prepared(core)
+
+
+def backward(
+    core: DeltaRuleCore,
+    kept: Kept | None,
+    final_state: MaybeTensor,
+    do: Tensor,
+    dht: MaybeTensor,
+    *,
+    needs_gates: bool,
+) -> Gradients:
+    """dq, dk, dv, dg, dbeta, None for A_log and dt_bias, dh0.
+
+    Raises:
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    given = core
+    core, do, dht = _readable(core), as_operand(do), as_state(dht)
+    if kept is None:
+        _, _, kept = forward(core, output_final_state=False, keep=True)
+    assert kept is not None and kept.tensors[0] is not None
+    writes = kept.tensors[0]
+    key = (_layout(core), do.stride(), dht is not None)
+    mirror = _mirrors.get(key)
+    if mirror is None:
+        mirror = Mirror(core, do, dht)
+        _mirrors.keep(key, mirror)
+    dv, u, dbeta_parts, dh0 = mirror(core, writes, do, dht)
+    needs_dg = needs_gates and core.g is not None
+    reads, erasures = _through_states(core, u, dv, final_state, do, dht, needs_dg=needs_dg)
+    dq, dk = _combine(core, reads, erasures)
+    dg = None
+    if needs_dg:
+        assert given.g is not None and reads.dg is not None and erasures.dg is not None
+        dg = torch.sub(reads.dg, erasures.dg).to(given.g.dtype)
+    dbeta = torch.sum(dbeta_parts, dim=0).transpose(1, 2).to(given.beta.dtype)
+    return dq, dk, dv, dg, dbeta, None, None, dh0
+
+
+class Shape(NamedTuple):
+    """Sizes of a call, as the kernels take them with its cut."""
+
+    sequences: int
+    slots: int  # of chunks, per head
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    group: int
+    half: bool
+    device: int
+    packed_64bit: bool
+
+    @staticmethod
+    def of(core: DeltaRuleCore) -> Shape:
+        """Of a call."""
+        batch, seq, heads, dim_v = core.v.shape
+        offsets = core.cu_seqlens
+        return Shape(
+            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            slots=chunk_slots(seq, offsets),
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            dim_k=core.q.shape[3],
+            dim_v=dim_v,
+            group=heads // core.q.shape[2],
+            half=core.q.dtype == torch.float16,
+            device=core.q.get_device(),
+            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+        )
+
+    def with_offsets(self, address: int) -> tuple[int, ...]:
+        """With the address of the offsets, 0 for none; every sequence is one segment."""
+        chunks = self.seq // CHUNK + 1
+        cut = (address, self.packed_64bit, self.sequences, self.sequences, chunks)
+        return (*cut, *self[2:10])
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of A, and of P, of every chunk."""
+        return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
+
+    def walkers(self) -> int:
+        """Per CTA: two share what they load, one alone is done earlier where there are few CTAs."""
+        columns = -(-self.dim_v // _WALKER_COLUMNS)
+
+        def cycles(walkers: int) -> int:
+            ctas = self.sequences * self.heads * -(-columns // walkers)
+            return -(-ctas // multiprocessors(self.device)) * _CYCLES[walkers]
+
+        return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
+
+
+class Forward:
+    """The forward of calls whose tensors lie alike, as `_readable` leaves them."""
+
+    def __init__(self, core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> None:
+        self._shape = shape = Shape.of(core)
+        self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
+        self._output_final_state, self._keep = output_final_state, keep
+        kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
+        at, addresses = _number(core)
+        matrices = _matrices_at(addresses.next(), shape)
+        o_at, writes_at = addresses.next(), addresses.next(given=keep)
+        last_at = addresses.next(given=output_final_state)
+        of = shape.with_offsets(at.cu_seqlens)
+        gates = (_gate(at.g, core.g), _gate(at.beta, core.beta))
+        q, k, v = (_operand(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
+        o = torch.empty_like(core.v, device="meta")
+        self._o_strides = o.stride()
+        writes = _operand(writes_at, torch.empty(core.v.shape, device="meta")) if keep else _NO_OPERAND
+        self._launches = Launches.of(
+            kernel,
+            [
+                kernel.matrices(of, q, k, *gates, matrices, core.scale),
+                kernel.forward(
+                    of, q, k, v, _operand(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
+                    core.scale, shape.walkers(),
+                ),
+            ],
+        )  # fmt: skip
+
+    def __call__(self, core: DeltaRuleCore) -> tuple[Tensor, MaybeTensor, Kept | None]:
+        """`forward` of these tensors."""
+        v = core.v
+        matrices = v.new_empty(self._shape.matrix_bytes)  # two matrices of 16-bit numbers
+        o = torch.empty_like(v)
+        writes = v.new_empty(v.shape) if self._keep else None
+        last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
+        self._launches.run(
+            _starts(*core[:9], matrices, o, writes, last),
+            current_stream(self._shape.device),
+        )
+        return o, last, None if writes is None else Kept((writes,))
+
+
+class Mirror:
+    """The backward's walk of calls whose tensors lie alike, as `_readable` leaves them."""
+
+    def __init__(self, core: DeltaRuleCore, do: Tensor, dht: MaybeTensor) -> None:
+        self._shape = shape = Shape.of(core)
+        parts = -(-shape.dim_v // _SUM_COLUMNS)
+        self._sums_shape = (parts, shape.batch, shape.heads, shape.seq)
+        kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
+        at, addresses = _number(core)
+        matrices = _matrices_at(addresses.next(), shape)
+        do_at, writes_at, dv_at, u_at, sums_at = (addresses.next() for _ in range(5))
+        dht_at = addresses.next(given=dht is not None)
+        dh0_at = addresses.next(given=core.initial_state is not None)
+        of = shape.with_offsets(at.cu_seqlens)
+        gates = (_gate(at.g, core.g), _gate(at.beta, core.beta))
+        q, k = _operand(at.q, core.q), _operand(at.k, core.k)
+        dense = torch.empty(core.v.shape, device="meta")
+        self._launches = Launches.of(
+            kernel,
+            [
+                kernel.matrices(of, q, k, *gates, matrices, core.scale),
+                kernel.mirror(
+                    of, q, k, _operand(do_at, do), _operand(writes_at, dense),
+                    _operand(dv_at, torch.empty_like(core.v, device="meta")), _operand(u_at, dense), *gates,
+                    matrices, sums_at, dht_at, dh0_at, core.scale, shape.walkers(),
+                ),
+            ],
+        )  # fmt: skip
+
+    def __call__(
+        self, core: DeltaRuleCore, writes: Tensor, do: Tensor, dht: MaybeTensor
+    ) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
+        """dv, U, the parts of dbeta [parts, B, HV, T] and dh0."""
+        v, initial = core.v, core.initial_state
+        matrices = v.new_empty(self._shape.matrix_bytes)
+        dv, u = torch.empty_like(v), v.new_empty(v.shape)
+        sums = v.new_empty(self._sums_shape, dtype=torch.float32)
+        dh0 = None if initial is None else torch.empty_like(initial)
+        self._launches.run(
+            _starts(*core[:9], matrices, do, writes, dv, u, sums, dht, dh0),
+            current_stream(self._shape.device),
+        )
+        return dv, u, sums, dh0
+
+
+class Through(NamedTuple):
+    """What scalar_gate's walks give of one of the two linear attentions: per head of v."""
+
+    dq: Tensor
+    dk: Tensor
+    dg: MaybeTensor
+
+
+def _through_states(
+    core: DeltaRuleCore,
+    u: Tensor,
+    dv: Tensor,
+    final_state: MaybeTensor,
+    do: Tensor,
+    dht: MaybeTensor,
+    *,
+    needs_dg: bool,
+) -> tuple[Through, Through]:
+    """The reads and the erasures."""
+    initial, offsets = core.initial_state, core.cu_seqlens
+    g = core.g
+    if g is None:
+        g = core.v.new_zeros((), dtype=torch.float32)
+    elif needs_dg:
+        g = g.float()
+    # the flow of gradient over a sequence's start follows from the state's gradient there
+    needs_dv = needs_dg and initial is not None
+
+    def run(
+        q: Tensor, given: Tensor, scale: float, last: MaybeTensor, d_last: MaybeTensor, strict: bool
+    ) -> Through:
+        tensors = (q, core.k, u, None, g, initial, None, offsets, given, None, None, None, last, None, given)
+        dq, dk, _, _, dg, *_ = scalar_gate.run(
+            (*tensors, d_last, None), _options(scale, needs_dg, needs_dv, strict)
+        )
+        return Through(dq, dk, dg)
+
+    return (
+        run(core.q, do, core.scale, final_state if needs_dg else None, dht, False),
+        run(core.k, dv, 1.0, None, None, True),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _options(scale: float, needs_dg: bool, needs_dv: bool, strict: bool) -> scalar_gate.Options:
+    return scalar_gate.Options(
+        sigmoid_gate=True,
+        normalize=False,
+        eps=1.0,
+        scale=scale,
+        needs_df=needs_dg,
+        decay=True,
+        heads_last=True,
+        strict=strict,
+        needs_dv=needs_dv,
+    )
+
+
+def _combine(core: DeltaRuleCore, reads: Through, erasures: Through) -> tuple[Tensor, Tensor]:
+    """dq and dk."""
+    parts = (reads.dq, reads.dk, erasures.dq, erasures.dk)
+    key = (_layout(core), *(x.stride() for x in parts))
+    launches = _combines.get(key)
+    if launches is None:
+        shape = Shape.of(core)
+        kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
+        addresses = Addresses()
+        outputs = (torch.empty(x.shape, device="meta") for x in (core.q, core.k))
+        operands = [_operand(addresses.next(), x) for x in (*parts, *outputs)]
+        launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *operands)])
+        _combines.keep(key, launches)
+    dq, dk = core.q.new_empty(core.q.shape), core.k.new_empty(core.k.shape)
+    launches.run(_starts(*parts, dq, dk), current_stream(core.q.get_device()))
+    return dq, dk
+
+
+def _readable(core: DeltaRuleCore) -> DeltaRuleCore:
+    """The tensors as they lie where the kernels can take them so, else copies."""
+    offsets = core.cu_seqlens
+    found = DeltaRuleCore(
+        as_operand(core.q),
+        as_operand(core.k),
+        as_operand(core.v),
+        core.g,
+        core.beta,
+        None,
+        None,
+        as_state(core.initial_state),
+        None if offsets is None else offsets.contiguous(),
+        *core[9:],
+    )
+    return found
+
+
+def _layout(core: DeltaRuleCore) -> Any:
+    """All that the launches of a call depend on but for addresses."""
+    q, k, v, g, beta, _, _, initial_state, cu_seqlens = core[:9]
+    return (
+        q.get_device(),
+        q.dtype,
+        q.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        None if g is None else (g.stride(), g.dtype),
+        beta.stride(),
+        beta.dtype,
+        initial_state is not None,
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
+        core.scale,
+        core.schedule,
+    )
+
+
+def _number(core: DeltaRuleCore) -> tuple[Any, Addresses]:
+    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
+    addresses = Addresses()
+    at = [addresses.next(given=x is not None) for x in core[:9]]
+    return DeltaRuleCore(*at, *core[9:]), addresses  # type: ignore[arg-type]
+
+
+def _starts(*tensors: MaybeTensor) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in tensors]
+
+
+def _matrices_at(address: int, shape: Shape) -> tuple[int, int]:
+    """A and P in one allocation."""
+    return address, address + shape.matrix_bytes
+
+
+def _operand(address: int, x: Tensor) -> Operand:
+    """x [B, T, H, D]."""
+    strides = descriptor_strides(x.shape, x.stride())
+    assert strides is not None
+    batch, row, head = strides
+    return address, batch, head, row
+
+
+def _gate(address: int, x: MaybeTensor) -> Gate:
+    """x [B, T, HV]."""
+    return _NO_GATE if x is None else (address, *x.transpose(1, 2).stride(), DTYPES[x.dtype])
+
+
+_forwards: Memo[Forward] = Memo()
+_mirrors: Memo[Mirror] = Memo()
+_combines: Memo[Launches] = Memo()
