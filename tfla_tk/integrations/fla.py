@@ -1,7 +1,7 @@
 """These kernels in the place of fla's functions: in its layers, and in whatever else calls them.
 
-    accelerate()     fla's chunk_simple_gla, chunk_retention, chunk_lightning_attn, chunk_delta_rule and
-                     chunk_gated_delta_rule become these kernels
+    accelerate()     fla's chunk_simple_gla, chunk_retention, chunk_lightning_attn, chunk_gla,
+                     chunk_delta_rule and chunk_gated_delta_rule become these kernels
     restore()        the way back
     last_path()      what has served the latest call, and why not the kernels
 
@@ -47,6 +47,7 @@ FUNCTIONS = {
         "chunk_simple_gla",
         "chunk_retention",
         "chunk_lightning_attn",
+        "chunk_gla",
         "chunk_delta_rule",
         "chunk_gated_delta_rule",
     )
@@ -78,8 +79,10 @@ _lock = threading.RLock()
 _told: set[tuple[str, str]] = set()  # what has been logged
 _LIMIT = 64  # of these
 _last: Path | None = None
-_accelerated: set[str] = set()  # the names of the functions that are these kernels now
-_backend: Any = None  # the class that is registered with fla
+# the names of the functions that are these kernels now, and the class that is registered with fla; a reload
+# of this module keeps both
+_accelerated: set[str] = globals().get("_accelerated", set())
+_backend: Any = globals().get("_backend")
 # why the kernels have refused plain eager calls, by all that a refusal depends on
 _refused: dict[str, Memo[str]] = {name: Memo() for name in FUNCTIONS}
 
