@@ -62,6 +62,8 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op simple_gla,retention,lightning --pass fwd,fwdbwd --shapes scalar,sweep --backends tk,triton $(ARGS)
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
+		--op gla --pass fwd,fwdbwd --shapes gla,sweep --backends tk,triton $(ARGS)
+	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op gated_delta_rule --pass fwd,fwdbwd --shapes delta,delta_host --backends tk,triton $(ARGS)
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op delta_rule --pass fwd,fwdbwd --shapes 8x8192x16x128x128,8x8192x16x128x256 --backends tk,triton $(ARGS)

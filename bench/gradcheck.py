@@ -124,8 +124,12 @@ def _make_extreme(operator: Operator, tensors: dict[str, Tensor]) -> None:
         gates["beta"][..., ::5] = 0
         gates["beta"][..., 2::5] = 1
     if "g" in gates:
-        gates["g"][..., 6::7] = -RESET
-        gates["g"][..., 3::7] = 0
+        gates["g"][:, :, 6::7] = -RESET
+        gates["g"][:, :, 3::7] = 0
+    if "g" in gates and gates["g"].dim() == 4:
+        # a few channels of every token
+        gates["g"][..., 2::5] = -RESET
+        gates["g"][..., 4::5] = 0
     if "i" not in gates:
         return
     for name in ("q", "k", "n_initial"):

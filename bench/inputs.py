@@ -84,6 +84,28 @@ def scalar_decay_inputs(
     return found | packed_offsets(shape, device, seed)
 
 
+def gla_inputs(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bnsd",
+    seed: int = 0,
+    forget_bias: float = FORGET_BIAS,
+) -> dict[str, Tensor]:
+    """q, k, v as of the scalar decay, and g = logsigmoid(N(0, 1) + forget_bias) of every key channel.
+
+    Returns:
+        q, k [B, T, H, K], v [B, T, H, V], g [B, T, H, K] in fp32, and cu_seqlens where sequences are packed.
+
+    Raises:
+        ValueError: another layout.
+    """
+    found = scalar_decay_inputs(shape, dtype, device, layout, seed, gated=False)
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    raw = torch.randn(shape.B, shape.T, shape.H, shape.K, generator=generator, device=device)
+    return found | {"g": torch.nn.functional.logsigmoid(raw + forget_bias)}
+
+
 def delta_rule_inputs(
     shape: Shape,
     dtype: torch.dtype,

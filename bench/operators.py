@@ -14,7 +14,7 @@ import tfla_tk
 from tfla_tk import reference
 
 from . import fla
-from .inputs import OFFSETS, delta_rule_inputs, mlstm_inputs, scalar_decay_inputs
+from .inputs import OFFSETS, delta_rule_inputs, gla_inputs, mlstm_inputs, scalar_decay_inputs
 from .shapes import Cost, Shape, cost
 
 # |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
@@ -290,6 +290,18 @@ OPERATORS: dict[str, Operator] = {
         _scalar_decay("retention", "chunk_retention", decay=_retention_decay),
         _scalar_decay(
             "lightning", "chunk_lightning_attn", decay=_lightning_decay, decay_options=LIGHTNING_LAYER
+        ),
+        Operator(
+            "gla",
+            "chunk_gla",
+            gla_inputs,
+            reference.gla_chunkwise,
+            recurrent=reference.gla_recurrent,
+            layout="bshd",
+            output="o",
+            gates=("g",),
+            states={"initial_state": "KV"},
+            last="output_final_state",
         ),
         _delta_rule("delta_rule", ("beta",)),
         _delta_rule("gated_delta_rule", ("g", "beta")),

@@ -159,6 +159,16 @@ DELTA = (
 )
 # so short that the host's time shows
 DELTA_HOST = tuple(Shape(1, length, 16, 128, 128, HV=32) for length in (512, 2048))
+# those of GLA: small models, the 1.3B's, few and narrow heads, 16 documents of about 2048 tokens
+GLA = (
+    Shape(8, 8192, 16, 128, 256),
+    Shape(8, 8192, 16, 128, 128),
+    Shape(8, 8192, 4, 256, 512),
+    Shape(4, 4096, 16, 128, 128),
+    Shape(1, 32768, 16, 128, 128, N=16),
+    Shape(1, 8192, 16, 128, 128),
+    Shape(4, 4096, 16, 64, 64),
+)
 SETS: dict[str, tuple[Shape, ...]] = {
     "main": MAIN,
     "sweep": SWEEP,
@@ -167,6 +177,7 @@ SETS: dict[str, tuple[Shape, ...]] = {
     "small": SMALL,
     "packed": PACKED,
     "scalar": SCALAR,
+    "gla": GLA,
     "delta": DELTA,
     "delta_host": DELTA_HOST,
 }
@@ -292,14 +303,13 @@ def _scalar_gates(
 
 
 def _gla(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
-    """Formulas per token and head of GLA, its gate per key channel in q's dtype.
+    """Formulas per token and head of GLA, its gate per key channel in fp32.
 
     Backward: q, k, g, v, do and the gradients of the four inputs once.
     """
-    intra = flops.intra_chunk(shape.K, shape.V)
-    state = shape.K * shape.V
-    forward = Cost(intra + 4 * state, itemsize * (3 * shape.K + 2 * shape.V))
-    return forward, Cost(3 * intra + 8 * state, itemsize * (6 * shape.K + 3 * shape.V))
+    dims = shape.K, shape.V
+    forward = Cost(flops.forward(*dims), itemsize * 2 * (shape.K + shape.V) + 4 * shape.K)
+    return forward, Cost(flops.gla_backward(*dims), itemsize * (4 * shape.K + 3 * shape.V) + 8 * shape.K)
 
 
 def _intra(shape: Shape, itemsize: int) -> tuple[Cost, None]:

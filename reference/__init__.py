@@ -32,6 +32,7 @@ from .delta_rule_inputs import (
     writing_strength_backward,
 )
 from .gla import gla_chunkwise, gla_parallel, gla_recurrent
+from .gla_backward import GLAGrads, GLALevel, gla_backward, gla_levels
 from .mlstm import mlstm_chunkwise, mlstm_parallel, mlstm_recurrent, mlstm_step
 from .mlstm_backward import (
     MLSTMBackward,
@@ -63,6 +64,8 @@ __all__ = [
     "DeltaRuleChunk",
     "DeltaRuleChunkGrads",
     "DeltaRuleGrads",
+    "GLAGrads",
+    "GLALevel",
     "LogDecayGrads",
     "MLSTMBackward",
     "MLSTMChunk",
@@ -81,7 +84,9 @@ __all__ = [
     "gated_delta_rule_chunkwise",
     "gated_delta_rule_parallel",
     "gated_delta_rule_recurrent",
+    "gla_backward",
     "gla_chunkwise",
+    "gla_levels",
     "gla_parallel",
     "gla_recurrent",
     "l2_norm",

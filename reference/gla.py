@@ -90,16 +90,25 @@ def gla_chunkwise(
 
     Arguments, result and errors as in :func:`gla_recurrent`; ``chunk_size`` is any positive number of tokens
     and the last chunk may be shorter. A chunk needs memory for B H K chunk_size^2 numbers; the backward pass
-    recomputes chunk by chunk, so that it needs no more.
+    recomputes chunk by chunk, so that it needs no more. Where torch.func differentiates it keeps them all.
     """
 
     def recomputed(*args: Tensor) -> tuple[Tensor, States]:
         return checkpoint(gla_chunk, *args, use_reentrant=False, preserve_rng_state=False)
 
     def form(*args: Tensor) -> tuple[Tensor, States]:
-        return scan_chunks(recomputed, args[:4], args[4:], chunk_size)
+        chunk = recomputed if _can_recompute() else gla_chunk
+        return scan_chunks(chunk, args[:4], args[4:], chunk_size)
 
     return run_linear(form, q, k, v, (g,), scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _can_recompute() -> bool:
+    """Whether autograd takes the hooks of a checkpoint now; torch.func has none."""
+    if torch.compiler.is_compiling():
+        return True
+    is_enabled = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", None)
+    return is_enabled is None or bool(is_enabled())
 
 
 def gla_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, States]:

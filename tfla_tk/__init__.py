@@ -7,6 +7,7 @@ Importing this package touches no GPU and compiles nothing. Public names:
     mlstm_sequence, mlstm_siging_sequence      a few tokens of them, for decoding
     chunk_simple_gla                           linear attention with a decay per token and head, or per head
     chunk_retention, chunk_lightning_attn      the same with the decays of RetNet and of Lightning Attention
+    chunk_gla                                  linear attention with a decay per token, head and key channel
     chunk_delta_rule, chunk_gated_delta_rule   DeltaNet; gated DeltaNet, with a decay per token and head
     which                                      the backend that a call would use, and why
     __version__                                the version of this package
@@ -24,6 +25,7 @@ from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.support import Choice, Support
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
 from tfla_tk.delta_rule import chunk_delta_rule, chunk_gated_delta_rule
+from tfla_tk.gla import chunk_gla
 from tfla_tk.mlstm import mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.simple_gla import chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
@@ -36,6 +38,7 @@ __all__ = [
     "__version__",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
+    "chunk_gla",
     "chunk_lightning_attn",
     "chunk_retention",
     "chunk_simple_gla",

@@ -217,9 +217,11 @@ def check_gated_delta_rule(*args: Any, **kwargs: Any) -> None:
     Raises:
         TypeError, ValueError, UnsupportedError: as the call would.
     """
-    bound = _gated_signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = bound.arguments
+    names = _gated_signature.parameters
+    arguments = {**_GATED_DEFAULTS, **dict(zip(names, args, strict=False)), **kwargs}
+    if arguments.keys() != names.keys():
+        # the TypeError for what is missing or unknown
+        _gated_signature.bind(*args, **kwargs)
     _check_no_context(arguments["cp_context"])
     arguments["gated"] = True
     tensors, options = (tuple(arguments[name] for name in names) for names in (_TENSORS, _OPTIONS))
@@ -227,6 +229,9 @@ def check_gated_delta_rule(*args: Any, **kwargs: Any) -> None:
 
 
 _gated_signature = inspect.signature(chunk_gated_delta_rule)
+_GATED_DEFAULTS = {
+    name: each.default for name, each in _gated_signature.parameters.items() if each.default is not each.empty
+}
 
 
 def _check_no_context(cp_context: Any) -> None:

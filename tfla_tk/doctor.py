@@ -234,9 +234,16 @@ def _gated_delta_example(requires_grad: bool) -> list[Tensor]:
     return [*operands, g, torch.zeros_like(g).requires_grad_(requires_grad)]
 
 
+def _channel_gated_example(requires_grad: bool) -> list[Tensor]:
+    """q, k, v and g, a decay per token and key channel."""
+    q, k, v = _linear_example(requires_grad)
+    return [q, k, v, torch.zeros(q.shape, device=q.device).requires_grad_(requires_grad)]
+
+
 EXAMPLES: dict[str, Callable[[bool], list[Any]]] = {
     "chunk_delta_rule": _delta_example,
     "chunk_gated_delta_rule": _gated_delta_example,
+    "chunk_gla": _channel_gated_example,
     "chunk_lightning_attn": _lightning_example,
     "chunk_retention": _linear_example,
     "chunk_simple_gla": _gated_example,

@@ -64,12 +64,27 @@ def _delta_rule(backend: str) -> ModuleType:
     return reference
 
 
+def _gla(backend: str) -> ModuleType:
+    if backend == "tk":
+        from tfla_tk.backends.tk import gla as tk
+
+        return tk
+    if backend == "triton":
+        from tfla_tk.backends.triton import fla_gla
+
+        return fla_gla
+    from tfla_tk.backends.reference import gla as reference
+
+    return reference
+
+
 FAMILIES: dict[str, Callable[[str], ModuleType]] = {
     "mlstm": _mlstm,
     "mlstm_step": _mlstm,
     "mlstm_sequence": _mlstm,
     "simple_gla": _linear,
     "delta_rule": _delta_rule,
+    "gla": _gla,
 }
 
 

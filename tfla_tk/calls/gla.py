@@ -1,20 +1,22 @@
-"""Calls of gated linear attention: the call of its kernels."""
+"""Calls of gated linear attention: the checks of their arguments, and the call of its kernels."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tfla_tk.calls.linear import LinearCall, check_frame, check_operands, check_transforms
+from tfla_tk.core.checks import check_device, check_shape, check_tensor, fail
 from tfla_tk.core.layout import MaybeTensor
 
 
-class GlaCore(NamedTuple):
+class GLACore(NamedTuple):
     """A call of the kernels; the arguments of the registered op tfla_tk::gla_fwd in their order.
 
     Attributes:
         q, k: [B, T, H, K]. v: [B, T, H, V], q's dtype. Any strides.
-        g: [B, T, H, K] log decay per channel, fp32 or of 16 bits (fp64 for fp64 q), any strides.
+        g: [B, T, H, K] log decay, fp32 or of 16 bits (fp64 for fp64 q), any strides.
         initial_state: [N, H, K, V] in fp32 (fp64 for fp64 q), any strides; None: zeros.
         cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
             host.
@@ -30,3 +32,45 @@ class GlaCore(NamedTuple):
     cu_seqlens: MaybeTensor
     scale: float
     schedule: str
+
+
+def check_gla(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    initial_state: Any,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    *,
+    scale: Any,
+    output_final_state: Any,
+    state_v_first: Any,
+) -> LinearCall:
+    """Check one call of gated linear attention and describe it; its gate is "channel".
+
+    Args:
+        g: [B, T, H, K]. others: as the public function has them; v has the heads of q.
+
+    Raises:
+        TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
+        ValueError: wrong rank, shape, device or value.
+    """
+    operands = check_operands(q, k, v)
+    if operands.value_heads != operands.heads:
+        fail("v", f"the {operands.heads} heads of q", f"{operands.value_heads} with shape {tuple(v.shape)}")
+    check_tensor("g", g, 4, "[B, T, H, K]")
+    check_shape("g", g, tuple(q.shape), "[B, T, H, K] of q")
+    check_device("g", g, q.device)
+    frame = check_frame(
+        q,
+        operands,
+        initial_state,
+        cu_seqlens,
+        cu_seqlens_cpu,
+        scale=scale,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+    )
+    inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
+    return LinearCall(**frame, **check_transforms(inputs, []), gate="channel")

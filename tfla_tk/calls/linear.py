@@ -35,7 +35,8 @@ class LinearCall:
     heads counts the heads of q and k, value_heads those of v, gates and states, of one batch entry; seq the
     tokens; dim_qk and dim_v the head dims of q/k and of v; sequences is the leading dimension of the states:
     batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
-    decay per token and head) or "head" (a decay per head, without gradient). requires_grad says that a
+    decay per token and head), "head" (a decay per head, without gradient) or "channel" (one per token, head
+    and key channel). requires_grad says that a
     gradient will be recorded.
     """
 

@@ -35,6 +35,11 @@ def backward(dim_qk: int, dim_v: int) -> int:
     return 3 * intra_chunk(dim_qk, dim_v) + 10 * dim_qk * dim_v
 
 
+def gla_backward(dim_qk: int, dim_v: int) -> int:
+    """Backward with a gate per key channel."""
+    return 3 * intra_chunk(dim_qk, dim_v) + 8 * dim_qk * dim_v
+
+
 def delta_rule(dim_qk: int, dim_v: int) -> int:
     """Forward of the delta rule: the state is read for q and for k, and updated."""
     return intra_chunk(dim_qk, dim_v) + 6 * dim_qk * dim_v

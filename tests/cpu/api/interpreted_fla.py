@@ -150,7 +150,7 @@ def raw_gated_delta_rule() -> Numbers:
 CASES: dict[str, Callable[[], Numbers]] = {"raw/chunk_gated_delta_rule": raw_gated_delta_rule}
 for op in adapters.FLA_OPS:
     CASES[f"fla/{op}"] = lambda op=op: fla(op, 100, fla_dtype(op))
-for op in [name for name in adapters.FLA_OPS if name != "chunk_gla"]:
+for op in adapters.FLA_OPS:
     CASES[f"public/{op}"] = lambda op=op: public_fla(op)
 
 

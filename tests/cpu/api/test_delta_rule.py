@@ -25,7 +25,8 @@ from tfla_tk.backends.triton import fla, fla_delta
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.support import SUPPORTED
 
-from .delta_rule import FLAGS, Inputs, assert_same, draw, draw_raw, from_raw, gradients, leaves
+from .delta_rule import FLAGS, draw, draw_raw, from_raw
+from .linear import Inputs, assert_same, gradients, leaves
 
 OFFSETS = [0, 0, 1, 23, 23, 40]
 

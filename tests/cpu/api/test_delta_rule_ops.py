@@ -15,8 +15,10 @@ from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule, doctor
 from tfla_tk.backends.tk import delta
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.support import SUPPORTED
+from tfla_tk.ops import delta_rule as ops
 
-from .delta_rule import FLAGS, Inputs, Kernels, assert_same, draw, draw_raw, from_raw, gradients, leaves
+from .delta_rule import FLAGS, draw, draw_raw, from_raw
+from .linear import Inputs, Kernels, assert_same, gradients, leaves
 
 ALL = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
 INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
@@ -26,7 +28,7 @@ INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The tk backend serves every call, on the CPU; its kernels make nothing of raw inputs."""
     delta_rule._path.plans.clear()
-    module = Kernels()
+    module = Kernels(ops)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     supported = SimpleNamespace(
         supports_delta_rule=lambda call, variant=None: SUPPORTED,
@@ -228,17 +230,17 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
         torch.tensor([0, 5, 5, 20]) if packed else None,
     ]
     options = (0.25, True, raw, raw)
-    ops = torch.ops.tfla_tk
-    torch.library.opcheck(ops.delta_rule_fwd, (*inputs, *options, "auto", last))
-    torch.library.opcheck(ops.packed_delta_rule, (*inputs, *options, "chunkwise", 16, last))
+    registered = torch.ops.tfla_tk
+    torch.library.opcheck(registered.delta_rule_fwd, (*inputs, *options, "auto", last))
+    torch.library.opcheck(registered.packed_delta_rule, (*inputs, *options, "chunkwise", 16, last))
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    o, state = ops.delta_rule_fwd(*detached, *options, "auto", last)
+    o, state = registered.delta_rule_fwd(*detached, *options, "auto", last)
     given = (torch.randn_like(o), torch.randn_like(state) if last else None)
     needs = gate != "none"
     torch.library.opcheck(
-        ops.delta_rule_bwd, (*detached, state if last else None, *given, *options, "auto", needs)
+        registered.delta_rule_bwd, (*detached, state if last else None, *given, *options, "auto", needs)
     )
-    torch.library.opcheck(ops.packed_delta_rule_bwd, (*detached, *given, *options, 16, needs))
+    torch.library.opcheck(registered.packed_delta_rule_bwd, (*detached, *given, *options, 16, needs))
 
 
 @pytest.mark.parametrize("packed", [False, True])

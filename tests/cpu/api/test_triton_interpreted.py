@@ -143,7 +143,7 @@ def test_fla_agrees(op: str, numbers: Numbers) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["simple_gla", "retention", "lightning_attn", "delta_rule", "gated_delta_rule"]
+    "op", ["gla", "simple_gla", "retention", "lightning_attn", "delta_rule", "gated_delta_rule"]
 )
 def test_fla_agrees_behind_the_public_function(op: str, numbers: Numbers) -> None:
     """Simple GLA over packed sequences, one of them empty, with states [N, H, V, K]."""

@@ -102,7 +102,7 @@ def test_layout_and_forget_bias_reach_every_backend(monkeypatch) -> None:
 def test_the_operators_of_fla(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rows.json"
     gates_of = {"simple_gla": ["dg"], "retention": [], "lightning": []}
-    gates_of |= {"delta_rule": ["dbeta"], "gated_delta_rule": ["dg", "dbeta"]}
+    gates_of |= {"gla": ["dg"], "delta_rule": ["dbeta"], "gated_delta_rule": ["dg", "dbeta"]}
     options = ("--op", ",".join(gates_of), "--shapes", "1x48x2x16x32", "--pass", "all")
     assert run(*options, "--quick", "--json", str(path)) == 0
     rows = results.load(path)

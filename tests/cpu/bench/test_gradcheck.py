@@ -209,6 +209,7 @@ PARALLEL: dict[str, Callable[..., Any]] = {
     "retention": retention,
     "lightning": lightning,
     "delta_rule": reference.delta_rule_parallel,
+    "gla": reference.gla_parallel,
 }
 
 
@@ -292,10 +293,10 @@ def test_extreme_gates_of_the_scalar_decay() -> None:
     assert tensors["g"].max() == 0 and tensors["q"].min() < 0
 
 
-GATES = {"simple_gla": ["dg"], "delta_rule": ["dbeta"], "gated_delta_rule": ["dg", "dbeta"]}
+GATES = {"simple_gla": ["dg"], "gla": ["dg"], "delta_rule": ["dbeta"], "gated_delta_rule": ["dg", "dbeta"]}
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "retention", "lightning", "delta_rule", "gated_delta_rule"])
+@pytest.mark.parametrize("op", ["retention", "lightning", *GATES])
 @pytest.mark.parametrize("shapes", ["1x40x2x16x16", "1x64x2x16x32xN5"])
 def test_the_operators_of_fla(op: str, shapes: str, tmp_path: Path, capsys) -> None:
     path, packed = tmp_path / "errors.json", "N" in shapes
@@ -310,6 +311,15 @@ def test_the_operators_of_fla(op: str, shapes: str, tmp_path: Path, capsys) -> N
         assert list(row["rel_err"]) == ["dq", "dk", "dv", *GATES.get(op, []), *initial]
     assert ("extreme+initial+last" in {row["case"] for row in rows}) == (op in GATES and not packed)
     assert "truth: recurrent in fp64" in capsys.readouterr().out
+
+
+def test_extreme_gates_of_channels() -> None:
+    """Tokens that forget all or nothing, and channels of them; neither all of them."""
+    (problem,) = PROBLEMS["gla"]
+    shape, settings = Shape(1, 64, 2, 16, 16), Settings(torch.device("cpu"), "fp32", 0)
+    g = make_case(problem, shape, CASES["extreme"], settings)[0]["g"]
+    assert (g[:, 6::7, :, 0] == -30).all() and (g[..., 2::5] == -30).all() and (g[..., 4::5] == 0).all()
+    assert ((g < 0) & (g > -30)).any()
 
 
 def test_a_wrong_gate_gradient_of_the_scalar_decay_is_caught(monkeypatch, capsys) -> None:

@@ -22,7 +22,7 @@ from tfla_tk.backends.tk.operands import (
 )
 from tfla_tk.backends.tk.scalar_gate.launches import Addresses, Launches
 from tfla_tk.build import instances
-from tfla_tk.calls.gla import GlaCore
+from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import CHUNK, DTYPES, Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
 
@@ -30,7 +30,7 @@ _WALKER_COLUMNS = 64  # of V that a walker owns
 
 
 def forward(
-    core: GlaCore, *, output_final_state: bool, keep: bool
+    core: GLACore, *, output_final_state: bool, keep: bool
 ) -> tuple[Tensor, MaybeTensor, Kept | None]:
     """o [B, T, H, V], and the final state [N, H, K, V] or None; nothing is kept.
 
@@ -48,7 +48,7 @@ def forward(
 
 
 def backward(
-    core: GlaCore,
+    core: GLACore,
     kept: Kept | None,
     final_state: MaybeTensor,
     do: Tensor,
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
     packed_64bit: bool
 
     @staticmethod
-    def of(core: GlaCore) -> Shape:
+    def of(core: GLACore) -> Shape:
         """Of a call."""
         batch, seq, heads, dim_v = core.v.shape
         offsets = core.cu_seqlens
@@ -105,7 +105,7 @@ class Shape(NamedTuple):
 class Forward:
     """The forward of calls whose tensors lie alike, as `_readable` leaves them."""
 
-    def __init__(self, core: GlaCore, *, output_final_state: bool) -> None:
+    def __init__(self, core: GLACore, *, output_final_state: bool) -> None:
         self._shape = shape = Shape.of(core)
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state = output_final_state
@@ -126,7 +126,7 @@ class Forward:
             ],
         )  # fmt: skip
 
-    def __call__(self, core: GlaCore) -> tuple[Tensor, MaybeTensor]:
+    def __call__(self, core: GLACore) -> tuple[Tensor, MaybeTensor]:
         """`forward` of these tensors."""
         v = core.v
         o = torch.empty_like(v)
@@ -138,10 +138,10 @@ class Forward:
         return o, last
 
 
-def _readable(core: GlaCore) -> GlaCore:
+def _readable(core: GLACore) -> GLACore:
     """The tensors as they lie where the kernels can take them so, else copies."""
     offsets = core.cu_seqlens
-    return GlaCore(
+    return GLACore(
         as_operand(core.q),
         as_operand(core.k),
         as_operand(core.v),
@@ -153,7 +153,7 @@ def _readable(core: GlaCore) -> GlaCore:
     )
 
 
-def _layout(core: GlaCore) -> Any:
+def _layout(core: GLACore) -> Any:
     """All that the launch of a call depends on but for addresses."""
     q, k, v, g, initial_state, cu_seqlens, scale, schedule = core
     return (

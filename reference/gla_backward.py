@@ -1,0 +1,163 @@
+"""Explicit backward of gated linear attention, and its scores by levels, whose factors are all at most 1.
+
+In a chunk with b = cumsum(g) per channel, S the state that enters it, dS the gradient of the one that leaves
+it, s the scale, P_tj = s sum_c q_tc k_jc e^{b_tc - b_jc} for j <= t, and dP = tril(do V^T)::
+
+    dq_t = s e^{b_t} (do_t S^T) + s sum_j dP_tj k_j e^{b_t - b_j}
+    dk_j = e^{b_L - b_j} (v_j dS^T) + s sum_t dP_tj q_t e^{b_t - b_j}
+    dv   = P^T do + (e^{b_L - b} k) dS
+    dS  <- e^{b_L} dS + s (e^b q)^T do
+    dg_t = sum_{u >= t} (q_u . dq_u - k_u . dk_u) + rowsum_V(S_T . dS_T)
+
+per channel; T is after the last token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, einsum
+
+from .common import States, full_precision, segment_sum
+from .gla import gla_chunk
+from .linear import run_backward, split_chunks
+
+
+class GLAGrads(NamedTuple):
+    """Gradients of :func:`gla_recurrent`, each in the dtype and shape of its input.
+
+    Attributes:
+        dq, dk: [B, T, H, K]. dv: [B, T, H, V]. dg: [B, T, H, K] gradient of the log decay.
+        dh0: [N, H, K, V] gradient of the initial state.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor
+    dh0: Tensor
+
+
+@full_precision
+def gla_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    do: Tensor,
+    dht: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+) -> GLAGrads:
+    """Exact gradients by the explicit formulas, chunk by chunk.
+
+    Args:
+        do: [B, T, H, V] gradient of o. dht: [N, H, K, V] gradient of the last state; None is zero.
+        others: as in :func:`gla_recurrent`; the result does not depend on ``chunk_size``. A chunk needs
+            memory for B H K chunk_size^2 numbers.
+
+    Raises:
+        ValueError: ``cu_seqlens`` that does not fit.
+    """
+
+    def form(tokens: States, state: States) -> tuple[Tensor, ...]:
+        return _sequence_backward(tokens, state, chunk_size)
+
+    return GLAGrads(*run_backward(form, q, k, v, (g,), do, dht, scale, initial_state, cu_seqlens))
+
+
+def _sequence_backward(tokens: States, state: States, size: int) -> tuple[Tensor, ...]:
+    """dq (of the scaled q), dk, dv, dg, dh0 of one sequence of any length.
+
+    Args:
+        tokens: q (scaled), k, v, g, do, head-first. state: S before the first token, dS after the last.
+    """
+    s, ds = state
+    pieces, entering = split_chunks(tokens, size), []
+    for q, k, v, g, _ in pieces:
+        entering.append(s)
+        _, (s,) = gla_chunk(q, k, v, g, s)
+    state_term = (ds * s).sum(-1)[..., None, :]
+
+    columns: list[States] = []
+    for (q, k, v, g, do), s_in in zip(reversed(pieces), reversed(entering), strict=True):
+        dq, dk, dv, ds = _chunk_backward(q, k, v, g, do, s_in, ds)
+        columns.insert(0, (dq, dk, dv, q * dq - k * dk))
+
+    # empty pieces in front: there may be no token
+    dq, dk, dv, inflow = (
+        torch.cat([x[:, :, :0], *column], dim=2)
+        for x, column in zip(tokens[:4], zip(*columns, strict=True) if columns else [()] * 4, strict=True)
+    )
+    return dq, dk, dv, inflow.flip(2).cumsum(2).flip(2) + state_term, ds
+
+
+def _chunk_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, do: Tensor, s: Tensor, ds: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and the gradient of the state that enters, of one chunk with q scaled."""
+    decay = torch.exp(segment_sum(rearrange(g, "b h l k -> b h k l")))  # [B, H, K, L, L]
+    through = torch.exp(g.cumsum(-2))
+    to_end = rearrange(decay[..., -1, :], "b h k l -> b h l k")
+    scores = einsum("bhtk,bhktj,bhjk->bhtj", q, decay, k)
+    dscores = einsum("bhtv,bhjv->bhtj", do, v)
+    dq = through * einsum("bhtv,bhkv->bhtk", do, s) + einsum("bhtj,bhktj,bhjk->bhtk", dscores, decay, k)
+    dk = to_end * einsum("bhjv,bhkv->bhjk", v, ds) + einsum("bhtj,bhktj,bhtk->bhjk", dscores, decay, q)
+    dv = scores.mT @ do + (to_end * k) @ ds
+    return dq, dk, dv, through[..., -1, :, None] * ds + (through * q).mT @ do
+
+
+class GLALevel(NamedTuple):
+    """One level of the scores of a chunk: blocks of 2 n tokens in halves.
+
+    Attributes:
+        half: n. operand: [..., L, K] q e^{b - ref} in right halves, k e^{ref - b} in left ones, ref being b
+            at the last token of the left half; no factor exceeds 1 where g <= 0.
+        mask: [L, L] pairs of a token in a right half and one in the left half of the same block.
+    """
+
+    half: int
+    operand: Tensor
+    mask: Tensor
+
+
+def gla_levels(q: Tensor, k: Tensor, g: Tensor) -> list[GLALevel]:
+    """The operands of every level, without a cumsum: products of e^g that double from level to level.
+
+    The scores are ``sum(mask * operand @ operand.mT) + diag(q . k)``.
+
+    Args:
+        q (scaled), k, g: [..., L, K]; L is a power of two.
+
+    Raises:
+        ValueError: L is no power of two.
+    """
+    length = q.shape[-2]
+    if length < 1 or length & (length - 1):
+        raise ValueError(f"q: expected a power of two tokens, got {length}")
+    token = torch.arange(length, device=q.device)
+    # of the token's block of n: e^{b - b before it}, e^{b at its end - b}, and of the whole block
+    left_product = total = torch.exp(g)
+    right_product = torch.ones_like(g)
+    found, n = [], 1
+    while n < length:
+        in_right = (token // n) % 2 == 1
+        block = token // (2 * n)
+        operand = torch.where(in_right[:, None], q * left_product, k * right_product)
+        mask = (block[:, None] == block) & in_right[:, None] & ~in_right
+        found.append(GLALevel(n, operand, mask))
+        other = _swap_halves(total, n)
+        left_product = torch.where(in_right[:, None], left_product * other, left_product)
+        right_product = torch.where(in_right[:, None], right_product, right_product * other)
+        total, n = total * other, 2 * n
+    return found
+
+
+def _swap_halves(x: Tensor, n: int) -> Tensor:
+    """x [..., L, K] with the halves of every block of 2 n tokens exchanged."""
+    return x.unflatten(-2, (-1, 2, n)).flip(-3).flatten(-4, -2)

@@ -1,0 +1,72 @@
+"""Gradients of a call of an operator in [B, T, H, D], and a stand-in for the kernels of a family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.core.layout import Kept
+
+Inputs = dict[str, Any]
+
+
+def leaves(inputs: Inputs) -> Inputs:
+    return {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+
+
+def gradients(function: Callable[..., Any], inputs: Inputs, **options: Any) -> dict[str, Tensor]:
+    """o, the final state, and the gradients of a loss that reaches both."""
+    x = leaves(inputs)
+    o, last = function(**x, **options, output_final_state=True)
+    generator = torch.Generator().manual_seed(7)
+    loss = sum((y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in (o, last))
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, list(x.values()))
+    return {"o": o.detach(), "last": last.detach(), **dict(zip(x, grads, strict=True))}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tol: float = 1e-9) -> None:
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        assert actual[name].shape == want.shape, name
+        error = (actual[name].double() - want.double()).norm() / want.double().norm()
+        assert error <= tol, (name, error)
+
+
+class Kernels(ModuleType):
+    """The kernels with the op's CPU code: None in place of empty tensors, and a log of the calls."""
+
+    left = torch.arange(3.0)
+
+    def __init__(self, family: ModuleType) -> None:
+        """Args: family: of tfla_tk.ops."""
+        super().__init__(family.KERNELS)
+        self.ops = family._ops
+        self.calls: list[str] = []
+        self.core: Any = None
+        self.needs_gates: list[bool] = []
+
+    def forward(
+        self, core: Any, *, output_final_state: bool, keep: bool
+    ) -> tuple[Tensor, Tensor | None, Kept | None]:
+        self.calls.append("forward, kept" if keep else "forward")
+        self.core = core
+        o, last = self.ops._fwd_cpu(*core, output_final_state)
+        kept = Kept((self.left.clone(), None), "a layout") if keep else None
+        return o, last if output_final_state else None, kept
+
+    def backward(
+        self, core: Any, kept: Kept | None, final_state: Any, do: Tensor, dht: Any, *, needs_gates: bool
+    ) -> tuple[Tensor | None, ...]:
+        if kept is not None:
+            assert torch.equal(kept.tensors[0], self.left) and kept.tensors[1] is None
+            assert kept.layout == "a layout"
+        self.calls.append("backward" if kept is None else "backward, kept")
+        self.needs_gates.append(needs_gates)
+        count = self.ops._count
+        found = self.ops._bwd_cpu(*core[:count], final_state, do, dht, *core[count:], needs_gates)
+        return tuple(None if x.numel() == 0 else x for x in found)

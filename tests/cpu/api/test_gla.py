@@ -1,0 +1,341 @@
+"""chunk_gla: results, gradients, errors, the choice of the backend, its ops, and the path of its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.utils.flop_counter import FlopCounterMode
+
+from tfla_tk import UnsupportedError, chunk_gla, doctor, gla, reference, which
+from tfla_tk.backends.tk import gla as tk_gla
+from tfla_tk.backends.triton import fla, fla_gla
+from tfla_tk.calls.gla import GLACore
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core.support import SUPPORTED
+from tfla_tk.ops import gla as ops
+
+from .linear import Inputs, Kernels, assert_same, gradients, leaves
+
+OFFSETS = [0, 0, 1, 23, 23, 40]
+INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
+
+
+def draw(
+    *, batch: int = 2, seq: int = 40, heads: int = 2, dims: tuple[int, int] = (16, 32),
+    dtype: torch.dtype = torch.float64, rows: int | None = None,
+) -> Inputs:  # fmt: skip
+    """q, k, v, g and initial_state."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, g = (normal(batch, seq, heads, dims[0]) for _ in range(3))
+    state = normal(batch if rows is None else rows, heads, *dims)
+    return {
+        "q": q,
+        "k": k,
+        "v": normal(batch, seq, heads, dims[1]),
+        "g": logsigmoid(g),
+        "initial_state": state,
+    }
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """The tk backend serves every call, on the CPU."""
+    module = Kernels(ops)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    supported = SimpleNamespace(
+        supports_gla=lambda call, variant=None: SUPPORTED, load=lambda kernel, call, variant=None: SUPPORTED
+    )
+    monkeypatch.setattr(tk_gla, "_family", supported)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    gla._path.plans.clear()
+
+
+# What is computed
+
+
+@pytest.mark.parametrize(
+    "backend", ["auto", "reference:recurrent", "reference:parallel", "reference:chunkwise"]
+)
+def test_forms_agree_with_the_recurrence(backend: str) -> None:
+    inputs = draw()
+    expected = gradients(reference.gla_recurrent, inputs, scale=0.3)
+    assert_same(gradients(chunk_gla, inputs, scale=0.3, backend=backend), expected)
+
+
+def test_arguments_in_the_order_of_fla() -> None:
+    x = draw()
+    expected, last = reference.gla_recurrent(**x, scale=0.5, output_final_state=True)
+    q, k, v, g, state = x.values()
+    o, final = chunk_gla(q, k, v, g, 0.5, state.mT, True, True)
+    torch.testing.assert_close(o, expected)
+    torch.testing.assert_close(final.mT, last)
+    assert chunk_gla(q, k, v, g)[1] is None
+
+
+def test_signature_is_that_of_fla() -> None:
+    pytest.importorskip("fla")
+    from fla.ops.gla import chunk_gla as theirs
+
+    own = inspect.signature(getattr(theirs, "tfla_tk_original", theirs)).parameters.values()
+    found = inspect.signature(chunk_gla).parameters.values()
+    assert [(p.name, p.default) for p in found if p.kind is not p.KEYWORD_ONLY] == [
+        (p.name, p.default) for p in own
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("with_cpu", [False, True])
+def test_packed_sequences(dtype: torch.dtype, with_cpu: bool) -> None:
+    offsets = torch.tensor(OFFSETS, dtype=dtype)
+    x = draw(batch=1, rows=5)
+    expected = gradients(reference.gla_recurrent, x, cu_seqlens=offsets)
+    options = {"cu_seqlens_cpu": offsets} if with_cpu else {}
+    assert_same(gradients(chunk_gla, x, cu_seqlens=offsets, **options), expected)
+    o, last = chunk_gla(**x, cu_seqlens=offsets, output_final_state=True)
+    for j, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
+        own = {name: t[:, start:end] for name, t in x.items() if name != "initial_state"}
+        state = x["initial_state"][j : j + 1]
+        alone, alone_last = chunk_gla(**own, initial_state=state, output_final_state=True)
+        torch.testing.assert_close(o[:, start:end], alone)
+        torch.testing.assert_close(last[j : j + 1], alone_last)
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_without_a_token_the_final_state_is_a_copy(v_first: bool) -> None:
+    x = draw(seq=0)
+    given = x["initial_state"] = x["initial_state"].mT.contiguous() if v_first else x["initial_state"]
+    before = given.clone()
+    o, last = chunk_gla(**x, output_final_state=True, state_v_first=v_first)
+    assert o.shape == (2, 0, 2, 32)
+    last.add_(1)
+    torch.testing.assert_close(given, before, rtol=0, atol=0)
+
+
+def test_no_batch() -> None:
+    x = draw(batch=0)
+    o, last = chunk_gla(**x, output_final_state=True)
+    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+
+
+@pytest.mark.parametrize("decay", [-1e3, -math.inf, 0.0])
+def test_gates_that_close_one_channel(decay: float) -> None:
+    x = draw()
+    x["g"][:, ::3, :, 5] = decay
+    assert_same(gradients(chunk_gla, x), gradients(reference.gla_recurrent, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """o in q's dtype, the state in fp32, gradients in their inputs'."""
+    x = leaves({n: t.to(dtype if n in ("q", "k", "v") else torch.float32) for n, t in draw().items()})
+    o, last = chunk_gla(**x, output_final_state=True)
+    assert (o.dtype, last.dtype) == (dtype, torch.float32)
+    (o.float().sum() + last.sum()).backward()
+    assert all(t.grad is not None and t.grad.dtype == t.dtype for t in x.values())
+
+
+# What is refused
+
+
+def bad(name: str, value: Callable[[Inputs], Any], message: str, error: type[Exception] = ValueError) -> Any:
+    return pytest.param(name, value, error, message, id=f"{name}-{message[:30]}")
+
+
+BAD = [
+    bad("q", lambda x: None, r"q: expected a tensor \[B, T, H, K\], got NoneType", TypeError),
+    bad("k", lambda x: x["k"].float(), "k: expected dtype torch.float64, the dtype of q", TypeError),
+    bad("v", lambda x: x["v"][:, :, [0, 1, 0, 1]], "v: expected the 2 heads of q, got 4 with shape"),
+    bad("g", lambda x: x["g"][..., :2], r"g: expected shape \[B, T, H, K\] of q = \(2, 40, 2, 16\)"),
+    bad("g", lambda x: x["g"][..., 0], r"g: expected 4 dimensions \[B, T, H, K\], got 3"),
+    bad("g", lambda x: x["g"].long(), "g: expected dtype float16", TypeError),
+    bad("g", lambda x: None, r"g: expected a tensor \[B, T, H, K\], got NoneType", TypeError),
+    bad("initial_state", lambda x: x["initial_state"].mT, r"initial_state: expected shape \[B, HV"),
+    bad("cu_seqlens", lambda x: torch.tensor([0, 40]), r"cu_seqlens: expected a batch of 1 in q \(packed"),
+    bad("scale", lambda x: math.inf, "scale: expected a finite number, got inf"),
+    bad("output_final_state", lambda x: 1, "output_final_state: expected a bool, got 1", TypeError),
+    bad("backend", lambda x: "cuda", "backend: expected one of auto, tk, triton, reference"),
+    bad("chunk_size", lambda x: 64, "unexpected keyword argument 'chunk_size'", TypeError),
+
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "error", "message"), BAD)
+def test_bad_arguments(
+    name: str, value: Callable[[Inputs], Any], error: type[Exception], message: str
+) -> None:
+    x = draw()
+    with pytest.raises(error, match=message):
+        chunk_gla(**x | {name: value(x)})
+    with pytest.raises(error, match=message):
+        which("chunk_gla", **x | {name: value(x)})
+
+
+# Backends
+
+
+def describe(**changes: Any) -> LinearCall:
+    x = {name: t.to("meta") for name, t in draw(dtype=torch.bfloat16).items()}
+    options = {"scale": None, "output_final_state": False, "state_v_first": False}
+    _, call = gla._path.describe(**x, cu_seqlens=None, cu_seqlens_cpu=None, **options)
+    return dataclasses.replace(call, **{"device": torch.device("cuda"), **changes})
+
+
+def test_tk_says_that_it_has_no_kernels() -> None:
+    choice = which(chunk_gla, **draw())
+    assert choice.backend == "reference" and list(choice.reasons) == ["tk", "triton", "reference"]
+    with pytest.raises(UnsupportedError, match="chunk_gla on backend 'tk': "):
+        chunk_gla(**draw(), backend="tk")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "Triton kernels have no float64"),
+        ({"batch": 70000}, "batch x value heads = 140,000"),
+        ({"transformed": True}, "torch.func"),
+    ],
+)
+def test_fla_refuses(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str) -> None:
+    monkeypatch.setattr(fla, "FLA_MISSING", None)
+    assert fla_gla.supports_gla(describe()) == SUPPORTED
+    verdict = fla_gla.supports_gla(describe(**changes))
+    assert not verdict.ok and reason in verdict.reason and verdict.remedy
+
+
+# The path of the kernels
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_get_what_they_read(kernels: Kernels, v_first: bool, packed: bool) -> None:
+    x = draw(batch=1, rows=3 if packed else 1)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 5, 40])} if packed else {}
+    if v_first:
+        x["initial_state"] = x["initial_state"].mT.contiguous()
+    options["state_v_first"] = v_first
+    expected = gradients(chunk_gla, x, **options, backend="reference:recurrent")
+    found = gradients(chunk_gla, x, **options, backend="tk")
+    assert kernels.calls == ["forward, kept", "backward, kept"]
+    assert_same(found, expected)
+    assert kernels.core.initial_state.shape == (3 if packed else 1, 2, 16, 32)
+
+
+def test_the_core_has_the_arguments_of_the_op() -> None:
+    names = [argument.name for argument in torch.ops.tfla_tk.gla_fwd.default._schema.arguments]
+    assert names == [*GLACore._fields, "output_final_state"]
+
+
+def test_plain_calls_go_to_the_kernels_and_others_to_the_op(kernels: Kernels) -> None:
+    x = leaves(draw())
+    chunk_gla(**x)
+    assert kernels.calls == ["forward, kept"]
+    with FlopCounterMode(display=False) as counter:
+        chunk_gla(**x)[0].sum().backward()
+    assert len(kernels.calls) == 1  # the op's CPU code
+    assert counter.get_total_flops() == 2 * 40 * 2 * (4 * INTRA + 12 * STATE)
+
+
+def test_gates_that_need_no_gradient_get_none(kernels: Kernels) -> None:
+    x = draw()
+    q = x.pop("q").requires_grad_()
+    chunk_gla(q, **x)[0].sum().backward()
+    chunk_gla(q, **x | {"g": x["g"].clone().requires_grad_()})[0].sum().backward()
+    assert kernels.needs_gates == [False, True]
+
+
+def test_double_backward(kernels: Kernels) -> None:
+    x = leaves(draw(seq=10))
+    (dq,) = torch.autograd.grad(chunk_gla(**x)[0].square().sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward of GLA .* backend='reference'"):
+        dq.sum().backward()
+
+
+def test_doctor_tells(kernels: Kernels) -> None:
+    for use in doctor._choices("chunk_gla").values():
+        assert use["backend"] == "tk", use
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_opcheck(packed: bool, with_state: bool) -> None:
+    x = leaves(draw(batch=1 if packed else 2, seq=20, rows=3 if packed else None, dtype=torch.float32))
+    inputs: list[Any] = [x[name] for name in ("q", "k", "v", "g")]
+    inputs += [
+        x["initial_state"] if with_state else None,
+        torch.tensor([0, 5, 5, 20]) if packed else None,
+    ]
+    registered = torch.ops.tfla_tk
+    torch.library.opcheck(registered.gla_fwd, (*inputs, 0.25, "auto", with_state))
+    torch.library.opcheck(registered.packed_gla, (*inputs, 0.25, "chunkwise", 16, with_state))
+    detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
+    o, state = registered.gla_fwd(*detached, 0.25, "auto", with_state)
+    given = (torch.randn_like(o), torch.randn_like(state) if with_state else None)
+    last = state if with_state else None
+    torch.library.opcheck(registered.gla_bwd, (*detached, last, *given, 0.25, "auto", True))
+    torch.library.opcheck(registered.packed_gla_bwd, (*detached, *given, 0.25, 16, True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "tk"])
+def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
+    x = draw(batch=1, rows=3 if packed else 1)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 5, 40])} if packed else {}
+    compiled = torch.compile(chunk_gla, backend="aot_eager", fullgraph=True)
+    found = gradients(compiled, x, **options, backend=backend)
+    assert_same(found, gradients(reference.gla_recurrent, x, **options))
+    torch._dynamo.reset()
+
+
+def test_fake_and_meta_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = draw(batch=1, rows=2)
+    with FakeTensorMode() as mode:
+        fake: Inputs = {name: mode.from_tensor(t) for name, t in x.items()}
+        offsets = mode.from_tensor(torch.tensor([0, 5, 40]))
+        o, last = chunk_gla(**fake, cu_seqlens=offsets, output_final_state=True)
+    assert o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+    meta: Inputs = {name: t.to("meta") for name, t in x.items()}
+    o, last = chunk_gla(**meta, cu_seqlens=torch.zeros(3, device="meta", dtype=torch.int32))
+    assert o.shape == x["v"].shape and o.device.type == "meta" and last is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap(kernels: Kernels, packed: bool) -> None:
+    """One call over a batch of calls: results and gradients of each."""
+    x = draw(batch=1, seq=20, rows=2 if packed else 1)
+    options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 20]) if packed else None}
+    options["output_final_state"] = True
+    g = torch.stack([x["g"], 2 * x["g"], 3 * x["g"]], dim=1)
+
+    def run(g: Tensor, state: Tensor) -> Tensor:
+        o, last = chunk_gla(**x | {"g": g, "initial_state": state}, **options)
+        return o.square().sum() + last.sum()
+
+    state = x["initial_state"]
+    found = torch.func.vmap(torch.func.grad(run, argnums=(0, 1)), (1, None))(g, state)
+    for j in range(3):
+        alone = leaves({"g": g[:, j], "initial_state": state})
+        o, last = reference.gla_recurrent(**x | alone, **options)
+        expected = torch.autograd.grad(o.square().sum() + last.sum(), list(alone.values()))
+        for actual, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual[j], want)
