@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.gla.support import named_schedule
+from tfla_tk.backends.tk.channel_gate.support import named_schedule
 from tfla_tk.backends.tk.operands import (
     Operand,
     as_operand,
