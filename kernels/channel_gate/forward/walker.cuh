@@ -55,12 +55,13 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         const int slot = Use<C::kStages>(chunk).slot;
         const auto queries = Operand128B::rows(&smem.operands[slot].q);
         forget(out);
+        constexpr bool kOneByOne = first || C::kSequential;
         each<0, kStateSteps>([&](int k) {  // 2
-            if (k >= kTokenSteps) warpgroup::mma_async_wait<3>(), pin(fragments[k % kTokenSteps]);
-            convert_fragment(fragments[k % kTokenSteps], state, k);
-            multiply_step<false>(out, fragments[k % kTokenSteps], queries.row_step(C::Tile::panel_bytes, k),
-                                 k > 0, k == 0);
-            if constexpr (first || C::kSequential) warpgroup::mma_async_wait<0>();
+            auto& fragment = fragments[k % kTokenSteps];
+            if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
+            convert_fragment(fragment, state, k);
+            multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
+            if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
         });
         decay_state(chunk);
         warpgroup::mma_async_wait<0>();

@@ -35,7 +35,7 @@ _CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(\w*?)EEv")
 _FLAG = re.compile(r"Lb([01])E")
 _GATE = re.compile(r"\d+(ExponentialInput|SigmoidInput|ScalarDecay)")
 _ENUM = re.compile(r"\d+(Schedule|Gradient)E(\d)E")
-_KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?[IE]")
+_KERNEL = re.compile(r"\d+((?:mlstm|gla)_[a-z_]+?)(?:_kernel)?[IE]")
 
 
 def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:

@@ -11,6 +11,10 @@ from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
+    DELTA_DIRECTIONS,
+    DELTA_TILES,
+    GLA_DIRECTIONS,
+    GLA_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
     MAX_TOKENS,
@@ -18,7 +22,9 @@ from tfla_tk.build.instances import (
     PASS_TILES,
     SCHEDULES,
     Instance,
+    delta_rule,
     for_scalar_decay,
+    gla,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_pass,
@@ -77,7 +83,9 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
     of_chunks = forward | passes | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
-    assert shipped == of_chunks | of_decay | sequences | {mlstm_step()}
+    of_delta = {delta_rule(of, k) for of in DELTA_DIRECTIONS for k in range(16, max(DELTA_TILES) + 1, 16)}
+    of_gla = {gla(of, k) for of in GLA_DIRECTIONS for k in range(16, max(GLA_TILES) + 1, 16)}
+    assert shipped == of_chunks | of_decay | of_delta | of_gla | sequences | {mlstm_step()}
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:
