@@ -23,9 +23,10 @@ namespace tfla_tk::channel_gate {
 constexpr int kBlock = 16;          // tokens of a block
 constexpr int kBlockChannels = 64;  // of K
 
-// A block's memory for operands: of each token two rows of 128 bytes, each for an operand of one level. The
-// log gates are loaded there: fp32 ones in place of both rows, 16-bit ones as rows of 128 bytes in the second
-// half, which no operand is written to before they are read.
+// A block's memory for operands: of each token two rows of 128 bytes. The log gates are loaded there: fp32
+// ones in place of both rows, 16-bit ones as rows of 128 bytes in the second half, which no operand is
+// written to before they are read. Rows of q and k are operands, too, once they have been read: level n is in
+//   1: first rows      2: rows of q      4: rows of k      8: second rows
 constexpr uint32_t kRowBytes = 128, kTokenBytes = 2 * kRowBytes;
 constexpr uint32_t kBlockBytes = kBlock * kTokenBytes;
 constexpr uint32_t kShortGates = kBlock * kRowBytes;  // where they begin
@@ -104,12 +105,11 @@ template <class T> struct BlockOfWarp {
         });
     }
 
-    // The operand rows of level n, of `count` tokens from `first`.
-    template <int n, int first, int count = 8>
-    __device__ __forceinline__ void store_level(uint32_t rows) const {
+    // The operand rows of level n, of eight tokens.
+    template <int n, int stride, int first> __device__ __forceinline__ void store_level(uint32_t rows) const {
         const int lane = this->lane();
-        each<first, first + count>(
-            [&](int t) { store_rounded<T2>(at<kTokenBytes>(rows, lane, t), t & n ? qf[t] : kg[t]); });
+        each<first, first + 8>(
+            [&](int t) { store_rounded<T2>(at<stride>(rows, lane, t), t & n ? qf[t] : kg[t]); });
     }
 
     // From blocks of n to blocks of 2 n.
@@ -125,21 +125,38 @@ template <class T> struct BlockOfWarp {
             [&](int i) { total[2 * n * i] = total[2 * n * i] * total[2 * n * i + n]; });
     }
 
-    // X Y^T of eight rows each, over 64 channels: this lane's two scores. X X^T if there is no y.
-    template <int stride> __device__ __forceinline__ float2 multiply_eight(uint32_t x, uint32_t y = 0) const {
+    // q F, k G and T of blocks of eight, of eight tokens, and the operands of all levels. Each lane writes
+    // over rows of q and k what it alone has read there.
+    template <int first>
+    __device__ __forceinline__ void load_eight(uint32_t q, uint32_t k, uint32_t work, DType dtype,
+                                               int tokens) {
+        load_gates<first>(work, dtype, tokens), __syncwarp();
+        load_operands<first>(q, k, work), __syncwarp();
+        store_level<2, kRowBytes, first>(q), join<2, first>(), __syncwarp();
+        store_level<4, kRowBytes, first>(k), join<4, first>();
+        store_level<8, kTokenBytes, first>(work + kSecondRow);
+    }
+
+    // X Y^T of eight rows each, over 64 channels: this lane's two scores.
+    template <int stride, bool kSame = false>
+    __device__ __forceinline__ float2 multiply_eight(uint32_t x, uint32_t y) const {
         const int lane = this->lane();
         const uint32_t row = lane % 8 * stride + ((lane / 8) ^ lane % 8) * 16;
         float c[4];
         each<0, 2>([&](int i) {
-            const Pair a(x + (row ^ i * 64)), b = y ? Pair(y + (row ^ i * 64)) : a;
+            const Pair a(x + (row ^ i * 64)), b = kSame ? a : Pair(y + (row ^ i * 64));
             multiply_8(c, a, b, 0, i > 0), multiply_8(c, a, b, 2, true);
         });
         return {c[0], c[1]};
     }
+    // X X^T likewise.
+    template <int stride> __device__ __forceinline__ float2 multiply_eight(uint32_t x) const {
+        return multiply_eight<stride, true>(x, x);
+    }
 
     // Takes over the scores of level n of the eight tokens from `first`; n = 0: those of the diagonal, and
     // zero beside it.
-    template <int first> __device__ __forceinline__ void take(float2 c, int n) {
+    template <int n, int first> __device__ __forceinline__ void take(float2 c) {
         const int lane = this->lane(), row = lane / 4, column = lane % 4 * 2;
         each<0, 2>([&](int e) {
             const int differ = row ^ (column + e);
@@ -148,34 +165,30 @@ template <class T> struct BlockOfWarp {
             to = of_level ? (e ? c.y : c.x) : n == 0 ? 0.f : to;
         });
     }
-    template <int n, int first> __device__ __forceinline__ void multiply_level(uint32_t rows) {
-        take<first>(multiply_eight<kTokenBytes>(rows + first * kTokenBytes), n);
-    }
-
     // Levels 1, 2 and 4 of eight tokens.
     template <int first>
-    __device__ __forceinline__ void levels_of_eight(uint32_t q, uint32_t k, uint32_t work, DType dtype,
-                                                    int tokens) {
-        take<first>(multiply_eight<kRowBytes>(q + first * kRowBytes, k + first * kRowBytes), 0);
-        load_gates<first>(work, dtype, tokens), __syncwarp();
-        load_operands<first>(q, k, work), __syncwarp();
-        store_level<2, first>(work + kSecondRow), join<2, first>(), multiply_level<1, first>(work);
-        __syncwarp();
-        store_level<4, first>(work), join<4, first>(), multiply_level<2, first>(work + kSecondRow);
-        __syncwarp();
-        multiply_level<4, first>(work);
+    __device__ __forceinline__ void multiply_levels(uint32_t q, uint32_t k, uint32_t work) {
+        const uint32_t rows = work + first * kTokenBytes;
+        const uint32_t of_q = q + first * kRowBytes, of_k = k + first * kRowBytes;
+        take<1, first>(multiply_eight<kTokenBytes>(rows));
+        take<2, first>(multiply_eight<kRowBytes>(of_q));
+        take<4, first>(multiply_eight<kRowBytes>(of_k));
     }
 
     // All levels of the block: scores p, q F, k G and T of 16 tokens. q, k: its rows in the tiles. work: its
     // memory, with the log gates. NOTES: eight tokens after eight, for the registers.
     __device__ __forceinline__ void by_levels(uint32_t q, uint32_t k, uint32_t work, DType dtype,
                                               int tokens) {
-        levels_of_eight<0>(q, k, work, dtype, tokens);
-        levels_of_eight<8>(q, k, work, dtype, tokens);
-        store_level<8, 0, kBlock>(work + kSecondRow), join<8, 0, kBlock>(), __syncwarp();
-        const uint32_t rows = work + kSecondRow;
-        const float2 c = multiply_eight<kTokenBytes>(rows + 8 * kTokenBytes, rows);
-        p[0][2] = c.x, p[0][3] = c.y, p[1][0] = p[1][1] = 0.f;
+        take<0, 0>(multiply_eight<kRowBytes>(q, k));
+        take<0, 8>(multiply_eight<kRowBytes>(q + 8 * kRowBytes, k + 8 * kRowBytes));
+        load_eight<0>(q, k, work, dtype, tokens), __syncwarp();
+        multiply_levels<0>(q, k, work);
+        load_eight<8>(q, k, work, dtype, tokens), __syncwarp();
+        multiply_levels<8>(q, k, work);
+        const uint32_t second = work + kSecondRow;
+        const float2 below = multiply_eight<kTokenBytes>(second + 8 * kTokenBytes, second);
+        p[0][2] = below.x, p[0][3] = below.y, p[1][0] = p[1][1] = 0.f;
+        join<8, 0, kBlock>();
     }
 };
 

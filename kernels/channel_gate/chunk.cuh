@@ -30,7 +30,8 @@ struct ChunkPlaces {
 template <class T, int kDimK> struct GateWarp {
     using T2 = typename base_types::packing<T>::packed_type;
     static constexpr int kParts = kDimK / kBlockChannels;  // of K
-    static constexpr int kWarps = kBlocks * kParts;        // of a team
+    static_assert(kParts == 1 || kParts == 2);
+    static constexpr int kWarps = kBlocks * kParts;  // of a team
     static constexpr uint32_t kPanelBytes = kChunk * kRowBytes, kPartBytes = kBlocks * kBlockBytes;
 
     ChunkPlaces chunk;
@@ -148,10 +149,16 @@ template <class T, int kDimK> struct GateWarp {
                                                     uint32_t rows_of_y) const {
         const uint32_t a_rows = x.template rows_of_a<kTokenBytes>(rows_of_x);
         const uint32_t b_rows = x.template rows_of_b<kTokenBytes>(rows_of_y);
+        float of_part[kParts][2][4];  // NOTES: shorter chains of dependent products
         each<0, 4 * kParts>([&](int i) {
-            const Fragment<T2> a((a_rows ^ i % 4 * 32) + i / 4 * kPartBytes);
-            const Fragment<T2> b((b_rows ^ i % 4 * 32) + i / 4 * kPartBytes);
-            each<0, 2>([&](int n) { multiply_16(c[n], a, b, n, i > 0); });
+            const int step = i / kParts, part = i % kParts;
+            const Fragment<T2> a((a_rows ^ step * 32) + part * kPartBytes);
+            const Fragment<T2> b((b_rows ^ step * 32) + part * kPartBytes);
+            each<0, 2>([&](int n) { multiply_16(of_part[part][n], a, b, n, step > 0); });
+        });
+        each<0, 8>([&](int i) {
+            c[i / 4][i % 4] = of_part[0][i / 4][i % 4];
+            if constexpr (kParts > 1) c[i / 4][i % 4] += of_part[kParts - 1][i / 4][i % 4];
         });
     }
 

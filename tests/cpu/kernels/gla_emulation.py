@@ -114,9 +114,9 @@ class Block:
             self.qf[right] *= self.total[left]
             self.total[left] *= self.total[right]
 
-    def store_level(self, n: int, rows: int, first: int, count: int = 8) -> None:
-        for t in range(first, first + count):
-            self.memory.store(self.at(rows, t, TOKEN), self.qf[t] if t & n else self.kg[t])
+    def store_level(self, n: int, rows: int, stride: int, first: int) -> None:
+        for t in range(first, first + 8):
+            self.memory.store(self.at(rows, t, stride), self.qf[t] if t & n else self.kg[t])
 
     def join(self, n: int, first: int, count: int = 8) -> None:
         for t in range(first, first + count):
@@ -145,24 +145,28 @@ class Block:
             to = self.p[first // 8, :, first // 4 + e]
             to[:] = np.where(of_level, c[:, e], 0.0 if n == 0 else to)
 
+    def load_eight(self, first: int, short: bool, tokens: int) -> None:
+        self.load_gates(first, short, tokens)
+        self.load_operands(first)
+        self.store_level(2, self.q, ROW, first)
+        self.join(2, first)
+        self.store_level(4, self.k, ROW, first)
+        self.join(4, first)
+        self.store_level(8, self.work + ROW, TOKEN, first)
+
     def by_levels(self, short: bool, tokens: int) -> None:
-        second = self.work + ROW
         for first in (0, 8):
-            q, k, work = self.q + first * ROW, self.k + first * ROW, self.work + first * TOKEN
+            q, k = self.q + first * ROW, self.k + first * ROW
             self.take(first, self.multiply_eight(q, k, ROW), 0)
-            self.load_gates(first, short, tokens)
-            self.load_operands(first)
-            self.store_level(2, second, first)
-            self.join(2, first)
-            self.take(first, self.multiply_eight(work, work, TOKEN), 1)
-            self.store_level(4, self.work, first)
-            self.join(4, first)
-            self.take(first, self.multiply_eight(work + ROW, work + ROW, TOKEN), 2)
-            self.take(first, self.multiply_eight(work, work, TOKEN), 4)
-        self.store_level(8, second, 0, BLOCK)
-        self.join(8, 0, BLOCK)
+        for first in (0, 8):
+            self.load_eight(first, short, tokens)
+            for n, rows, stride in ((1, self.work, TOKEN), (2, self.q, ROW), (4, self.k, ROW)):
+                eight = rows + first * stride
+                self.take(first, self.multiply_eight(eight, eight, stride), n)
+        second = self.work + ROW
         self.p[0, :, 2:] = self.multiply_eight(second + 8 * TOKEN, second, TOKEN)
         self.p[1, :, :2] = 0.0
+        self.join(8, 0, BLOCK)
 
 
 class Chunk:
