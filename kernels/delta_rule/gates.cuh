@@ -4,36 +4,41 @@
 #include "common/sync.cuh"
 #include "common/warp.cuh"
 #include "sequence/gate_loads.cuh"
+#include "sequence/log_gates.cuh"
 #include "sequence/segments.cuh"
 
 namespace tfla_tk::delta_rule {
-
-constexpr float kLog2e = 1.4426950408889634f;
-// A log decay below is taken for it: it still decays to zero, and differences of sums stay finite.
-constexpr float kLeastLogDecay = -1e4f;
 
 __device__ inline void write_pair(float* values, int place, float2 x) {
     *reinterpret_cast<float2*>(&values[place]) = x;
 }
 
-// log2 of the decay from the chunk's start up to and with each of the lane's tokens 2 l and 2 l + 1, by one
-// warp. Tokens past `tokens`, and all without a gate, do not decay.
-__device__ inline float2 cumulative_log2_decay(float2 log_decay) {
-    auto bounded = [](float x) { return kLog2e * (x < kLeastLogDecay ? kLeastLogDecay : x); };
-    const float first = bounded(log_decay.x), second = bounded(log_decay.y);
-    const float sum = warp_inclusive_sum(first + second, fresh_laneid());
-    return {sum - second, sum};
-}
-
+// The log decay of the lane's two tokens. Tokens past `tokens`, and all without a gate, do not decay.
 __device__ inline float2 load_log_decay(const Gate& g, int batch, int head, int row, int chunk, int tokens) {
     if (g.data == nullptr) return {0.f, 0.f};
     return GateRows(g, batch, head, row).pair(chunk, tokens, 0.f);
 }
 
-__device__ inline float2 cumulative_log2_decay(const Gate& g, int batch, int head, int row, int chunk,
-                                               int tokens) {
-    return cumulative_log2_decay(load_log_decay(g, batch, head, row, chunk, tokens));
+// log2 of the decay from the chunk's start up to and with each of the lane's tokens 2 l and 2 l + 1, by one
+// warp.
+__device__ inline TwoPairs cumulative_log2_decay(float2 log_decay) {
+    return inclusive_sums({log2_exp(log_decay.x), log2_exp(log_decay.y)}, fresh_laneid());
 }
+
+// Decays of the lane's two tokens: from the chunk's start to each, from each to the chunk's end, and over the
+// whole chunk.
+struct Decays {
+    float2 to_token, to_end;
+    float whole;
+
+    __device__ inline explicit Decays(float2 log_decay) {
+        const auto [x, y] = cumulative_log2_decay(log_decay);
+        const FloatPair end = of_last_lane(y);
+        to_token = {exp2f(x.high), exp2f(y.high)};
+        to_end = {exp2f(rounded_sum(end, -x)), exp2f(rounded_sum(end, -y))};
+        whole = exp2f(end.high);
+    }
+};
 
 // One number per token, in the order of an accumulator's columns: the four tokens of 16 that a lane has are
 // neighbours.

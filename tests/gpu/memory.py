@@ -1,12 +1,19 @@
-"""What GPU tests share: names, lengths, draws, layouts of the operands, and NaN in what is not written."""
+"""What GPU tests share: names, lengths, draws, layouts of the operands, NaN in what is not written, and one
+launch of a kernel of the backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from tfla_tk.backends.tk.operands import current_stream
+from tfla_tk.core.layout import ADDRESS_BITS
 
 OPERANDS = ("q", "k", "v")
 TOKENS = (*OPERANDS, "i", "f")  # what has a token axis
@@ -62,3 +69,34 @@ def high_and_low(x: Tensor) -> Tensor:
     """[..., 2] in fp32: what kernels take for numbers in fp64, whose sum it is."""
     high = x.float()
     return torch.stack([high, (x - high).float()], dim=-1)
+
+
+_LEAST_ADDRESS = 2**32  # sizes and strides of these tests are below it
+
+
+def launch(kernel: ModuleType, name: str, *arguments: Any, device: int) -> None:
+    """A function of a backward's module, prepared and launched on the current stream.
+
+    Args:
+        arguments: of the function up to the device, with addresses in place of prepared ones.
+    """
+    starts: list[int] = []
+
+    def prepared(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(prepared, x))
+        if not isinstance(x, int) or x < _LEAST_ADDRESS:
+            return x
+        starts.append(x)
+        return len(starts) << ADDRESS_BITS
+
+    found = getattr(kernel, name)(*map(prepared, arguments), device)
+    kernel.Launches([found.handle]).run(starts, current_stream(device))
+
+
+def offsets_of(cu_seqlens: Tensor | None, batch: int) -> tuple[int, bool, int]:
+    """Address of contiguous offsets or 0, whether they are 64-bit, number of sequences."""
+    if cu_seqlens is None:
+        return 0, False, batch
+    assert cu_seqlens.is_contiguous()
+    return cu_seqlens.data_ptr(), cu_seqlens.dtype == torch.int64, cu_seqlens.shape[0] - 1

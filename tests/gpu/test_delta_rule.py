@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, normalize
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
 
-from .conftest import GRADIENT_TOLERANCE, TOLERANCE, forget_calls
+from .conftest import TOLERANCE, forget_calls
 from .memory import uninitialised_memory_is_nan
 from .test_scalar_decay import assert_accurate, exact, run, train
 
@@ -105,7 +105,8 @@ def test_gates(gates: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("betas", BETAS)
 def test_betas(betas: str, dtype: torch.dtype) -> None:
-    check(draw(1, 500, dtype=dtype, betas=betas))
+    # with slow gates: what decays for long without being written is below fp32's range
+    check(draw(1, 500, dtype=dtype, gates="slow", betas=betas))
 
 
 def test_without_gate(dtype: torch.dtype) -> None:
@@ -179,11 +180,11 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
         assert all(torch.equal(again[name], t) for name, t in first.items())
 
 
-def test_outputs_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_written_whole() -> None:
     x = draw(1, sum(LENGTHS), 2, 4, (96, 80), sequences=len(LENGTHS))
     x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).cuda()
     expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-    with uninitialised_memory_is_nan(monkeypatch):
+    with uninitialised_memory_is_nan():
         found = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
@@ -252,7 +253,7 @@ def test_raw_inputs(dtype: torch.dtype) -> None:
         "use_beta_sigmoid_in_kernel",
         "allow_neg_eigval",
     )
-    check(x, **dict.fromkeys(flags, True))
+    check(x, **dict.fromkeys(flags, True), allow_neg_eigval=True)
 
 
 def test_no_less_accurate_than_triton() -> None:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import Operands
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import gate as _gate
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.build import instances
 from tfla_tk.ops import mlstm as ops
 
-from .memory import high_and_low, normal
+from .memory import high_and_low, launch, normal, offsets_of
 
 Formulas = Callable[..., Any]
 Error = Callable[[Tensor, Tensor], float]
@@ -125,13 +123,14 @@ def draw_gates(
 def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
     di, df = (torch.full_like(gate, torch.nan) for gate in (x.i, x.f))
     batch, heads, _ = x.i.shape
-    operands = Operands()
-    offsets = operands.offsets(x.cu_seqlens, batch)
+    offsets = offsets_of(x.cu_seqlens, batch)
     size = kernel.mlstm_bwd_gates_workspace_bytes(heads, offsets[-1])
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     device = x.i.get_device()
     chunk_m = None if x.chunk_m is None else high_and_low(x.chunk_m)
-    kernel.mlstm_bwd_gates(
+    launch(
+        kernel,
+        "mlstm_bwd_gates",
         *((sums.whole.data_ptr(), sums.inter.data_ptr(), len(sums.whole)) for sums in (x.q_dq, x.k_dk)),
         (x.anchors.data_ptr(), x.anchors.shape[-1]),
         *(_gate(gate) for gate in (x.i, x.f, di, df)),
@@ -141,8 +140,7 @@ def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
         offsets,
         (*x.i.shape, *x.dims),
         x.chunk_m is None,
-        device,
-        _current_stream(device),
+        device=device,
     )
     return di, df
 

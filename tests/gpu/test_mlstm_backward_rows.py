@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import operand as _operand
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.backends.tk.scalar_gate.passes import PART_COLUMNS
 from tfla_tk.build import instances
+from tfla_tk.core.layout import ADDRESS_BITS
 
-from .memory import normal, uninitialised_memory_is_nan
+from .memory import launch, normal, uninitialised_memory_is_nan
 
 Formulas = Callable[..., Any]
 Error = Callable[[Tensor, Tensor], float]
@@ -49,7 +49,9 @@ def run_rows(
     log2_w = torch.full_like(d, torch.nan)
     e = d.new_full((parts, d.numel() + 8), torch.nan)  # with other memory between parts
     device = h.get_device()
-    kernel.mlstm_bwd_rows(
+    launch(
+        kernel,
+        "mlstm_bwd_rows",
         _operand(dh),
         _operand(h),
         (_pointer(d), _pointer(m)),
@@ -57,8 +59,7 @@ def run_rows(
         (*h.shape, part_columns),
         EPS,
         h.dtype == torch.float16,
-        device,
-        _current_stream(device),
+        device=device,
     )
     assert e[:, d.numel() :].isnan().all()
     return log2_w, e[:, : d.numel()].unflatten(1, d.shape)
@@ -94,14 +95,15 @@ def run_factors(
     slices, rows = dots.shape
     wide = torch.full((-(-slices // part_slices), rows + 1000), torch.nan, device="cuda")
     device = dots.get_device()
-    kernel.mlstm_bwd_factors(
+    launch(
+        kernel,
+        "mlstm_bwd_factors",
         (dots.data_ptr(), dots.stride(0), slices, part_slices),
         (_pointer(d), _pointer(m)),
         (0, wide.data_ptr(), wide.stride(0)),
         rows,
         EPS,
-        device,
-        _current_stream(device),
+        device=device,
     )
     assert wide[:, rows:].isnan().all()
     return wide[:, :rows]
@@ -203,14 +205,27 @@ def floats_at(pointer: int, shape: tuple[int, int], stride: int) -> Tensor:
 def dots_read(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The dots [slices, rows] that every launch of mlstm_bwd_factors reads."""
     found: list[Tensor] = []
-    launch = kernel.mlstm_bwd_factors
+    prepared: dict[int, tuple[tuple[int, ...], int]] = {}  # dots and their number, by the launch
+    prepare, in_order = kernel.mlstm_bwd_factors, kernel.Launches
 
-    def record(dots: tuple[int, int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> None:
-        pointer, stride, slices, _ = dots
-        found.append(floats_at(pointer, (slices, count), stride))
-        launch(dots, rows, factors, count, *others)
+    def note(dots: tuple[int, int, int, int], rows: Any, factors: Any, count: int, *others: Any) -> Any:
+        launch = prepare(dots, rows, factors, count, *others)
+        prepared[launch.handle] = dots, count
+        return launch
 
-    monkeypatch.setattr(kernel, "mlstm_bwd_factors", record)
+    def one_by_one(handles: list[int]) -> SimpleNamespace:
+        def run(starts: list[int], stream: int) -> None:
+            for handle in handles:
+                if handle in prepared:
+                    (pointer, stride, slices, _), count = prepared[handle]
+                    start = starts[(pointer >> ADDRESS_BITS) - 1]
+                    found.append(floats_at(start + pointer % (1 << ADDRESS_BITS), (slices, count), stride))
+                in_order([handle]).run(starts, stream)
+
+        return SimpleNamespace(run=run)
+
+    monkeypatch.setattr(kernel, "mlstm_bwd_factors", note)
+    monkeypatch.setattr(kernel, "Launches", one_by_one)
     return found
 
 

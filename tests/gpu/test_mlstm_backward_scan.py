@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import Operands
-from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import gate as _gate
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.build import instances
 from tfla_tk.ops import mlstm as ops
 
-from .memory import LENGTHS, high_and_low, normal
+from .memory import LENGTHS, high_and_low, launch, normal, offsets_of
 
 CHUNK = 64
 EPS = 1e-6
@@ -108,23 +106,23 @@ def run(kernel: ModuleType, x: Problem) -> ChunkGates:
     floats = kernel.chunk_gates_bytes() // 4
     gates = torch.full((batch, heads, x.slots, floats), torch.nan, device="cuda")
     device = x.i.get_device()
-    operands = Operands()
     chunk_m = None if x.chunk_m is None else high_and_low(x.chunk_m)
     tickets = torch.full((3,), 7, dtype=torch.int32, device="cuda")
-    kernel.mlstm_bwd_scan(
+    launch(
+        kernel,
+        "mlstm_bwd_scan",
         _gate(x.i),
         _gate(x.f),
         (_pointer(x.d), _pointer(x.m)),
         _pointer(chunk_m),
         gates.data_ptr(),
         tickets.data_ptr(),
-        operands.offsets(x.cu_seqlens, batch),
+        offsets_of(x.cu_seqlens, batch),
         (batch, heads, seq),
         EPS,
         SCALE,
         x.chunk_m is None,
-        device,
-        _current_stream(device),
+        device=device,
     )
     sends, receives, sent, received, end = gates.split([128, 128, 64, 64, floats - 384], dim=-1)
     assert tickets.tolist() == [0, 0, 7]  # of dq and dk

@@ -31,7 +31,7 @@ try:
         _len_torch_function_stack,
     )
     from torch._C._autograd import _top_saved_tensors_default_hooks
-    from torch._C._functorch import peek_interpreter_stack
+    from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch.autograd import _profiler_enabled
 except ImportError:
     KNOWS_EAGER_CALLS = False
@@ -93,7 +93,8 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool 
     """All that validation, choice and dispatch of a call depend on, but for the machine.
 
     None for anything but a plain eager call: while something traces, transforms or intercepts torch
-    operations, for tensor subclasses, and for arguments that are not of the types that a valid call has.
+    operations, for tensor subclasses and what torch.func has wrapped, and for arguments that are not of the
+    types that a valid call has.
 
     Args:
         tensors: q first; tensors or None. options: the other arguments; 1, 1.0 and True differ.
@@ -108,7 +109,7 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool 
         if x is None:
             parts.append(None)
             continue
-        if x.layout is not torch.strided:
+        if x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
             return None
         if strided:
             parts.append((x.shape, x.dtype, x.device, x.is_neg(), x.stride()))

@@ -23,7 +23,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from tfla_tk.backends.triton import fla_own, installation
 from tfla_tk.backends.triton.fla import FLA_OPS
 from tfla_tk.core.checks import fail
 from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.memo import Memo, signature
 from tfla_tk.delta_rule import check_gated_delta_rule
 
 __all__ = ["FUNCTIONS", "Path", "accelerate", "is_accelerated", "last_path", "restore"]
@@ -82,6 +83,8 @@ _last: Path | None = None
 # of this module keeps both
 _accelerated: set[str] = globals().get("_accelerated", set())
 _backend: Any = globals().get("_backend")
+# why the kernels have refused plain eager calls, by all that a refusal depends on
+_refused: dict[str, Memo[str]] = {name: Memo() for name in FUNCTIONS}
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ def restore(names: Iterable[str] | None = None) -> list[str]:
         replaced = []
         for name in _known(names):
             _accelerated.discard(name)
+            _refused[name].clear()
             if FUNCTIONS[name] in sys.modules:
                 current = _current(name)
                 replaced += _rebind(current, fla_own.original(current))
@@ -222,14 +226,20 @@ def _in_place_of(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One call, by the kernels where they can serve it."""
+    compiling = torch.compiler.is_compiling()
     # whoever has got hold of this function keeps it after `restore`
-    if name not in _accelerated or (not torch.compiler.is_compiling() and fla_own.is_on_its_own()):
+    if name not in _accelerated or (not compiling and fla_own.is_on_its_own()):
         return own(*args, **kwargs)
     ours = getattr(tfla_tk, name)
     given, options = _with_flags(name, args, kwargs)
     if _is_on_cpu(args, kwargs):
         _record(name, "reference", _ON_A_CPU)
         return ours(*given, **options, backend="reference")
+    refused = _refused[name]
+    if not compiling and len(refused):
+        reason = refused.get(_signature(args, kwargs))
+        if reason is not None:
+            return _by_fla(name, own, args, kwargs, reason)
     try:
         result = ours(*given, **options, backend="tk")
     except _REFUSALS as error:
@@ -237,9 +247,19 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     else:
         _record(name, "tk", "")
         return result
-    _record(name, "fla", reason)
-    if torch.compiler.is_compiling():
+    if compiling:
         return own(*args, **kwargs)
+    key = _signature(args, kwargs)
+    if key is not None:
+        refused.keep(key, reason)
+    return _by_fla(name, own, args, kwargs, reason)
+
+
+def _by_fla(
+    name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+) -> Any:
+    """A call that the kernels refuse, by fla's own function."""
+    _record(name, "fla", reason)
     with fla_own.on_its_own():
         return own(*args, **kwargs)
 
@@ -309,6 +329,17 @@ def _verify(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str | 
         _record(_DISPATCHED, "fla", reason)
         return False, reason
     return True, None
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """All that a refusal depends on; None for anything but a plain eager call."""
+    given = (args[0] if args else kwargs.get("q"), *args, *kwargs.values())
+    tensors = tuple(x if isinstance(x, Tensor) else None for x in given)
+    options = (len(args), *kwargs, *(None if isinstance(x, Tensor) else x for x in given))
+    try:
+        return signature(tensors, options)
+    except RuntimeError:  # a nested tensor has no shape
+        return None
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -55,19 +55,12 @@ def function(
     def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         found = forward(*args)
         ctx.save_for_backward(*found.saved)
-        ctx.options = found.options
-        ctx.mark_non_differentiable(*found.constants)
-        ctx.set_materialize_grads(False)
-        return found.outputs
+        return _outputs(ctx, found)
 
     def run_back(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
         return _needed(ctx.needs_input_grad, backward(ctx.saved_tensors, ctx.options, grads))
 
-    methods = {
-        "forward": staticmethod(run),
-        "backward": staticmethod(once_differentiable(run_back) if once else run_back),
-    }
-    return types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods))
+    return _new_class(name, run, once_differentiable(run_back) if once else run_back)
 
 
 def direct_function(
@@ -76,31 +69,50 @@ def direct_function(
     backward_tensors: Callable[[Sequence[Any], tuple[MaybeTensor, ...]], tuple[Any, ...]],
     kernels: Callable[..., Sequence[MaybeTensor]],
     op: Callable[..., Sequence[MaybeTensor]],
-) -> type[torch.autograd.Function]:
-    """An autograd function of plain eager calls, which calls kernels where an op would be dispatched.
+) -> Callable[..., Any]:
+    """What applies an autograd function of plain eager calls, which calls kernels and dispatches no op.
 
     Args:
         name, forward: as of `function`; forward also returns what its kernels have kept, if anything.
         backward_tensors: what the backward op takes, from what forward has saved and the gradients.
-        kernels: the backward op's kernels, of its arguments and of what the forward has kept.
+        kernels: those of the backward op, of its arguments and of what the forward has kept.
         op: the backward op, for a backward that is not plain.
     """
 
-    def record(*args: Any) -> Recorded:
+    def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
         found, kept = forward(*args)
-        workspace, *left = (None,) if kept is None else kept
-        return found._replace(saved=(*found.saved, workspace), options=(found.options, left))
+        ctx.kept = None if kept is None else kept[1:]
+        ctx.save_for_backward(*found.saved, None if kept is None else kept.workspace)
+        return _outputs(ctx, found)
 
-    def differentiate(
-        saved: Sequence[Any], options: tuple[Any, list[Any]], grads: tuple[MaybeTensor, ...]
-    ) -> Sequence[MaybeTensor]:
-        (*saved, workspace), (options, left) = saved, options
+    def run_back(ctx: Any, *grads: MaybeTensor) -> tuple[MaybeTensor, ...]:
+        *saved, workspace = ctx.saved_tensors
         tensors = backward_tensors(saved, grads)
-        if not is_plain_backward((*tensors, workspace), grads):
-            return op(*tensors, *options)
-        return kernels(*tensors, *options, None if workspace is None else KeptStates(workspace, *left))
+        if is_plain_backward((*tensors, workspace), grads):
+            kept = None if workspace is None else KeptStates(workspace, *ctx.kept)
+            found = kernels(*tensors, *ctx.options, kept)
+        else:
+            found = op(*tensors, *ctx.options)
+        return _needed(ctx.needs_input_grad, found)
 
-    return function(name, record, differentiate)
+    # what torch.autograd.Function.apply calls where no transform of torch.func is near
+    apply: Callable[..., Any] = super(torch.autograd.Function, _new_class(name, run, run_back)).apply  # type: ignore[misc]
+    return apply
+
+
+def _new_class(
+    name: str, run: Callable[..., Any], run_back: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    methods = {"forward": staticmethod(run), "backward": staticmethod(run_back)}
+    return types.new_class(name, (torch.autograd.Function,), exec_body=lambda body: body.update(methods))
+
+
+def _outputs(ctx: Any, found: Recorded) -> tuple[MaybeTensor, ...]:
+    """The outputs of a forward, after what its context has to know."""
+    ctx.options = found.options
+    ctx.mark_non_differentiable(*found.constants)
+    ctx.set_materialize_grads(False)
+    return found.outputs
 
 
 def refusing(name: str, op: Callable[..., Any], message: str) -> type[torch.autograd.Function]:

@@ -116,7 +116,7 @@ def prepare_mlstm(
 
     def run(*tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         read = tensors if reads_all_as_given else _as_read(call, tensors)
-        found: Any = _DirectMLSTM.apply(*read, (forward, options)) if recorded else forward(*read)
+        found: Any = _direct_mlstm(*read, (forward, options)) if recorded else forward(*read)
         h, c, n, m, *_ = found
         return h, (c, n) if sigmoid_gate else (c, n, m)
 
@@ -394,7 +394,7 @@ def _backward_tensors(saved: Sequence[Any], grads: tuple[MaybeTensor, ...]) -> t
 
 
 _MLSTM = autograd.function("MLSTM", _record, _differentiate)
-_DirectMLSTM = autograd.direct_function(
+_direct_mlstm = autograd.direct_function(
     "DirectMLSTM",
     _record_directly,
     _backward_tensors,

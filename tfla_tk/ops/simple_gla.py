@@ -103,7 +103,7 @@ def prepare_simple_gla(
         else:
             read = _as_read(call, tensors)
         if recorded:
-            o, last = _DirectSimpleGLA.apply(*read, (prepared, options))
+            o, last = _direct_simple_gla(*read, (prepared, options))
         else:
             o, last, _ = prepared(*read)
         return o, _as_asked(call, last)
@@ -349,7 +349,7 @@ _REFUSAL = (
     "double backward of simple GLA is not implemented; backend='reference' is plain autograd and has it"
 )
 _SimpleGLA = autograd.function("SimpleGLA", _record, _differentiate)
-_DirectSimpleGLA = autograd.direct_function(
+_direct_simple_gla = autograd.direct_function(
     "DirectSimpleGLA",
     _record_directly,
     _backward_tensors,

@@ -40,19 +40,18 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
         const int before = max(task.chunks - 2 - step, 0);
-        const float2 b = cumulative_log2_decay(log_decay), x = beta;
+        const Decays decays(log_decay);
+        const float2 x = beta, read = decays.to_token;
         log_decay = load_decay(before), beta = betas.pair(before, task.tokens, 0.f);
-        const float all = __shfl_sync(0xffffffff, b.y, 31);
-        const float2 read{exp2f(b.x), exp2f(b.y)};
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
         MirrorGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
-        gates.update.write(lane, {exp2f(all - b.x), exp2f(all - b.y)});
+        gates.update.write(lane, decays.to_end);
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.beta.write(lane, x);
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
-        if (lane == 0) gates.decay = exp2f(all);
+        if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }
 }

@@ -1,7 +1,7 @@
 // Of every chunk and head of v the matrices A and P (bindings/params.h): what the walks need of q, k and the
 // gates and what no chunk before it changes.
 //
-// A CTA of one warpgroup makes those of one chunk and head:
+// A CTA of one warpgroup, of which a multiprocessor holds five, makes those of one chunk and head:
 //   1. Load q and k; two warps scan the log decay and load beta.
 //   2. K K^T and Q K^T, in flight together.
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; L = e^{b_i - b_j} K K^T, times beta, to shared memory.
@@ -38,11 +38,20 @@ struct MatricesGlobals {
 template <class T, int kDimK> struct MatricesMemory {
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
-    Tile queries, keys;
-    Square a, p;
-    TriangularMatrix matrix;
-    float log2_decay[kChunk];                   // b
+    struct Inputs {
+        Tile queries, keys;
+    };
+    struct Results {
+        Square a, p;
+        TriangularMatrix matrix;
+    };
+    union {
+        Inputs in;
+        Results out;  // once the GEMMs have read the inputs
+    };
+    float2 log2_decay[kChunk];                        // b, as high and low part
     float row_factor[kChunk], column_factor[kChunk];  // beta or 1
+    int row, head;  // of the results in their tensors
     semaphore arrived;
 };
 
@@ -52,8 +61,9 @@ __device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, 
                                         int head, int warp) {
     const int lane = fresh_laneid();
     if (warp == 0) {
-        const float2 b = cumulative_log2_decay(g.g, batch, head, chunk.first_row, 0, chunk.tokens);
-        write_pair(smem.log2_decay, 2 * lane, b);
+        const auto [x, y] =
+            cumulative_log2_decay(load_log_decay(g.g, batch, head, chunk.first_row, 0, chunk.tokens));
+        smem.log2_decay[2 * lane] = {x.high, x.low}, smem.log2_decay[2 * lane + 1] = {y.high, y.low};
     } else if (warp == 1) {
         const float2 beta = GateRows(g.beta, batch, head, chunk.first_row).pair(0, chunk.tokens, 0.f);
         const float2 ones{1.f, 1.f};
@@ -95,63 +105,66 @@ __device__ inline void round_inverse(Square& tile, const TriangularMatrix& m, in
 }
 
 template <class T, int kDimK>
-__global__ __launch_bounds__(128) void delta_matrices_kernel(const __grid_constant__ MatricesGlobals g) {
+__global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_constant__ MatricesGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     using Memory = MatricesMemory<T, kDimK>;
     auto& smem = *reinterpret_cast<Memory*>(shared_memory);
-    const int warp = threadIdx.x / 32, lane = fresh_laneid();
+    const int warp = threadIdx.x / 32;
     const int head = blockIdx.x % g.heads, index = blockIdx.x / g.heads;
 
     const Segment chunk = find_segment(g.cut, g.seq, index);
     if (chunk.tokens <= 0) return;
     const int batch = g.packed() ? 0 : chunk.sequence;
-    const int slot = g.packed() ? index : chunk.number;
     if (threadIdx.x == 0) {
+        smem.row = (g.packed() ? index : chunk.number) * kChunk, smem.head = batch * g.heads + head;
         init_semaphore(smem.arrived, 1);
         publish_barriers();
         tma::expect_bytes(smem.arrived, 2 * Memory::Tile::loaded_bytes);
-        load_panels(smem.keys, g.k, smem.arrived, 0, chunk.first_row, head / g.group, batch);
-        load_panels(smem.queries, g.q, smem.arrived, 0, chunk.first_row, head / g.group, batch);
+        load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, head / g.group, batch);
+        load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, head / g.group, batch);
     }
     load_chunk_gates(g, smem, chunk, batch, head, warp);
     __syncthreads();
 
     rt_fl<16, kChunk> of_keys, of_queries;
     wait(smem.arrived, 0);
-    issue_scores<T, kDimK>(of_keys, smem.keys, smem.keys);
-    issue_scores<T, kDimK>(of_queries, smem.queries, smem.keys);
+    issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
+    issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
     warpgroup::mma_async_wait<0>();
     pin(of_keys), pin(of_queries);
+    __syncthreads();  // the results replace the inputs
 
-    const int first_row = 16 * warp + lane / 4, first_column = 2 * (lane % 4);
+    const int first_row = 16 * warp + fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const int row = first_row + 8 * (k % 2), column = first_column + 16 * j + 8 * (k / 2);
             float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
-            const float b = smem.log2_decay[row], row_factor = smem.row_factor[row];
-            const float2 before = *reinterpret_cast<const float2*>(&smem.log2_decay[column]);
+            const float2 b = smem.log2_decay[row];
+            const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
+            const float row_factor = smem.row_factor[row];
             const float2 factor = *reinterpret_cast<const float2*>(&smem.column_factor[column]);
-            auto gated = [&](float& of_keys, float& of_queries, float before, float factor, int column) {
-                const float gate = exp2f(b - before);
+            auto gated = [&](float& of_keys, float& of_queries, float2 before, float factor, int column) {
+                const float gate = exp2f((b.x - before.x) + (b.y - before.y));
                 const bool seen = column <= row && row < chunk.tokens, strictly = column < row;
                 of_keys = seen && strictly ? row_factor * factor * gate * of_keys : 0.f;
                 of_queries = seen ? g.scale * factor * gate * of_queries : 0.f;
             };
-            gated(keys.x, queries.x, before.x, factor.x, column);
-            gated(keys.y, queries.y, before.y, factor.y, column + 1);
-            *reinterpret_cast<float2*>(&smem.matrix.data[row][column]) = keys;
+            gated(keys.x, queries.x, {before.x, before.y}, factor.x, column);
+            gated(keys.y, queries.y, {before.z, before.w}, factor.y, column + 1);
+            *reinterpret_cast<float2*>(&smem.out.matrix.data[row][column]) = keys;
         }
-    store_panels<T, kChunk>(shared_address(&smem.p), 16 * warp, of_queries);
-    invert_unit_lower(smem.matrix, warp, lane);
-    round_inverse<T>(smem.a, smem.matrix, chunk.tokens);
+    store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
+    invert_unit_lower(smem.out.matrix, warp, fresh_laneid());
+    round_inverse<T>(smem.out.a, smem.out.matrix, chunk.tokens);
     fence_async_proxy();
     __syncthreads();
     if (threadIdx.x == 0) {
-        const int matrix_head = batch * g.heads + head;
-        g.a.store_panel(shared_address(&smem.a), 0, slot * kChunk, matrix_head, 0);
-        g.p.store_panel(shared_address(&smem.p), 0, slot * kChunk, matrix_head, 0);
+        // NOTES: reread, to save registers
+        const int row = load_anew(shared_address(&smem.row)), head = load_anew(shared_address(&smem.head));
+        g.a.store_panel(shared_address(&smem.out.a), 0, row, head, 0);
+        g.p.store_panel(shared_address(&smem.out.p), 0, row, head, 0);
         commit_stores();
         wait_stores_done();
     }

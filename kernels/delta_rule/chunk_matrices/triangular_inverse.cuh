@@ -37,12 +37,18 @@ __device__ inline void invert_diagonal_block(TriangularMatrix& m, int first, int
     const int column = lane % kBlock;
     float x[kBlock];
 #pragma unroll
-    for (int i = 0; i < kBlock; i++) {
-        float sum = i == column ? 1.f : 0.f;
+    for (int i = 0; i < kBlock; i++) x[i] = i == column ? 1.f : 0.f;
+    // what is known is taken off all later rows, four columns at a time
 #pragma unroll
-        for (int k = 0; k < i; k++) sum -= m.data[first + i][first + k] * x[k];
-        x[i] = sum;
-    }
+    for (int k = 0; k < kBlock; k += 4)
+#pragma unroll
+        for (int i = k + 1; i < kBlock; i++) {
+            const float4 row = *reinterpret_cast<const float4*>(&m.data[first + i][first + k]);
+            x[i] -= row.x * x[k];
+            if (i > k + 1) x[i] -= row.y * x[k + 1];
+            if (i > k + 2) x[i] -= row.z * x[k + 2];
+            if (i > k + 3) x[i] -= row.w * x[k + 3];
+        }
     __syncwarp();
     if (lane < kBlock) {
 #pragma unroll

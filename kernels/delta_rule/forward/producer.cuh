@@ -35,18 +35,17 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
     float2 log_decay = load_decay(0), beta = betas.pair(0, task.tokens, 0.f);
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        const float2 b = cumulative_log2_decay(log_decay), written = beta;
+        const Decays decays(log_decay);
+        const float2 written = beta, read = decays.to_token, kept = decays.to_end;
         log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
-        const float all = __shfl_sync(0xffffffff, b.y, 31);
-        const float2 read{exp2f(b.x), exp2f(b.y)};
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
         ForwardGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
-        gates.update.write(lane, {written.x * exp2f(all - b.x), written.y * exp2f(all - b.y)});
-        if (lane == 0) gates.decay = exp2f(all);
+        gates.update.write(lane, {written.x * kept.x, written.y * kept.y});
+        if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }
 }

@@ -100,20 +100,9 @@ __device__ inline FloatPair load_chunk_m(const float* chunk_m, int64_t at) {
     return {m.x, m.y};
 }
 
-// A number for each of a lane's two tokens of a chunk, 2 lane and 2 lane + 1.
-struct alignas(16) TwoPairs {
-    FloatPair x, y;
-};
-
 // log2 of the forget gates, from what is stored.
 template <class P> __device__ inline TwoPairs log2_forget(float2 f) {
     return {P::log2_forget(f.x), P::log2_forget(f.y)};
-}
-
-// b: inclusive sums of log2_forget over the chunk's tokens.
-__device__ inline TwoPairs sum_forget(const TwoPairs& log_f, int lane) {
-    const FloatPair b_y = warp_inclusive_sum(log_f.x + log_f.y, lane);
-    return {b_y - log_f.y, b_y};
 }
 
 // a = log2 i - b. i: as stored.
@@ -163,7 +152,7 @@ template <class T, class P, class Owed = DeferredDecay<T>> struct GateScan {
         const int lane = fresh_laneid();
         const TwoPairs log_f = log2_forget<P>(f);
         f = next_f();
-        const TwoPairs b = sum_forget(log_f, lane);
+        const TwoPairs b = inclusive_sums(log_f, lane);
         const float2 taken_i = i;
         i = next_i();
         const TwoPairs a = input_over_forget<P>(taken_i, b);

@@ -11,21 +11,10 @@
 #pragma once
 
 #include "common/float_pair.cuh"
+#include "sequence/log_gates.cuh"
 #include "kittens.cuh"
 
 namespace tfla_tk {
-
-constexpr double kLog2eDouble = 1.4426950408889634;
-
-// Smaller log gates are clamped to this. Sums over a chunk then stay where one ulp of fp32 is at most about
-// 1, so that rounding a row's reference up costs no range.
-constexpr float kLeastLogGate = -2e5f;
-
-// log2(e^x), finite also for x = -inf; NaN stays NaN.
-__device__ inline FloatPair log2_exp(float x) {
-    constexpr FloatPair kLog2e = high_and_low(kLog2eDouble);
-    return product(x < kLeastLogGate ? kLeastLogGate : x, kLog2e);
-}
 
 // log2(1 + e) for 0 <= e <= 1, relative error 2e-7 (a minimax polynomial of log2(1 + e) / e).
 __device__ inline float log2_1p(float e) {

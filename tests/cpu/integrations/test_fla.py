@@ -309,6 +309,78 @@ def test_what_they_cannot_serve_goes_to_fla(
     torch.testing.assert_close(o, call(name, x)[0])
 
 
+def test_a_refusal_is_remembered(
+    runs_fla: Own,
+    tk_serves: Callable[[Support], None],
+    accelerated: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For calls that are alike; those of another kind are checked, and served if they can be."""
+    checked: list[tuple[Any, ...]] = []
+
+    def supports(call: Any, variant: str | None = None) -> Support:
+        checked.append((call.seq, call.requires_grad, call.dtype, call.scale))
+        return Support(call.requires_grad or call.seq == 30, "for a reason", "none")
+
+    monkeypatch.setattr(tk_linear, "supports_simple_gla", supports)
+    x, own_calls = draw(), 0
+
+    def expect(backend: str, checks: int, **options: Any) -> None:
+        nonlocal own_calls
+        before = len(checked)
+        o, _ = call("chunk_simple_gla", x, **options)
+        own_calls += backend == "fla"
+        assert (integration.last_path().backend, len(checked) - before) == (backend, checks)
+        assert runs_fla.calls == own_calls
+        assert integration.last_path().reason == ("for a reason" if backend == "fla" else "")
+        torch.testing.assert_close(o, reference.simple_gla_recurrent(**x, **options)[0], check_dtype=False)
+
+    expect("fla", 1)
+    x = {n: t.clone() for n, t in x.items()}
+    expect("fla", 0)
+    expect("fla", 1, scale=0.5)
+    expect("fla", 0, scale=0.5)
+    x["v"].requires_grad_()
+    expect("tk", 1)
+    expect("tk", 0)
+    with torch.no_grad():
+        expect("fla", 0)
+        expect("fla", 1, output_final_state=True)
+    x = draw(seq=30)
+    expect("tk", 1)
+    x = draw(seq=20)
+    expect("fla", 1)
+    with torch.autocast("cpu", torch.bfloat16), monkeypatch.context() as patch:
+        patch.setattr(integration, "_record", lambda *args: None)
+        before = len(checked)
+        call("chunk_simple_gla", x)
+        own_calls += 1
+        assert len(checked) == before + 1
+    integration.restore()
+    integration.accelerate()
+    expect("fla", 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_refused_arguments_are_told_apart(
+    name: str, runs_fla: Own, tk_serves: Callable[[Support], None], accelerated: list[str]
+) -> None:
+    """Also where they are passed by place: what refuses one call does not refuse another."""
+    tk_serves(SUPPORTED)
+    x, layer = draw(), (1, 4) if name == "chunk_lightning_attn" else ()
+    given = (x["q"], x["k"], x["v"], *layer)
+    function = own(name)
+    for _ in range(2):
+        assert function(*given, scale=0.5)[1] is None
+        assert integration.last_path().backend == "tk"
+        function(*given, scale=0.5, something=1)
+        assert "unexpected keyword" in integration.last_path().reason
+        function(*given, something=0.5, scale=1)
+        assert "unexpected keyword" in integration.last_path().reason
+        function(*given, scale=1)
+        assert integration.last_path().backend == "tk"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -88,7 +88,7 @@ template <class P> struct ScannedGates {
     FloatPair end;  // b_L or -M_L
 
     __device__ inline ScannedGates(float2 i, float2 f, FloatPair m_in, int lane) {
-        b = sum_forget(log2_forget<P>(f), lane), a = input_over_forget<P>(i, b);
+        b = inclusive_sums(log2_forget<P>(f), lane), a = input_over_forget<P>(i, b);
         end = P::kStabilised ? -larger(m_in, warp_max(a.x, a.y)) : of_last_lane(b.y);
     }
 };

@@ -81,7 +81,7 @@ template <class C> __device__ inline void sum_transposed_gates(const Globals& g,
         GateSums& sums = smem.gate_sums[slot];
         wait_free(smem.sums_free[slot], phase);
         const float2 f = P::forget([&](float none) { return forget.take(chunk, task.tokens, none); });
-        const TwoPairs b = sum_forget(log2_forget<P>(f), lane);
+        const TwoPairs b = inclusive_sums(log2_forget<P>(f), lane);
         sums.b[lane] = b;
         const float2 i = P::input([&](float none) {
             if constexpr (P::kHasInput)
