@@ -396,7 +396,7 @@ def _number(core: DeltaRuleCore) -> tuple[Any, Addresses]:
     """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
     addresses = Addresses()
     at = [addresses.next(given=x is not None) for x in core[:9]]
-    return DeltaRuleCore(*at, *core[9:]), addresses  # type: ignore[arg-type,call-arg]
+    return DeltaRuleCore._make([*at, *core[9:]]), addresses
 
 
 def _starts(*tensors: MaybeTensor) -> list[int]:
