@@ -18,6 +18,7 @@ from tfla_tk.build.instances import (
     PASS_TILES,
     SCHEDULES,
     Instance,
+    delta_rule,
     for_scalar_decay,
     mlstm_bwd,
     mlstm_fwd,
@@ -43,6 +44,7 @@ TILES = [
     ((208, 176), (256, 128)),
     ((256, 512), (256, 128)),
 ]
+DELTA_DIMS = range(16, 129, 16)  # K
 EVERY_DIMS = list(itertools.product(range(16, MAX_DIM_QK + 1, 16), range(16, MAX_DIM_V + 1, 16)))
 
 
@@ -77,7 +79,18 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
     of_chunks = forward | passes | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
-    assert shipped == of_chunks | of_decay | sequences | {mlstm_step()}
+    of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
+    assert shipped == of_chunks | of_decay | of_delta | sequences | {mlstm_step()}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_delta_rule_takes_the_smallest_tile_that_holds_k(direction: str) -> None:
+    for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128)):
+        assert delta_rule(direction, dim).name == f"delta_{direction}_k{tile}_overlapped"
+    with pytest.raises(ValueError, match="K: expected at most 128, got 144"):
+        delta_rule(direction, 144)
+    with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
+        delta_rule(direction, 64, "pingpong")
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:
