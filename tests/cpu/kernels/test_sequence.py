@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import build, env, reference
+from tfla_tk import build, reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build import builder, sources
+from tfla_tk.build import sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
 from . import sequence_emulation as emulation
-from .sass import functions_of
 from .stand_in import launch_instead
 from .test_support import CALL as CHUNKWISE_CALL
 
@@ -380,7 +379,7 @@ def test_products_and_loads(tile: int, compile_once: Callable[[build.Instance], 
     """The tensor cores' share of a block, 16-byte loads of C, and as many of them as there is room for."""
     compiled = compile_once(mlstm_sequence(tile))
     tiles, seen = tile // 8, 0
-    for function, instructions in functions_of(compiled.sass).items():
+    for function, instructions in compiled.functions.items():
         count = Counter(instruction.opcode for instruction in instructions)
         types, tokens_of, wide, vector = NAME.search(function).groups()
         assert int(tokens_of) == tile
@@ -408,12 +407,8 @@ def test_products_and_loads(tile: int, compile_once: Callable[[build.Instance], 
     assert seen == 4
 
 
-def test_the_module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("THUNDERKITTENS_ROOT", str(build.find_thunderkittens(clone=False).root))
-        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(builder, "_loaded", {})
-        module = build.load(mlstm_sequence(8))
+def test_the_module(load_once: Callable[[build.Instance], ModuleType]) -> None:
+    module = load_once(mlstm_sequence(8))
     assert module.MAX_COLUMNS >= 8 * 8 * tk_sequence._MOST_WARPS
     rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)
