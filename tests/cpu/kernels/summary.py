@@ -50,6 +50,11 @@ def compiler() -> str:
     return build.find_toolchain().identity.partition(";")[0]
 
 
+def columns() -> str:
+    """Their names, above the lines of kernels."""
+    return _line(_COLUMNS)
+
+
 def rows_of(compiled: Compiled) -> list[str]:
     """One line for each kernel of an instance, by their names."""
     entries = _ENTRY.findall(compiled.ptxas_log)
@@ -117,7 +122,7 @@ def write(name: str, rows: list[str], lock: Path) -> None:
         if recorded != compiler():
             sections = {}
         sections[name] = rows
-        text = [_HEAD, _line(_COLUMNS), "", f"compiler: {compiler()}"]
+        text = [_HEAD, columns(), "", f"compiler: {compiler()}"]
         for known in sorted({instance.name for instance in GATED} & sections.keys()):
             text += ["", f"[{known}]", *sections[known]]
         PATH.write_text("\n".join(text) + "\n")

@@ -33,9 +33,10 @@ def test_what_is_compiled_is_on_record(
     recorded, sections = summary.read()
     if recorded != summary.compiler():
         pytest.skip(f"the record is for {recorded}, this is {summary.compiler()}")
-    if rows != sections.get(instance.name):
-        changed = difflib.unified_diff(sections.get(instance.name, []), rows, "recorded", "compiled", n=0)
-        pytest.fail("\n".join([f"{instance.name}: {HOW}", *changed]), pytrace=False)
+    known = sections.get(instance.name, [])
+    if rows != known:
+        changed = difflib.unified_diff(known, rows, "recorded", "compiled", n=0, lineterm="")
+        pytest.fail("\n".join([f"{instance.name}: {HOW}", f" {summary.columns()}", *changed]), pytrace=False)
 
 
 def test_the_record_has_every_instance() -> None:
