@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not has_hopper():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a Hopper (sm_90) GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector off what is there for the whole run: benchmarks call it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def has_hopper() -> bool:

@@ -10,7 +10,6 @@ from tfla_tk import doctor, reference
 from tfla_tk.bench import ablation, compare, intra, results
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.shapes import Shape
-from tfla_tk.bench.timing import Plan
 from tfla_tk.core.errors import UnsupportedError
 
 SCHEDULES = ["sequential", "overlapped", "pingpong", "three_stage"]
@@ -29,7 +28,6 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "report", lambda: REPORT)
     monkeypatch.setattr(ablation, "SHAPES", SMALL)
-    monkeypatch.setattr(compare, "CPU_PLAN", Plan(repeats=2, budget_ms=1000))
 
 
 def options(*given: str) -> argparse.Namespace:
