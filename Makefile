@@ -35,7 +35,7 @@ endif
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: run
 run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
@@ -96,6 +96,11 @@ lint: $(DEV_STAMP) ## ruff, mypy and clang-format
 .PHONY: sass
 sass: $(STAMP) ## write cubin, SASS and ptxas log of every kernel to build/sass
 	@$(PY) -m tfla_tk build --sass build/sass $(ARGS)
+
+.PHONY: sass-summary
+sass-summary: $(STAMP) ## record registers, wgmmas and waits of every kernel, for a reviewer to compare
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --quiet --write-sass-summary $(ARGS) \
+		tests/cpu/kernels/test_sass_summary.py
 
 .PHONY: ncu
 ncu: $(STAMP) ## profile the comparison with Nsight Compute into build/ncu (ARGS choose the shape)

@@ -201,14 +201,17 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
 
+    earlier = [] if record is None else results.load(record)
+
     def keep(outcomes: Sequence[Outcome]) -> None:
         if args.json:
             results.write(args.json, _rows(outcomes))
+        if record is not None:
+            results.write(record, results.merge(earlier, _rows(outcomes)))
 
     outcomes = _run_all(contests, settings, console, keep)
     rows = _rows(outcomes)
     if record is not None:
-        results.write(record, results.merge(results.load(record), rows))
         console.print(f"{len(rows)} rows merged into {record.name}")
     if args.csv:
         report.write_csv(args.csv, rows)

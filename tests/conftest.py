@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import math
 import os
 import pwd
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +23,16 @@ from torch.nn.functional import logsigmoid
 from tfla_tk import env
 from tfla_tk.build import BuildError, find_thunderkittens, find_toolchain
 
+# inductor writes no vector code here: it would compile C++ to find out which the machine has
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-sass-summary", action="store_true", help="record what is compiled (make sass-summary)"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not has_hopper():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a Hopper (sm_90) GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector off what is there for the whole run: benchmarks call it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def has_hopper() -> bool:
@@ -76,6 +94,54 @@ def of_nobody() -> Iterator[Path]:
             os.seteuid(0)
         subprocess.run(["chmod", "-R", "u+rwx", str(folder)], check=True)
         shutil.rmtree(folder)
+
+
+# A process of its own for each script, all of them forked from one that has run what they begin with
+FORKS = """
+import json, os, sys, tempfile, traceback
+
+first, scripts = json.load(sys.stdin)
+namespace = {"__name__": "__main__"}
+exec(first, namespace)
+found = {}
+for name, script in scripts.items():
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
+            status = 0
+            try:
+                exec(script, namespace)
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+        status = os.waitpid(child, 0)[1]
+        out.seek(0), err.seek(0)
+        found[name] = status, out.read(), err.read()
+json.dump(found, sys.stdout)
+"""
+
+
+def _in_forks(first: str, scripts: dict[str, str]) -> dict[str, str]:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    given = json.dumps([first, scripts])
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    faults = [f"{name}: {err[-3000:]}" for name, (status, _, err) in found.items() if status]
+    assert not faults, "\n".join(faults)
+    return {name: out for name, (_, out, _) in found.items()}
+
+
+@pytest.fixture
+def in_forks() -> Callable[[str, dict[str, str]], dict[str, str]]:
+    """What each script writes, run in a process of its own behind `first`, which is run once.
+
+    Importing torch takes longer than most of what is asked of a fresh process.
+    """
+    return _in_forks
 
 
 @pytest.fixture(scope="session")

@@ -231,3 +231,13 @@ def test_unsupported_operands(
         operator(make_inputs(seq=10, **changed))
     assert reason in refused.value.reason
     assert remedy in refused.value.remedy
+
+
+def test_a_thread_that_has_not_used_the_gpu(exponential: Any, make_inputs: Make) -> None:
+    """No context of the device is current there yet."""
+    x = make_inputs(1, 2, 200, (64, 64))
+    expected, found = exponential.run(x), []
+    thread = threading.Thread(target=lambda: found.append(exponential.run(x)))
+    thread.start()
+    thread.join()
+    assert all(torch.equal(found[0][name], t) for name, t in expected.items())

@@ -7,7 +7,6 @@ dt_bias the log decay. What the kernels do not make, `make_inputs` makes in fron
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ from tfla_tk.calls.delta_rule import DeltaRuleCall, DeltaRuleCore
 from tfla_tk.core import flops
 from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.ops.linear import Family, LinearOps, Result
-
-KERNELS = "tfla_tk.backends.tk.delta_rule.launch"  # the module of the kernels
 
 
 def delta_rule(call: DeltaRuleCall, schedule: str, native: Collection[str], tensors: Sequence[Any]) -> Result:
@@ -151,7 +148,9 @@ def _gradients(core: DeltaRuleCore, do: Any, dht: Any, chunk_size: int) -> Seque
 
 
 def _kernels() -> Any:
-    return importlib.import_module(KERNELS)
+    from tfla_tk.backends.tk.delta_rule import launch
+
+    return launch
 
 
 _ops = LinearOps(

@@ -47,7 +47,8 @@ __device__ inline void store_token_sums(float* sums, int tokens, int lane, Produ
     if (token + 1 < tokens) sums[token + 1] = x[1];
 }
 
-template <class C> __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
+template <class C>
+__device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
     using T = typename C::T;
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
@@ -67,9 +68,7 @@ template <class C> __device__ inline void walk_mirror(const MirrorGlobals& g, Mi
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
 
     // Until no more than the last kSteps of all issued ones run.
-    auto wait_but = [&]<int kSteps>() {
-        warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>();
-    };
+    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
     auto wait_if_sequential = [&] {
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
@@ -153,7 +152,8 @@ template <class C> __device__ inline void walk_mirror(const MirrorGlobals& g, Mi
         add_to_state(rounded, stage.keys);
         load_tokens(stage.writes[walker]);  // 8
         const int64_t part = column() / 16 * g.dbeta_part;
-        float* const sums = g.dbeta + part + (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
+        float* const sums = g.dbeta + part +
+                            (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
                             task.first_row + chunk * kChunk;
         if (column() < g.dim_v)
             store_token_sums(sums, task.tokens - chunk * kChunk, lane, [&](int j, int k) {
@@ -179,7 +179,8 @@ template <class C> __device__ inline void walk_mirror(const MirrorGlobals& g, Mi
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
     if (g.d_last)
-        load_state_transposed(state, g.d_last + task.state * state_size, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+        load_state_transposed(state, g.d_last + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
+                              g.dim_v);
     else
         warp::zero(state);
     pin(state);

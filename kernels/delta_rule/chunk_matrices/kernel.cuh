@@ -51,14 +51,14 @@ template <class T, int kDimK> struct MatricesMemory {
     };
     float2 log2_decay[kChunk];                        // b, as high and low part
     float row_factor[kChunk], column_factor[kChunk];  // beta or 1
-    int row, head;  // of the results in their tensors
+    int row, head;                                    // of the results in their tensors
     semaphore arrived;
 };
 
 // The gates of the chunk, by two warps.
 template <class Memory>
-__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const Segment& chunk, int batch,
-                                        int head, int warp) {
+__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const Segment& chunk,
+                                        int batch, int head, int warp) {
     const int lane = fresh_laneid();
     if (warp == 0) {
         const auto [x, y] =
@@ -80,7 +80,8 @@ __device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kDimK / 16; k++)
-        wgmma_step<T, false>(scores, a.row_step(Tile::panel_bytes, k), b.row_step(Tile::panel_bytes, k), k > 0);
+        wgmma_step<T, false>(scores, a.row_step(Tile::panel_bytes, k), b.row_step(Tile::panel_bytes, k),
+                             k > 0);
     warpgroup::mma_commit_group();
 }
 

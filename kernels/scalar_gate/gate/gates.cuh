@@ -11,9 +11,9 @@
 #include "common/sync.cuh"
 #include "common/warp.cuh"
 #include "kittens.cuh"
-#include "sequence/gate_loads.cuh"
 #include "scalar_gate/gate/policy.cuh"
 #include "sequence/cut.h"
+#include "sequence/gate_loads.cuh"
 
 namespace tfla_tk {
 

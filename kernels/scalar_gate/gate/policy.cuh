@@ -11,8 +11,8 @@
 #pragma once
 
 #include "common/float_pair.cuh"
-#include "sequence/log_gates.cuh"
 #include "kittens.cuh"
+#include "sequence/log_gates.cuh"
 
 namespace tfla_tk {
 

@@ -14,14 +14,18 @@ from torch import Tensor
 
 import tfla_tk.backends.tk.scalar_gate.backward
 import tfla_tk.backends.tk.scalar_gate.sequence
-from tfla_tk import Support, decode, mlstm
+from tfla_tk import Support, decode, mlstm, simple_gla
+from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.backends.tk import scalar_gate
 from tfla_tk.backends.tk.scalar_gate import forward
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.layout import Cut, KeptStates
+from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
+
+from .simple_gla_calls import Kernels
 
 Inputs = dict[str, Tensor]
 
@@ -150,3 +154,23 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(package, name, fake)
     return module
+
+
+# chunk_simple_gla
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """The tk backend serves every call, on the CPU."""
+    simple_gla._path.plans.clear()
+    module = Kernels()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(scalar_gate, "scalar_decay", module, raising=False)
+    monkeypatch.setattr(tk_linear, "supports_simple_gla", lambda call, variant=None: SUPPORTED)
+    monkeypatch.setattr(tk_linear, "load", lambda kernel, call, variant=None: SUPPORTED)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    simple_gla._path.plans.clear()

@@ -42,9 +42,9 @@ class Kernels(ModuleType):
 
     left = torch.arange(3.0)
 
-    def __init__(self, family: ModuleType) -> None:
-        """Args: family: of tfla_tk.ops."""
-        super().__init__(family.KERNELS)
+    def __init__(self, family: ModuleType, name: str) -> None:
+        """Args: family: of tfla_tk.ops. name: of the module."""
+        super().__init__(name)
         self.ops = family._ops
         self.calls: list[str] = []
         self.core: Any = None

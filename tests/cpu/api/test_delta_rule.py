@@ -281,7 +281,7 @@ def test_description() -> None:
     assert describe(gated=False).gate == "none"
 
 
-def test_tk_says_that_it_has_no_kernels() -> None:
+def test_tk_says_why_it_does_not_serve() -> None:
     choice = which(chunk_gated_delta_rule, **draw())
     assert choice.backend == "reference" and list(choice.reasons) == ["tk", "triton", "reference"]
     assert not choice.reasons["tk"].ok and choice.reasons["tk"].remedy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule, doctor, reference
 from tfla_tk.backends.tk import delta
+from tfla_tk.backends.tk import delta_rule as package
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import delta_rule as ops
@@ -28,14 +28,12 @@ INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The tk backend serves every call, on the CPU; its kernels make nothing of raw inputs."""
     delta_rule._path.plans.clear()
-    module = Kernels(ops)
+    module = Kernels(ops, f"{package.__name__}.launch")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    supported = SimpleNamespace(
-        supports_delta_rule=lambda call, variant=None: SUPPORTED,
-        load=lambda kernel, call, variant=None: SUPPORTED,
-    )
-    monkeypatch.setattr(delta, "_family", supported)
-    monkeypatch.setattr(delta, "_native", frozenset())
+    monkeypatch.setattr(package, "launch", module, raising=False)
+    monkeypatch.setattr(delta, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
+    monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
+    monkeypatch.setattr(delta, "NATIVE", frozenset())
     return module
 
 
@@ -71,7 +69,7 @@ def test_kernels_get_what_they_read(kernels: Kernels, v_first: bool, packed: boo
 def test_what_is_not_native_is_made_by_torch(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, native: frozenset[str]
 ) -> None:
-    monkeypatch.setattr(delta, "_native", native)
+    monkeypatch.setattr(delta, "NATIVE", native)
     x = draw_raw()
     found = gradients(chunk_gated_delta_rule, x, **FLAGS, backend="tk")
     assert kernels.calls == ["forward, kept", "backward, kept"]
@@ -300,7 +298,7 @@ def test_vmap(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, packed: bool, native: frozenset[str]
 ) -> None:
     """One call over a batch of calls: results and gradients of each, of parameters per head, too."""
-    monkeypatch.setattr(delta, "_native", native)
+    monkeypatch.setattr(delta, "NATIVE", native)
     x = draw_raw(batch=1, seq=20, rows=2 if packed else 1)
     options: dict[str, Any] = {"cu_seqlens": torch.tensor([0, 5, 20]) if packed else None}
     options["output_final_state"] = True

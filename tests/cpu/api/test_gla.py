@@ -55,7 +55,7 @@ def draw(
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The tk backend serves every call, on the CPU."""
-    module = Kernels(ops)
+    module = Kernels(ops, ops.KERNELS)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     supported = SimpleNamespace(
         supports_gla=lambda call, variant=None: SUPPORTED, load=lambda kernel, call, variant=None: SUPPORTED

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import pytest
+from collections.abc import Callable
 
 PRELUDE = """
-import importlib, pkgutil, sys, warnings
+import importlib, pkgutil, sys
 import torch
 import tfla_tk
 for info in pkgutil.walk_packages(tfla_tk.__path__, "tfla_tk."):
@@ -83,9 +80,5 @@ else:
 """
 
 
-@pytest.mark.parametrize("script", [EACH, TWICE, DROPPED, NEWEST], ids=["each", "twice", "dropped", "newest"])
-def test_reload(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PRELUDE + script], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_reload(in_forks: Callable[..., dict[str, str]]) -> None:
+    in_forks(PRELUDE, {"each": EACH, "twice": TWICE, "dropped": DROPPED, "newest": NEWEST})

@@ -317,6 +317,21 @@ def test_update_results_names_the_file_for_the_gpu(monkeypatch) -> None:
     assert compare.record_path(parse(), on_gpu=True) is None
 
 
+def test_a_run_that_is_cut_off_leaves_its_rows_on_record(monkeypatch, tmp_path: Path) -> None:
+    path, run_contest = tmp_path / "h200.json", compare.run_contest
+
+    def once(*args):
+        if path.exists():
+            raise KeyboardInterrupt
+        return run_contest(*args)
+
+    monkeypatch.setattr(compare, "record_path", lambda args, on_gpu: path)
+    monkeypatch.setattr(compare, "run_contest", once)
+    with pytest.raises(KeyboardInterrupt):
+        run("--op", "mlstm_exp", "--shapes", "1x32x1x16x16,1x48x1x16x16", "--backends", "reference")
+    assert {row["shape"]["T"] for row in results.load(path)} == {32}
+
+
 @pytest.mark.parametrize(
     "options",
     [

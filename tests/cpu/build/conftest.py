@@ -43,24 +43,33 @@ TOY_CONFIG = """
 """
 
 TOY_BINDINGS = """
+// Python's own interface: the headers of pybind11 take ten seconds to compile
+#include <Python.h>
 #include <cuda.h>
-#include <pybind11/pybind11.h>
 #include "common/params.h"
-static int encode() {
-    return cuTensorMapEncodeTiled(nullptr, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 0, nullptr, nullptr, nullptr,
-                                  nullptr, nullptr, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                  CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+static PyObject* answer_(PyObject*, PyObject*) { return PyLong_FromLong(answer()); }
+static PyObject* encode(PyObject*, PyObject*) {
+    return PyLong_FromLong(cuTensorMapEncodeTiled(
+        nullptr, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 0, nullptr, nullptr, nullptr, nullptr, nullptr,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }
-static const char* error_text() {
+static PyObject* error_text(PyObject*, PyObject*) {
     const char* text = nullptr;
     cuGetErrorString(CUDA_ERROR_INVALID_VALUE, &text);
-    return text;
+    return PyUnicode_FromString(text);
 }
-PYBIND11_MODULE(TFLA_MODULE, m) {
-    m.def("answer", &answer);
-    m.def("encode", &encode);
-    m.def("error_text", &error_text);
-}
+static PyMethodDef methods[] = {{"answer", answer_, METH_NOARGS, nullptr},
+                                {"encode", encode, METH_NOARGS, nullptr},
+                                {"error_text", error_text, METH_NOARGS, nullptr},
+                                {}};
+// the module's name, a macro, in its own text and in the name of its first function
+#define TEXT_(name) #name
+#define TEXT(name) TEXT_(name)
+#define INIT_(name) PyInit_##name
+#define INIT(name) INIT_(name)
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, TEXT(TFLA_MODULE), nullptr, -1, methods};
+PyMODINIT_FUNC INIT(TFLA_MODULE)() { return PyModule_Create(&module); }
 """
 
 

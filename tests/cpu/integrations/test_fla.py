@@ -19,7 +19,6 @@ from tfla_tk.backends.triton import fla, fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.integrations import fla as integration
 
-pytest.importorskip("fla.ops", reason="fla-core is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
 
 NAMES = ["chunk_simple_gla", "chunk_retention", "chunk_lightning_attn"]
@@ -35,6 +34,8 @@ def own(name: str) -> Callable[..., Any]:
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     """fla as it was, before and after."""
+    # not for every worker process that collects this file: it takes five seconds
+    pytest.importorskip("fla.ops", reason="fla-core is not installed")
     integration.restore()
     simple_gla._path.plans.clear()
     integration._told.clear()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -107,30 +105,19 @@ print(json.dumps([choice, switched, kernel(model) is before, message]))
 KERNELS = "tfla_tk.integrations.xlstm.kernels"
 
 
-def run(script: str) -> Any:
+def test_import_order(in_forks: Callable[..., dict[str, str]]) -> None:
+    """Register first, last and between; and without xlstm and mlstm_kernels, where replace(model) works, and
+    replace() tells what to install.
+    """
     for package in ("mlstm_kernels", "xlstm", "transformers"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    code = "import json, sys\n" + MODEL + script
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_register_first() -> None:
-    assert run(FIRST) == {"light": [], "mine": [], "kernel": KERNELS}
-
-
-def test_register_last() -> None:
-    assert run(LAST) == [KERNELS] * 3
-
-
-def test_register_between() -> None:
-    assert run(BETWEEN) == KERNELS
-
-
-def test_transformers_native_kernels() -> None:
-    """Without xlstm and mlstm_kernels: replace(model) works, replace() tells what to install."""
-    choice, switched, back, message = run(NATIVE)
+    scripts = {"first": FIRST, "last": LAST, "between": BETWEEN, "native": NATIVE}
+    written = in_forks("import json, sys\n" + MODEL, scripts)
+    found = {name: json.loads(out.splitlines()[-1]) for name, out in written.items()}
+    assert found["first"] == {"light": [], "mine": [], "kernel": KERNELS}
+    assert found["last"] == [KERNELS] * 3
+    assert found["between"] == KERNELS
+    choice, switched, back, message = found["native"]
     assert (choice, switched, back) == ("reference", KERNELS, True)
     assert "pip install 'tfla_tk[xlstm]'" in message

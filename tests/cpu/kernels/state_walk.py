@@ -56,15 +56,6 @@ def _kind_of(opcode: str, operands: str, last: str) -> str:
     return "read" if last == "read" or added_to == "RZ" else "values"
 
 
-def wgmmas(kernel: Any) -> Counter[tuple[str, str]]:
-    """How many of which shape and kind."""
-    return Counter(
-        (opcode.split(".")[1], kind)
-        for (opcode, _), kind in zip(kernel.instructions, kinds(kernel), strict=True)
-        if kind
-    )
-
-
 def walk_blocks(kernel: Any) -> list[Block]:
     """The blocks of a state warpgroup in the order of the program."""
     found: list[Block] = []

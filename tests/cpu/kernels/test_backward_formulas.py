@@ -365,8 +365,7 @@ def test_rounding_noise(forget_bias: float, backward_formulas: Any) -> None:
     assert error(found[4], want[4]) <= error(summed, want[4]) * (0.3 if forget_bias == 0 else 1.1)
 
 
-@pytest.mark.parametrize("forget_bias", [2.5, 3.0, 6.0, 12.0])
-@pytest.mark.parametrize("seq", [300, 600])
+@pytest.mark.parametrize(("seq", "forget_bias"), [(300, 2.5), (600, 3.0), (300, 6.0), (600, 12.0)])
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 @pytest.mark.parametrize("gate", GATES)
 def test_sums_of_all_rows_serve_slow_chunks(

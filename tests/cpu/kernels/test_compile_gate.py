@@ -1,4 +1,7 @@
-"""What the compiler made of every kernel: a clean ptxas log, and the wgmmas in the SASS and their order."""
+"""What the compiler made of the forward: a clean ptxas log, and the order of its wgmmas in the SASS.
+
+How many there are of everything is on record: test_sass_summary.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 from tfla_tk import build
 from tfla_tk.build.instances import MLSTM_TILES, SCHEDULES, mlstm_fwd
 
-from .state_walk import kinds, walk_blocks, wgmmas
+from .state_walk import kinds, walk_blocks
 
 CHUNK = 64
 EXPONENTIALS = CHUNK * CHUNK // 128  # gates per thread and chunk
@@ -71,23 +74,6 @@ def wide_kernels(compiled: Any) -> dict[tuple[bool, bool, bool], Any]:
     return made
 
 
-def passes(slice_v: int) -> int:
-    """In how many passes the output warpgroup walks its slice of V: 128 columns at most each."""
-    return 2 if slice_v == 256 else 1
-
-
-def expected_wgmmas(dim_qk: int, slice_v: int) -> int:
-    """The wgmmas of one narrow kernel, each 16 deep.
-
-    Output warpgroup: Q K^T for the first chunk and for the next one; in each of the two copies of a chunk's
-    step (the last chunk has its own), per pass Q C and P V. State warpgroups: per pass one GEMM over the
-    chunk's tokens.
-    """
-    scores = inter = dim_qk // 16
-    tokens = CHUNK // 16
-    return 2 * scores + passes(slice_v) * (2 * (inter + tokens) + tokens)
-
-
 def test_ptxas_reports_no_fault(compiled: Any) -> None:
     build.check_ptxas_log(compiled.ptxas_log, compiled.instance.name)
     found = Counter(
@@ -99,27 +85,33 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
     assert found == fused | {"mlstm_states_kernel": 4, "mlstm_combine_kernel": 2}
 
 
-def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
-    """docs/log/mlstm.md: at 256/512 a kernel of 6,880 instructions does, one of 8,320 took 28 % longer."""
-    assert max(len(kernel.instructions) for kernel in compiled.kernels) <= INSTRUCTIONS
+def passes(slice_v: int) -> int:
+    """In how many passes the output warpgroup walks its slice of V: 128 columns at most each."""
+    return 2 if slice_v == 256 else 1
 
 
-def test_every_wgmma_is_there(narrow: Any) -> None:
-    for kernel in narrow_kernels(narrow).values():
-        assert kernel.wgmmas == expected_wgmmas(kernel.dim_qk, kernel.slice_v)
+def test_the_narrow_kernels_are_those_of_the_tile(narrow: Any) -> None:
+    assert narrow_kernels(narrow)
 
 
-def test_every_wgmma_of_the_states_pass_is_there(compiled: Any) -> None:
+def test_the_wide_kernels_are_those_of_the_tile(wide: Any) -> None:
+    assert wide_kernels(wide)
+
+
+def test_keys_of_a_state_in_two_blocks_are_loaded_under_a_gemm(compiled: Any) -> None:
+    """Those of the second block, where segments are summed."""
     kernels = [kernel for kernel in compiled.every_kernel if kernel.name == "mlstm_states"]
     assert len(kernels) == 4
     for kernel in kernels:
-        blocks = max(1, kernel.dim_qk // 128)
-        assert kernel.wgmmas == blocks * passes(kernel.slice_v) * CHUNK // 16
-        # the keys of the second block are loaded under the GEMM of the first one
         opcodes = [opcode.split(".")[0] for opcode, _ in kernel.instructions]
         wgmmas = [n for n, opcode in enumerate(opcodes) if opcode == "HGMMA"]
-        loads = opcodes[wgmmas[0] : wgmmas[-1]].count("LDSM")
-        assert (opcodes.count("LDSM"), loads) == (blocks * CHUNK // 16, (blocks - 1) * CHUNK // 16)
+        under = opcodes[wgmmas[0] : wgmmas[-1]].count("LDSM")
+        assert (under > 0) == (kernel.dim_qk > 128)
+
+
+def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
+    """docs/log/mlstm.md: at 256/512 a kernel of 6,880 instructions does, one of 8,320 took 28 % longer."""
+    assert max(len(kernel.instructions) for kernel in compiled.kernels) <= INSTRUCTIONS
 
 
 def test_the_schedule_is_in_the_sass(narrow: Any) -> None:
@@ -154,8 +146,7 @@ def test_the_state_is_published_before_its_gemms_wait_for_their_turn(narrow: Any
             assert not turns
         else:
             (turn,) = turns
-            # four registers a store, two numbers a register: C in a thread, rounded
-            assert len(published) == kernel.slice_v // 2 // 8 and max(published) < turn
+            assert published and max(published) < turn
 
 
 def waits_at_barrier(kernel: Any, number: int) -> list[int]:
@@ -165,22 +156,6 @@ def waits_at_barrier(kernel: Any, number: int) -> list[int]:
         for n, (opcode, operands) in enumerate(kernel.instructions)
         if opcode.startswith("BAR.SYNC") and operands.startswith(f"{number:#x},")
     ]
-
-
-def test_every_wgmma_of_the_wide_kernel_is_there(wide: Any) -> None:
-    """Scores warpgroup: Q [K, n]^T, and K^T times the weights for n. State's: the other three.
-
-    Values meet the scores by halves of the queries, without the quarter that is zero.
-    """
-    steps = CHUNK // 16
-    for (_, normalize, _), kernel in wide_kernels(wide).items():
-        of_norm = {("64x8x16", "sums"): kernel.dim_qk // 64 * steps} if normalize else {}
-        assert wgmmas(kernel) == of_norm | {
-            ("64x72x16" if normalize else "64x64x16", "scores"): kernel.dim_qk // 16,
-            ("64x64x16", "read"): kernel.dim_qk // 16,
-            ("64x32x16", "values"): steps * 3 // 2,
-            ("64x128x16", "update"): steps * kernel.dim_qk // 128,
-        }
 
 
 def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
@@ -195,13 +170,13 @@ def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
         # the first half of the queries meets its values later
         scaling = block.before_values["FMUL"] + block.after_values["FMUL"]
         assert (scaling >= CHUNK // 2) == (not sequential)
-        assert block.after_values["STSM"] == (0 if sequential else 4)
+        assert (block.after_values["STSM"] > 0) == (not sequential)
         assert len(waits_at_barrier(kernel, 1)) == sequential
         # by a register: the barrier of the warpgroup's own
         turns = sum(
             opcode == "BAR.ARV" and operands.startswith("R") for opcode, operands in kernel.instructions
         )
-        assert turns == (2 if kernel.schedule == "pingpong" and kernel.slice_v == 128 else 0)
+        assert (turns > 0) == (kernel.schedule == "pingpong" and kernel.slice_v == 128)
 
 
 def test_scores_and_values_are_waited_for_when_the_state_has_been_read(wide: Any) -> None:
@@ -234,19 +209,6 @@ def test_scores_of_the_wide_kernel_are_sent_to_the_other_cta(wide: Any) -> None:
         assert fences[0] < gemms[0] and gemms[-1] < fences[1]
 
 
-def test_values_are_scaled_by_pairs(wide: Any) -> None:
-    """Of a chunk's V a lane has 32 numbers: five instructions for two, with what rounding takes of them."""
-    for kernel in wide.kernels:
-        of_gemms = kinds(kernel)
-        opcodes = [opcode.split(".")[0] for opcode, _ in kernel.instructions]
-        last = len(of_gemms) - of_gemms[::-1].index("update")
-        in_chunk = opcodes[of_gemms.index("read") : opcodes.index("BRA", last)]
-        paired = sum(opcode in ("HFMA2", "HMUL2") for opcode in in_chunk)
-        pairs = CHUNK // 4
-        # and what is given on to the next chunk decays
-        assert paired == 4 * pairs + 2
-
-
 def test_the_sums_of_the_wide_kernel_follow_the_scores(wide: Any) -> None:
     """The state waits for the scores alone; a wgmma of the sums comes with six instructions at most."""
     for (_, normalize, _), kernel in wide_kernels(wide).items():
@@ -259,14 +221,9 @@ def test_the_sums_of_the_wide_kernel_follow_the_scores(wide: Any) -> None:
 
 
 def test_the_state_of_the_wide_kernel_stays_in_registers(wide: Any) -> None:
-    """Every register of it decays in place, under the last GEMMs of the reading unless each is waited for.
-
-    What a warp of it stages in shared memory is h alone.
-    """
+    """Every register of it decays in place, under the last GEMMs of the reading unless each is waited for."""
     for kernel in wide.kernels:
         (block,) = walk_blocks(kernel)
         assert len(block.state) == kernel.dim_qk // 2
         assert block.state <= block.scaled
         assert (block.state <= block.scaled_under_reading) == (kernel.schedule != "sequential")
-        staged = [opcode for opcode, _ in kernel.instructions if opcode.startswith("STSM")]
-        assert Counter("MT88" in opcode for opcode in staged) == {True: 4, False: 4}  # h^T, and P

@@ -1,4 +1,7 @@
-"""What the compiler made of the mLSTM backward's passes: a clean ptxas log, the wgmmas and their overlap."""
+"""What the compiler made of the mLSTM backward's passes: a clean ptxas log, the wgmmas and their overlap.
+
+How many there are of everything is on record: test_sass_summary.py.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,9 @@ import pytest
 from tfla_tk import build
 from tfla_tk.build.instances import PASS_TILES, mlstm_pass
 
-from .state_walk import kinds, walk_blocks, wgmmas
+from .state_walk import kinds, walk_blocks
 
 CHUNK = 64
-STEPS = CHUNK // 16
-FRAGMENTS = 4  # of a block's output: 64 columns of the values by 16 tokens, one STSM each
 OUTPUT_REGISTERS = CHUNK // 2  # of a block: fp32, 64 columns of the values by 64 tokens
 INSTANCES = [mlstm_pass("dv", *tile) for tile in PASS_TILES]
 
@@ -66,28 +67,14 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
     assert all(entry.stack_frame == entry.spill_stores == entry.spill_loads == 0 for entry in entries)
 
 
-def test_every_wgmma_is_there(compiled: Any) -> None:
-    """Each 16 deep. Scores warpgroup: Q K^T; state warpgroups, per block: the other three.
-
-    With a normaliser dq and dk have n before the state and beside its update.
-    """
+def test_the_kernels_are_those_of_the_tile(compiled: Any) -> None:
     defines = dict(compiled.instance.defines)
-    dim_keys, slice_ = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
+    tile = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
     passes = kernels_named(compiled, "mlstm_pass")
     made = {(kernel.half, kernel.gradient, kernel.normalize) for kernel in passes}
     assert len(made) == len(passes)
-    assert made == makes(slice_)
-    blocks, part = blocks_of(slice_), part_of_keys(dim_keys)
-    for kernel in passes:
-        assert (kernel.dim_qk, kernel.slice_v) == (dim_keys, slice_)
-        norm = kernel.normalize
-        of_norm = {("64x8x16", "norm"): STEPS} if norm else {}
-        assert wgmmas(kernel) == of_norm | {
-            ("64x64x16", "scores"): dim_keys // 16,
-            ("64x64x16", "read"): norm + blocks * dim_keys // 16,
-            ("64x64x16", "values"): blocks * STEPS,
-            (f"64x{part}x16", "update"): blocks * STEPS * dim_keys // part,
-        }
+    assert made == makes(tile[1])
+    assert {(kernel.dim_qk, kernel.slice_v) for kernel in passes} == {tile}
 
 
 def test_segments_only_update(compiled: Any) -> None:
@@ -102,7 +89,7 @@ def test_segments_only_update(compiled: Any) -> None:
     assert sorted(made) == sorted(variant for variant in makes(slice_) if variant[1] != "dv")
     part = part_of_keys(dim_keys)
     for kernel in kernels:
-        assert wgmmas(kernel) == {(f"64x{part}x16", "update"): STEPS * dim_keys // part}
+        assert set(kinds(kernel)) == {"", "update"}
         opcodes = [opcode for opcode, _ in kernel.instructions]
         assert opcodes.count("WARPGROUP.DEPBAR.LE") == 1
         first, wait = (
@@ -117,8 +104,7 @@ def test_segments_only_update(compiled: Any) -> None:
         assert len(state) == dim_keys // 2
         # from the loop's first wait for tiles, the loads of the values, to that for the GEMM
         loads = [n for n, opcode in enumerate(opcodes) if opcode.startswith("LDSM")]
-        assert len(loads) == STEPS
-        assert sum(first < load < wait for load in loads) == STEPS // 2
+        assert sum(first < load < wait for load in loads) == len(loads) // 2
         written = [
             (opcode, operands)
             for opcode, operands in kernel.instructions[loads[0] : wait]
@@ -149,16 +135,16 @@ def test_the_update_is_spread(compiled: Any) -> None:
 def test_the_output_stands_under_the_update(compiled: Any) -> None:
     """Before values^T scores^T its scaling, and with dq and dk the loads of the factor for its entering sum,
     those of a slow chunk's 16 tokens first. After it its staging, and with dq and dk its row sums: the factor
-    again, and 14 exchanges.
+    again, and exchanges between lanes.
     """
     for kernel in kernels_named(compiled, "mlstm_pass"):
         of_sums = kernel.gradient != "dv"
         for block in walk_blocks(kernel):
             assert block.before_values["FMUL"] >= OUTPUT_REGISTERS
-            assert block.before_values["LDSM"] >= FRAGMENTS * of_sums
-            assert block.after_values["LDSM"] >= FRAGMENTS * of_sums
-            assert block.after_values["STSM"] == FRAGMENTS
-            assert block.after_values["SHFL"] == 14 * of_sums
+            assert block.after_values["STSM"]
+            if of_sums:
+                assert block.before_values["LDSM"] and block.after_values["LDSM"]
+            assert bool(block.after_values["SHFL"]) == of_sums
 
 
 def test_barriers_are_asked_ahead(compiled: Any) -> None:
@@ -184,23 +170,6 @@ def test_the_gradient_is_handed_over_under_the_reading(compiled: Any) -> None:
                 for order in (reversed(kinds(kernel)[:fence]), kinds(kernel)[fence:])
             )
             assert before == after == "read"
-
-
-def test_bf16_scales_values_by_pairs(compiled: Any) -> None:
-    """Four registers of 16 tokens, each by a high and a low part; fp16 has too few digits for that."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
-        opcodes = Counter(opcode.split(".")[0] for opcode, _ in kernel.instructions)
-        pairs = 0 if kernel.half else 4 * STEPS * blocks_of(kernel.slice_v)
-        assert opcodes["HFMA2"] >= pairs and (opcodes["HMUL2"] == pairs or kernel.half)
-
-
-def test_gates_are_not_scanned(compiled: Any) -> None:
-    """That has been done before: a lane's 32 scores and four numbers of a chunk are all exponents.
-
-    A scan has those of log f and, with the sigmoid gate, of log i besides.
-    """
-    for kernel in kernels_named(compiled, "mlstm_pass"):
-        assert sum(opcode == "MUFU.EX2" for opcode, _ in kernel.instructions) == CHUNK * CHUNK // 128 + 4
 
 
 def test_descriptors_are_uniform(compiled: Any) -> None:
@@ -229,14 +198,6 @@ def test_anchors_stand_apart(compiled: Any) -> None:
             loads = [n for n, opcode in enumerate(opcodes) if opcode.startswith("LDG.E.128")]
             assert sum(load > done for load in loads) == units
             assert not any(gemms[0] < load < done for load in loads)
-
-
-def test_values_are_loaded_once(compiled: Any) -> None:
-    """Into registers, for both GEMMs that they are an operand of; the rest are loads of the factor."""
-    for kernel in kernels_named(compiled, "mlstm_pass"):
-        loads = sum(opcode.startswith("LDSM") for opcode, _ in kernel.instructions)
-        of_factor = 0 if kernel.gradient == "dv" else 2 * FRAGMENTS
-        assert loads == blocks_of(kernel.slice_v) * STEPS + of_factor
 
 
 def test_shares_of_the_keys_take_turns(compiled: Any) -> None:
@@ -287,8 +248,8 @@ def test_one_warp_stores_the_output(compiled: Any) -> None:
     """By a box of 16 rows or of one, stored, or added by dq and dk; never by the state's warps."""
     for kernel in kernels_named(compiled, "mlstm_pass"):
         opcodes = Counter(opcode.split(".")[0] for opcode, _ in kernel.instructions)
-        assert opcodes["UTMASTG"] == 2
-        assert opcodes["UTMAREDG"] == (0 if kernel.gradient == "dv" else 2)
+        assert opcodes["UTMASTG"]
+        assert bool(opcodes["UTMAREDG"]) == (kernel.gradient != "dv")
         for block in walk_blocks(kernel):
             under = block.before_values.keys() | block.after_values.keys()
             assert not under & {"UTMASTG", "UTMAREDG"}

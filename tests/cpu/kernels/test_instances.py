@@ -11,10 +11,6 @@ from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
-    DELTA_DIRECTIONS,
-    DELTA_TILES,
-    GLA_DIRECTIONS,
-    GLA_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
     MAX_TOKENS,
@@ -49,6 +45,7 @@ TILES = [
     ((208, 176), (256, 128)),
     ((256, 512), (256, 128)),
 ]
+DELTA_DIMS = range(16, 129, 16)  # K
 EVERY_DIMS = list(itertools.product(range(16, MAX_DIM_QK + 1, 16), range(16, MAX_DIM_V + 1, 16)))
 
 
@@ -83,9 +80,28 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
     of_chunks = forward | passes | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
-    of_delta = {delta_rule(of, k) for of in DELTA_DIRECTIONS for k in range(16, max(DELTA_TILES) + 1, 16)}
-    of_gla = {gla(of, k) for of in GLA_DIRECTIONS for k in range(16, max(GLA_TILES) + 1, 16)}
+    of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
+    of_gla = {gla("forward", k) for k in DELTA_DIMS}
     assert shipped == of_chunks | of_decay | of_delta | of_gla | sequences | {mlstm_step()}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_delta_rule_takes_the_smallest_tile_that_holds_k(direction: str) -> None:
+    for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128)):
+        assert delta_rule(direction, dim).name == f"delta_{direction}_k{tile}_overlapped"
+    with pytest.raises(ValueError, match="K: expected at most 128, got 144"):
+        delta_rule(direction, 144)
+    with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
+        delta_rule(direction, 64, "pingpong")
+
+
+def test_gla_takes_the_smallest_tile_that_holds_k() -> None:
+    for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128)):
+        assert gla("forward", dim, "sequential").name == f"gla_forward_k{tile}_sequential"
+    with pytest.raises(ValueError, match="K: expected at most 128, got 144"):
+        gla("forward", 144)
+    with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
+        gla("forward", 64, "pingpong")
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:

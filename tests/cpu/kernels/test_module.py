@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tfla_tk import build, env
-from tfla_tk.build import builder
-from tfla_tk.build.instances import Instance, mlstm_bwd, mlstm_fwd, mlstm_pass
+from tfla_tk.build.instances import Instance, for_scalar_decay, mlstm_bwd, mlstm_fwd, mlstm_pass
 from tfla_tk.core.layout import ADDRESS_BITS
 
+Load = Callable[[Instance], ModuleType]
 AT = 1 << ADDRESS_BITS  # where the only tensor begins
 
 
@@ -21,18 +21,9 @@ def run(module: ModuleType, launch: Any) -> None:
     module.Launches([launch.handle]).run([16], 0)
 
 
-@pytest.fixture(scope="module")
-def module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return load_afresh(mlstm_fwd(64, 64), tmp_path_factory)
-
-
-def load_afresh(instance: Instance, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """The module, built in a cache of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("THUNDERKITTENS_ROOT", str(build.find_thunderkittens(clone=False).root))
-        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(builder, "_loaded", {})
-        return build.load(instance)
+@pytest.fixture
+def module(load_once: Load) -> ModuleType:
+    return load_once(mlstm_fwd(64, 64))
 
 
 def test_it_tells_how_many_ctas_fit(module: ModuleType) -> None:
@@ -71,19 +62,15 @@ def test_a_launch_without_a_driver_is_an_error(segments: int, module: ModuleType
         forward.launch(*[16] * 6, none, none, none, 0, 0 if segments == 1 else 16, 0)
 
 
-def test_modules_of_two_instances_in_one_process(
-    module: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_modules_of_two_instances_in_one_process(module: ModuleType, load_once: Load) -> None:
     """Each has a Forward of its own."""
-    other = load_afresh(mlstm_fwd(64, 128), tmp_path_factory)
+    other = load_once(for_scalar_decay(mlstm_fwd(64, 64)))
     assert other.Forward is not module.Forward
 
 
-def test_the_module_around_the_backward_passes(
-    kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_module_around_the_backward_passes(load_once: Load) -> None:
     """A workspace of 16 doubles per sequence and head; six numbers per token of a chunk, and its decay."""
-    module = load_afresh(mlstm_bwd(), tmp_path_factory)
+    module = load_once(mlstm_bwd())
     assert module.chunk_gates_bytes() == 4 * (6 * 64 + 12)
     for heads, sequences in ((3, 2), (4, 7)):
         assert module.mlstm_bwd_gates_workspace_bytes(heads, sequences) == 8 * 16 * heads * sequences
@@ -104,12 +91,12 @@ def test_the_module_around_the_backward_passes(
     module.Launches([]).run([], 0)
 
 
-def test_the_module_of_a_pass(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_module_of_a_pass(load_once: Load) -> None:
     """At an anchor a state of 16-bit numbers and n per slice of 128 values, a flow per warp of the state.
 
     Both per share of 64 columns of the keys.
     """
-    module = load_afresh(mlstm_pass("dq", 64, 128), tmp_path_factory)
+    module = load_once(mlstm_pass("dq", 64, 128))
     for batch, heads, slots, dims, parts in (
         (1, 2, 7, (48, 80), 1),
         (3, 4, 8, (64, 128), 1),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import build, env, reference
+from tfla_tk import build, reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build import builder, sources
+from tfla_tk.build import sources
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, MAX_TOKENS, SEQUENCE_TILES, mlstm_sequence
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
 
 from . import sequence_emulation as emulation
-from .sass import functions_of
 from .stand_in import launch_instead
 from .test_support import CALL as CHUNKWISE_CALL
 
@@ -377,43 +375,27 @@ def test_ptxas_reports_no_fault(tile: int, compile_once: Callable[[build.Instanc
 
 @pytest.mark.parametrize("tile", SEQUENCE_TILES)
 def test_products_and_loads(tile: int, compile_once: Callable[[build.Instance], Any]) -> None:
-    """The tensor cores' share of a block, 16-byte loads of C, and as many of them as there is room for."""
-    compiled = compile_once(mlstm_sequence(tile))
-    tiles, seen = tile // 8, 0
-    for function, instructions in functions_of(compiled.sass).items():
-        count = Counter(instruction.opcode for instruction in instructions)
+    """Products on the tensor cores, loads of C as wide as there is room for; how many is on record."""
+    seen = 0
+    for function, instructions in compile_once(mlstm_sequence(tile)).functions.items():
+        opcodes = {instruction.opcode for instruction in instructions}
+        assert not any(opcode.startswith(("LDL", "STL", "ATOM", "RED")) for opcode in opcodes)
         types, tokens_of, wide, vector = NAME.search(function).groups()
         assert int(tokens_of) == tile
         if vector == "0" or types not in ("ff", "13__nv_bfloat16S3_"):
             continue
         seen += 1
+        assert "HMMA.1688.F32.TF32" in opcodes
         wide_state, wide_tokens = types == "ff", wide == "1"
         width = 4 if wide_state or wide_tokens or tile == 16 else 8
-        in_flight = (64 if tile == 8 else 48) // (width * (4 if wide_state else 2))
-        products = width // 2
-        written = products * tiles * (3 if wide_tokens else 2)
-        read = products * tiles * (1 + wide_state + wide_tokens)
-        own_share = products * tiles * (tiles + 1) // 2 * (3 if wide_tokens else 2)
-        in_blocks = in_flight * (written + read) + own_share
-        # the scores, in a loop that may be unrolled
-        of_scores = count["HMMA.1688.F32.TF32"] - in_blocks
-        assert of_scores > 0 and of_scores % (3 if wide_tokens else 1) == 0
         move = {16: "128", 8: "64"}[width * (4 if wide_state else 2)]
-        loads, stores = (
-            sum(count[opcode] for opcode in count if opcode.startswith(kind) and move in opcode.split("."))
-            for kind in ("LDG", "STG")
-        )
-        assert (loads, stores) == (2 * 2 * in_flight, 2 * in_flight)
-        assert not any(opcode.startswith(("LDL", "STL", "ATOM", "RED")) for opcode in count)
+        for kind in ("LDG", "STG"):
+            assert any(opcode.startswith(kind) and move in opcode.split(".") for opcode in opcodes)
     assert seen == 4
 
 
-def test_the_module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("THUNDERKITTENS_ROOT", str(build.find_thunderkittens(clone=False).root))
-        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(builder, "_loaded", {})
-        module = build.load(mlstm_sequence(8))
+def test_the_module(load_once: Callable[[build.Instance], ModuleType]) -> None:
+    module = load_once(mlstm_sequence(8))
     assert module.MAX_COLUMNS >= 8 * 8 * tk_sequence._MOST_WARPS
     rows, gate, state = (16, 64, 64, 64, 1), (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)

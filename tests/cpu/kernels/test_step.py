@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tfla_tk import build, env, reference
+from tfla_tk import build, reference
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.scalar_gate import support as tk
-from tfla_tk.build import builder
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V, mlstm_step
 from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED
@@ -299,12 +298,8 @@ def test_ptxas_reports_no_fault(compile_once: Callable[[build.Instance], Any]) -
     assert max(registers.values()) <= 128
 
 
-def test_the_module(kernel_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("THUNDERKITTENS_ROOT", str(build.find_thunderkittens(clone=False).root))
-        patch.setenv(env.CACHE_DIR.name, str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(builder, "_loaded", {})
-        module = build.load(mlstm_step())
+def test_the_module(load_once: Callable[[build.Instance], ModuleType]) -> None:
+    module = load_once(mlstm_step())
     row, state = (16, 64, 64, 1, 0), (16, 16, 16, 0, 0, 0)
     options = (0.125, 1e-6, False, True, True, 0, 0)
 

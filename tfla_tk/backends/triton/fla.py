@@ -221,7 +221,7 @@ def fla_op(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         kwargs["initial_state"] = state.float()
     function: Callable[..., tuple[Tensor, Tensor | None]] = getattr(importlib.import_module(FLA_OPS[op]), op)
     with on_its_own():
-        return original(function)(*args, **kwargs)
+        return undispatched(original(function))(*args, **kwargs)
 
 
 def guard_module() -> Any:

@@ -24,9 +24,10 @@ __device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const typ
         const float gate = C::kBackward ? pass_gate(of_row, of_column) : pass_gate(of_column, of_row);
         return visible ? (C::kNormalizer ? score + e : score) * gate : 0.f;
     };
-    const int least_distance = !kMayNormalize && strict ? 1 : 0;
     auto visible = [&](int query, int key) {
-        return C::kBackward ? key - query >= least_distance : query - key >= least_distance;
+        if constexpr (kMayNormalize) return C::kBackward ? key >= query : key <= query;
+        const int distance = strict ? 1 : 0;
+        return C::kBackward ? key >= query + distance : key + distance <= query;
     };
 #pragma unroll
     for (int j = 0; j < Scores::width; j++) {
@@ -141,8 +142,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
             pin(scores);
             free_operands(slot);
 
-            gate_pass_scores<C>(shared_address(&smem.scores[slot]), scores, smem.gates[stage.slot],
-                                g.strict);
+            gate_pass_scores<C>(shared_address(&smem.scores[slot]), scores, smem.gates[stage.slot], g.strict);
             fence_async_proxy();
             send_scores(slot);
             arrive_warp(smem.scores_ready[slot]);

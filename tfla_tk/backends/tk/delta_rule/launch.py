@@ -59,13 +59,13 @@ def forward(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    core = _readable(core)
-    key = (output_final_state, keep, _layout(core))
+    like, core = core.v, _readable(core)
+    key = (output_final_state, keep, like.stride(), _layout(core))
     prepared = _forwards.get(key)
     if prepared is None:
-        prepared = Forward(core, output_final_state=output_final_state, keep=keep)
+        prepared = Forward(core, like, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
-    return prepared(core)
+    return prepared(core, like)
 
 
 def backward(
@@ -89,21 +89,21 @@ def backward(
         _, _, kept = forward(core, output_final_state=False, keep=True)
     assert kept is not None and kept.tensors[0] is not None
     writes = kept.tensors[0]
-    key = (_layout(core), do.stride(), dht is not None)
+    key = (_layout(core), given.v.stride(), do.stride(), dht is not None)
     mirror = _mirrors.get(key)
     if mirror is None:
-        mirror = Mirror(core, do, dht)
+        mirror = Mirror(core, given.v, do, dht)
         _mirrors.keep(key, mirror)
-    dv, u, dbeta_parts, dh0 = mirror(core, writes, do, dht)
+    dv, u, dbeta_parts, dh0 = mirror(core, given.v, writes, do, dht)
     needs_dg = needs_gates and core.g is not None
-    reads, erasures = _through_states(core, u, dv, final_state, do, dht, needs_dg=needs_dg)
-    dq, dk = _combine(core, reads, erasures)
+    reads, erasures = _through_states(core, u, dv.written, final_state, do, dht, needs_dg=needs_dg)
+    dq, dk = _combine(given, core, reads, erasures)
     dg = None
     if needs_dg:
         assert given.g is not None and reads.dg is not None and erasures.dg is not None
-        dg = torch.sub(reads.dg, erasures.dg).to(given.g.dtype)
-    dbeta = torch.sum(dbeta_parts, dim=0).transpose(1, 2).to(given.beta.dtype)
-    return dq, dk, dv, dg, dbeta, None, None, dh0
+        dg = torch.empty_like(given.g).copy_(reads.dg - erasures.dg)
+    dbeta = torch.empty_like(given.beta).copy_(torch.sum(dbeta_parts, dim=0).transpose(1, 2))
+    return dq, dk, dv.filled(), dg, dbeta, None, None, dh0
 
 
 class Shape(NamedTuple):
@@ -162,10 +162,33 @@ class Shape(NamedTuple):
         return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
 
 
-class Forward:
-    """The forward of calls whose tensors lie alike, as `_readable` leaves them."""
+class Result(NamedTuple):
+    """A result like an input, and what the kernels write: the same, or a dense tensor to be copied."""
 
-    def __init__(self, core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> None:
+    result: Tensor
+    written: Tensor
+
+    @staticmethod
+    def like(x: Tensor, device: str | None = None) -> Result:
+        """Uninitialised, like x [B, T, H, D] in memory order."""
+        result = torch.empty_like(x, device=device)
+        if descriptor_strides(result.shape, result.stride()) is None:
+            return Result(result, result.new_empty(result.shape))
+        return Result(result, result)
+
+    def filled(self) -> Tensor:
+        """The result, once what is written is there."""
+        return self.result if self.written is self.result else self.result.copy_(self.written)
+
+
+class Forward:
+    """The forward of calls whose tensors lie alike, as `_readable` leaves them.
+
+    Args:
+        like: v as it was given, which o is like.
+    """
+
+    def __init__(self, core: DeltaRuleCore, like: Tensor, *, output_final_state: bool, keep: bool) -> None:
         self._shape = shape = Shape.of(core)
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state, self._keep = output_final_state, keep
@@ -177,8 +200,7 @@ class Forward:
         of = shape.with_offsets(at.cu_seqlens)
         gates = (_gate(at.g, core.g), _gate(at.beta, core.beta))
         q, k, v = (_operand(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
-        o = torch.empty_like(core.v, device="meta")
-        self._o_strides = o.stride()
+        o = Result.like(like, "meta").written
         writes = _operand(writes_at, torch.empty(core.v.shape, device="meta")) if keep else _NO_OPERAND
         self._launches = Launches.of(
             kernel,
@@ -191,24 +213,27 @@ class Forward:
             ],
         )  # fmt: skip
 
-    def __call__(self, core: DeltaRuleCore) -> tuple[Tensor, MaybeTensor, Kept | None]:
+    def __call__(self, core: DeltaRuleCore, like: Tensor) -> tuple[Tensor, MaybeTensor, Kept | None]:
         """`forward` of these tensors."""
-        v = core.v
+        v, o = core.v, Result.like(like)
         matrices = v.new_empty(self._shape.matrix_bytes)  # two matrices of 16-bit numbers
-        o = torch.empty_like(v)
         writes = v.new_empty(v.shape) if self._keep else None
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         self._launches.run(
-            _starts(*core[:9], matrices, o, writes, last),
+            _starts(*core[:9], matrices, o.written, writes, last),
             current_stream(self._shape.device),
         )
-        return o, last, None if writes is None else Kept((writes,))
+        return o.filled(), last, None if writes is None else Kept((writes,))
 
 
 class Mirror:
-    """The backward's walk of calls whose tensors lie alike, as `_readable` leaves them."""
+    """The backward's walk of calls whose tensors lie alike, as `_readable` leaves them.
 
-    def __init__(self, core: DeltaRuleCore, do: Tensor, dht: MaybeTensor) -> None:
+    Args:
+        like: v as it was given, which dv is like.
+    """
+
+    def __init__(self, core: DeltaRuleCore, like: Tensor, do: Tensor, dht: MaybeTensor) -> None:
         self._shape = shape = Shape.of(core)
         parts = -(-shape.dim_v // _SUM_COLUMNS)
         self._sums_shape = (parts, shape.batch, shape.heads, shape.seq)
@@ -228,23 +253,23 @@ class Mirror:
                 kernel.matrices(of, q, k, *gates, matrices, core.scale),
                 kernel.mirror(
                     of, q, k, _operand(do_at, do), _operand(writes_at, dense),
-                    _operand(dv_at, torch.empty_like(core.v, device="meta")), _operand(u_at, dense), *gates,
+                    _operand(dv_at, Result.like(like, "meta").written), _operand(u_at, dense), *gates,
                     matrices, sums_at, dht_at, dh0_at, core.scale, shape.walkers(),
                 ),
             ],
         )  # fmt: skip
 
     def __call__(
-        self, core: DeltaRuleCore, writes: Tensor, do: Tensor, dht: MaybeTensor
-    ) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
+        self, core: DeltaRuleCore, like: Tensor, writes: Tensor, do: Tensor, dht: MaybeTensor
+    ) -> tuple[Result, Tensor, Tensor, MaybeTensor]:
         """dv, U, the parts of dbeta [parts, B, HV, T] and dh0."""
         v, initial = core.v, core.initial_state
         matrices = v.new_empty(self._shape.matrix_bytes)
-        dv, u = torch.empty_like(v), v.new_empty(v.shape)
+        dv, u = Result.like(like), v.new_empty(v.shape)
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
         self._launches.run(
-            _starts(*core[:9], matrices, do, writes, dv, u, sums, dht, dh0),
+            _starts(*core[:9], matrices, do, writes, dv.written, u, sums, dht, dh0),
             current_stream(self._shape.device),
         )
         return dv, u, sums, dh0
@@ -308,22 +333,24 @@ def _options(scale: float, needs_dg: bool, needs_dv: bool, strict: bool) -> scal
     )
 
 
-def _combine(core: DeltaRuleCore, reads: Through, erasures: Through) -> tuple[Tensor, Tensor]:
-    """dq and dk."""
+def _combine(
+    given: DeltaRuleCore, core: DeltaRuleCore, reads: Through, erasures: Through
+) -> tuple[Tensor, Tensor]:
+    """dq and dk, like q and k as they were given."""
     parts = (reads.dq, reads.dk, erasures.dq, erasures.dk)
-    key = (_layout(core), *(x.stride() for x in parts))
+    dq, dk = Result.like(given.q), Result.like(given.k)
+    operands = (*parts, dq.written, dk.written)
+    key = (_layout(core), *(x.stride() for x in operands))
     launches = _combines.get(key)
     if launches is None:
         shape = Shape.of(core)
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         addresses = Addresses()
-        outputs = (torch.empty(x.shape, device="meta") for x in (core.q, core.k))
-        operands = [_operand(addresses.next(), x) for x in (*parts, *outputs)]
-        launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *operands)])
+        prepared = (_operand(addresses.next(), x) for x in operands)
+        launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *prepared)])
         _combines.keep(key, launches)
-    dq, dk = core.q.new_empty(core.q.shape), core.k.new_empty(core.k.shape)
-    launches.run(_starts(*parts, dq, dk), current_stream(core.q.get_device()))
-    return dq, dk
+    launches.run(_starts(*operands), current_stream(core.q.get_device()))
+    return dq.filled(), dk.filled()
 
 
 def _readable(core: DeltaRuleCore) -> DeltaRuleCore:
@@ -369,7 +396,7 @@ def _number(core: DeltaRuleCore) -> tuple[Any, Addresses]:
     """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
     addresses = Addresses()
     at = [addresses.next(given=x is not None) for x in core[:9]]
-    return DeltaRuleCore(*at, *core[9:]), addresses  # type: ignore[arg-type]
+    return DeltaRuleCore._make([*at, *core[9:]]), addresses
 
 
 def _starts(*tensors: MaybeTensor) -> list[int]:
