@@ -24,17 +24,6 @@ from .compiled import Compiled, Compiler
 from .order import compile_first
 from .stand_in import launch_instead
 
-<<<<<<< HEAD
-_GRADIENTS = tuple(GRADIENTS)
-_EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
-# a kernel's config in its symbol: type, tile and, in any order, flags, gate, schedule and gradient
-_CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(\w*?)EEv")
-_FLAG = re.compile(r"Lb([01])E")
-_GATE = re.compile(r"\d+(ExponentialInput|SigmoidInput|ScalarDecay)")
-_ENUM = re.compile(r"\d+(Schedule|Gradient)E(\d)E")
-_KERNEL = re.compile(r"\d+((?:mlstm|gla)_[a-z_]+?)(?:_kernel)?[IE]")
-=======
->>>>>>> main
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
