@@ -92,16 +92,11 @@ struct TensorMap {
         const cuuint32_t box[4] = {kPanelColumns, (cuuint32_t)x.box_rows, 1, 1};
         const cuuint32_t step[4] = {1, 1, 1, 1};
         CUtensorMap map;
-        auto encode_now = [&] {
-            return cuTensorMapEncodeTiled(
-                &map, data_type(x.dtype), 4, x.operand.data, sizes, strides, box, step,
-                CU_TENSOR_MAP_INTERLEAVE_NONE,
-                x.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-        };
-        CUresult result = encode_now();
-        // a thread that has not called the runtime yet, as one of autograd's, has no current context
-        if (result == CUDA_ERROR_INVALID_CONTEXT && cudaFree(nullptr) == cudaSuccess) result = encode_now();
+        const CUresult result =
+            cuTensorMapEncodeTiled(&map, data_type(x.dtype), 4, x.operand.data, sizes, strides, box, step,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   x.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (result != CUDA_SUCCESS) {
             const char* reason = "unknown";
             cuGetErrorString(result, &reason);
