@@ -1,4 +1,4 @@
-"""What the host side of GLA hands to its kernel; the reference takes the place of that, and no GPU is touched."""
+"""What the host side of GLA hands to its kernel, whose place the reference takes; no GPU is touched."""
 
 from __future__ import annotations
 
