@@ -16,8 +16,8 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever; and no warp more
     // to load and store, which would leave less of them at the launch than all roles together need.
-    static constexpr int kGateRegisters = kWalkers == 1 ? 136 : kDimK == 64 ? 128 : 112;
-    static constexpr int kWalkerRegisters = kWalkers == 1 ? 232 : kDimK == 64 ? 128 : 144;
+    static constexpr int kGateRegisters = kWalkers == 1 ? 136 : kDimK == 64 ? 120 : 112;
+    static constexpr int kWalkerRegisters = kWalkers == 1 ? 232 : kDimK == 64 ? 136 : 144;
     static_assert(kGateWarps / 4 * kGateRegisters + kWalkers * kWalkerRegisters <=
                   65536 / kThreads / 8 * 8 * (kThreads / 128));
 
