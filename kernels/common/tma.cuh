@@ -30,7 +30,8 @@ struct BoxedOperand {
     Operand operand;
     int batch, heads, seq, dim;
     int box_rows;  // of 64 columns
-    bool half;     // fp16, not bf16
+    DType dtype;
+    bool swizzled;
 
     bool operator==(const BoxedOperand&) const = default;
 
@@ -46,14 +47,23 @@ struct TensorMap {
     // Boxes of `box_rows` x 64 columns, 128-byte swizzle: the panel layout of kittens::st<T, R, C>.
     // NOTES: encoding one takes the driver most of a microsecond, and the allocator gives new tensors the
     // addresses of earlier ones, so encoded maps are cached.
-    __host__ TensorMap(const Operand& x, int batch, int heads, int seq, int dim, int box_rows, bool half) {
+    __host__ TensorMap(const Operand& x, int batch, int heads, int seq, int dim, int box_rows, bool half)
+        : TensorMap(BoxedOperand{x, batch, heads, seq, dim, box_rows, half ? DType::float16 : DType::bfloat16,
+                                 true}) {}
+
+    // Boxes whose rows of 64 columns follow one another as in memory, without swizzle.
+    static __host__ TensorMap rows(const Operand& x, int batch, int heads, int seq, int dim, int box_rows,
+                                   DType dtype) {
+        return TensorMap(BoxedOperand{x, batch, heads, seq, dim, box_rows, dtype, false});
+    }
+
+    __host__ explicit TensorMap(const BoxedOperand& wanted) {
         struct Encoded {
             BoxedOperand of;
             CUtensorMap map;
         };
         constexpr int kBits = 6;
         static thread_local std::array<Encoded, 1 << kBits> lately{};  // initially the key of no operand
-        const BoxedOperand wanted{x, batch, heads, seq, dim, box_rows, half};
         Encoded& kept = lately[wanted.hash() >> (64 - kBits)];
         if (!(kept.of == wanted)) {
             kept.map = encode(wanted);
@@ -62,20 +72,31 @@ struct TensorMap {
         map = kept.map;
     }
 
+    static __host__ CUtensorMapDataType data_type(DType dtype) {
+        switch (dtype) {
+            case DType::float32:
+                return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+            case DType::float16:
+                return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+            default:
+                return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+        }
+    }
+
     static __host__ CUtensorMap encode(const BoxedOperand& x) {
-        constexpr uint64_t kBytes = 2;
+        const uint64_t bytes = x.dtype == DType::float32 ? 4 : 2;
         const cuuint64_t sizes[4] = {(cuuint64_t)x.dim, (cuuint64_t)x.seq, (cuuint64_t)x.heads,
                                      (cuuint64_t)x.batch};
-        const cuuint64_t strides[3] = {x.operand.row_stride * kBytes, x.operand.head_stride * kBytes,
-                                       x.operand.batch_stride * kBytes};
+        const cuuint64_t strides[3] = {x.operand.row_stride * bytes, x.operand.head_stride * bytes,
+                                       x.operand.batch_stride * bytes};
         const cuuint32_t box[4] = {kPanelColumns, (cuuint32_t)x.box_rows, 1, 1};
         const cuuint32_t step[4] = {1, 1, 1, 1};
         CUtensorMap map;
-        const CUresult result = cuTensorMapEncodeTiled(
-            &map, x.half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-            x.operand.data, sizes, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-            CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        const CUresult result =
+            cuTensorMapEncodeTiled(&map, data_type(x.dtype), 4, x.operand.data, sizes, strides, box, step,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                   x.swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
         if (result != CUDA_SUCCESS) {
             const char* reason = "unknown";
             cuGetErrorString(result, &reason);

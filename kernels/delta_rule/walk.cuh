@@ -1,5 +1,5 @@
 // What the walk of the forward and its mirror in the backward share: the task of a CTA, the matrices of a
-// chunk, steps of GEMMs whose A operand is in registers.
+// chunk.
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "common/register_steps.cuh"
 #include "common/sync.cuh"
 #include "common/tile_loader.cuh"
 #include "common/tiles.cuh"
@@ -64,12 +65,6 @@ struct Task {
     }
 };
 
-// body(i) for i of [begin, end), unrolled.
-template <int begin, int end, class Body> __device__ inline void each(Body body) {
-#pragma unroll
-    for (int i = begin; i < end; i++) body(i);
-}
-
 // Loads A and P of a chunk, by one thread, which has expected their bytes.
 template <class Square>
 __device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Square& a, Square& p,
@@ -77,30 +72,6 @@ __device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Squ
     const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
     load_panels(a, g.a, arrived, 0, row, head, 0);
     load_panels(p, g.p, arrived, 0, row, head, 0);
-}
-
-// d (+)= a B, one step of k = 16 in a group of its own. kColumns: B's columns are N, else its rows. `first`
-// of the steps that follow one another. NOTES: a group of its own, since with A in registers every HGMMA
-// counts by itself: to leave a group of eight in flight would be to wait for seven of them.
-template <bool kColumns, class D, class A>
-__device__ inline void multiply_step(D& d, A& a, uint64_t b, bool accumulate, bool first) {
-    pin(a);
-    if (first) pin(d);
-    wgmma_fence();
-    wgmma_step<kColumns>(d, a, 0, b, accumulate);
-    warpgroup::mma_commit_group();
-}
-
-template <class A, int kCount> __device__ inline void pin_all(A (&fragments)[kCount]) {
-#pragma unroll
-    for (auto& a : fragments) pin(a);
-}
-
-// Multiplies two numbers in place. NOTES: as asm: else ptxas keeps the products in registers of their own
-// (C7512).
-__device__ inline void scale_in_place(float2& x, float2 by) {
-    asm("mul.ftz.f32 %0, %0, %1;" : "+f"(x.x) : "f"(by.x));
-    asm("mul.ftz.f32 %0, %0, %1;" : "+f"(x.y) : "f"(by.y));
 }
 
 }  // namespace tfla_tk::delta_rule

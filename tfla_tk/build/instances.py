@@ -20,6 +20,9 @@ DELTA_TILES = (64, 128)  # K of the delta rule
 DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
 DELTA_DIRECTIONS = ("forward", "backward")
 DELTA_SCHEDULES = ("sequential", "overlapped")
+GLA_TILES = (64, 128)  # K of gated linear attention
+GLA_DIRECTIONS = ("forward",)
+GLA_SCHEDULES = ("sequential", "overlapped")
 FORWARD = "scalar_gate/forward/forward.cu"
 _LAYOUT = ("CHUNK", "ANCHOR_CHUNKS", "DTYPES")
 # tokens of one call of mlstm_sequence
@@ -182,6 +185,30 @@ def delta_states(dim_v: int) -> Instance:
     )
 
 
+@functools.cache
+def gla(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
+    """Gated linear attention, for any V, by the smallest tile of K.
+
+    Args:
+        direction: "forward".
+
+    Raises:
+        ValueError: No tile is large enough, or there is no such schedule.
+    """
+    if schedule not in GLA_SCHEDULES:
+        raise ValueError(f"schedule: expected one of {', '.join(GLA_SCHEDULES)}, got {schedule!r}")
+    if not 0 < dim_k <= max(GLA_TILES):
+        raise ValueError(f"K: expected at most {max(GLA_TILES)}, got {dim_k}")
+    tile = min(tile for tile in GLA_TILES if tile >= dim_k)
+    return Instance(
+        f"gla_{direction}_k{tile}_{schedule}",
+        f"channel_gate/{direction}/{direction}.cu",
+        (("TFLA_DIM_K", str(tile)), ("TFLA_SCHEDULE", str(GLA_SCHEDULES.index(schedule)))),
+        f"channel_gate/bindings/{direction}.cpp",
+        exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
+    )
+
+
 def by_tile(
     kernel: str,
     source: str,
@@ -225,6 +252,7 @@ def all_instances() -> list[Instance]:
         *(mlstm_fwd(qk, v, schedule) for schedule in others for qk, v in MLSTM_TILES),
         *(for_scalar_decay(mlstm_fwd(qk, v, schedule)) for schedule in others for qk, v in MLSTM_TILES),
         *(delta_rule(direction, k, "sequential") for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
+        *(gla(direction, k, "sequential") for direction in GLA_DIRECTIONS for k in GLA_TILES),
     ]
 
 
@@ -240,6 +268,8 @@ def shipped_instances() -> list[Instance]:
         *map(for_scalar_decay, chunkwise),
         *(delta_rule(direction, k) for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
         *map(delta_states, DELTA_STATES_TILES),
+=======
+        *(gla(direction, k) for direction in GLA_DIRECTIONS for k in GLA_TILES),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
     ]

@@ -19,8 +19,11 @@ from tfla_tk.bench import intra
 from tfla_tk.build import builder
 from tfla_tk.build.disassembly import cubin_of_module
 from tfla_tk.build.instances import (
+    GLA_SCHEDULES,
+    GLA_TILES,
     SCHEDULES,
     for_scalar_decay,
+    gla,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_pass,
@@ -45,7 +48,10 @@ IMPORTED = (
     mlstm_sequence(8),
 )
 # the forward in every schedule, at a head dim of 128 and of 256
-SCHEDULED = [mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES]
+SCHEDULED = [
+    *(mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES),
+    *(gla("forward", dim, schedule) for dim in GLA_TILES for schedule in GLA_SCHEDULES),
+]
 # whatever the compile gate looks at
 GATED = list(dict.fromkeys([*shipped_instances(), *SCHEDULED, *intra.all_instances()]))
 
@@ -56,7 +62,7 @@ _CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(\w*?)EEv")
 _FLAG = re.compile(r"Lb([01])E")
 _GATE = re.compile(r"\d+(ExponentialInput|SigmoidInput|ScalarDecay)")
 _ENUM = re.compile(r"\d+(Schedule|Gradient)E(\d)E")
-_KERNEL = re.compile(r"\d+(mlstm_[a-z_]+?)(?:_kernel)?[IE]")
+_KERNEL = re.compile(r"\d+((?:mlstm|delta|gla)_[a-z_]+?)(?:_kernel)?[IE]")
 
 
 def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:

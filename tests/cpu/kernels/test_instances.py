@@ -20,6 +20,7 @@ from tfla_tk.build.instances import (
     Instance,
     delta_rule,
     for_scalar_decay,
+    gla,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_pass,
@@ -80,7 +81,8 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     of_chunks = forward | passes | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
     of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
-    assert shipped == of_chunks | of_decay | of_delta | sequences | {mlstm_step()}
+    of_gla = {gla("forward", k) for k in DELTA_DIMS}
+    assert shipped == of_chunks | of_decay | of_delta | of_gla | sequences | {mlstm_step()}
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -91,6 +93,15 @@ def test_the_delta_rule_takes_the_smallest_tile_that_holds_k(direction: str) -> 
         delta_rule(direction, 144)
     with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
         delta_rule(direction, 64, "pingpong")
+
+
+def test_gla_takes_the_smallest_tile_that_holds_k() -> None:
+    for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128)):
+        assert gla("forward", dim, "sequential").name == f"gla_forward_k{tile}_sequential"
+    with pytest.raises(ValueError, match="K: expected at most 128, got 144"):
+        gla("forward", 144)
+    with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
+        gla("forward", 64, "pingpong")
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:

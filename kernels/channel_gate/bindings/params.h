@@ -1,0 +1,40 @@
+// Plain argument structs shared by the kernels' host functions and the pybind11 bindings.
+// No CUDA, ThunderKittens or Torch header here, so that the bindings compile in seconds.
+#pragma once
+
+#include "common/operand.h"
+#include "sequence/cut.h"
+
+namespace tfla_tk {
+
+// What all kernels with a gate per channel share.
+struct ChannelShape {
+    Cut cut;  // every sequence is one segment
+    int batch, heads, seq, dim_k, dim_v;
+    bool half;  // operands are fp16, not bf16
+    int device;
+};
+
+// Gated linear attention, forward. With log gates g in R^K per token, natural logarithms:
+//   S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T      o_t = s q_t^T S_t
+// by chunks, b the cumulative sum of g in the chunk, b_L that over all of it:
+//   O = s (q e^b) S + P V      P = s tril(sum_c q_ic k_jc e^{b_ic - b_jc})      S <- e^{b_L} S + (k e^{b_L -
+//   b})^T V
+// K <= the instance's, K and V multiples of 16. Exact for gates <= 0, -inf among them; for positive ones as
+// long as e^(sum of g over a chunk) and its products with q and k stay finite in fp32, and these in the
+// operands' type.
+struct GlaForwardParams {
+    ChannelShape shape;
+    Operand q, k, v, o;
+    Operand g;  // [B, heads, S, K], of dtype g_dtype, aligned as the others: rows at multiples of 16 bytes
+    DType g_dtype;
+    const float* initial;  // [N, heads, K, V] or null: zero
+    float* last;           // the same, or null: not wanted
+    float scale;           // s, any finite number
+    int walkers;           // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+};
+
+// Throws std::runtime_error on a refused launch.
+void gla_forward(const GlaForwardParams& params, void* stream);
+
+}  // namespace tfla_tk

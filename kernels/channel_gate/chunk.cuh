@@ -1,0 +1,178 @@
+// What a team of gate warps makes of a chunk: the operands of a walk over the state, and the scores.
+//   P = s tril(sum_c q_ic k_jc e^{b_ic - b_jc})      s q e^b      k e^{b_L - b}      e^{b_L}
+// b is the sum of g over the chunk's tokens up to and with a token, b_L over all of it. It is never computed:
+// in the terms of block.cuh e^b = F_64, e^{b_L - b} = G_64 and e^{b_L} = T_64.
+//
+// A warp of the team has a block of 16 tokens and 64 channels. Steps:
+//   1. Levels 1 to 8 within the block (block.cuh). Its memory of the chunk is its own until here.
+//   2. Publish T_16 and, for channels from 64 on, the scores so far, in places of P; meet the team.
+//   3. From the T_16 of all blocks: rows of the operands of levels 16 and 32; q and k scaled in place;
+//   e^{b_L}.
+//      Meet the team.
+//   4. Scores of the diagonal block and those below it, levels 16 and 32, over all channels; round them to P.
+#pragma once
+
+#include "channel_gate/block.cuh"
+#include "sequence/cut.h"
+
+namespace tfla_tk::channel_gate {
+
+constexpr int kBlocks = kChunk / kBlock;
+
+// A chunk in shared memory, by addresses.
+struct ChunkPlaces {
+    uint32_t q, k;   // tiles of 64-column panels; they become s q e^b and k e^{b_L - b}
+    uint32_t work;   // memory of the blocks, 64 channels after 64, with the log gates
+    uint32_t p;      // a panel; zero above the diagonal blocks in the first 16 rows
+    uint32_t decay;  // e^{b_L}, fp32
+};
+
+template <class T, int kDimK> struct GateWarp {
+    using T2 = typename base_types::packing<T>::packed_type;
+    static constexpr int kParts = kDimK / kBlockChannels;  // of K
+    static_assert(kParts == 1 || kParts == 2);
+    static constexpr int kWarps = kBlocks * kParts;  // of a team
+    static constexpr uint32_t kPanelBytes = kChunk * kRowBytes, kPartBytes = kBlocks * kBlockBytes;
+
+    ChunkPlaces chunk;
+    int team, warp;  // warp: of the team
+    BlockOfWarp<T> x;
+
+    __device__ __forceinline__ int block() const { return warp % kBlocks; }
+    __device__ __forceinline__ int part() const { return warp / kBlocks; }
+    // of the block: rows of q and k, and its memory
+    __device__ __forceinline__ uint32_t q() const {
+        return chunk.q + part() * kPanelBytes + block() * kBlock * kRowBytes;
+    }
+    __device__ __forceinline__ uint32_t k() const {
+        return chunk.k + part() * kPanelBytes + block() * kBlock * kRowBytes;
+    }
+    __device__ __forceinline__ uint32_t work() const {
+        return chunk.work + part() * kPartBytes + block() * kBlockBytes;
+    }
+    // In rows 16 to 47 and from 48 on of P, which no score is written to before step 4.
+    __device__ __forceinline__ uint32_t partial() const { return chunk.p + (16 + block() * 8) * kRowBytes; }
+    __device__ __forceinline__ uint32_t totals() const {
+        return chunk.p + 48 * kRowBytes + part() * kBlockChannels * 4;
+    }
+
+    // All warps of the team. NOTES: a named barrier per team; 0 is __syncthreads.
+    __device__ __forceinline__ void meet() const {
+        if (team == 0)
+            asm volatile("bar.sync 1, %0;\n" ::"n"(32 * kWarps) : "memory");
+        else
+            asm volatile("bar.sync 2, %0;\n" ::"n"(32 * kWarps) : "memory");
+    }
+
+    // Step 1. tokens: of the chunk.
+    __device__ __forceinline__ void make_levels_of_block(DType dtype, int tokens) {
+        x.by_levels(q(), k(), work(), dtype, tokens - block() * kBlock);
+    }
+
+    // Step 2, where P's place is free.
+    __device__ __forceinline__ void publish() {
+        store_floats(totals() + block() * kDimK * 4 + fresh_laneid() * 8, x.total[0]);
+        if (part() > 0) each<0, 2>([&](int i) { store_floats(partial() + x.lane() * 16 + 512 * i, x.p[i]); });
+        meet();
+    }
+
+    // Step 3.
+    __device__ __forceinline__ void scale_operands(float scale) {
+        float2 t[kBlocks];
+        const uint32_t pair = totals() + x.lane() * 8;
+        each<0, kBlocks>([&](int i) { t[i] = load_floats(pair + i * kDimK * 4); });
+        if (kParts > 1 && part() == 0) add_partial();
+        const int block = this->block(), lane = x.lane();
+        const float2 one{1.f, 1.f}, first = t[0] * t[1], last = t[2] * t[3];
+        const float2 left = pick(block == 3, t[2], one), right = pick(block == 0, t[1], one);
+        store_levels(left, right);
+        const float2 before = pick(block / 2, first * left, pick(block == 1, t[0], one)) * scale;
+        const float2 behind = pick(block / 2 == 0, last * right, pick(block == 2, t[3], one));
+        const uint32_t queries = q(), keys = k();
+        each<0, kBlock>([&](int i) {
+            store_rounded<T2>(x.template at<kRowBytes>(queries, lane, i), x.qf[i] * before);
+            store_rounded<T2>(x.template at<kRowBytes>(keys, lane, i), x.kg[i] * behind);
+        });
+        if (block == 0)
+            store_floats(chunk.decay + (part() * kBlockChannels + 2 * x.lane()) * 4, first * last);
+        meet();
+    }
+
+    // Step 4.
+    __device__ __forceinline__ void make_scores(float scale) {
+        if (part() == 0) store_scores(block(), block(), x.p, scale);
+#pragma unroll 1
+        for (int n = warp; n < 6; n += kWarps) {  // (1, 0), (3, 2) by level 16, the others by level 32
+            const int row = n < 2 ? 2 * n + 1 : n / 2 + 1, column = n < 2 ? 2 * n : n % 2;
+            const uint32_t rows = chunk.work + (n < 2 ? 0 : kSecondRow);
+            float c[2][4];
+            multiply_blocks(c, rows + row * kBlockBytes, rows + column * kBlockBytes);
+            store_scores(row, column, c, scale);
+        }
+        if (kParts > 1 && warp == 6) {  // nothing above the diagonal, where partial sums were
+            const float nothing[2][4]{};
+            store_scores(1, 2, nothing, 0.f), store_scores(1, 3, nothing, 0.f);
+            store_scores(2, 3, nothing, 0.f);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void add_partial() {
+        each<0, 2>([&](int i) {
+            float more[4];
+            load_floats(more, partial() + x.lane() * 16 + 512 * i);
+            each<0, 4>([&](int e) { x.p[i][e] += more[e]; });
+        });
+    }
+
+    // Rows of the operands of level 16, first ones, and of level 32, second ones.
+    __device__ __forceinline__ void store_levels(float2 left, float2 right) const {
+        const int block = this->block(), lane = x.lane();
+        const uint32_t rows = work(), more = rows + kSecondRow;
+        if (block % 2)
+            each<0, kBlock>(
+                [&](int i) { store_rounded<T2>(x.template at<kTokenBytes>(rows, lane, i), x.qf[i]); });
+        else
+            each<0, kBlock>(
+                [&](int i) { store_rounded<T2>(x.template at<kTokenBytes>(rows, lane, i), x.kg[i]); });
+        if (block / 2)
+            each<0, kBlock>(
+                [&](int i) { store_rounded<T2>(x.template at<kTokenBytes>(more, lane, i), x.qf[i] * left); });
+        else
+            each<0, kBlock>([&](int i) {
+                store_rounded<T2>(x.template at<kTokenBytes>(more, lane, i), x.kg[i] * right);
+            });
+    }
+
+    // c = X Y^T of 16 rows each, at x and y in the first 64 channels, over all channels.
+    __device__ __forceinline__ void multiply_blocks(float (&c)[2][4], uint32_t rows_of_x,
+                                                    uint32_t rows_of_y) const {
+        const uint32_t a_rows = x.template rows_of_a<kTokenBytes>(rows_of_x);
+        const uint32_t b_rows = x.template rows_of_b<kTokenBytes>(rows_of_y);
+        float of_part[kParts][2][4];  // NOTES: shorter chains of dependent products
+        each<0, 4 * kParts>([&](int i) {
+            const int step = i / kParts, part = i % kParts;
+            const Fragment<T2> a((a_rows ^ step * 32) + part * kPartBytes);
+            const Fragment<T2> b((b_rows ^ step * 32) + part * kPartBytes);
+            each<0, 2>([&](int n) { multiply_16(of_part[part][n], a, b, n, step > 0); });
+        });
+        each<0, 8>([&](int i) {
+            c[i / 4][i % 4] = of_part[0][i / 4][i % 4];
+            if constexpr (kParts > 1) c[i / 4][i % 4] += of_part[kParts - 1][i / 4][i % 4];
+        });
+    }
+
+    // 16 x 16 scores into P.
+    __device__ __forceinline__ void store_scores(int row, int column, const float (&c)[2][4],
+                                                 float scale) const {
+        T2 y[4];
+        each<0, 4>([&](int i) {
+            y[i] = from_float2<T2>({scale * c[i / 2][i % 2 * 2], scale * c[i / 2][i % 2 * 2 + 1]});
+        });
+        const int lane = x.lane();
+        move<T2>::stsm4(chunk.p + panel_offset(kBlock * row + lane % 16, 2 * column + lane / 16), y[0], y[1],
+                        y[2], y[3]);
+    }
+};
+
+}  // namespace tfla_tk::channel_gate

@@ -1,0 +1,91 @@
+// Tiles, roles of the warps and shared memory of the forward.
+#pragma once
+
+#include "channel_gate/walk.cuh"
+
+namespace tfla_tk::channel_gate {
+
+template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfig {
+    using T = Type;
+    static constexpr int kDimK = kDim, kWalkers = kCount;
+    static constexpr bool kSequential = kOrder == Schedule::sequential;
+
+    // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
+    static constexpr int kTeamWarps = GateWarp<T, kDimK>::kWarps, kTeams = 8 / kTeamWarps;
+    static constexpr int kGateWarps = kTeams * kTeamWarps;
+    static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
+    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever; and no warp more
+    // to load and store, which would leave less of them at the launch than all roles together need.
+    static constexpr int kGateRegisters = kWalkers == 1 ? 136 : kDimK == 64 ? 128 : 112;
+    static constexpr int kWalkerRegisters = kWalkers == 1 ? 232 : kDimK == 64 ? 128 : 144;
+    static_assert(kGateWarps / 4 * kGateRegisters + kWalkers * kWalkerRegisters <=
+                  65536 / kThreads / 8 * 8 * (kThreads / 128));
+
+    // Chunks in shared memory. Those that gate warps are at, the one before, which the walkers are at, and of
+    // the operands the one after.
+    static constexpr int kScoreSlots = kTeams + 1, kStages = kTeams + 2;
+
+    using Tile = PanelTile<T, kChunk, kDimK>;
+    using Square = PanelTile<T, kChunk, kChunk>;
+    using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
+};
+
+struct ForwardGlobals {
+    TensorMap q, k, v;  // boxes of a chunk
+    LogGates gates;
+    TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
+    Cut cut;
+    int heads, seq, dim_k, dim_v;
+    int ctas;  // per sequence and head
+    float scale;
+    const float* initial;
+    float* last;
+
+    __device__ inline bool packed() const { return cut.offsets != nullptr; }
+};
+
+template <class C> struct ForwardMemory {
+    struct {
+        typename C::Tile q, k;
+    } operands[C::kStages];
+    // of the gate warps' blocks: log gates, then operands of levels
+    alignas(1024) unsigned char work[C::kScoreSlots][C::kTeamWarps * kBlockBytes];
+    typename C::Columns values[C::kStages][C::kWalkers];  // then O, until it is stored
+    typename C::Square p[C::kScoreSlots];
+    float decay[C::kScoreSlots][C::kDimK];
+    uint32_t lanes[32];  // their numbers
+
+    semaphore arrived[C::kStages];             // q, k and log gates of a chunk
+    semaphore values_arrived[C::kStages];      // V
+    semaphore work_free[C::kScoreSlots];       // by the gate warps of a chunk
+    semaphore operands_ready[C::kScoreSlots];  // by them: what the walkers need
+    semaphore done[C::kStages];                // by the walkers: O is there, all else of the chunk is free
+    semaphore tail_landed[C::kTeams];          // of each team's loading warp
+    Task task;
+
+    __device__ inline void init_barriers() {
+        constexpr int kTiles = 3;  // q, k, log gates
+        for (int i = 0; i < C::kStages; i++) {
+            init_semaphore(arrived[i], kTiles);
+            init_semaphore(values_arrived[i], C::kWalkers);
+            init_warp_barrier(done[i], 4 * C::kWalkers);
+        }
+        for (int i = 0; i < C::kScoreSlots; i++) {
+            init_warp_barrier(work_free[i], C::kTeamWarps);
+            init_warp_barrier(operands_ready[i], C::kTeamWarps);
+        }
+        for (auto& landed : tail_landed) init_semaphore(landed, 1);
+        publish_barriers();
+    }
+
+    // Before the first chunk, by all threads of the CTA, which must meet afterwards. NOTES: the gate warps
+    // never write P above the diagonal blocks of its first rows.
+    __device__ inline void init_tiles() {
+        auto* const scores = reinterpret_cast<uint4*>(p);
+        for (int i = threadIdx.x; i < sizeof(p) / sizeof(uint4); i += C::kThreads) scores[i] = {0, 0, 0, 0};
+        if (threadIdx.x < 32) lanes[threadIdx.x] = threadIdx.x;
+        fence_async_proxy();
+    }
+};
+
+}  // namespace tfla_tk::channel_gate

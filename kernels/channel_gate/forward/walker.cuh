@@ -1,0 +1,116 @@
+// A walker of the forward (walk.cuh). Per chunk:
+//   1. Wait for V and for what the gate warps have made.
+//   2. Round S^T to A operands and issue O^T = S^T (s q e^b)^T.
+//   3. Under it scale S^T by e^{b_L}, a factor per column.
+//   4. Load V^T as A operands.
+//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{b_L - b}).
+//   6. Wait for O, put it where V was; wait for S, and hand over the chunk.
+// The chain from chunk to chunk is S. NOTES: the loop's edge is after step 4, where no GEMM is in flight, and
+// S^T is read in the iteration of the GEMM that has made it: else ptxas waits for all GEMMs before each read
+// (C7517).
+#pragma once
+
+#include "channel_gate/forward/config.cuh"
+
+namespace tfla_tk::channel_gate {
+
+template <class C>
+__device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& smem, int walker) {
+    using T = typename C::T;
+    constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    rt_fl<16, C::kDimK> state;             // S^T
+    rt_fl<16, kChunk> out;                 // O^T
+    rt<T, 16, 16> fragments[kTokenSteps];  // S^T rounded, four steps at a time; V^T
+    const Task& task = smem.task;
+    const int chunks = task.chunks;
+    // NOTES: recomputed, to save registers
+    auto column = [&] { return task.column + (fresh_thread() - 32 * C::kGateWarps) / 32 * 16; };
+    const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
+    auto values_of = [&](int slot) { return shared_address(&smem.values[slot][walker]) + lane_offset; };
+    auto wait_if_sequential = [&] {
+        if constexpr (C::kSequential) warpgroup::mma_async_wait<0>();
+    };
+    auto pin_fragments = [&] { each<0, kTokenSteps>([&](int k) { pin(fragments[k]); }); };
+    auto wait_arrived = [&](int chunk) {  // 1
+        const Use<C::kStages> use(chunk);
+        const Use<C::kScoreSlots> of_gates(chunk);
+        wait(smem.values_arrived[use.slot], use.phase);
+        wait(smem.operands_ready[of_gates.slot], of_gates.phase);
+    };
+    auto decay_state = [&](int chunk) {  // 3
+        const uint32_t decay =
+            shared_address(&smem.decay[Use<C::kScoreSlots>(chunk).slot]) + 8 * (fresh_laneid() % 4);
+        each<0, 2 * kStateSteps>([&](int i) {
+            float2 e;  // NOTES: volatile, or ptxas loads all factors first, in registers of their own
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(e.x), "=f"(e.y) : "r"(decay + 32 * i));
+            each<0, 2>([&](int k) {
+                float2& z = state.tiles[0][i / 2].data[i % 2 * 2 + k];
+                asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(z.x) : "f"(e.x));
+                asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(z.y) : "f"(e.y));
+            });
+        });
+    };
+    // Steps 2 to 4. first: S^T is not of a GEMM.
+    auto begin_chunk = [&]<bool first>(int chunk) {
+        const int slot = Use<C::kStages>(chunk).slot;
+        const auto queries = Operand128B::rows(&smem.operands[slot].q);
+        forget(out);
+        constexpr bool kOneByOne = first || C::kSequential;
+        each<0, kStateSteps>([&](int k) {  // 2
+            auto& fragment = fragments[k % kTokenSteps];
+            if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
+            convert_fragment(fragment, state, k);
+            multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
+            if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
+        });
+        decay_state(chunk);
+        warpgroup::mma_async_wait<0>();
+        pin(out), pin_fragments();
+        each<0, kTokenSteps>([&](int j) {  // 4
+            load_transposed(fragments[j], values_of(slot) + 16 * j * kPanelColumns * sizeof(T));
+        });
+    };
+    // Steps 5 and 6.
+    auto end_chunk = [&](int chunk) {
+        const int slot = Use<C::kStages>(chunk).slot;
+        const auto scores = Operand128B::rows(&smem.p[Use<C::kScoreSlots>(chunk).slot]);
+        const auto keys = Operand128B::columns(&smem.operands[slot].k, C::Tile::panel_bytes);
+        each<0, kTokenSteps>([&](int j) {  // 5
+            multiply_step<false>(out, fragments[j], scores.at(j * 32), true, j == 0);
+        });
+        wait_if_sequential();
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(state, fragments[j], keys.column_step(j), true, j == 0); });
+        warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();  // 6
+        pin(out);
+        store_transposed<T>(values_of(slot), out);
+        warpgroup::mma_async_wait<0>();
+        pin(state), pin_fragments();
+        fence_async_proxy();
+        arrive_warp(smem.done[slot]);
+    };
+
+    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    if (g.initial)
+        load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
+                              g.dim_v);
+    else
+        warp::zero(state);
+    pin(state);
+    if (chunks > 0) {
+        wait_arrived(0);
+        begin_chunk.template operator()<true>(0);
+#pragma unroll 1
+        for (int chunk = 0; chunk + 1 < chunks; chunk++) {
+            end_chunk(chunk);
+            wait_arrived(chunk + 1);
+            begin_chunk.template operator()<false>(chunk + 1);
+        }
+        end_chunk(chunks - 1);
+    }
+    if (g.last)
+        store_state_transposed(g.last + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
+                               g.dim_v);
+}
+
+}  // namespace tfla_tk::channel_gate

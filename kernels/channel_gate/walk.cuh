@@ -1,0 +1,70 @@
+// What the walks over a sequence's chunks share: the task of a CTA, the schedule, the log gates' loads.
+//
+// A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
+// computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
+// memory, and walkers never talk to each other.
+#pragma once
+
+#include "channel_gate/bindings/params.h"
+#include "channel_gate/chunk.cuh"
+#include "common/tile_loader.cuh"
+#include "sequence/begin_task.cuh"
+#include "sequence/segments.cuh"
+
+namespace tfla_tk::channel_gate {
+
+constexpr int kWalkerColumns = 64;  // of V
+
+// How the work on a chunk is ordered.
+//   sequential  the gate warps begin a chunk when the walkers are done with the one before; every GEMM of a
+//               walker is waited for before its next step
+//   overlapped  the gate warps are a chunk ahead; GEMMs are in flight under a walker's other work
+enum class Schedule : int { sequential = 0, overlapped = 1 };
+
+// The log gates of a call. Boxes have 64 channels and, of fp32 gates, the tokens of a chunk, of 16-bit ones
+// the tokens of a block.
+struct LogGates {
+    TensorMap map;
+    DType dtype;
+
+    __device__ inline bool is_float() const { return dtype == DType::float32; }
+
+    // Of a chunk into the memory of the blocks, kParts times 64 channels, by one thread.
+    template <int kParts>
+    __device__ inline void load(void* work, semaphore& arrived, int row, int head, int batch) const {
+        constexpr uint32_t kPartBytes = kBlocks * kBlockBytes;
+        char* const first = static_cast<char*>(work);
+        kittens::tma::expect_bytes(arrived, kParts * (is_float() ? kPartBytes : kPartBytes / 2));
+#pragma unroll 1
+        for (int part = 0; part < kParts; part++)
+#pragma unroll 1
+            for (int block = 0; block < (is_float() ? 1 : kBlocks); block++)
+                map.load_panel(
+                    first + part * kPartBytes + block * kBlockBytes + (is_float() ? 0 : kShortGates), arrived,
+                    part * kBlockChannels, row + block * kBlock, head, batch);
+    }
+};
+
+// The (sequence, head, columns of V) of a CTA.
+struct Task {
+    int batch, head, column;  // column: first of V
+    int first_row, tokens;    // tokens < 0: nothing to do
+    int chunks;
+    int64_t state;  // sequence * heads + head
+
+    // Called by whole warps.
+    template <class C, class Globals> __device__ static inline Task of_block(const Globals& g, int block) {
+        const int pair = block / g.ctas, head = pair % g.heads;
+        const Segment s = find_segment(g.cut, g.seq, pair / g.heads);
+        return {g.packed() ? 0 : s.sequence,
+                head,
+                block % g.ctas * C::kWalkers * kWalkerColumns,
+                s.first_row,
+                s.tokens,
+                (s.tokens + kChunk - 1) / kChunk,
+                static_cast<int64_t>(s.sequence) * g.heads + head};
+    }
+    __device__ inline int tokens_of(int chunk) const { return min(tokens - chunk * kChunk, kChunk); }
+};
+
+}  // namespace tfla_tk::channel_gate

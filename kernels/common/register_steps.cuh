@@ -1,0 +1,39 @@
+// Pieces of walks whose GEMMs take A from registers, one step of k = 16 at a time.
+#pragma once
+
+#include "common/tiles.cuh"
+#include "common/wgmma.cuh"
+
+namespace tfla_tk {
+
+// body(i) for i of [begin, end), unrolled.
+template <int begin, int end, class Body> __device__ inline void each(Body body) {
+#pragma unroll
+    for (int i = begin; i < end; i++) body(i);
+}
+
+// d (+)= a B, one step of k = 16 in a group of its own. kColumns: B's columns are N, else its rows. `first`
+// of the steps that follow one another. NOTES: a group of its own, since with A in registers every HGMMA
+// counts by itself: to leave a group of eight in flight would be to wait for seven of them.
+template <bool kColumns, class D, class A>
+__device__ inline void multiply_step(D& d, A& a, uint64_t b, bool accumulate, bool first) {
+    pin(a);
+    if (first) pin(d);
+    wgmma_fence();
+    wgmma_step<kColumns>(d, a, 0, b, accumulate);
+    kittens::warpgroup::mma_commit_group();
+}
+
+template <class A, int kCount> __device__ inline void pin_all(A (&fragments)[kCount]) {
+#pragma unroll
+    for (auto& a : fragments) pin(a);
+}
+
+// Multiplies two numbers in place. NOTES: as asm: else ptxas keeps the products in registers of their own
+// (C7512).
+__device__ inline void scale_in_place(float2& x, float2 by) {
+    asm("mul.ftz.f32 %0, %0, %1;" : "+f"(x.x) : "f"(by.x));
+    asm("mul.ftz.f32 %0, %0, %1;" : "+f"(x.y) : "f"(by.y));
+}
+
+}  // namespace tfla_tk

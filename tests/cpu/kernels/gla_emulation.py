@@ -1,0 +1,280 @@
+"""channel_gate/chunk.cuh in NumPy, lane by lane and without rounding: its addresses, fragments and masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.floating]
+
+CHUNK, BLOCK, BLOCKS = 64, 16, 4
+ROW, TOKEN = 128, 256  # bytes
+BLOCK_BYTES, PANEL, SHORT_GATES = 4096, 8192, 2048
+LANE = np.arange(32)
+FRAGMENT_ROW, FRAGMENT_COLUMN = LANE // 4, LANE % 4 * 2
+
+
+class Memory:
+    """Shared memory that holds numbers of two and of four bytes; a write of one size spoils the other."""
+
+    def __init__(self, size: int) -> None:
+        self.short, self.wide = np.full(size // 2, np.nan), np.full(size // 4, np.nan)
+
+    def store(self, address: Array, x: Array) -> None:
+        """Numbers of two bytes, one behind the other: x [..., n] at address [...]."""
+        place = np.asarray(address)[..., None] // 2 + np.arange(x.shape[-1])
+        self.short[place], self.wide[place // 2] = x, np.nan
+
+    def load(self, address: Array, count: int = 2) -> Array:
+        return self.short[np.asarray(address)[..., None] // 2 + np.arange(count)]
+
+    def store_wide(self, address: Array, x: Array) -> None:
+        place = np.asarray(address)[..., None] // 4 + np.arange(x.shape[-1])
+        self.wide[place] = x
+        self.short[2 * place] = self.short[2 * place + 1] = np.nan
+
+    def load_wide(self, address: Array, count: int = 2) -> Array:
+        return self.wide[np.asarray(address)[..., None] // 4 + np.arange(count)]
+
+    def matrices(self, rows: Array) -> list[Array]:
+        """ldmatrix of four: [32] addresses of rows to the two numbers of every lane."""
+        x = self.load(rows, 8).reshape(4, 8, 8)
+        return [m[FRAGMENT_ROW[:, None], FRAGMENT_COLUMN[:, None] + np.arange(2)] for m in x]
+
+
+def panel_offset(row: Array, unit: Array) -> Array:
+    return row * ROW + ((unit ^ (row % 8)) * 16)
+
+
+def multiply_16(c: Array, a: list[Array], b: list[Array]) -> None:
+    """mma.m16n8k16 of fragments; c [32, 4]."""
+    x, y = np.zeros((16, 16)), np.zeros((16, 8))
+    for n, part in enumerate(a):
+        rows, columns = FRAGMENT_ROW + 8 * (n % 2), FRAGMENT_COLUMN + 8 * (n // 2)
+        x[rows[:, None], columns[:, None] + np.arange(2)] = part
+    for n, part in enumerate(b):
+        y[FRAGMENT_COLUMN[:, None] + 8 * n + np.arange(2), FRAGMENT_ROW[:, None]] = part
+    z = x @ y
+    for half in range(2):
+        c[:, 2 * half :][:, :2] += z[
+            (FRAGMENT_ROW + 8 * half)[:, None], FRAGMENT_COLUMN[:, None] + np.arange(2)
+        ]
+
+
+def multiply_8(c: Array, a: list[Array], b: list[Array]) -> None:
+    """The same of the first eight rows; the others are zero here and anything on the GPU."""
+    zero = np.zeros_like(a[0])
+    multiply_16(c, [a[0], zero, a[1], zero], b)
+
+
+@dataclass
+class Block:
+    """block.cuh: one warp's 16 tokens and 64 channels; where its rows of q and k and its memory are."""
+
+    memory: Memory
+    q: int
+    k: int
+    work: int
+    total: Array = field(default_factory=lambda: np.full((BLOCK, 32, 2), np.nan))
+    qf: Array = field(default_factory=lambda: np.full((BLOCK, 32, 2), np.nan))
+    kg: Array = field(default_factory=lambda: np.full((BLOCK, 32, 2), np.nan))
+    p: Array = field(default_factory=lambda: np.full((2, 32, 4), np.nan))
+
+    @staticmethod
+    def at(rows: int, t: int, stride: int) -> Array:
+        return rows + ((4 * LANE) ^ (t % 8 * 16)) + t * stride
+
+    @staticmethod
+    def rows_of_a(rows: int) -> Array:
+        return rows + LANE % 16 * TOKEN + ((LANE // 16) ^ (LANE % 8)) * 16
+
+    @staticmethod
+    def rows_of_b(rows: int) -> Array:
+        return rows + (LANE // 16 * 8 + LANE % 8) * TOKEN + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
+
+    def load_gates(self, first: int, short: bool, tokens: int) -> None:
+        for t in range(first, first + 8):
+            if short:
+                g = self.memory.load(self.work + SHORT_GATES + 4 * LANE + t * ROW)
+            else:
+                g = self.memory.load_wide(self.work + 8 * LANE + t * TOKEN)
+            self.total[t] = np.exp(g) if t < tokens else 1.0
+
+    def load_operands(self, first: int) -> None:
+        for left in range(first, first + 8, 2):
+            right = left + 1
+            q = [self.memory.load(self.at(self.q, t, ROW)) for t in (left, right)]
+            k = [self.memory.load(self.at(self.k, t, ROW)) for t in (left, right)]
+            self.qf[left], self.qf[right] = q[0] * self.total[left], q[1] * self.total[right]
+            self.memory.store(self.at(self.work, left, TOKEN), k[0])
+            self.memory.store(self.at(self.work, right, TOKEN), self.qf[right])
+            self.kg[left], self.kg[right] = k[0] * self.total[right], k[1]
+            self.qf[right] *= self.total[left]
+            self.total[left] *= self.total[right]
+
+    def store_level(self, n: int, rows: int, stride: int, first: int) -> None:
+        for t in range(first, first + 8):
+            self.memory.store(self.at(rows, t, stride), self.qf[t] if t & n else self.kg[t])
+
+    def join(self, n: int, first: int, count: int = 8) -> None:
+        for t in range(first, first + count):
+            left = t // (2 * n) * 2 * n
+            if t & n:
+                self.qf[t] *= self.total[left]
+            else:
+                self.kg[t] *= self.total[left + n]
+        for left in range(first, first + count, 2 * n):
+            self.total[left] = self.total[left] * self.total[left + n]
+
+    def multiply_eight(self, x: int, y: int, stride: int) -> Array:
+        c = np.zeros((32, 4))
+        row = LANE % 8 * stride + ((LANE // 8) ^ (LANE % 8)) * 16
+        for i in range(2):
+            a, b = (self.memory.matrices(rows + (row ^ (i * 64))) for rows in (x, y))
+            for n in (0, 2):
+                multiply_8(c, a[n : n + 2], b[n : n + 2])
+        return c[:, :2]
+
+    def take(self, first: int, c: Array, n: int) -> None:
+        for e in range(2):
+            differ = FRAGMENT_ROW ^ (FRAGMENT_COLUMN + e)
+            below = (FRAGMENT_COLUMN + e < FRAGMENT_ROW) & (differ >= n) & (differ < 2 * n)
+            of_level = differ == 0 if n == 0 else below
+            to = self.p[first // 8, :, first // 4 + e]
+            to[:] = np.where(of_level, c[:, e], 0.0 if n == 0 else to)
+
+    def load_eight(self, first: int, short: bool, tokens: int) -> None:
+        self.load_gates(first, short, tokens)
+        self.load_operands(first)
+        self.store_level(2, self.q, ROW, first)
+        self.join(2, first)
+        self.store_level(4, self.k, ROW, first)
+        self.join(4, first)
+        self.store_level(8, self.work + ROW, TOKEN, first)
+
+    def by_levels(self, short: bool, tokens: int) -> None:
+        for first in (0, 8):
+            q, k = self.q + first * ROW, self.k + first * ROW
+            self.take(first, self.multiply_eight(q, k, ROW), 0)
+        for first in (0, 8):
+            self.load_eight(first, short, tokens)
+            for n, rows, stride in ((1, self.work, TOKEN), (2, self.q, ROW), (4, self.k, ROW)):
+                eight = rows + first * stride
+                self.take(first, self.multiply_eight(eight, eight, stride), n)
+        second = self.work + ROW
+        self.p[0, :, 2:] = self.multiply_eight(second + 8 * TOKEN, second, TOKEN)
+        self.p[1, :, :2] = 0.0
+        self.join(8, 0, BLOCK)
+
+
+class Chunk:
+    """chunk.cuh: a team's work on a chunk of q, k, g [64, K]."""
+
+    def __init__(self, q: Array, k: Array, g: Array, scale: float, short: bool, tokens: int) -> None:
+        self.dim_k, self.scale, self.short, self.tokens = q.shape[1], scale, short, tokens
+        self.parts = self.dim_k // 64
+        self.k_at = self.parts * PANEL
+        self.work_at = 2 * self.k_at
+        self.p_at = self.work_at + self.parts * BLOCKS * BLOCK_BYTES
+        self.memory = Memory(self.p_at + PANEL)
+        self.memory.store_wide(self.p_at + np.arange(0, PANEL, 4), np.zeros((PANEL // 4, 1)))
+        self.memory.short[self.p_at // 2 :] = 0.0
+        self.decay = np.full(self.dim_k, np.nan)
+        for tile, x in ((0, q), (self.k_at, k)):
+            self._store_tile(tile, x)
+        self._load_gates(g)
+
+    def _store_tile(self, tile: int, x: Array) -> None:
+        row, unit = np.meshgrid(np.arange(CHUNK), np.arange(self.dim_k // 8), indexing="ij")
+        self.memory.store(tile + unit // 8 * PANEL + panel_offset(row, unit % 8), x.reshape(CHUNK, -1, 8))
+
+    def read_tile(self, tile: int, columns: int) -> Array:
+        row, unit = np.meshgrid(np.arange(CHUNK), np.arange(columns // 8), indexing="ij")
+        found = self.memory.load(tile + unit // 8 * PANEL + panel_offset(row, unit % 8), 8)
+        return found.reshape(CHUNK, columns)
+
+    def _load_gates(self, g: Array) -> None:
+        """walk.cuh: boxes of all tokens, or of 16-bit gates those of a block."""
+        for part in range(self.parts):
+            x, to = g[:, 64 * part :][:, :64], self.work_at + part * BLOCKS * BLOCK_BYTES
+            if not self.short:
+                self.memory.store_wide(to + np.arange(CHUNK) * 256, x)
+                continue
+            for block in range(BLOCKS):
+                rows = to + block * BLOCK_BYTES + SHORT_GATES + np.arange(BLOCK) * 128
+                self.memory.store(rows, x[BLOCK * block :][:BLOCK])
+
+    def run(self) -> None:
+        """The steps of all warps of the team."""
+        warps = [self._begin(n % BLOCKS, n // BLOCKS) for n in range(BLOCKS * self.parts)]
+        for n, x in enumerate(warps):
+            self._publish(x, n % BLOCKS, n // BLOCKS)
+        for n, x in enumerate(warps):
+            self._scale_operands(x, n % BLOCKS, n // BLOCKS)
+        for n, x in enumerate(warps):
+            self._make_scores(x, n, len(warps))
+
+    def _begin(self, block: int, part: int) -> Block:
+        rows = part * PANEL + block * BLOCK * ROW
+        work = self.work_at + (part * BLOCKS + block) * BLOCK_BYTES
+        x = Block(self.memory, rows, self.k_at + rows, work)
+        x.by_levels(self.short, self.tokens - block * BLOCK)
+        return x
+
+    def _totals(self, block: int, part: int) -> Array:
+        return self.p_at + 48 * ROW + (part * 64 + block * self.dim_k) * 4 + 8 * LANE
+
+    def _partial(self, block: int, i: int) -> Array:
+        return self.p_at + (16 + block * 8) * ROW + 16 * LANE + 512 * i
+
+    def _publish(self, x: Block, block: int, part: int) -> None:
+        self.memory.store_wide(self._totals(block, part), x.total[0])
+        for i in range(2):
+            if part > 0:
+                self.memory.store_wide(self._partial(block, i), x.p[i])
+
+    def _scale_operands(self, x: Block, block: int, part: int) -> None:
+        t = [self.memory.load_wide(self._totals(i, part)) for i in range(BLOCKS)]
+        if self.parts > 1 and part == 0:
+            x.p += np.stack([self.memory.load_wide(self._partial(block, i), 4) for i in range(2)])
+        one = np.ones_like(t[0])
+        first, last = t[0] * t[1], t[2] * t[3]
+        left, right = (t[2] if block == 3 else one), (t[1] if block == 0 else one)
+        before = (first * left if block // 2 else t[0] if block == 1 else one) * self.scale
+        behind = last * right if block // 2 == 0 else t[3] if block == 2 else one
+        for n in range(BLOCK):
+            self.memory.store(x.at(x.work, n, TOKEN), x.qf[n] if block % 2 else x.kg[n])
+            level_32 = x.qf[n] * left if block // 2 else x.kg[n] * right
+            self.memory.store(x.at(x.work + ROW, n, TOKEN), level_32)
+            self.memory.store(x.at(x.q, n, ROW), x.qf[n] * before)
+            self.memory.store(x.at(x.k, n, ROW), x.kg[n] * behind)
+        if block == 0:
+            self.decay[64 * part :][:64] = (first * last).reshape(64)
+
+    def _make_scores(self, x: Block, warp: int, warps: int) -> None:
+        if warp < BLOCKS:
+            self._store_scores(warp, warp, x.p)
+        for n in range(warp, 6, warps):
+            row, column = (2 * n + 1, 2 * n) if n < 2 else (n // 2 + 1, n % 2)
+            rows = self.work_at + (0 if n < 2 else ROW)
+            a_rows = x.rows_of_a(rows + row * BLOCK_BYTES)
+            b_rows = x.rows_of_b(rows + column * BLOCK_BYTES)
+            c = np.zeros((2, 32, 4))
+            for i in range(4 * self.parts):
+                further = i // 4 * BLOCKS * BLOCK_BYTES
+                a, b = (self.memory.matrices((y ^ (i % 4 * 32)) + further) for y in (a_rows, b_rows))
+                for half in range(2):
+                    multiply_16(c[half], a, b[2 * half : 2 * half + 2])
+            self._store_scores(row, column, c)
+        if self.parts > 1 and warp == 6:
+            for row, column in ((1, 2), (1, 3), (2, 3)):
+                self._store_scores(row, column, np.zeros((2, 32, 4)))
+
+    def _store_scores(self, row: int, column: int, c: Array) -> None:
+        """stmatrix of four."""
+        to = self.p_at + panel_offset(BLOCK * row + LANE % 16, 2 * column + LANE // 16)
+        for i in range(4):
+            at = to[8 * i + FRAGMENT_ROW] + LANE % 4 * 4
+            self.memory.store(at, self.scale * c[i // 2][:, i % 2 * 2 :][:, :2])

@@ -1,0 +1,44 @@
+"""What the compiler made of the kernels of GLA: a clean ptxas log, and what the schedules leave in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tfla_tk import build
+from tfla_tk.build.instances import GLA_SCHEDULES, GLA_TILES, gla
+
+Compile = Callable[[build.Instance], Any]
+INSTANCES = [gla("forward", k, schedule) for k in GLA_TILES for schedule in GLA_SCHEDULES]
+
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=lambda instance: instance.name)
+def test_ptxas_reports_no_fault(instance: build.Instance, compile_once: Compile) -> None:
+    compiled = compile_once(instance)
+    build.check_ptxas_log(compiled.ptxas_log, instance.name)
+    kernels = compiled.every_kernel
+    assert {(kernel.half, kernel.slice_v) for kernel in kernels} == {
+        (t, n) for t in (False, True) for n in (1, 2)
+    }
+    dim_k = int(dict(instance.defines)["TFLA_DIM_K"])
+    # steps that read the state, of the first chunk and of others; of P V and K^T V, of the last and of others
+    assert [kernel.wgmmas for kernel in kernels] == [2 * (dim_k // 16 + 8)] * 4
+
+
+@pytest.mark.parametrize("dim_k", GLA_TILES)
+def test_the_sequential_schedule_leaves_nothing_in_flight(dim_k: int, compile_once: Compile) -> None:
+    in_flight = {}
+    for schedule in GLA_SCHEDULES:
+        in_flight[schedule] = {
+            operands.rpartition(" ")[2]
+            for kernel in compile_once(gla("forward", dim_k, schedule)).every_kernel
+            for opcode, operands in kernel.instructions
+            if opcode.startswith("WARPGROUP.DEPBAR")
+        }
+    # besides nothing: K^T V under P V's end, and with K = 128 four steps that read the state
+    assert in_flight == {
+        "sequential": {"0x0"},
+        "overlapped": {"0x0", "0x4"} | {"0x3" for _ in range(dim_k // 128)},
+    }

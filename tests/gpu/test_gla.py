@@ -1,0 +1,259 @@
+"""Gated linear attention on the GPU: against the reference in fp64. The forward alone, so far."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import tfla_tk
+from tfla_tk import chunk_gla
+
+from . import memory
+from .conftest import TOLERANCE, forget_calls
+from .memory import LENGTHS, uninitialised_memory_is_nan
+from .test_scalar_decay import assert_accurate, exact
+from .test_scalar_decay import run as run_function
+
+Tensors = dict[str, Tensor]
+
+REPEATS = 200
+DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
+PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
+GATES = ["usual", "none", "-1e-4", "-50", "-1e3", "mixed", "one channel", "closed", "half closed", "growing"]
+
+run = partial(run_function, function=chunk_gla)
+
+
+def draw(
+    batch: int = 2,
+    seq: int = 300,
+    heads: int = 2,
+    dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    gates: str = "usual",
+    states: bool = True,
+    sequences: int | None = None,
+    seed: int = 0,
+) -> Tensors:
+    """q, k, v, g and, on request, an initial state, [B, T, H, D]."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    found = {name: normal(batch, seq, heads, dims[0]).to(dtype) for name in ("q", "k")}
+    found["v"] = normal(batch, seq, heads, dims[1]).to(dtype)
+    g = logsigmoid(normal(batch, seq, heads, dims[0]) + 2)
+    chosen = torch.rand(g.shape, generator=generator, device="cuda")
+    closed_channel = torch.arange(dims[0], device="cuda") == 5
+    found["g"] = {
+        "usual": lambda: g,
+        "none": lambda: torch.zeros_like(g),
+        "-1e-4": lambda: torch.full_like(g, -1e-4),
+        "-50": lambda: torch.full_like(g, -50.0),
+        "-1e3": lambda: torch.full_like(g, -1e3),
+        # of every kind in one channel after the other, token by token
+        "mixed": lambda: g.where(chosen > 0.03, -50.0).where(chosen > 0.01, -1e3).where(chosen < 0.8, 0.0),
+        "one channel": lambda: g.where(~closed_channel, -torch.inf),
+        "closed": lambda: torch.full_like(g, -torch.inf),
+        "half closed": lambda: torch.where(chosen > 0.5, -torch.inf, 0.0),
+        "growing": lambda: 0.01 * normal(*g.shape),
+    }[gates]()
+    if states:
+        found["initial_state"] = normal(batch if sequences is None else sequences, heads, *dims)
+    return found
+
+
+def pack(x: Tensors, offsets: torch.dtype = torch.int64) -> Tensors:
+    """Of LENGTHS."""
+    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", offsets)
+    return x
+
+
+def check(x: Tensors, **options: Any) -> None:
+    assert_accurate(run(x, **options), run(exact(x), "reference", **options), x["q"].dtype)
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    """Bitwise."""
+    assert found.keys() == expected.keys()
+    different = [name for name, t in expected.items() if not torch.equal(found[name], t)]
+    assert not different
+
+
+@pytest.fixture(params=list(TOLERANCE), ids=["bf16", "fp16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
+    check(draw(dims=dims, dtype=dtype, states=states))
+
+
+@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 320, 1000, 2048])
+def test_any_length(seq: int, dim_k: int, dtype: torch.dtype) -> None:
+    check(draw(1, seq, dims=(dim_k, 128), dtype=dtype))
+
+
+@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("gates", GATES)
+def test_gates(gates: str, dim_k: int, dtype: torch.dtype) -> None:
+    check(draw(1, 500, dims=(dim_k, 128), dtype=dtype, gates=gates))
+
+
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 128)], ids="{0[0]}_{0[1]}".format)
+def test_dtypes_of_gates(dims: tuple[int, int], of_gates: torch.dtype, dtype: torch.dtype) -> None:
+    x = draw(2, 333, dims=dims, dtype=dtype)
+    x["g"] = x["g"].to(of_gates)
+    check(x)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.02, -0.3, 0.0])
+def test_scale(scale: float) -> None:
+    check(draw(1, 200), scale=scale)
+
+
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_sequences(dims: tuple[int, int], offsets: torch.dtype, of_gates: torch.dtype) -> None:
+    x = draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS))
+    x["g"] = x["g"].to(of_gates)
+    check(pack(x, offsets))
+
+
+def test_packed_sequences_are_those_alone() -> None:
+    """Bitwise."""
+    x = pack(draw(1, sum(LENGTHS), sequences=len(LENGTHS)))
+    found, begin = run(x), 0
+    for n, length in enumerate(LENGTHS):
+        rows = slice(begin, begin + length)
+        begin += length
+        if length == 0:
+            assert torch.equal(found["final_state"][n], x["initial_state"][n])
+            continue
+        alone = {name: x[name][:, rows] for name in ("q", "k", "v", "g")}
+        expected = run({**alone, "initial_state": x["initial_state"][n : n + 1]})
+        assert torch.equal(found["o"][:, rows], expected["o"])
+        assert torch.equal(found["final_state"][n : n + 1], expected["final_state"])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "shifted", "odd_rows", "shifted_transposed"])
+def test_any_layout(layout: str) -> None:
+    """Views whose rows are aligned are read in place, others are copied."""
+    x = draw(2, 200)
+    plain = run(x)
+    for name in ("q", "k", "v", "g"):
+        x[name] = getattr(memory, layout)(x[name])
+    x["initial_state"] = x["initial_state"].mT.contiguous().mT
+    assert_equal(run(x), plain)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+def test_schedules_agree(schedule: str, dims: tuple[int, int]) -> None:
+    x = draw(1, 500, dims=dims)
+    assert_equal(run(x, f"tk:{schedule}"), run(x))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
+    x = draw(2, 700, 4, dims, gates="mixed")
+    first = run(x)
+    for _ in range(REPEATS):
+        assert_equal(run(x), first)
+
+
+def test_outputs_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = pack(draw(1, sum(LENGTHS), dims=(96, 80), sequences=len(LENGTHS)))
+    expected = run(x)
+    with uninitialised_memory_is_nan(monkeypatch):
+        found = run(x)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_stays_in_its_sequence(dim_k: int, of_gates: torch.dtype) -> None:
+    x = draw(1, 300, dims=(dim_k, 128), sequences=3)
+    x["g"] = x["g"].to(of_gates)
+    x["cu_seqlens"] = torch.tensor([0, 100, 170, 300], device="cuda")
+    expected = run(x)
+    for name in ("q", "k", "v", "g"):
+        given = {**x, name: x[name].clone()}
+        given[name][:, 100:170] = torch.nan
+        found = run(given)
+        for rows in (slice(0, 100), slice(170, 300)):
+            assert torch.equal(found["o"][:, rows], expected["o"][:, rows])
+        assert torch.equal(found["final_state"][::2], expected["final_state"][::2])
+        assert found["o"][:, 100:170].isnan().any()
+
+
+def test_a_nan_gate_is_seen_by_its_channel_from_its_token_on() -> None:
+    x = draw(1, 200, 1)
+    x["g"] = x["g"].clone()
+    x["g"][0, 130, 0, 7] = torch.nan
+    found, expected = run(x), run({**x, "g": x["g"].nan_to_num(0.0)})
+    assert torch.equal(found["o"][:, :128], expected["o"][:, :128])
+    assert found["o"][:, 130:].isnan().all()
+    channels = torch.arange(128, device="cuda") != 7
+    assert torch.equal(found["final_state"][:, :, channels], expected["final_state"][:, :, channels])
+    assert found["final_state"][:, :, 7].isnan().all()
+
+
+def test_a_graph_replays_packed_sequences() -> None:
+    x = pack(draw(1, sum(LENGTHS), sequences=len(LENGTHS)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = run(x)
+    x["v"].copy_(torch.randn_like(x["v"]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(found, run(x))
+
+
+def test_torch_compile() -> None:
+    x = draw(1, 200)
+    assert_equal(run(x, function=torch.compile(chunk_gla, fullgraph=True)), run(x))
+
+
+def test_no_less_accurate_than_triton() -> None:
+    x = draw(2, 500, states=False)
+    truth = run(exact(x), "reference")["o"]
+    errors = {
+        backend: (run(x, backend)["o"].double() - truth).norm() / truth.norm() for backend in ("tk", "triton")
+    }
+    assert errors["tk"] <= 1.05 * errors["triton"], errors
+
+
+def test_auto_takes_the_kernels_without_gradients() -> None:
+    x = draw()
+    assert tfla_tk.which(chunk_gla, **x).backend == "tk"
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    assert tfla_tk.which(chunk_gla, **leaves).backend != "tk"
+    assert tfla_tk.which(chunk_gla, **exact(x)).backend == "reference"
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format
+)
+def test_small_launches(dims: tuple[int, int]) -> None:
+    """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
+    forget_calls()
+    found = run(draw(1, 570, 1, dims))
+    torch.cuda.synchronize()
+    assert all(t.isfinite().all() for t in found.values())

@@ -1,0 +1,184 @@
+"""Gated linear attention by the ThunderKittens kernels, on the current stream; the protocol is that of
+`ops.linear`.
+
+The forward is one kernel, a walk over the chunks of every sequence, head and slice of V.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends.tk.channel_gate.support import named_schedule
+from tfla_tk.backends.tk.operands import (
+    Operand,
+    as_operand,
+    as_state,
+    current_stream,
+    descriptor_strides,
+)
+from tfla_tk.backends.tk.scalar_gate.launches import Addresses, Launches
+from tfla_tk.build import instances
+from tfla_tk.calls.gla import GLACore
+from tfla_tk.core.layout import CHUNK, DTYPES, Kept, MaybeTensor
+from tfla_tk.core.memo import Memo
+
+_WALKER_COLUMNS = 64  # of V that a walker owns
+
+
+def forward(
+    core: GLACore, *, output_final_state: bool, keep: bool
+) -> tuple[Tensor, MaybeTensor, Kept | None]:
+    """o [B, T, H, V], and the final state [N, H, K, V] or None; nothing is kept.
+
+    Raises:
+        BuildError: The kernel is not compiled yet and cannot be.
+        RuntimeError: The launch was refused.
+    """
+    core = _readable(core)
+    key = (output_final_state, _layout(core))
+    prepared = _forwards.get(key)
+    if prepared is None:
+        prepared = Forward(core, output_final_state=output_final_state)
+        _forwards.keep(key, prepared)
+    return *prepared(core), None
+
+
+def backward(
+    core: GLACore,
+    kept: Kept | None,
+    final_state: MaybeTensor,
+    do: Tensor,
+    dht: MaybeTensor,
+    *,
+    needs_gates: bool,
+) -> tuple[MaybeTensor, ...]:
+    """Not there yet: `support` refuses calls that record a gradient."""
+    raise NotImplementedError("the kernels of GLA have no backward")
+
+
+class Shape(NamedTuple):
+    """Sizes of a call, as the kernels take them with its cut."""
+
+    sequences: int
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    half: bool
+    device: int
+    packed_64bit: bool
+
+    @staticmethod
+    def of(core: GLACore) -> Shape:
+        """Of a call."""
+        batch, seq, heads, dim_v = core.v.shape
+        offsets = core.cu_seqlens
+        return Shape(
+            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            dim_k=core.q.shape[3],
+            dim_v=dim_v,
+            half=core.q.dtype == torch.float16,
+            device=core.q.get_device(),
+            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+        )
+
+    def with_offsets(self, address: int) -> tuple[int, ...]:
+        """With the address of the offsets, 0 for none; every sequence is one segment."""
+        chunks = self.seq // CHUNK + 1
+        cut = (address, self.packed_64bit, self.sequences, self.sequences, chunks)
+        return (*cut, *self[1:8])
+
+    @property
+    def walkers(self) -> int:
+        """Per CTA: two share the work of the gate warps, which bound the time."""
+        return 1 if self.dim_v <= _WALKER_COLUMNS else 2
+
+
+class Forward:
+    """The forward of calls whose tensors lie alike, as `_readable` leaves them."""
+
+    def __init__(self, core: GLACore, *, output_final_state: bool) -> None:
+        self._shape = shape = Shape.of(core)
+        self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
+        self._output_final_state = output_final_state
+        kernel = build.load(instances.gla("forward", shape.dim_k, named_schedule(core.schedule)))
+        addresses = Addresses()
+        q, k, v, g = (_operand(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
+        initial_at = addresses.next(given=core.initial_state is not None)
+        offsets_at = addresses.next(given=core.cu_seqlens is not None)
+        o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
+        o = _operand(o_at, torch.empty_like(core.v, device="meta"))
+        self._launches = Launches.of(
+            kernel,
+            [
+                kernel.forward(
+                    shape.with_offsets(offsets_at), q, k, v, o, g, DTYPES[core.g.dtype],
+                    initial_at, last_at, core.scale, shape.walkers,
+                ),
+            ],
+        )  # fmt: skip
+
+    def __call__(self, core: GLACore) -> tuple[Tensor, MaybeTensor]:
+        """`forward` of these tensors."""
+        v = core.v
+        o = torch.empty_like(v)
+        last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
+        tensors = (core.q, core.k, v, core.g, core.initial_state, core.cu_seqlens, o, last)
+        self._launches.run(
+            [0 if x is None else x.data_ptr() for x in tensors], current_stream(self._shape.device)
+        )
+        return o, last
+
+
+def _readable(core: GLACore) -> GLACore:
+    """The tensors as they lie where the kernels can take them so, else copies."""
+    offsets = core.cu_seqlens
+    return GLACore(
+        as_operand(core.q),
+        as_operand(core.k),
+        as_operand(core.v),
+        as_operand(core.g),
+        as_state(core.initial_state),
+        None if offsets is None else offsets.contiguous(),
+        core.scale,
+        core.schedule,
+    )
+
+
+def _layout(core: GLACore) -> Any:
+    """All that the launch of a call depends on but for addresses."""
+    q, k, v, g, initial_state, cu_seqlens, scale, schedule = core
+    return (
+        q.get_device(),
+        q.dtype,
+        q.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        g.stride(),
+        g.dtype,
+        initial_state is not None,
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
+        scale,
+        schedule,
+    )
+
+
+def _operand(address: int, x: Tensor) -> Operand:
+    """x [B, T, H, D]."""
+    strides = descriptor_strides(x.shape, x.stride())
+    assert strides is not None
+    batch, row, head = strides
+    return address, batch, head, row
+
+
+_forwards: Memo[Forward] = Memo()
