@@ -268,7 +268,6 @@ def shipped_instances() -> list[Instance]:
         *map(for_scalar_decay, chunkwise),
         *(delta_rule(direction, k) for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
         *map(delta_states, DELTA_STATES_TILES),
-=======
         *(gla(direction, k) for direction in GLA_DIRECTIONS for k in GLA_TILES),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
