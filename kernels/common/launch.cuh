@@ -26,8 +26,8 @@ struct DeviceGuard {
     DeviceGuard(int device, const char* name) : device(device) {
         static thread_local bool has_context = false;
         check_launch(cudaGetDevice(&previous), name);
-        // also where it is current: a thread that has not called the runtime yet, as one of autograd's, has no
-        // context, which tensor maps need
+        // also where it is current: a thread that has not called the runtime yet, as one of autograd's, has
+        // no context, which tensor maps need
         if (previous != device || !has_context) check_launch(cudaSetDevice(device), name);
         has_context = true;
     }

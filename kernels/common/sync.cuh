@@ -195,6 +195,7 @@ enum class NamedBarrier : int {
     gemm_turn = 1,
     norm_published = 4,
     read_turn = 5,  // and 6: one per state warpgroup
+    scores_written = 7,
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {

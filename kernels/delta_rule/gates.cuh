@@ -25,14 +25,21 @@ __device__ inline TwoPairs cumulative_log2_decay(float2 log_decay) {
     return inclusive_sums({log2_exp(log_decay.x), log2_exp(log_decay.y)}, fresh_laneid());
 }
 
+// The same of all tokens as high and low parts, written by lane l of its two tokens.
+__device__ inline void write_log2_decay(float2* values, int lane, const TwoPairs& b) {
+    const auto [x, y] = b;
+    *reinterpret_cast<float4*>(&values[2 * lane]) = {x.high, x.low, y.high, y.low};
+}
+
 // Decays of the lane's two tokens: from the chunk's start to each, from each to the chunk's end, and over the
 // whole chunk.
 struct Decays {
     float2 to_token, to_end;
     float whole;
 
-    __device__ inline explicit Decays(float2 log_decay) {
-        const auto [x, y] = cumulative_log2_decay(log_decay);
+    __device__ inline explicit Decays(float2 log_decay) : Decays(cumulative_log2_decay(log_decay)) {}
+    __device__ inline explicit Decays(const TwoPairs& cumulative) {
+        const auto [x, y] = cumulative;
         const FloatPair end = of_last_lane(y);
         to_token = {exp2f(x.high), exp2f(y.high)};
         to_end = {exp2f(rounded_sum(end, -x)), exp2f(rounded_sum(end, -y))};

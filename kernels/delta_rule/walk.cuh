@@ -42,15 +42,15 @@ struct WalkGlobals {
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
 
-// The (sequence, head, columns of V) of a CTA.
+// The (sequence, head, columns of V, or of K) of a CTA.
 struct Task {
-    int batch, head, key_head, column;  // column: first of V
+    int batch, head, key_head, column;  // column: the first one
     int first_row, tokens;              // tokens < 0: nothing to do
     int chunks, first_slot;             // first_slot: of the sequence's matrices
     int64_t state;                      // sequence * heads + head
 
     // Called by whole warps.
-    template <class C> __device__ static inline Task of_block(const WalkGlobals& g, int block) {
+    template <class C, class Globals> __device__ static inline Task of_block(const Globals& g, int block) {
         const int pair = block / g.ctas, head = pair % g.heads;
         const Segment s = find_segment(g.cut, g.seq, pair / g.heads);
         return {g.packed() ? 0 : s.sequence,

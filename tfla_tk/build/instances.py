@@ -17,6 +17,7 @@ MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)
 PASS_TILES = MLSTM_TILES
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 DELTA_TILES = (64, 128)  # K of the delta rule
+DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
 DELTA_DIRECTIONS = ("forward", "backward")
 DELTA_SCHEDULES = ("sequential", "overlapped")
 GLA_TILES = (64, 128)  # K of gated linear attention
@@ -166,6 +167,25 @@ def delta_rule(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> 
 
 
 @functools.cache
+def delta_states(dim_v: int) -> Instance:
+    """The walks of the delta rule's backward for dq and dk, for any K, by the smallest tile of V.
+
+    Raises:
+        ValueError: No tile is large enough.
+    """
+    if not 0 < dim_v <= max(DELTA_STATES_TILES):
+        raise ValueError(f"V: expected at most {max(DELTA_STATES_TILES)}, got {dim_v}")
+    tile = min(tile for tile in DELTA_STATES_TILES if tile >= dim_v)
+    return Instance(
+        f"delta_states_v{tile}",
+        "delta_rule/backward/states/states.cu",
+        (("TFLA_DIM_V", str(tile)),),
+        "delta_rule/bindings/states.cpp",
+        exports=("CHUNK", "ANCHOR_CHUNKS", "DTYPES", "ADDRESS_BITS"),
+    )
+
+
+@functools.cache
 def gla(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
     """Gated linear attention, for any V, by the smallest tile of K.
 
@@ -247,6 +267,7 @@ def shipped_instances() -> list[Instance]:
         *chunkwise,
         *map(for_scalar_decay, chunkwise),
         *(delta_rule(direction, k) for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
+        *map(delta_states, DELTA_STATES_TILES),
         *(gla(direction, k) for direction in GLA_DIRECTIONS for k in GLA_TILES),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),

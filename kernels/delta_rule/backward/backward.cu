@@ -6,7 +6,8 @@
 //                   columns of V):
 //     producer      loads q, k, dO, U', A, P; scans the gates; stores dV and U
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
-// dq, dk and dg follow from dO, U and dV by the walks of scalar_gate/backward, and then
+// dq, dk and dg follow from dO, U and dV by the walks of states/, for large V by those of
+// scalar_gate/backward, and then
 //   delta_combine   adds up what these leave per head of v
 // Equations: bindings/params.h and docs/delta-rule.md.
 #include <stdexcept>

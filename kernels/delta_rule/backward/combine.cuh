@@ -16,6 +16,7 @@ template <class T> struct Unit {
     float2 pairs[kUnit / 2] = {};
 
     __device__ inline void add(const Operand& x, int64_t offset, float sign) {
+        if (x.data == nullptr) return;
         const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(x.data) + offset);
         const T2* loaded = reinterpret_cast<const T2*>(&bits);
 #pragma unroll

@@ -64,6 +64,7 @@ struct DeltaMirrorParams {
 
 // The gradients of q and k from what the walks for dq and dk leave per head of v, summed over the heads that
 // share one: dq = sum dq_of_heads, dk = sum (dk_right - dk_left - dk_strict). All of q's type; sums in fp32.
+// dk_left and dk_strict are null where dk_right is the whole.
 struct DeltaCombineParams {
     Operand dq_of_heads, dk_right, dk_left, dk_strict;  // [B, heads, S, K]
     Operand dq, dk;                                     // [B, heads / group, S, K]

@@ -17,6 +17,7 @@
 #include "delta_rule/bindings/params.h"
 #include "delta_rule/chunk_matrices/triangular_inverse.cuh"
 #include "delta_rule/gates.cuh"
+#include "delta_rule/scores.cuh"
 #include "sequence/segments.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -49,7 +50,7 @@ template <class T, int kDimK> struct MatricesMemory {
         Inputs in;
         Results out;  // once the GEMMs have read the inputs
     };
-    float2 log2_decay[kChunk];                        // b, as high and low part
+    alignas(16) float2 log2_decay[kChunk];            // b, as high and low part
     float row_factor[kChunk], column_factor[kChunk];  // beta or 1
     int row, head;                                    // of the results in their tensors
     semaphore arrived;
@@ -61,28 +62,14 @@ __device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, 
                                         int batch, int head, int warp) {
     const int lane = fresh_laneid();
     if (warp == 0) {
-        const auto [x, y] =
-            cumulative_log2_decay(load_log_decay(g.g, batch, head, chunk.first_row, 0, chunk.tokens));
-        smem.log2_decay[2 * lane] = {x.high, x.low}, smem.log2_decay[2 * lane + 1] = {y.high, y.low};
+        const float2 log_decay = load_log_decay(g.g, batch, head, chunk.first_row, 0, chunk.tokens);
+        write_log2_decay(smem.log2_decay, lane, cumulative_log2_decay(log_decay));
     } else if (warp == 1) {
         const float2 beta = GateRows(g.beta, batch, head, chunk.first_row).pair(0, chunk.tokens, 0.f);
         const float2 ones{1.f, 1.f};
         write_pair(smem.row_factor, 2 * lane, g.beta_on_rows ? beta : ones);
         write_pair(smem.column_factor, 2 * lane, g.beta_on_rows ? ones : beta);
     }
-}
-
-// scores = X K^T, issued.
-template <class T, int kDimK, class Tile, class Scores>
-__device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile& keys) {
-    const auto a = Operand128B::rows(&rows), b = Operand128B::rows(&keys);
-    forget(scores);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kDimK / 16; k++)
-        wgmma_step<T, false>(scores, a.row_step(Tile::panel_bytes, k), b.row_step(Tile::panel_bytes, k),
-                             k > 0);
-    warpgroup::mma_commit_group();
 }
 
 // Rounds the inverse to a tile: two threads take a row. Zero right of the diagonal and past the last token.

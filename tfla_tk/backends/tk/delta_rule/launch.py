@@ -4,8 +4,11 @@ The forward has two kernels: of every chunk in parallel what depends on q, k and
 the walk over the chunks. A training call keeps the walk's writes U', [B, T, HV, V].
 
 The backward makes A and P again and walks over the chunks backward in time, which gives dv, the sums of dbeta
-and U = beta U'. With these, q, k and v's gradients are those of two plain linear attentions with a scalar
-decay over the same states, whose kernels are scalar_gate's::
+and U = beta U'. Two more walks over the states give the rest, `States`: forward in time dq and the part of dk
+from what a token is erased of, backward in time dk. The gradient of g follows from their sums.
+
+These hold up to 128 columns of V. For more, q, k and v's gradients are those of two plain linear attentions
+with a scalar decay over the same states, whose kernels are scalar_gate's::
 
                   q   k   v   do  sums over j    gives
     the reads     q   k   U   do  j <= t         dq, the part of dk from what is read behind a token
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.support import named_schedule
+from tfla_tk.backends.tk.delta_rule.support import named_schedule, walks_states
 from tfla_tk.backends.tk.operands import (
     Gate,
     Operand,
@@ -34,16 +37,17 @@ from tfla_tk.backends.tk.operands import (
     multiprocessors,
 )
 from tfla_tk.backends.tk.scalar_gate import backward as scalar_gate
-from tfla_tk.backends.tk.scalar_gate.launches import Addresses, Launches
+from tfla_tk.backends.tk.scalar_gate.launches import Addresses, Launch, Launches
+from tfla_tk.backends.tk.scalar_gate.passes import ALIGNMENT, FLOAT
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import CHUNK, DTYPES, Kept, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, DTYPES, Kept, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
 
 Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
-_WALKER_COLUMNS = 64  # of V that a walker owns
-_SUM_COLUMNS = 16  # of V that a part of dbeta is summed over
+_WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
+_SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26
 _CYCLES = {1: 1830, 2: 2770}
 _NO_OPERAND: Operand = (0, 0, 0, 0)
@@ -96,12 +100,16 @@ def backward(
         _mirrors.keep(key, mirror)
     dv, u, dbeta_parts, dh0 = mirror(core, given.v, writes, do, dht)
     needs_dg = needs_gates and core.g is not None
-    reads, erasures = _through_states(core, u, dv.written, final_state, do, dht, needs_dg=needs_dg)
-    dq, dk = _combine(given, core, reads, erasures)
-    dg = None
-    if needs_dg:
-        assert given.g is not None and reads.dg is not None and erasures.dg is not None
-        dg = torch.empty_like(given.g).copy_(reads.dg - erasures.dg)
+    if walks_states(core.v.shape[3]):
+        through = (u, dv.written, as_state(final_state), do, dht, dh0)
+        dq, dk, dg = _walk_states(given, core, through, needs_dg=needs_dg)
+    else:
+        reads, erasures = _through_states(core, u, dv.written, final_state, do, dht, needs_dg=needs_dg)
+        dq, dk = _combine(given, core, (reads.dq, reads.dk, erasures.dq, erasures.dk))
+        dg = None
+        if needs_dg:
+            assert given.g is not None and reads.dg is not None and erasures.dg is not None
+            dg = torch.empty_like(given.g).copy_(reads.dg - erasures.dg)
     dbeta = torch.empty_like(given.beta).copy_(torch.sum(dbeta_parts, dim=0).transpose(1, 2))
     return dq, dk, dv.filled(), dg, dbeta, None, None, dh0
 
@@ -147,13 +155,19 @@ class Shape(NamedTuple):
         return (*cut, *self[2:10])
 
     @property
+    def sum_parts(self) -> int:
+        """Of the sums over K."""
+        return -(-self.dim_k // _SUM_COLUMNS)
+
+    @property
     def matrix_bytes(self) -> int:
         """Of A, and of P, of every chunk."""
         return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
 
-    def walkers(self) -> int:
-        """Per CTA: two share what they load, one alone is done earlier where there are few CTAs."""
-        columns = -(-self.dim_v // _WALKER_COLUMNS)
+    def walkers(self, dim: int) -> int:
+        """Per CTA, of walks whose walkers share a head dim: two share what they load, one alone is done
+        earlier where there are few CTAs."""
+        columns = -(-dim // _WALKER_COLUMNS)
 
         def cycles(walkers: int) -> int:
             ctas = self.sequences * self.heads * -(-columns // walkers)
@@ -208,7 +222,7 @@ class Forward:
                 kernel.matrices(of, q, k, *gates, matrices, core.scale),
                 kernel.forward(
                     of, q, k, v, _operand(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
-                    core.scale, shape.walkers(),
+                    core.scale, shape.walkers(shape.dim_v),
                 ),
             ],
         )  # fmt: skip
@@ -254,7 +268,7 @@ class Mirror:
                 kernel.mirror(
                     of, q, k, _operand(do_at, do), _operand(writes_at, dense),
                     _operand(dv_at, Result.like(like, "meta").written), _operand(u_at, dense), *gates,
-                    matrices, sums_at, dht_at, dh0_at, core.scale, shape.walkers(),
+                    matrices, sums_at, dht_at, dh0_at, core.scale, shape.walkers(shape.dim_v),
                 ),
             ],
         )  # fmt: skip
@@ -273,6 +287,155 @@ class Mirror:
             current_stream(self._shape.device),
         )
         return dv, u, sums, dh0
+
+
+# U, dv, the final state, do, dht, dh0
+ThroughStates: TypeAlias = tuple[Tensor, Tensor, MaybeTensor, Tensor, MaybeTensor, MaybeTensor]
+
+
+class Sums(NamedTuple):
+    """What the walks leave for dg, fp32: bytes from the start of their allocation, or addresses.
+
+    Attributes:
+        workspace: of the gates' kernels.
+        anchors, flows: the states at the anchors and the flows of gradient over these.
+        whole, inter: of every token and of every chunk, of the walk forward in time and of the other one.
+        bytes: of all; no address.
+    """
+
+    workspace: int
+    anchors: int
+    flows: int
+    whole: tuple[int, int]
+    inter: tuple[int, int]
+    bytes: int
+
+    @staticmethod
+    def of(shape: Shape, anchor_bytes: int, workspace_bytes: int) -> Sums:
+        """The offsets."""
+        parts, heads = shape.sum_parts, shape.batch * shape.heads
+        flows = heads * (shape.slots // ANCHOR_CHUNKS + 1) * parts * FLOAT
+        whole, inter = parts * heads * shape.seq * FLOAT, parts * heads * shape.slots * 2 * FLOAT
+        sizes = (workspace_bytes, anchor_bytes, flows, whole, whole, inter, inter)
+        at = [0]
+        for size in sizes:
+            at.append(at[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return Sums(at[0], at[1], at[2], (at[3], at[4]), (at[5], at[6]), at[7])
+
+    def at(self, address: int) -> Sums:
+        """The addresses in an allocation."""
+        whole, inter = ((x + address, y + address) for x, y in (self.whole, self.inter))
+        return Sums(self.workspace + address, self.anchors + address, self.flows + address, whole, inter, 0)
+
+    def of_walk(self, number: int) -> tuple[int, int, int, int]:
+        """As a walk takes them."""
+        return self.whole[number], self.inter[number], self.anchors, self.flows
+
+
+class States:
+    """The walks for dq and dk, and dg from their sums, of calls whose tensors lie alike.
+
+    Args:
+        given: q, k and g as the results are like them.
+        core: as `_readable` leaves it.
+    """
+
+    def __init__(
+        self, given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates, *, needs_dg: bool
+    ) -> None:
+        u, dv, last, do, dht, dh0 = through
+        self._shape = shape = Shape.of(core)
+        self._needs_dg = needs_dg
+        self._per_head = (*core.v.shape[:3], shape.dim_k)
+        kernel = build.load(instances.delta_states(shape.dim_v))
+        at, addresses = _number(core)
+        u_at, dv_at, last_at, do_at, dht_at, dh0_at = (addresses.next(given=x is not None) for x in through)
+        dq_at, dk_at, left_at = (addresses.next() for _ in range(3))
+        sums_at, dg_at = (addresses.next(given=needs_dg) for _ in range(2))
+        of, walkers = shape.with_offsets(at.cu_seqlens), shape.walkers(shape.dim_k)
+        dq, dk = (
+            _operand(x_at, x) for x_at, x in zip((dq_at, dk_at), self._written(given, "meta"), strict=True)
+        )
+        left = _operand(left_at, torch.empty(self._per_head, device="meta"))
+        operands = (
+            *(_operand(at.q, core.q), _operand(at.k, core.k)),
+            *(_operand(u_at, u), _operand(do_at, do), _operand(dv_at, dv)),
+            *(dq, left, dk, _gate(at.g, core.g)),
+        )
+        walks = ((kernel.left, at.initial_state), (kernel.right, dht_at))
+        sums, of_walks, self._sums_size = None, [(0, 0, 0, 0)] * 2, 0
+        if needs_dg:
+            around = build.load(instances.for_scalar_decay(instances.mlstm_bwd()))
+            workspace_bytes = around.mlstm_bwd_gates_workspace_bytes(shape.heads, shape.sequences)
+            offsets = Sums.of(shape, kernel.anchor_bytes(shape.with_offsets(0)), workspace_bytes)
+            self._sums_size = offsets.bytes // FLOAT
+            sums = offsets.at(sums_at)
+            of_walks = [sums.of_walk(number) for number in range(2)]
+        launches: list[Launch] = [
+            walk(of, *operands, entering, of_walk, core.scale, walkers)
+            for (walk, entering), of_walk in zip(walks, of_walks, strict=True)
+        ]
+        if sums is not None:
+            assert given.g is not None and core.g is not None
+            initial = (at.initial_state, dh0_at) if dh0 is not None else (0, 0)
+            final = (last_at, dht_at) if last is not None and dht is not None else (0, 0)
+            launches.append(
+                around.mlstm_bwd_gates(
+                    (sums.whole[0], sums.inter[0], shape.sum_parts),
+                    (sums.whole[1], sums.inter[1], shape.sum_parts),
+                    (sums.flows, shape.sum_parts),
+                    _NO_GATE, _gate(at.g, core.g), _NO_GATE,
+                    _gate(dg_at, torch.empty_like(given.g, device="meta")),
+                    0, (*initial, 0, 0), (*final, 0, 0), sums.workspace, of[:3],
+                    (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,
+                )
+            )  # fmt: skip
+        self._launches = Launches.of(kernel, launches)
+
+    def __call__(
+        self, given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates
+    ) -> tuple[Tensor, Tensor, MaybeTensor]:
+        """dq and dk of every head of v, as they are written, and dg."""
+        dq, dk = self._written(given)
+        left = core.q.new_empty(self._per_head)
+        sums = dg = None
+        if self._needs_dg:
+            assert given.g is not None
+            sums = core.q.new_empty(self._sums_size, dtype=torch.float32)
+            dg = torch.empty_like(given.g)
+        self._launches.run(
+            _starts(*core[:9], *through, dq, dk, left, sums, dg), current_stream(self._shape.device)
+        )
+        return dq, dk, dg
+
+    def _written(self, given: DeltaRuleCore, device: str | None = None) -> tuple[Tensor, Tensor]:
+        """What the walks write of dq and dk: the results, or those of every head of v."""
+        if self._shape.group == 1:
+            return Result.like(given.q, device).written, Result.like(given.k, device).written
+        of_heads = functools.partial(given.q.new_empty, self._per_head, device=device)
+        return of_heads(), of_heads()
+
+
+def _walk_states(
+    given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates, *, needs_dg: bool
+) -> tuple[Tensor, Tensor, MaybeTensor]:
+    """dq, dk and dg."""
+    strides = (given.q.stride(), given.k.stride(), *(None if x is None else x.stride() for x in through))
+    key = (_layout(core), strides, needs_dg)
+    states = _states.get(key)
+    if states is None:
+        states = States(given, core, through, needs_dg=needs_dg)
+        _states.keep(key, states)
+    dq, dk, dg = states(given, core, through)
+    if dq.shape != given.q.shape:
+        return (*_combine(given, core, (dq, dk, None, None)), dg)
+    return _like(given.q, dq), _like(given.k, dk), dg
+
+
+def _like(x: Tensor, written: Tensor) -> Tensor:
+    """What was written as it lies like x."""
+    result = Result.like(x, "meta")
+    return written if result.written is result.result else torch.empty_like(x).copy_(written)
 
 
 class Through(NamedTuple):
@@ -334,19 +497,26 @@ def _options(scale: float, needs_dg: bool, needs_dv: bool, strict: bool) -> scal
 
 
 def _combine(
-    given: DeltaRuleCore, core: DeltaRuleCore, reads: Through, erasures: Through
+    given: DeltaRuleCore, core: DeltaRuleCore, parts: tuple[Tensor, Tensor, MaybeTensor, MaybeTensor]
 ) -> tuple[Tensor, Tensor]:
-    """dq and dk, like q and k as they were given."""
-    parts = (reads.dq, reads.dk, erasures.dq, erasures.dk)
+    """dq and dk, like q and k as they were given.
+
+    Args:
+        parts: of every head of v, dq, and dk or its part from what is read behind a token and what is to be
+            taken away from it.
+    """
     dq, dk = Result.like(given.q), Result.like(given.k)
     operands = (*parts, dq.written, dk.written)
-    key = (_layout(core), *(x.stride() for x in operands))
+    key = (_layout(core), *(None if x is None else x.stride() for x in operands))
     launches = _combines.get(key)
     if launches is None:
         shape = Shape.of(core)
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         addresses = Addresses()
-        prepared = (_operand(addresses.next(), x) for x in operands)
+        prepared = (
+            _operand(address, x) if x is not None else _NO_OPERAND
+            for x, address in ((x, addresses.next(given=x is not None)) for x in operands)
+        )
         launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *prepared)])
         _combines.keep(key, launches)
     launches.run(_starts(*operands), current_stream(core.q.get_device()))
@@ -424,3 +594,4 @@ def _gate(address: int, x: MaybeTensor) -> Gate:
 _forwards: Memo[Forward] = Memo()
 _mirrors: Memo[Mirror] = Memo()
 _combines: Memo[Launches] = Memo()
+_states: Memo[States] = Memo()

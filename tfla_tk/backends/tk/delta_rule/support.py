@@ -62,6 +62,11 @@ def named_schedule(schedule: str | None) -> str:
     return instances.DEFAULT_SCHEDULE if schedule in (None, "auto") else str(schedule)
 
 
+def walks_states(dim_v: int) -> bool:
+    """Whether the gradients of q and k are those of this family's own walks, not of scalar_gate's."""
+    return dim_v <= max(instances.DELTA_STATES_TILES)
+
+
 def _key(call: DeltaRuleCall, variant: str | None) -> tuple[int, int, str, bool]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
     return _tile(call.dim_qk), _tile(call.dim_v), named_schedule(variant), call.requires_grad
@@ -79,5 +84,8 @@ def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> lis
     found = [instances.delta_rule("forward", dim_k, schedule)]
     if gradients:
         found.append(instances.delta_rule("backward", dim_k, schedule))
-        found += passes.instances_of(dim_k, dim_v, decay=True)
+        if walks_states(dim_v):
+            found += [instances.delta_states(dim_v), instances.for_scalar_decay(instances.mlstm_bwd())]
+        else:
+            found += passes.instances_of(dim_k, dim_v, decay=True)
     return found

@@ -1,0 +1,112 @@
+// Tiles, warpgroup roles and shared memory of the walks for the gradients of q and k.
+#pragma once
+
+#include "delta_rule/bindings/params_states.h"
+#include "delta_rule/walk.cuh"
+
+namespace tfla_tk::delta_rule {
+
+enum class StateWalk { left, right };
+
+template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesConfig {
+    using T = Type;
+    static constexpr int kDimV = kTileOfV, kWalkers = kCount;
+    static constexpr StateWalk kWalk = kWhich;
+    static constexpr bool kIsLeft = kWalk == StateWalk::left;
+    static constexpr int kThreads = 128 * (kWalkers + 1);
+    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = kWalkers == 1 ? 248 : 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
+                  65536 / kThreads / 8 * 8 * (kWalkers + 1));
+
+    using Values = PanelTile<T, kChunk, kDimV>;
+    using Square = PanelTile<T, kChunk, kChunk>;
+    using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of K, of one walker
+};
+
+// A result as it is stored: boxes of a chunk, of 16 rows and of one.
+struct ResultMaps {
+    TensorMap chunk, box, row;
+};
+
+// Fields as in bindings/params_states.h.
+struct StatesGlobals {
+    TensorMap q, k, u, dout, dv, left;  // boxes of a chunk
+    ResultMaps dq;                      // of the left walk
+    ResultMaps dk;                      // of the left walk: the left part
+    Gate g;
+    Cut cut;
+    int heads, group, seq, dim_k, dim_v;
+    int ctas;                  // per sequence and head
+    int slots;                 // of chunks, per head
+    int anchor_slots;          // per head
+    int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
+    const float* entering;
+    float* whole;
+    FlowSum* inter;
+    uint4* anchors;
+    float* flows;
+    float scale;
+
+    __device__ inline bool packed() const { return cut.offsets != nullptr; }
+    __device__ inline int parts() const { return (dim_k + 15) / 16; }
+};
+
+// Of a chunk's tokens.
+struct StatesGates {
+    TokenFactors out;                       // s e^b
+    TokenFactors minus_read;                // -e^b
+    TokenFactors update;                    // e^{b_L - b}
+    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    float decay;                            // e^{b_L}
+};
+
+// A walker reads and replaces its own columns alone.
+template <class C, StateWalk> struct StatesColumns {
+    typename C::Columns queries, keys;  // then dq and the left part of dk, until they are stored
+};
+template <class C> struct StatesColumns<C, StateWalk::right> {
+    typename C::Columns queries, keys;
+    typename C::Columns left;  // then dk, until it is stored
+};
+
+template <class C> struct StatesStage {
+    typename C::Values u, dout, dv;
+    StatesColumns<C, C::kWalk> columns[C::kWalkers];
+};
+
+// P and M of a chunk.
+template <class C> struct ChunkScores {
+    typename C::Square reads, erasures;
+};
+
+template <class C> struct StatesMemory {
+    static constexpr int kScores = 2, kMost = 4;
+    static constexpr int kRest = 4096;  // bytes beside tiles, with a margin
+    static constexpr int kFree = MAX_SHARED_MEMORY - kScores * sizeof(ChunkScores<C>) - kRest;
+    static constexpr int kFitting = kFree / sizeof(StatesStage<C>);
+    static constexpr int kStages = std::clamp(kFitting, 2, kMost);  // chunks in shared memory
+
+    StatesStage<C> stages[kStages];
+    ChunkScores<C> scores[kScores];  // of even and odd chunks: a walker may be one chunk ahead of the other
+    StatesGates gates[kStages];
+    semaphore arrived[kStages];  // tiles, columns of each walker, gates
+    semaphore free[kStages];     // but for the columns, which are followed by results
+    semaphore out_ready[C::kWalkers][kStages];
+    semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
+    Task task;
+
+    __device__ inline void init_barriers() {
+        constexpr int kTiles = 3, kColumns = C::kIsLeft ? 2 : 3;
+        for (int i = 0; i < kStages; i++) {
+            init_semaphore(arrived[i], kTiles + kColumns * C::kWalkers + kArrivalsPerWarp);
+            init_warp_barrier(free[i], 4 * C::kWalkers);
+        }
+        for (auto& of_walker : out_ready)
+            for (auto& ready : of_walker) init_warp_barrier(ready, 4);
+        for (auto& landed : tail_landed) init_semaphore(landed, 1);
+        publish_barriers();
+    }
+};
+
+}  // namespace tfla_tk::delta_rule

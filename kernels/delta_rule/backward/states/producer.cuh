@@ -1,0 +1,99 @@
+// Producer warps of the walks for the gradients of q and k: loads, factors of the gates, stores.
+#pragma once
+
+#include "common/store_rows.cuh"
+#include "delta_rule/backward/states/config.cuh"
+
+namespace tfla_tk::delta_rule {
+
+// The chunk of a walk's step.
+template <class C> __device__ inline int chunk_of_step(const Task& task, int step) {
+    return C::kIsLeft ? step : task.chunks - 1 - step;
+}
+
+// One warp: U, dO and dV.
+template <class C> __device__ inline void load_values(const StatesGlobals& g, StatesMemory<C>& smem) {
+    const Task& task = smem.task;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const int chunk = chunk_of_step<C>(task, step);
+        const auto [slot, phase] = Use<StatesMemory<C>::kStages>(step);
+        StatesStage<C>& stage = smem.stages[slot];
+        semaphore& arrived = smem.arrived[slot];
+        wait_free(smem.free[slot], phase);
+        load(stage.dout, g.dout, arrived, 0, task.head, chunk);
+        load(stage.u, g.u, arrived, 0, task.head, chunk);
+        load(stage.dv, g.dv, arrived, 0, task.head, chunk);
+    }
+}
+
+// One warp; a lane has two tokens.
+template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
+    const Task& task = smem.task;
+    auto load_decay = [&](int step) {
+        const int chunk = chunk_of_step<C>(task, step);
+        if (chunk < 0) return float2{0.f, 0.f};
+        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
+    };
+    float2 log_decay = load_decay(0);
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const TwoPairs b = cumulative_log2_decay(log_decay);
+        const Decays decays(b);
+        log_decay = load_decay(step + 1);
+        const auto [slot, phase] = Use<StatesMemory<C>::kStages>(step);
+        wait_free(smem.free[slot], phase);
+        StatesGates& gates = smem.gates[slot];
+        const int lane = fresh_laneid();
+        const float2 read = decays.to_token;
+        gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
+        gates.minus_read.write(lane, {-read.x, -read.y});
+        gates.update.write(lane, decays.to_end);
+        write_log2_decay(gates.log2_decay, lane, b);
+        if (lane == 0) gates.decay = decays.whole;
+        arrive_warp(smem.arrived[slot]);
+    }
+}
+
+// One warp per walker: q, k and the left part of dk into a stage, and out of it the results, which the walker
+// has put in their places.
+template <class C>
+__device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem,
+                                                      int walker) {
+    constexpr int kStages = StatesMemory<C>::kStages;
+    const Task& task = smem.task;
+    const int column = task.column + walker * kWalkerColumns;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
+    auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
+        store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
+                    [&](const TensorMap& map, uint32_t from, int row) {
+                        map.store_panel(from, column, row, task.head, task.batch);
+                    });
+    };
+#pragma unroll 1
+    for (int step = 0; step < task.chunks + kStages; step++) {
+        const auto [slot, phase] = Use<kStages>(step);
+        auto& columns = smem.stages[slot].columns[walker];
+        if (const int stored = step - kStages; stored >= 0 && stored < task.chunks) {
+            const int chunk = chunk_of_step<C>(task, stored);
+            wait(smem.out_ready[walker][slot], phase ^ 1);
+            if constexpr (C::kIsLeft) {
+                store(g.dq, &columns.queries, chunk);
+                store(g.dk, &columns.keys, chunk);
+            } else {
+                store(g.dk, &columns.left, chunk);
+            }
+            wait_stores_read();
+            __syncwarp();
+        }
+        if (step >= task.chunks) continue;
+        const int chunk = chunk_of_step<C>(task, step);
+        load(columns.queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
+        load(columns.keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
+        if constexpr (!C::kIsLeft) load(columns.left, g.left, smem.arrived[slot], column, task.head, chunk);
+    }
+    wait_stores_done();
+}
+
+}  // namespace tfla_tk::delta_rule

@@ -1,0 +1,101 @@
+// A walker of the right walk (walker.cuh), backward in time: dk, its left part given. Per chunk:
+//   1. The flow of gradient over the chunk's end where that is an anchor. Round dS to A operands, then scale
+//      it by its decay.
+//   2. Issue the products of the scores and right^T = dS U^T; under the latter make the scores.
+//   3. Wait for the other walker's scores and for dS U^T; scale it by e^{b_L - b}.
+//   4. Issue right^T += Q^T P + K^T M.
+//   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
+//   6. Wait for right; its sums per token, and left + right in the place of left.
+//   7. Wait for dS; hand the stage over.
+#pragma once
+
+#include "delta_rule/backward/states/walker.cuh"
+
+namespace tfla_tk::delta_rule {
+
+template <class C>
+__device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
+    using W = StatesWalker<C>;
+    constexpr bool kAlone = C::kWalkers == 1;
+    constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
+    typename W::State state;  // dS
+    typename W::Tokens scores, right;
+    typename W::Fragment
+        read[std::max(kStateSteps, 2 * kTokenSteps)];  // dS, rounded; then the scaled factors
+    typename W::Factors queries, keys;
+
+    const Task& task = smem.task;
+    // NOTES: recomputed, to save registers
+    auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
+
+    auto walk_chunk = [&](int step) {
+        const int chunk = chunk_of_step<C>(task, step), slot = Use<StatesMemory<C>::kStages>(step).slot;
+        StatesStage<C>& stage = smem.stages[slot];
+        const StatesGates& gates = smem.gates[slot];
+        ChunkScores<C>& tiles = smem.scores[step % 2];
+        auto& columns = stage.columns[walker];
+        if (g.flows && is_anchor(task, chunk + 1) && column() < g.dim_k) {  // 1
+            const int part = column() / 16, lane = fresh_laneid();
+            const float flow = anchor_flow<C>(anchor_units<C>(g, task, chunk + 1, part, lane), state);
+            if (lane == 0) g.flows[anchor_of(g, task, chunk + 1) * g.parts() + part] = flow;
+        }
+        each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
+        warp::mul(state, state, gates.decay);
+        pin(state);
+        W::issue_reads_or_erasures(scores, stage, walker == 0);  // 2
+        W::read_state(right, read, stage.u);
+        W::template wait_but<kStateSteps>();
+        W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker == 0);
+        if constexpr (kAlone) {
+            W::issue_reads_or_erasures(scores, stage, false);
+            warpgroup::mma_async_wait<0>();
+            W::round_reads_or_erasures(tiles, scores, gates, g.scale, false);
+        }
+        share_scores<C>();  // 3
+        W::load(queries, columns.queries), W::load(keys, columns.keys);
+        warpgroup::mma_async_wait<0>();
+        pin(right), pin_all(read);
+        auto of_keys = [&](int j, int k) { return W::product(keys[j], right, j, k); };
+        ThroughState through;
+        W::scale(right, gates.update);
+        through.add(of_keys);
+        W::add_columns(right, queries, tiles.reads, true);  // 4
+        W::add_columns(right, keys, tiles.erasures, false);
+        W::scale(read, queries, gates.out);  // 5
+        W::add_to_state(state, read, stage.dout, true);
+        W::scale(read + kTokenSteps, keys, gates.minus_read);
+        W::add_to_state(state, read + kTokenSteps, stage.dv, false);
+        W::template wait_but<2 * kTokenSteps>();  // 6
+        pin(right), pin_all(queries), pin_all(keys);
+        if (g.whole && column() < g.dim_k)
+            store_sums(g, task, chunk, column() / 16, fresh_laneid(), through, of_keys);
+        W::load(queries, columns.left);
+        each<0, 4 * kTokenSteps>([&](int i) {
+            const float2 left = to_float2(queries[i / 4].tiles[0][0].data[i % 4]);
+            float2& x = right.tiles[0][i / 4].data[i % 4];
+            x = {x.x + left.x, x.y + left.y};
+        });
+        W::store(columns.left, right);
+        fence_async_proxy();
+        arrive_warp(smem.out_ready[walker][slot]);
+        warpgroup::mma_async_wait<0>();  // 7
+        pin(state);
+        each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });
+        arrive_warp(smem.free[slot]);
+    };
+
+    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    if (g.entering)
+        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    else
+        warp::zero(state);
+    pin(state);
+    const int chunks = task.chunks;
+    for (int step = 0; step < chunks; step++) {
+        const Use<StatesMemory<C>::kStages> use(step);
+        wait(smem.arrived[use.slot], use.phase);
+        walk_chunk(step);
+    }
+}
+
+}  // namespace tfla_tk::delta_rule

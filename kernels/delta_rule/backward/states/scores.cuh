@@ -1,0 +1,44 @@
+// The scores P and M of a chunk (bindings/params_states.h), which the walkers share.
+#pragma once
+
+#include "delta_rule/backward/states/config.cuh"
+#include "delta_rule/scores.cuh"
+
+namespace tfla_tk::delta_rule {
+
+// Rounds the products X U^T to a tile, gated and times `factor`: zero right of the diagonal, and on it for
+// strict ones. NOTES: by selection, not by products: what is left out may be NaN or infinite.
+template <class T, class Square>
+__device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, const StatesGates& gates,
+                                    float factor, bool strict) {
+    const int warp = warpgroup::warpid(), lane = fresh_laneid();
+    const int first_row = 16 * warp + lane / 4, first_column = 2 * (lane % 4);
+    const float2 of_rows[2] = {gates.log2_decay[first_row], gates.log2_decay[first_row + 8]};
+#pragma unroll
+    for (int j = 0; j < kChunk / 16; j++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int column = first_column + 16 * j + 8 * half;
+            const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay[column]);
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const int last = first_row + 8 * k - strict;  // column that the row sees
+                const float2 b = of_rows[k];
+                float2& x = scores.tiles[0][j].data[2 * half + k];
+                auto gated = [&](float x, float high, float low, int column) {
+                    const float gate = exp2f((b.x - high) + (b.y - low));
+                    return column <= last ? factor * gate * x : 0.f;
+                };
+                x = {gated(x.x, before.x, before.y, column), gated(x.y, before.z, before.w, column + 1)};
+            }
+        }
+    store_panels<T, kChunk>(shared_address(&tile), 16 * warp, scores);
+}
+
+// Waits until all walkers have written their part of a chunk's scores.
+template <class C> __device__ inline void share_scores() {
+    fence_async_proxy();
+    named_sync<128 * C::kWalkers>(NamedBarrier::scores_written);
+}
+
+}  // namespace tfla_tk::delta_rule

@@ -1,0 +1,133 @@
+// The gradients of q, k and the log decay, once the mirror walk has left U and dV (backward/backward.cu).
+//
+// Two kernels:
+//   delta_left   forward in time: dq and the left part of dk (left.cuh)
+//   delta_right  backward in time: dk (right.cuh)
+// One CTA of either owns a (sequence, head, 64 or 128 columns of K):
+//     producer   loads U, dO, dV, q, k and the left part of dk; scans the gates; stores the results
+//     walkers    one or two, the state or its gradient in registers (walker.cuh)
+// Equations: bindings/params_states.h and docs/delta-rule.md.
+#include <stdexcept>
+
+#include "common/launch.cuh"
+#include "delta_rule/backward/states/config.cuh"
+#include "delta_rule/backward/states/left.cuh"
+#include "delta_rule/backward/states/producer.cuh"
+#include "delta_rule/backward/states/right.cuh"
+#include "delta_rule/launch_walk.cuh"
+
+#ifndef TFLA_DIM_V
+#error "TFLA_DIM_V chooses the instance"
+#endif
+
+namespace tfla_tk::delta_rule {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads,
+                             1) void delta_states_kernel(const __grid_constant__ StatesGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+    if (!begin_task<C>(g, smem, blockIdx.x, [&] {
+            g.q.prefetch(), g.k.prefetch(), g.u.prefetch(), g.dout.prefetch(), g.dv.prefetch();
+        }))
+        return;
+    if (warpgroup_id == 0) {
+        set_registers<C::kProducerRegisters, C::kThreads, 1>();
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_values(g, smem);
+        else if (warp == 1)
+            scan_gates(g, smem);
+        else if (warp - 2 < C::kWalkers)
+            load_columns_and_store_results(g, smem, warp - 2);
+    } else {
+        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
+        if constexpr (C::kIsLeft)
+            walk_left(g, smem, warpgroup_id - 1);
+        else
+            walk_right(g, smem, warpgroup_id - 1);
+    }
+}
+
+inline ResultMaps result_maps(const Operand& x, const DeltaShape& s) {
+    auto boxes = [&](int rows) { return TensorMap(x, s.batch, s.heads, s.seq, s.dim_k, rows, s.half); };
+    return {boxes(kChunk), boxes(kBoxRows), boxes(1)};
+}
+
+template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
+    constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    const DeltaShape& s = p.shape;
+    const OperandMaps maps(s);
+    const int slots = slots_of(s);
+    const std::int64_t heads = static_cast<std::int64_t>(s.batch) * s.heads;
+    return {
+        maps.of_keys(p.q),
+        maps.of_keys(p.k),
+        maps.of_values(p.u, kChunk),
+        maps.of_values(p.dout, kChunk),
+        maps.of_values(p.dv, kChunk),
+        TensorMap(p.left, s.batch, s.heads, s.seq, s.dim_k, kChunk, s.half),
+        result_maps(C::kIsLeft ? p.dq : p.dk, s),
+        result_maps(C::kIsLeft ? p.left : p.dk, s),
+        p.g,
+        s.cut,
+        s.heads,
+        s.group,
+        s.seq,
+        s.dim_k,
+        s.dim_v,
+        (s.dim_k + kColumns - 1) / kColumns,
+        slots,
+        anchor_slots(slots),
+        heads * s.seq,
+        heads * slots,
+        p.entering,
+        p.whole,
+        p.inter,
+        static_cast<uint4*>(p.anchors),
+        p.flows,
+        p.scale,
+    };
+}
+
+template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t stream) {
+    constexpr auto kName = C::kIsLeft ? "delta_left" : "delta_right";
+    if (p.shape.dim_v > C::kDimV)
+        throw std::runtime_error(std::string(kName) + ": V is larger than the tile");
+    const DeviceGuard guard(p.shape.device, kName);
+    const StatesGlobals g = states_globals<C>(p);
+    launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(
+        g, grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.ctas, 1, kName), C::kThreads,
+        p.shape.device, stream, kName);
+}
+
+template <StateWalk kWalk, class T> void run_states(const DeltaStatesParams& p, cudaStream_t stream) {
+    p.walkers == 1 ? launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk>>(p, stream)
+                   : launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk>>(p, stream);
+}
+
+template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    p.shape.half ? run_states<kWalk, kittens::half>(p, s) : run_states<kWalk, kittens::bf16>(p, s);
+}
+
+}  // namespace tfla_tk::delta_rule
+
+namespace tfla_tk {
+
+std::int64_t delta_anchor_bytes(const DeltaShape& s) {
+    const std::int64_t anchors = anchor_slots(delta_rule::slots_of(s));
+    const std::int64_t parts = (s.dim_k + 15) / 16, bytes_of_part = 2 * 16 * TFLA_DIM_V;
+    return anchors * s.batch * s.heads * parts * bytes_of_part;
+}
+
+void delta_left(const DeltaStatesParams& params, void* stream) {
+    delta_rule::run_states<delta_rule::StateWalk::left>(params, stream);
+}
+
+void delta_right(const DeltaStatesParams& params, void* stream) {
+    delta_rule::run_states<delta_rule::StateWalk::right>(params, stream);
+}
+
+}  // namespace tfla_tk

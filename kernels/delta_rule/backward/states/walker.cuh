@@ -1,0 +1,107 @@
+// What the walkers of both walks over the states do alike.
+//
+// A walker is a warpgroup that owns 64 columns of K. It holds the state, or its gradient, of these (64 x V)
+// in fp32 and computes results transposed: so the A operand of each GEMM is in its own registers and B in
+// shared memory. The scores alone are shared: of two walkers each makes one of the two tiles, a lone one
+// both.
+#pragma once
+
+#include "delta_rule/backward/states/scores.cuh"
+#include "delta_rule/backward/states/sums.cuh"
+
+namespace tfla_tk::delta_rule {
+
+template <class C> struct StatesWalker {
+    using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
+    using Fragment = rt<T, 16, 16>;
+    using Tokens = rt_fl<16, kChunk>;  // a result, transposed
+    using State = rt_fl<16, C::kDimV>;
+    static constexpr int kStateSteps = C::kDimV / 16, kTokenSteps = kChunk / 16;
+    using Factors = Fragment[kTokenSteps];  // 16 columns of K of a chunk, transposed
+
+    // Until no more than the last kSteps of all issued ones run.
+    template <int kSteps> __device__ static inline void wait_but() {
+        warpgroup::mma_async_wait<std::min(kSteps, 7)>();
+    }
+    // d = state X^T for a tile X of values
+    __device__ static inline void read_state(Tokens& d, Fragment* state, const typename C::Values& tile) {
+        const auto rows = Operand128B::rows(&tile);
+        forget(d);
+        each<0, kStateSteps>([&](int k) {
+            multiply_step<false>(d, state[k], rows.row_step(C::Values::panel_bytes, k), k > 0, k == 0);
+        });
+    }
+    // d += factors X^T for scores X
+    __device__ static inline void add_rows(Tokens& d, Factors& factors, const typename C::Square& scores) {
+        const auto rows = Operand128B::rows(&scores);
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<false>(d, factors[j], rows.at(j * 32), true, j == 0); });
+    }
+    // d += factors X for scores X
+    __device__ static inline void add_columns(Tokens& d, Factors& factors, const typename C::Square& scores,
+                                              bool first) {
+        const auto columns = Operand128B::columns(&scores, C::Square::panel_bytes);
+        each<0, kTokenSteps>([&](int j) {
+            multiply_step<true>(d, factors[j], columns.column_step(j), true, first && j == 0);
+        });
+    }
+    // state += scaled X for a tile X of values
+    __device__ static inline void add_to_state(State& state, Fragment* scaled, const typename C::Values& tile,
+                                               bool first) {
+        const auto columns = Operand128B::columns(&tile, C::Values::panel_bytes);
+        each<0, kTokenSteps>([&](int j) {
+            multiply_step<true>(state, scaled[j], columns.column_step(j), true, first && j == 0);
+        });
+    }
+
+    __device__ static inline uint32_t address(const typename C::Columns& tile) {
+        return shared_address(&tile) + transposed_lane_offset(warpgroup::warpid());
+    }
+    // Of the j-th 16 tokens.
+    __device__ static inline void load(Fragment& factor, const typename C::Columns& tile, int j) {
+        load_transposed(factor, address(tile) + 16 * j * kPanelColumns * sizeof(T));
+    }
+    __device__ static inline void load(Factors& factors, const typename C::Columns& tile) {
+        each<0, kTokenSteps>([&](int j) { load(factors[j], tile, j); });
+    }
+    // In the place of a tile's columns that none but this warp has read.
+    __device__ static inline void store(typename C::Columns& tile, const Tokens& result) {
+        store_transposed<T>(address(tile), result);
+    }
+    __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by) {
+        const int lane = fresh_laneid();
+        each<0, kTokenSteps>([&](int j) {
+            const auto of_tokens = by.columns(j, lane);
+            each<0, 4>([&](int k) {
+                const float2 x = to_float2(factors[j].tiles[0][0].data[k]), e = of_tokens.of[k / 2];
+                scaled[j].tiles[0][0].data[k] = from_float2<T2>({e.x * x.x, e.y * x.y});
+            });
+        });
+    }
+    __device__ static inline void scale(Tokens& result, const TokenFactors& by) {
+        const int lane = fresh_laneid();
+        each<0, kTokenSteps>([&](int j) {
+            const auto of_tokens = by.columns(j, lane);
+            each<0, 4>([&](int k) { scale_in_place(result.tiles[0][j].data[k], of_tokens.of[k / 2]); });
+        });
+    }
+    // Of the pair of tokens in data[k] of the j-th 16, whose factors are given.
+    __device__ static inline float2 product(const Fragment& factor, const Tokens& result, int j, int k) {
+        const float2 x = to_float2(factor.tiles[0][0].data[k]), y = result.tiles[0][j].data[k];
+        return {x.x * y.x, x.y * y.y};
+    }
+
+    // Issues the products of the first tile of scores that a walker makes, and of the other one.
+    __device__ static inline void issue_reads_or_erasures(Tokens& scores, const StatesStage<C>& stage,
+                                                          bool reads) {
+        issue_scores<T, C::kDimV>(scores, reads ? stage.dout : stage.dv, stage.u);
+    }
+    __device__ static inline void round_reads_or_erasures(ChunkScores<C>& to, Tokens& scores,
+                                                          const StatesGates& gates, float scale, bool reads) {
+        pin(scores);
+        round_scores<T>(reads ? to.reads : to.erasures, scores, gates, reads ? scale : -1.f, !reads);
+    }
+};
+
+}  // namespace tfla_tk::delta_rule
