@@ -173,10 +173,10 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
         assert_equal(run(x), first)
 
 
-def test_outputs_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_written_whole() -> None:
     x = pack(draw(1, sum(LENGTHS), dims=(96, 80), sequences=len(LENGTHS)))
     expected = run(x)
-    with uninitialised_memory_is_nan(monkeypatch):
+    with uninitialised_memory_is_nan():
         found = run(x)
     assert_equal(found, expected)
 
