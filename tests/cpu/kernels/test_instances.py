@@ -45,7 +45,7 @@ TILES = [
     ((208, 176), (256, 128)),
     ((256, 512), (256, 128)),
 ]
-DELTA_DIMS = range(16, 129, 16)  # K
+DELTA_DIMS = range(16, 129, 16)  # K, or V of the delta rule's walks over states
 EVERY_DIMS = list(itertools.product(range(16, MAX_DIM_QK + 1, 16), range(16, MAX_DIM_V + 1, 16)))
 
 
@@ -81,6 +81,7 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     of_chunks = forward | passes | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
     of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
+    of_delta |= {delta_states(v) for v in DELTA_DIMS}
     of_gla = {gla("forward", k) for k in DELTA_DIMS}
     assert shipped == of_chunks | of_decay | of_delta | of_gla | sequences | {mlstm_step()}
 
