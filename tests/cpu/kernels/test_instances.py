@@ -19,6 +19,7 @@ from tfla_tk.build.instances import (
     SCHEDULES,
     Instance,
     delta_rule,
+    delta_states,
     for_scalar_decay,
     gla,
     mlstm_bwd,
