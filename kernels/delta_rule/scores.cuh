@@ -16,7 +16,8 @@ __device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kDimK / 16; k++)
-        wgmma_step<T, false>(scores, a.row_step(Tile::panel_bytes, k), b.row_step(Tile::panel_bytes, k), k > 0);
+        wgmma_step<T, false>(scores, a.row_step(Tile::panel_bytes, k), b.row_step(Tile::panel_bytes, k),
+                             k > 0);
     warpgroup::mma_commit_group();
 }
 

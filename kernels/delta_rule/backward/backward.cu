@@ -4,9 +4,9 @@
 //   delta_matrices  A and P of every chunk, as the mirror takes them (chunk_matrices/kernel.cuh)
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
-//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV and U
+//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV, and U where it is wanted
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
-// dq, dk and dg follow from dO, U and dV by the walks of states/, for large V by those of
+// dq, dk and dg follow from dO, U' or U and dV by the walks of states/, for large V by those of
 // scalar_gate/backward, and then
 //   delta_combine   adds up what these leave per head of v
 // Equations: bindings/params.h and docs/delta-rule.md.
@@ -27,7 +27,8 @@
 namespace tfla_tk::delta_rule {
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads, 1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
+__global__ __launch_bounds__(C::kThreads,
+                             1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<MirrorMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
@@ -52,6 +53,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void delta_mirror_kernel(const __gr
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_mirror");
     const OperandMaps maps(p.shape);
+    const bool keep_u = p.u.data != nullptr;
+    const Operand& u = keep_u ? p.u : p.dv;
     const MirrorGlobals g{
         walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.scale),
         maps.of_values(p.dout, kChunk),
@@ -59,9 +62,10 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         maps.of_values(p.dv, kChunk),
         maps.of_values(p.dv, kBoxRows),
         maps.of_values(p.dv, 1),
-        maps.of_values(p.u, kChunk),
-        maps.of_values(p.u, kBoxRows),
-        maps.of_values(p.u, 1),
+        maps.of_values(u, kChunk),
+        maps.of_values(u, kBoxRows),
+        maps.of_values(u, 1),
+        keep_u,
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
         p.d_last,
