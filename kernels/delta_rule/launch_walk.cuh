@@ -17,8 +17,7 @@ struct OperandMaps {
     explicit OperandMaps(const DeltaShape& shape) : shape(shape) {}
 
     TensorMap of_keys(const Operand& x) const {
-        return TensorMap(x, shape.batch, shape.heads / shape.group, shape.seq, shape.dim_k, kChunk,
-                         shape.half);
+        return TensorMap(x, shape.batch, shape.heads / shape.group, shape.seq, shape.dim_k, kChunk, shape.half);
     }
     TensorMap of_values(const Operand& x, int box_rows) const {
         return TensorMap(x, shape.batch, shape.heads, shape.seq, shape.dim_v, box_rows, shape.half);

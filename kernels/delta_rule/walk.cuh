@@ -79,9 +79,9 @@ __device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Squ
     load_panels(p, g.p, arrived, 0, row, head, 0);
 }
 
-// d (+)= a B, one step of k = 16 in a group of its own. kColumns: B's columns are N, else its rows. `first`
-// of the steps that follow one another. NOTES: a group of its own, since with A in registers every HGMMA
-// counts by itself: to leave a group of eight in flight would be to wait for seven of them.
+// d (+)= a B, one step of k = 16 in a group of its own. kColumns: B's columns are N, else its rows. `first` of
+// the steps that follow one another. NOTES: a group of its own, since with A in registers every HGMMA counts
+// by itself: to leave a group of eight in flight would be to wait for seven of them.
 template <bool kColumns, class D, class A>
 __device__ inline void multiply_step(D& d, A& a, uint64_t b, bool accumulate, bool first) {
     pin(a);

@@ -22,7 +22,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct MirrorConfig
 };
 
 struct MirrorGlobals : WalkGlobals {
-    TensorMap dout, writes;        // boxes of a chunk
+    TensorMap dout, writes;    // boxes of a chunk
     TensorMap dv, dv_box, dv_row;  // boxes of a chunk, of 16 rows and of one
     TensorMap u, u_box, u_row;
     bool keep_u;
@@ -34,8 +34,8 @@ struct MirrorGlobals : WalkGlobals {
 
 // Factors of a chunk's tokens.
 struct MirrorGates {
-    TokenFactors update;  // e^{b_L - b}
-    TokenFactors out;     // s e^b
+    TokenFactors update;      // e^{b_L - b}
+    TokenFactors out;         // s e^b
     TokenFactors beta;
     TokenFactors minus_read;  // -e^b beta
     float decay;              // e^{b_L}

@@ -8,9 +8,8 @@
 //   5. Issue dY^T = dU^T A. Load U'^T under it.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   8. Under it dV = beta dY in the place of dO, and where it is wanted U = beta U' in the place of U'; sums
-//   of
-//      dY . U' over the warp's 16 columns of V are dbeta's.
+//   8. Under it dV = beta dY in the place of dO and, where it is wanted, U = beta U' in the place of U'; sums
+//      of dY . U' over the warp's 16 columns of V are dbeta's.
 //   9. Wait for dS; hand the stage over.
 #pragma once
 
@@ -19,8 +18,7 @@
 
 namespace tfla_tk::delta_rule {
 
-template <class C>
-__device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
+template <class C> __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
     using T = typename C::T;
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
@@ -40,7 +38,9 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
 
     // Until no more than the last kSteps of all issued ones run.
-    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
+    auto wait_but = [&]<int kSteps>() {
+        warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>();
+    };
     auto wait_if_sequential = [&] {
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
@@ -124,8 +124,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         add_to_state(rounded, stage.keys);
         load_tokens(stage.writes[walker]);  // 8
         const int64_t part = column() / 16 * g.dbeta_part;
-        float* const sums = g.dbeta + part +
-                            (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
+        float* const sums = g.dbeta + part + (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
                             task.first_row + chunk * kChunk;
         if (column() < g.dim_v)
             store_token_sums(sums, task.tokens - chunk * kChunk, lane, [&](int j, int k) {
@@ -151,8 +150,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
     if (g.d_last)
-        load_state_transposed(state, g.d_last + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
-                              g.dim_v);
+        load_state_transposed(state, g.d_last + task.state * state_size, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);

@@ -24,16 +24,15 @@ std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, cons
                                const OperandTuple& u, const GateTuple& g, const GateTuple& beta,
                                const Pair& matrices, std::int64_t dbeta, std::int64_t d_last,
                                std::int64_t d_initial, float scale, int walkers) {
-    return prepared<&delta_mirror>(
-        DeltaMirrorParams{shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv),
-                          operand(u), gate(g), gate(beta), pointer(matrices[0]), pointer(matrices[1]),
-                          pointer(dbeta), pointer(d_last), pointer(d_initial), scale, walkers});
+    return prepared<&delta_mirror>(DeltaMirrorParams{
+        shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), operand(u), gate(g),
+        gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last),
+        pointer(d_initial), scale, walkers});
 }
 
 std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
                                 const OperandTuple& dk_right, const OperandTuple& dk_left,
-                                const OperandTuple& dk_strict, const OperandTuple& dq,
-                                const OperandTuple& dk) {
+                                const OperandTuple& dk_strict, const OperandTuple& dq, const OperandTuple& dk) {
     return prepared<&delta_combine>(DeltaCombineParams{operand(dq_of_heads), operand(dk_right),
                                                        operand(dk_left), operand(dk_strict), operand(dq),
                                                        operand(dk), shape(of)});

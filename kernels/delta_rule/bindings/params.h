@@ -18,8 +18,8 @@ struct DeltaShape {
 
 // Of every chunk and head of v two 64 x 64 matrices that depend on q, k and the gates alone, with
 //   L_ij = e^{b_i - b_j} k_i.k_j for j < i      P_ij = s e^{b_i - b_j} q_i.k_j for j <= i
-// and b the cumulative sum of the log decay in the chunk. Both are of q's type, [batch * heads, slots, 64,
-// 64], with one slot per chunk (chunk_slots in sequence/cut.h); zero past the last token.
+// and b the cumulative sum of the log decay in the chunk. Both are of q's type, [batch * heads, slots, 64, 64],
+// with one slot per chunk (chunk_slots in sequence/cut.h); zero past the last token.
 struct DeltaMatricesParams {
     DeltaShape shape;  // dim_v is not read
     Operand q, k;

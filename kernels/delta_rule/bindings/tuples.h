@@ -35,9 +35,9 @@ template <bool kBetaOnRows> void def_matrices(pybind11::module_& m) {
         "matrices",
         [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const GateTuple& g,
            const GateTuple& beta, const Pair& matrices, float scale) {
-            return prepared<&delta_matrices>(DeltaMatricesParams{shape(of), operand(q), operand(k), gate(g),
-                                                                 gate(beta), pointer(matrices[0]),
-                                                                 pointer(matrices[1]), scale, kBetaOnRows});
+            return prepared<&delta_matrices>(DeltaMatricesParams{
+                shape(of), operand(q), operand(k), gate(g), gate(beta), pointer(matrices[0]),
+                pointer(matrices[1]), scale, kBetaOnRows});
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"), py::arg("matrices"),
         py::arg("scale"), "Prepares A and P of every chunk, as this module's walk takes them.");

@@ -52,14 +52,14 @@ template <class T, int kDimK> struct MatricesMemory {
     };
     alignas(16) float2 log2_decay[kChunk];            // b, as high and low part
     float row_factor[kChunk], column_factor[kChunk];  // beta or 1
-    int row, head;                                    // of the results in their tensors
+    int row, head;  // of the results in their tensors
     semaphore arrived;
 };
 
 // The gates of the chunk, by two warps.
 template <class Memory>
-__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const Segment& chunk,
-                                        int batch, int head, int warp) {
+__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const Segment& chunk, int batch,
+                                        int head, int warp) {
     const int lane = fresh_laneid();
     if (warp == 0) {
         const float2 log_decay = load_log_decay(g.g, batch, head, chunk.first_row, 0, chunk.tokens);

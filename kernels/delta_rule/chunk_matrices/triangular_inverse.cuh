@@ -111,8 +111,7 @@ template <int kBlock, int kColumns> struct MergedRows {
     }
 };
 
-// In place, by the four warps of a CTA. The matrix is strictly lower triangular: its unit diagonal is
-// implied.
+// In place, by the four warps of a CTA. The matrix is strictly lower triangular: its unit diagonal is implied.
 __device__ inline void invert_unit_lower(TriangularMatrix& m, int warp, int lane) {
     __syncthreads();
     invert_diagonal_block(m, 16 * warp, lane);

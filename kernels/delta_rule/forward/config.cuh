@@ -22,8 +22,8 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
 };
 
 struct ForwardGlobals : WalkGlobals {
-    TensorMap v;                // boxes of a chunk
-    TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
+    TensorMap v;                 // boxes of a chunk
+    TensorMap o, o_box, o_row;   // boxes of a chunk, of 16 rows and of one
     TensorMap writes, writes_box, writes_row;
     bool keep_writes;
     const float* initial;

@@ -23,8 +23,8 @@
 namespace tfla_tk::delta_rule {
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void delta_forward_kernel(const __grid_constant__ ForwardGlobals g) {
+__global__ __launch_bounds__(C::kThreads, 1) void delta_forward_kernel(
+    const __grid_constant__ ForwardGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);

@@ -9,8 +9,7 @@
 //   8. Under it scale O^T by s e^b and issue O^T += U'^T P^T.
 //   9. Wait for S; P U' stays in flight.
 // The chain from chunk to chunk is X, W, U', S. NOTES: the loop's edge is after step 6, where no GEMM is in
-// flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same
-// reason.
+// flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same reason.
 #pragma once
 
 #include "delta_rule/forward/config.cuh"
@@ -24,10 +23,10 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
     constexpr bool kSequential = C::kSchedule == Schedule::sequential;
-    rt_fl<16, C::kDimK> state;     // S^T
-    rt_fl<16, kChunk> x, out;      // X^T, then U'^T; O^T
-    Fragment read[kStateSteps];    // S^T, rounded
-    Fragment tokens[kTokenSteps];  // V^T, then W^T, then U'^T
+    rt_fl<16, C::kDimK> state;    // S^T
+    rt_fl<16, kChunk> x, out;     // X^T, then U'^T; O^T
+    Fragment read[kStateSteps];   // S^T, rounded
+    Fragment tokens[kTokenSteps]; // V^T, then W^T, then U'^T
     // U'^T, scaled: in place of S^T, which nobody reads any more then
     static_assert(kStateSteps >= kTokenSteps);
     auto scaled = [&](int j) -> Fragment& { return read[j]; };
@@ -41,15 +40,18 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto values_of = [&](int chunk) { return shared_address(&stage_of(chunk).values[walker]) + lane_offset; };
 
     // Until no more than the last kSteps of all issued ones run.
-    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
+    auto wait_but = [&]<int kSteps>() {
+        warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>();
+    };
     auto wait_if_sequential = [&] {
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
     // d (+)= tokens B^T
     auto multiply_square = [&](auto& d, const typename C::Square& square, bool accumulate) {
         const auto rows = Operand128B::rows(&square);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), accumulate || j > 0, j == 0); });
+        each<0, kTokenSteps>([&](int j) {
+            multiply_step<false>(d, tokens[j], rows.at(j * 32), accumulate || j > 0, j == 0);
+        });
         wait_if_sequential();
     };
     // Behind the last chunk begin_chunk makes nothing that is asked for out of what lies in the stage: the
@@ -82,9 +84,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             wait_but.template operator()<kStateSteps>();
             pin(out), pin_all(tokens);
         }
-        each<0, kTokenSteps>([&](int j) {
-            load_transposed(tokens[j], values_of(chunk) + 16 * j * kPanelColumns * sizeof(T));
-        });
+        each<0, kTokenSteps>(
+            [&](int j) { load_transposed(tokens[j], values_of(chunk) + 16 * j * kPanelColumns * sizeof(T)); });
         // each warp puts it in the place of its own 16 columns of V, which none but it has read
         if constexpr (follows) store_transposed<T>(values_of(chunk - 1), out);
         forget(out);
@@ -152,8 +153,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
     if (g.initial)
-        load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
-                              g.dim_v);
+        load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     if (chunks > 0) {
@@ -171,8 +171,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
     }
     if (g.last)
-        store_state_transposed(g.last + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
-                               g.dim_v);
+        store_state_transposed(g.last + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule
