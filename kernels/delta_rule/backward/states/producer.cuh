@@ -39,7 +39,7 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
     const GateRows betas(g.beta, task.batch, task.head, task.first_row);
     auto load_beta = [&](int step) {
         const int chunk = chunk_of_step<C>(task, step);
-        return betas.pair(chunk, chunk < 0 ? 0 : task.tokens, 0.f);
+        return chunk < 0 ? float2{0.f, 0.f} : betas.pair(chunk, task.tokens, 0.f);
     };
     float2 log_decay = load_decay(0), beta = load_beta(0);
 #pragma unroll 1
