@@ -23,6 +23,9 @@ struct DeltaStatesParams {
     Operand dk;                      // the right walk writes it, for every head of v
     Gate g, beta;                    // log decay; g.data is null where nothing decays
     const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
+    // the last state, or the gradient of the first, of which the sums are: those of the forward and the
+    // mirror are rounded otherwise; null: not wanted
+    float* leaving;
     // [parts, batch, heads, seq] and, per chunk, [parts, batch, heads, slots], a part for 16 columns of K;
     // null: no sums are wanted
     float* whole;

@@ -46,6 +46,7 @@ struct StatesGlobals {
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
     const float* entering;
+    float* leaving;
     float* whole;
     FlowSum* inter;
     uint4* anchors;

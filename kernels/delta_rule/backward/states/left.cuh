@@ -101,6 +101,8 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(chunk);
     }
+    if (g.leaving)
+        store_state(g.leaving + task.state * state_size, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

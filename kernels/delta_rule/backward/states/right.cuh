@@ -96,6 +96,8 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(step);
     }
+    if (g.leaving)
+        store_state(g.leaving + task.state * state_size, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -84,6 +84,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         heads * s.seq,
         heads * slots,
         p.entering,
+        p.leaving,
         p.whole,
         p.inter,
         static_cast<uint4*>(p.anchors),

@@ -102,7 +102,7 @@ def backward(
     dv, u, dbeta_parts, dh0 = mirror(core, given.v, writes, do, dht)
     needs_dg = needs_gates and core.g is not None
     if u is None:
-        through = (writes, dv.written, as_state(final_state), do, dht, dh0)
+        through = (writes, dv.written, do, dht)
         dq, dk, dg = _walk_states(given, core, through, needs_dg=needs_dg)
     else:
         reads, erasures = _through_states(core, u, dv.written, final_state, do, dht, needs_dg=needs_dg)
@@ -293,8 +293,8 @@ class Mirror:
         return dv, u, sums, dh0
 
 
-# U', dv, the final state, do, dht, dh0
-ThroughStates: TypeAlias = tuple[Tensor, Tensor, MaybeTensor, Tensor, MaybeTensor, MaybeTensor]
+# U', dv, do, dht
+ThroughStates: TypeAlias = tuple[Tensor, Tensor, Tensor, MaybeTensor]
 
 
 class Sums(NamedTuple):
@@ -347,17 +347,18 @@ class States:
     def __init__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates, *, needs_dg: bool
     ) -> None:
-        writes, dv, last, do, dht, dh0 = through
+        writes, dv, do, dht = through
         self._shape = shape = Shape.of(core)
         self._needs_dg = needs_dg
         self._per_head = (*core.v.shape[:3], shape.dim_k)
+        self._state = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         kernel = build.load(instances.delta_states(shape.dim_v))
         at, addresses = _number(core)
-        writes_at, dv_at, last_at, do_at, dht_at, dh0_at = (
-            addresses.next(given=x is not None) for x in through
-        )
+        writes_at, dv_at, do_at, dht_at = (addresses.next(given=x is not None) for x in through)
         dq_at, dk_at, left_at = (addresses.next() for _ in range(3))
         sums_at, dg_at = (addresses.next(given=needs_dg) for _ in range(2))
+        self._leaves = (needs_dg and dht is not None, needs_dg and core.initial_state is not None)
+        last_at, dh0_at = (addresses.next(given=given) for given in self._leaves)
         of, walkers = shape.with_offsets(at.cu_seqlens), shape.walkers(shape.dim_k)
         dq, dk = (
             _operand(x_at, x) for x_at, x in zip((dq_at, dk_at), self._written(given, "meta"), strict=True)
@@ -368,7 +369,7 @@ class States:
             *(_operand(writes_at, writes), _operand(do_at, do), _operand(dv_at, dv)),
             *(dq, left, dk, _gate(at.g, core.g), _gate(at.beta, core.beta)),
         )
-        walks = ((kernel.left, at.initial_state), (kernel.right, dht_at))
+        walks = ((kernel.left, at.initial_state, last_at), (kernel.right, dht_at, dh0_at))
         sums, of_walks, self._sums_size = None, [(0, 0, 0, 0)] * 2, 0
         if needs_dg:
             around = build.load(instances.for_scalar_decay(instances.mlstm_bwd()))
@@ -378,13 +379,11 @@ class States:
             sums = offsets.at(sums_at)
             of_walks = [sums.of_walk(number) for number in range(2)]
         launches: list[Launch] = [
-            walk(of, *operands, entering, of_walk, core.scale, walkers)
-            for (walk, entering), of_walk in zip(walks, of_walks, strict=True)
+            walk(of, *operands, entering, leaving, of_walk, core.scale, walkers)
+            for (walk, entering, leaving), of_walk in zip(walks, of_walks, strict=True)
         ]
         if sums is not None:
             assert given.g is not None and core.g is not None
-            initial = (at.initial_state, dh0_at) if dh0 is not None else (0, 0)
-            final = (last_at, dht_at) if last is not None and dht is not None else (0, 0)
             launches.append(
                 around.mlstm_bwd_gates(
                     (sums.whole[0], sums.inter[0], shape.sum_parts),
@@ -392,7 +391,7 @@ class States:
                     (sums.flows, shape.sum_parts),
                     _NO_GATE, _gate(at.g, core.g), _NO_GATE,
                     _gate(dg_at, torch.empty_like(given.g, device="meta")),
-                    0, (*initial, 0, 0), (*final, 0, 0), sums.workspace, of[:3],
+                    0, (at.initial_state, dh0_at, 0, 0), (last_at, dht_at, 0, 0), sums.workspace, of[:3],
                     (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,
                 )
             )  # fmt: skip
@@ -409,8 +408,11 @@ class States:
             assert given.g is not None
             sums = core.q.new_empty(self._sums_size, dtype=torch.float32)
             dg = torch.empty_like(given.g)
+        # those that the sums are of: the forward's and the mirror's are rounded otherwise
+        last, dh0 = (core.q.new_empty(self._state, dtype=torch.float32) if x else None for x in self._leaves)
         self._launches.run(
-            _starts(*core[:9], *through, dq, dk, left, sums, dg), current_stream(self._shape.device)
+            _starts(*core[:9], *through, dq, dk, left, sums, dg, last, dh0),
+            current_stream(self._shape.device),
         )
         return dq, dk, dg
 
