@@ -38,8 +38,7 @@ void def_walk(pybind11::module_& m, const char* name) {
         py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("g"), py::arg("beta"), py::arg("entering"),
         py::arg("leaving"), py::arg("sums"), py::arg("scale"), py::arg("walkers"),
         "Prepares a walk; entering, leaving: the states it begins and ends with, 0 for none; sums: whole, "
-        "inter, anchors, "
-        "flows.");
+        "inter, anchors, flows.");
 }
 
 }  // namespace

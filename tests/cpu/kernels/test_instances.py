@@ -11,6 +11,9 @@ from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
+    DELTA_DIRECTIONS,
+    DELTA_STATES_TILES,
+    DELTA_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
     MAX_TOKENS,
@@ -18,6 +21,8 @@ from tfla_tk.build.instances import (
     PASS_TILES,
     SCHEDULES,
     Instance,
+    delta_rule,
+    delta_states,
     for_scalar_decay,
     mlstm_bwd,
     mlstm_fwd,
@@ -77,7 +82,9 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
     of_chunks = forward | passes | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
-    assert shipped == of_chunks | of_decay | sequences | {mlstm_step()}
+    of_delta = {delta_rule(direction, k) for direction in DELTA_DIRECTIONS for k in DELTA_TILES}
+    of_delta |= {delta_states(v) for v in range(16, max(DELTA_STATES_TILES) + 1, 16)}
+    assert shipped == of_chunks | of_decay | of_delta | sequences | {mlstm_step()}
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:
