@@ -110,6 +110,16 @@ def test_betas(betas: str, dtype: torch.dtype) -> None:
     check(draw(1, 500, dtype=dtype, gates=gates, betas=betas))
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+def test_anchors(dims: tuple[int, int], states: bool) -> None:
+    """Sequences of more chunks than lie between two anchors, of one batch and packed."""
+    check(draw(1, 1700, dims=dims, states=states))
+    x = draw(1, 1700, dims=dims, states=states, sequences=3)
+    x["cu_seqlens"] = torch.tensor([0, 600, 1150, 1700], device="cuda")
+    check(x)
+
+
 @pytest.mark.parametrize("betas", ["one", "up to two"])
 def test_a_state_that_is_erased_but_not_forgotten(betas: str, dtype: torch.dtype) -> None:
     """dk is a difference of terms larger than itself."""
@@ -185,6 +195,11 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
     for _ in range(REPEATS):
         again = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
         assert all(torch.equal(again[name], t) for name, t in first.items())
+
+
+def test_many_heads() -> None:
+    """As many that two walkers share a CTA."""
+    check(draw(4, 200, 80))
 
 
 def test_outputs_are_written_whole() -> None:

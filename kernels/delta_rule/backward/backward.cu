@@ -4,9 +4,9 @@
 //   delta_matrices  A and P of every chunk, as the mirror takes them (chunk_matrices/kernel.cuh)
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
-//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV and U
+//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV, and U where it is wanted
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
-// dq, dk and dg follow from dO, U and dV by the walks of states/, for large V by those of
+// dq, dk and dg follow from dO, U' or U and dV by the walks of states/, for large V by those of
 // scalar_gate/backward, and then
 //   delta_combine   adds up what these leave per head of v
 // Equations: bindings/params.h and docs/delta-rule.md.
@@ -53,6 +53,8 @@ __global__ __launch_bounds__(C::kThreads,
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_mirror");
     const OperandMaps maps(p.shape);
+    const bool keep_u = p.u.data != nullptr;
+    const Operand& u = keep_u ? p.u : p.dv;
     const MirrorGlobals g{
         walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.scale),
         maps.of_values(p.dout, kChunk),
@@ -60,9 +62,10 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         maps.of_values(p.dv, kChunk),
         maps.of_values(p.dv, kBoxRows),
         maps.of_values(p.dv, 1),
-        maps.of_values(p.u, kChunk),
-        maps.of_values(p.u, kBoxRows),
-        maps.of_values(p.u, 1),
+        maps.of_values(u, kChunk),
+        maps.of_values(u, kBoxRows),
+        maps.of_values(u, 1),
+        keep_u,
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
         p.d_last,

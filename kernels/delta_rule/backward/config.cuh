@@ -25,6 +25,7 @@ struct MirrorGlobals : WalkGlobals {
     TensorMap dout, writes;        // boxes of a chunk
     TensorMap dv, dv_box, dv_row;  // boxes of a chunk, of 16 rows and of one
     TensorMap u, u_box, u_row;
+    bool keep_u;
     float* dbeta;
     int64_t dbeta_part;  // elements from one part's to the next one's
     const float* d_last;
@@ -45,7 +46,7 @@ template <class C> struct MirrorStage {
     typename C::Tile keys, queries;
     typename C::Square a, p;
     typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
-    typename C::Columns writes[C::kWalkers];  // U', then U, until it is stored
+    typename C::Columns writes[C::kWalkers];  // U', then U where it is wanted, until it is stored
     MirrorGates gates;
 };
 

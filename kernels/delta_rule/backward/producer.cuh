@@ -79,7 +79,7 @@ __device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, 
             const int chunk = task.chunks - 1 - stored;
             wait(smem.out_ready[walker][slot], phase ^ 1);
             store(g.dv, g.dv_box, g.dv_row, &stage.douts[walker], chunk);
-            store(g.u, g.u_box, g.u_row, &stage.writes[walker], chunk);
+            if (g.keep_u) store(g.u, g.u_box, g.u_row, &stage.writes[walker], chunk);
             wait_stores_read();
             __syncwarp();
         }

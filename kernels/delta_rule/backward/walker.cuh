@@ -8,8 +8,8 @@
 //   5. Issue dY^T = dU^T A. Load U'^T under it.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   8. Under it dV = beta dY in the place of dO and U = beta U' in the place of U'; sums of dY . U' over the
-//      warp's 16 columns of V are dbeta's.
+//   8. Under it dV = beta dY in the place of dO and, where it is wanted, U = beta U' in the place of U'; sums
+//      of dY . U' over the warp's 16 columns of V are dbeta's.
 //   9. Wait for dS; hand the stage over.
 #pragma once
 
@@ -140,7 +140,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         store_tokens(stage.douts[walker], x);
-        store_tokens(stage.writes[walker], through);
+        if (g.keep_u) store_tokens(stage.writes[walker], through);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker][slot]);
         warpgroup::mma_async_wait<0>();  // 9

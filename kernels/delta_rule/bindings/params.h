@@ -52,7 +52,7 @@ struct DeltaForwardParams {
 struct DeltaMirrorParams {
     DeltaShape shape;
     Operand q, k, dout, writes;  // writes: U' of the forward
-    Operand dv, u;               // written: dV, and U = beta U'
+    Operand dv, u;               // written: dV, and U = beta U'; u.data is null: not wanted
     Gate g, beta;
     void *a, *p;
     float* dbeta;  // [parts, batch, heads, seq]: sums over 16 columns of V each

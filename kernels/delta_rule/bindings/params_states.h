@@ -6,7 +6,7 @@
 
 namespace tfla_tk {
 
-// The two walks over the states, once U and dV are known. With P and M the scores of a chunk,
+// The two walks over the states, once U' and dV are known. With U = beta U', P and M the scores of a chunk,
 //   P_ij = s e^{b_i - b_j} dO_i.U_j for j <= i      M_ij = -e^{b_i - b_j} dV_i.U_j for j < i,
 // both rounded, S the state that enters a chunk and dS the gradient of the state that leaves it:
 //   left, forward in time:    dq = s e^b (dO S^T) + P K      left = -e^b (dV S^T) + M K
@@ -16,13 +16,16 @@ namespace tfla_tk {
 // The gradient of the log decay comes from sums per token, q.dq + k.left and k.right, from their parts
 // through S and dS, and from the flow of gradient <S, dS> at the anchors.
 struct DeltaStatesParams {
-    DeltaShape shape;  // dim_v at most an instance's tile
-    Operand q, k, u, dout, dv;
-    Operand dq;             // the left walk writes it, for every head of v
-    Operand left;           // the left walk writes it, the right one reads it
-    Operand dk;             // the right walk writes it, for every head of v
-    Gate g;                 // log decay; g.data is null where nothing decays
+    DeltaShape shape;                // dim_v at most an instance's tile
+    Operand q, k, writes, dout, dv;  // writes: U' of the forward
+    Operand dq;                      // the left walk writes it, for every head of v
+    Operand left;                    // the left walk writes it, the right one reads it
+    Operand dk;                      // the right walk writes it, for every head of v
+    Gate g, beta;                    // log decay; g.data is null where nothing decays
     const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
+    // the last state, or the gradient of the first, of which the sums are: those of the forward and the
+    // mirror are rounded otherwise; null: not wanted
+    float* leaving;
     // [parts, batch, heads, seq] and, per chunk, [parts, batch, heads, slots], a part for 16 columns of K;
     // null: no sums are wanted
     float* whole;

@@ -6,8 +6,8 @@
 namespace tfla_tk {
 
 void place(DeltaStatesParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.q, x.k, x.u, x.dout, x.dv, x.dq, x.left, x.dk, x.g);
-    at.all(x.entering, x.whole, x.inter, x.anchors, x.flows);
+    at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk);
+    at.all(x.g, x.beta, x.entering, x.leaving, x.whole, x.inter, x.anchors, x.flows);
 }
 
 }  // namespace tfla_tk
@@ -24,20 +24,21 @@ void def_walk(pybind11::module_& m, const char* name) {
     namespace py = pybind11;
     m.def(
         name,
-        [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& u,
+        [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& writes,
            const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& dq, const OperandTuple& left,
-           const OperandTuple& dk, const GateTuple& g, std::int64_t entering, const SumsTuple& sums,
-           float scale, int walkers) {
+           const OperandTuple& dk, const GateTuple& g, const GateTuple& beta, std::int64_t entering,
+           std::int64_t leaving, const SumsTuple& sums, float scale, int walkers) {
             return prepared<kWalk>(DeltaStatesParams{
-                shape(of), operand(q), operand(k), operand(u), operand(dout), operand(dv), operand(dq),
-                operand(left), operand(dk), gate(g), pointer(entering), pointer(sums[0]),
-                reinterpret_cast<FlowSum*>(sums[1]), pointer(sums[2]), pointer(sums[3]), scale, walkers});
+                shape(of), operand(q), operand(k), operand(writes), operand(dout), operand(dv), operand(dq),
+                operand(left), operand(dk), gate(g), gate(beta), pointer(entering), pointer(leaving),
+                pointer(sums[0]), reinterpret_cast<FlowSum*>(sums[1]), pointer(sums[2]), pointer(sums[3]),
+                scale, walkers});
         },
-        py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("u"), py::arg("dout"), py::arg("dv"),
-        py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("g"), py::arg("entering"), py::arg("sums"),
-        py::arg("scale"), py::arg("walkers"),
-        "Prepares a walk; entering: the state it begins with, 0 for none; sums: whole, inter, anchors, "
-        "flows.");
+        py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("writes"), py::arg("dout"), py::arg("dv"),
+        py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("g"), py::arg("beta"), py::arg("entering"),
+        py::arg("leaving"), py::arg("sums"), py::arg("scale"), py::arg("walkers"),
+        "Prepares a walk; entering, leaving: the states it begins and ends with, 0 for none; sums: whole, "
+        "inter, anchors, flows.");
 }
 
 }  // namespace

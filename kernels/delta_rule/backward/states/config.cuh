@@ -14,10 +14,14 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     static constexpr StateWalk kWalk = kWhich;
     static constexpr bool kIsLeft = kWalk == StateWalk::left;
     static constexpr int kThreads = 128 * (kWalkers + 1);
-    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kProducerRegisters = 40, kWalkerRegisters = kWalkers == 1 ? 248 : 232;
+    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker
+    // could have 248 always, but then ptxas keeps more addresses than fit.
+    static constexpr int kProducerRegisters = 40;
+    static constexpr int kWalkerRegisters = kWalkers == 1 && kDimV == 64 ? 248 : 232;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
                   65536 / kThreads / 8 * 8 * (kWalkers + 1));
+
+    static constexpr int kAnchorUnits = kDimV / 16 * 32;  // of 16 bytes, of 16 rows of a state
 
     using Values = PanelTile<T, kChunk, kDimV>;
     using Square = PanelTile<T, kChunk, kChunk>;
@@ -31,10 +35,10 @@ struct ResultMaps {
 
 // Fields as in bindings/params_states.h.
 struct StatesGlobals {
-    TensorMap q, k, u, dout, dv, left;  // boxes of a chunk
-    ResultMaps dq;                      // of the left walk
-    ResultMaps dk;                      // of the left walk: the left part
-    Gate g;
+    TensorMap q, k, writes, dout, dv, left;  // boxes of a chunk
+    ResultMaps dq;                           // of the left walk
+    ResultMaps dk;                           // of the left walk: the left part
+    Gate g, beta;
     Cut cut;
     int heads, group, seq, dim_k, dim_v;
     int ctas;                  // per sequence and head
@@ -42,6 +46,7 @@ struct StatesGlobals {
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
     const float* entering;
+    float* leaving;
     float* whole;
     FlowSum* inter;
     uint4* anchors;
@@ -54,11 +59,30 @@ struct StatesGlobals {
 
 // Of a chunk's tokens.
 struct StatesGates {
-    TokenFactors out;                       // s e^b
-    TokenFactors minus_read;                // -e^b
-    TokenFactors update;                    // e^{b_L - b}
+    TokenFactors read;    // e^b
+    TokenFactors update;  // beta e^{b_L - b}
+    float beta[kChunk];
     alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
     float decay;                            // e^{b_L}
+};
+
+// A CTA's task, and where the sums of its (sequence, head) go; null where none are wanted. NOTES: computed
+// once and reread from shared memory, to save registers.
+struct StatesTask : Task {
+    float* whole;    // of its first token
+    FlowSum* inter;  // of its first chunk
+    uint4* anchors;  // of the head's first anchor
+    float* flows;
+
+    // Called by whole warps.
+    template <class C> __device__ static inline StatesTask of_block(const StatesGlobals& g, int block) {
+        const Task task = Task::of_block<C>(g, block);
+        if (g.whole == nullptr) return {task, nullptr, nullptr, nullptr, nullptr};
+        const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
+        const int64_t anchor_parts = head * g.anchor_slots * g.parts();
+        return {task, g.whole + head * g.seq + task.first_row, g.inter + head * g.slots + task.first_slot,
+                g.anchors + anchor_parts * C::kAnchorUnits, g.flows + anchor_parts};
+    }
 };
 
 // A walker reads and replaces its own columns alone.
@@ -71,7 +95,7 @@ template <class C> struct StatesColumns<C, StateWalk::right> {
 };
 
 template <class C> struct StatesStage {
-    typename C::Values u, dout, dv;
+    typename C::Values writes, dout, dv;
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
@@ -94,7 +118,7 @@ template <class C> struct StatesMemory {
     semaphore free[kStages];     // but for the columns, which are followed by results
     semaphore out_ready[C::kWalkers][kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    Task task;
+    StatesTask task;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = C::kIsLeft ? 2 : 3;

@@ -3,7 +3,7 @@
 //   2. Issue the products of the scores and S dO^T; under the latter make the scores.
 //   3. Issue S dV^T. Wait for the other walker's scores and for S dO^T; scale it by s e^b.
 //   4. Issue dq^T += K^T P^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T M^T.
-//   5. Round e^{b_L - b} K^T to A operands and issue S += K^T U.
+//   5. Round beta e^{b_L - b} K^T to A operands and issue S += K^T U'.
 //   6. Wait for dq and left; their sums per token, and themselves in the places of q and k.
 //   7. Wait for S; hand the stage over.
 #pragma once
@@ -12,18 +12,18 @@
 
 namespace tfla_tk::delta_rule {
 
-template <class C>
-__device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
+template <class C> __device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem) {
     using W = StatesWalker<C>;
     constexpr bool kAlone = C::kWalkers == 1;
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
     typename W::State state;  // S
     typename W::Tokens scores, dq, left;
-    typename W::Fragment read[std::max(kStateSteps, kTokenSteps)];  // S, rounded; then e^{b_L - b} K^T
+    typename W::Fragment read[std::max(kStateSteps, kTokenSteps)];  // S, rounded; then beta e^{b_L - b} K^T
     typename W::Factors keys;
 
-    const Task& task = smem.task;
+    const StatesTask& task = smem.task;
     // NOTES: recomputed, to save registers
+    auto walker = [&] { return kAlone ? 0 : fresh_thread() / 128 - 1; };
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
 
     auto walk_chunk = [&](int chunk) {
@@ -31,22 +31,24 @@ __device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem, 
         StatesStage<C>& stage = smem.stages[slot];
         const StatesGates& gates = smem.gates[slot];
         ChunkScores<C>& tiles = smem.scores[chunk % 2];
-        auto& columns = stage.columns[walker];
+        auto& columns = stage.columns[walker()];
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
-        if (g.anchors && is_anchor(task, chunk) && column() < g.dim_k)
-            store_anchor<C>(anchor_units<C>(g, task, chunk, column() / 16, fresh_laneid()), read);
+        if (is_anchor(task, chunk) && column() < g.dim_k) {
+            const int part = anchor_part(g, task, chunk, column() / 16);
+            store_anchor<C>(anchor_units<C>(task, part, fresh_laneid()), read);
+        }
         warp::mul(state, state, gates.decay);
         pin(state);
-        W::issue_reads_or_erasures(scores, stage, walker == 0);  // 2
+        W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
         W::read_state(dq, read, stage.dout);
         W::template wait_but<kStateSteps>();
-        W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker == 0);
-        if constexpr (kAlone) W::issue_reads_or_erasures(scores, stage, false);
-        W::read_state(left, read, stage.dv);  // 3
+        W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker() == 0);
         if constexpr (kAlone) {
-            W::template wait_but<kStateSteps>();
+            W::issue_reads_or_erasures(scores, stage, false);
+            warpgroup::mma_async_wait<0>();
             W::round_reads_or_erasures(tiles, scores, gates, g.scale, false);
         }
+        W::read_state(left, read, stage.dv);  // 3
         share_scores<C>();
         W::load(keys, columns.keys);
         W::template wait_but<kStateSteps>();
@@ -59,20 +61,20 @@ __device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem, 
         };
         auto of_erasures = [&](int j, int k) { return W::product(keys[j], left, j, k); };
         ThroughState through;
-        W::scale(dq, gates.out);
+        W::scale(dq, gates.read, g.scale);
         through.add(of_reads);
         W::add_rows(dq, keys, tiles.reads);  // 4
         W::template wait_but<kTokenSteps>();
         pin(left);
         each<0, kStateSteps>([&](int k) { pin(read[k]); });
-        W::scale(left, gates.minus_read);
+        W::scale(left, gates.read, -1.f);
         through.add(of_erasures);
         W::add_rows(left, keys, tiles.erasures);
-        W::scale(read, keys, gates.update);  // 5
-        W::add_to_state(state, read, stage.u, true);
+        W::scale(read, keys, gates.update, 1.f);  // 5
+        W::add_to_state(state, read, stage.writes, true);
         W::template wait_but<kTokenSteps>();  // 6
         pin(dq), pin(left), pin_all(keys);
-        if (g.whole && column() < g.dim_k)
+        if (task.whole && column() < g.dim_k)
             store_sums(g, task, chunk, column() / 16, fresh_laneid(), through, [&](int j, int k) {
                 const float2 x = of_reads(j, k), y = of_erasures(j, k);
                 return float2{x.x + y.x, x.y + y.y};
@@ -80,7 +82,7 @@ __device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem, 
         W::store(columns.queries, dq);
         W::store(columns.keys, left);
         fence_async_proxy();
-        arrive_warp(smem.out_ready[walker][slot]);
+        arrive_warp(smem.out_ready[walker()][slot]);
         warpgroup::mma_async_wait<0>();  // 7
         pin(state);
         each<0, kTokenSteps>([&](int j) { pin(read[j]); });
@@ -93,12 +95,14 @@ __device__ inline void walk_left(const StatesGlobals& g, StatesMemory<C>& smem, 
     else
         warp::zero(state);
     pin(state);
-    const int chunks = task.chunks;
-    for (int chunk = 0; chunk < chunks; chunk++) {
+    auto chunks = [&] { return static_cast<int>(load_anew(shared_address(&task.chunks))); };
+    for (int chunk = 0; chunk < chunks(); chunk++) {
         const Use<StatesMemory<C>::kStages> use(chunk);
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(chunk);
     }
+    if (g.leaving)
+        store_state(g.leaving + task.state * state_size, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

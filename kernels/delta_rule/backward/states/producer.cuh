@@ -11,7 +11,7 @@ template <class C> __device__ inline int chunk_of_step(const Task& task, int ste
     return C::kIsLeft ? step : task.chunks - 1 - step;
 }
 
-// One warp: U, dO and dV.
+// One warp: U', dO and dV.
 template <class C> __device__ inline void load_values(const StatesGlobals& g, StatesMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
@@ -23,7 +23,7 @@ template <class C> __device__ inline void load_values(const StatesGlobals& g, St
         semaphore& arrived = smem.arrived[slot];
         wait_free(smem.free[slot], phase);
         load(stage.dout, g.dout, arrived, 0, task.head, chunk);
-        load(stage.u, g.u, arrived, 0, task.head, chunk);
+        load(stage.writes, g.writes, arrived, 0, task.head, chunk);
         load(stage.dv, g.dv, arrived, 0, task.head, chunk);
     }
 }
@@ -36,20 +36,25 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
         if (chunk < 0) return float2{0.f, 0.f};
         return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
     };
-    float2 log_decay = load_decay(0);
+    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
+    auto load_beta = [&](int step) {
+        const int chunk = chunk_of_step<C>(task, step);
+        return chunk < 0 ? float2{0.f, 0.f} : betas.pair(chunk, task.tokens, 0.f);
+    };
+    float2 log_decay = load_decay(0), beta = load_beta(0);
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
         const TwoPairs b = cumulative_log2_decay(log_decay);
         const Decays decays(b);
-        log_decay = load_decay(step + 1);
+        const float2 written = beta, kept = decays.to_end;
+        log_decay = load_decay(step + 1), beta = load_beta(step + 1);
         const auto [slot, phase] = Use<StatesMemory<C>::kStages>(step);
         wait_free(smem.free[slot], phase);
         StatesGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
-        const float2 read = decays.to_token;
-        gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
-        gates.minus_read.write(lane, {-read.x, -read.y});
-        gates.update.write(lane, decays.to_end);
+        gates.read.write(lane, decays.to_token);
+        gates.update.write(lane, {written.x * kept.x, written.y * kept.y});
+        write_pair(gates.beta, 2 * lane, written);
         write_log2_decay(gates.log2_decay, lane, b);
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);

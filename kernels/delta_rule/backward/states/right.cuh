@@ -1,8 +1,8 @@
 // A walker of the right walk (walker.cuh), backward in time: dk, its left part given. Per chunk:
 //   1. The flow of gradient over the chunk's end where that is an anchor. Round dS to A operands, then scale
 //      it by its decay.
-//   2. Issue the products of the scores and right^T = dS U^T; under the latter make the scores.
-//   3. Wait for the other walker's scores and for dS U^T; scale it by e^{b_L - b}.
+//   2. Issue the products of the scores and right^T = dS U'^T; under the latter make the scores.
+//   3. Wait for the other walker's scores and for dS U'^T; scale it by beta e^{b_L - b}.
 //   4. Issue right^T += Q^T P + K^T M.
 //   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
 //   6. Wait for right; its sums per token, and left + right in the place of left.
@@ -13,8 +13,7 @@
 
 namespace tfla_tk::delta_rule {
 
-template <class C>
-__device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
+template <class C> __device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem) {
     using W = StatesWalker<C>;
     constexpr bool kAlone = C::kWalkers == 1;
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
@@ -24,8 +23,9 @@ __device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem,
         read[std::max(kStateSteps, 2 * kTokenSteps)];  // dS, rounded; then the scaled factors
     typename W::Factors queries, keys;
 
-    const Task& task = smem.task;
+    const StatesTask& task = smem.task;
     // NOTES: recomputed, to save registers
+    auto walker = [&] { return kAlone ? 0 : fresh_thread() / 128 - 1; };
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
 
     auto walk_chunk = [&](int step) {
@@ -33,19 +33,19 @@ __device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem,
         StatesStage<C>& stage = smem.stages[slot];
         const StatesGates& gates = smem.gates[slot];
         ChunkScores<C>& tiles = smem.scores[step % 2];
-        auto& columns = stage.columns[walker];
-        if (g.flows && is_anchor(task, chunk + 1) && column() < g.dim_k) {  // 1
-            const int part = column() / 16, lane = fresh_laneid();
-            const float flow = anchor_flow<C>(anchor_units<C>(g, task, chunk + 1, part, lane), state);
-            if (lane == 0) g.flows[anchor_of(g, task, chunk + 1) * g.parts() + part] = flow;
+        auto& columns = stage.columns[walker()];
+        if (is_anchor(task, chunk + 1) && column() < g.dim_k) {  // 1
+            const int part = anchor_part(g, task, chunk + 1, column() / 16), lane = fresh_laneid();
+            const float flow = anchor_flow<C>(anchor_units<C>(task, part, lane), state);
+            if (lane == 0) task.flows[part] = flow;
         }
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
         warp::mul(state, state, gates.decay);
         pin(state);
-        W::issue_reads_or_erasures(scores, stage, walker == 0);  // 2
-        W::read_state(right, read, stage.u);
+        W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
+        W::read_state(right, read, stage.writes);
         W::template wait_but<kStateSteps>();
-        W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker == 0);
+        W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker() == 0);
         if constexpr (kAlone) {
             W::issue_reads_or_erasures(scores, stage, false);
             warpgroup::mma_async_wait<0>();
@@ -57,17 +57,17 @@ __device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem,
         pin(right), pin_all(read);
         auto of_keys = [&](int j, int k) { return W::product(keys[j], right, j, k); };
         ThroughState through;
-        W::scale(right, gates.update);
+        W::scale(right, gates.update, 1.f);
         through.add(of_keys);
         W::add_columns(right, queries, tiles.reads, true);  // 4
         W::add_columns(right, keys, tiles.erasures, false);
-        W::scale(read, queries, gates.out);  // 5
+        W::scale(read, queries, gates.read, g.scale);  // 5
         W::add_to_state(state, read, stage.dout, true);
-        W::scale(read + kTokenSteps, keys, gates.minus_read);
+        W::scale(read + kTokenSteps, keys, gates.read, -1.f);
         W::add_to_state(state, read + kTokenSteps, stage.dv, false);
         W::template wait_but<2 * kTokenSteps>();  // 6
         pin(right), pin_all(queries), pin_all(keys);
-        if (g.whole && column() < g.dim_k)
+        if (task.whole && column() < g.dim_k)
             store_sums(g, task, chunk, column() / 16, fresh_laneid(), through, of_keys);
         W::load(queries, columns.left);
         each<0, 4 * kTokenSteps>([&](int i) {
@@ -77,7 +77,7 @@ __device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem,
         });
         W::store(columns.left, right);
         fence_async_proxy();
-        arrive_warp(smem.out_ready[walker][slot]);
+        arrive_warp(smem.out_ready[walker()][slot]);
         warpgroup::mma_async_wait<0>();  // 7
         pin(state);
         each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });
@@ -90,12 +90,14 @@ __device__ inline void walk_right(const StatesGlobals& g, StatesMemory<C>& smem,
     else
         warp::zero(state);
     pin(state);
-    const int chunks = task.chunks;
-    for (int step = 0; step < chunks; step++) {
+    auto chunks = [&] { return static_cast<int>(load_anew(shared_address(&task.chunks))); };
+    for (int step = 0; step < chunks(); step++) {
         const Use<StatesMemory<C>::kStages> use(step);
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(step);
     }
+    if (g.leaving)
+        store_state(g.leaving + task.state * state_size, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

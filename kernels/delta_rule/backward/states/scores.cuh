@@ -6,8 +6,8 @@
 
 namespace tfla_tk::delta_rule {
 
-// Rounds the products X U^T to a tile, gated and times `factor`: zero right of the diagonal, and on it for
-// strict ones. NOTES: by selection, not by products: what is left out may be NaN or infinite.
+// Rounds the products X U'^T to a tile, gated and times `factor` and beta: zero right of the diagonal, and on
+// it for strict ones. NOTES: by selection, not by products: what is left out may be NaN or infinite.
 template <class T, class Square>
 __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, const StatesGates& gates,
                                     float factor, bool strict) {
@@ -20,16 +20,19 @@ __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, con
         for (int half = 0; half < 2; half++) {
             const int column = first_column + 16 * j + 8 * half;
             const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay[column]);
+            const float2 beta = *reinterpret_cast<const float2*>(&gates.beta[column]);
+            const float2 by{factor * beta.x, factor * beta.y};
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 const int last = first_row + 8 * k - strict;  // column that the row sees
                 const float2 b = of_rows[k];
                 float2& x = scores.tiles[0][j].data[2 * half + k];
-                auto gated = [&](float x, float high, float low, int column) {
+                auto gated = [&](float x, float by, float high, float low, int column) {
                     const float gate = exp2f((b.x - high) + (b.y - low));
-                    return column <= last ? factor * gate * x : 0.f;
+                    return column <= last ? by * gate * x : 0.f;
                 };
-                x = {gated(x.x, before.x, before.y, column), gated(x.y, before.z, before.w, column + 1)};
+                x = {gated(x.x, by.x, before.x, before.y, column),
+                     gated(x.y, by.y, before.z, before.w, column + 1)};
             }
         }
     store_panels<T, kChunk>(shared_address(&tile), 16 * warp, scores);

@@ -1,10 +1,10 @@
-// The gradients of q, k and the log decay, once the mirror walk has left U and dV (backward/backward.cu).
+// The gradients of q, k and the log decay, once the mirror walk has left dV (backward/backward.cu).
 //
 // Two kernels:
 //   delta_left   forward in time: dq and the left part of dk (left.cuh)
 //   delta_right  backward in time: dk (right.cuh)
 // One CTA of either owns a (sequence, head, 64 or 128 columns of K):
-//     producer   loads U, dO, dV, q, k and the left part of dk; scans the gates; stores the results
+//     producer   loads U', dO, dV, q, k and the left part of dk; scans the gates; stores the results
 //     walkers    one or two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule.md.
 #include <stdexcept>
@@ -29,7 +29,7 @@ __global__ __launch_bounds__(C::kThreads,
     auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
     if (!begin_task<C>(g, smem, blockIdx.x, [&] {
-            g.q.prefetch(), g.k.prefetch(), g.u.prefetch(), g.dout.prefetch(), g.dv.prefetch();
+            g.q.prefetch(), g.k.prefetch(), g.writes.prefetch(), g.dout.prefetch(), g.dv.prefetch();
         }))
         return;
     if (warpgroup_id == 0) {
@@ -44,9 +44,9 @@ __global__ __launch_bounds__(C::kThreads,
     } else {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         if constexpr (C::kIsLeft)
-            walk_left(g, smem, warpgroup_id - 1);
+            walk_left(g, smem);
         else
-            walk_right(g, smem, warpgroup_id - 1);
+            walk_right(g, smem);
     }
 }
 
@@ -64,13 +64,14 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
     return {
         maps.of_keys(p.q),
         maps.of_keys(p.k),
-        maps.of_values(p.u, kChunk),
+        maps.of_values(p.writes, kChunk),
         maps.of_values(p.dout, kChunk),
         maps.of_values(p.dv, kChunk),
         TensorMap(p.left, s.batch, s.heads, s.seq, s.dim_k, kChunk, s.half),
         result_maps(C::kIsLeft ? p.dq : p.dk, s),
         result_maps(C::kIsLeft ? p.left : p.dk, s),
         p.g,
+        p.beta,
         s.cut,
         s.heads,
         s.group,
@@ -83,6 +84,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         heads * s.seq,
         heads * slots,
         p.entering,
+        p.leaving,
         p.whole,
         p.inter,
         static_cast<uint4*>(p.anchors),

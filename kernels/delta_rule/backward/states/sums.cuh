@@ -23,31 +23,26 @@ struct ThroughState {
 
 // Stores a chunk's sums of one warp, which are those of a part of 16 columns of K.
 template <class Product>
-__device__ inline void store_sums(const StatesGlobals& g, const Task& task, int chunk, int part, int lane,
-                                  const ThroughState& through, Product product) {
-    const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
-    float* const whole = g.whole + part * g.rows + head * g.seq + task.first_row + chunk * kChunk;
-    store_token_sums(whole, task.tokens - chunk * kChunk, lane, product);
+__device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task, int chunk, int part,
+                                  int lane, const ThroughState& through, Product product) {
+    store_token_sums(task.whole + part * g.rows + chunk * kChunk, task.tokens - chunk * kChunk, lane,
+                     product);
     const float value = warp_sum(through.value), squares = warp_sum(through.squares);
-    if (lane == 0) g.inter[part * g.chunk_sums + head * g.slots + task.first_slot + chunk] = {value, squares};
+    if (lane == 0) task.inter[part * g.chunk_sums + chunk] = {value, squares};
 }
 
-// Whether there is an anchor before a chunk.
-__device__ inline bool is_anchor(const Task& task, int chunk) {
-    return chunk > 0 && chunk < task.chunks && chunk % kAnchorChunks == 0;
+// Whether sums are wanted and there is an anchor before a chunk.
+__device__ inline bool is_anchor(const StatesTask& task, int chunk) {
+    return task.whole && chunk > 0 && chunk < task.chunks && chunk % kAnchorChunks == 0;
 }
-__device__ inline int64_t anchor_of(const StatesGlobals& g, const Task& task, int chunk) {
-    const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
-    return head * g.anchor_slots + (task.first_slot + chunk) / kAnchorChunks;
+// The number of a part of an anchor, among those of the head.
+__device__ inline int anchor_part(const StatesGlobals& g, const StatesTask& task, int chunk, int part) {
+    return (task.first_slot + chunk) / kAnchorChunks * g.parts() + part;
 }
 
-// A lane's units of an anchor, of 16 columns of V and the warp's 16 of K each, 32 apart.
-template <class C>
-__device__ inline uint4* anchor_units(const StatesGlobals& g, const Task& task, int chunk, int part,
-                                      int lane) {
-    constexpr int kUnits = C::kDimV / 16;
-    const int64_t of_part = anchor_of(g, task, chunk) * g.parts() + part;
-    return g.anchors + of_part * kUnits * 32 + lane;
+// A lane's units of a part of an anchor, of 16 columns of V and the warp's 16 of K each, 32 apart.
+template <class C> __device__ inline uint4* anchor_units(const StatesTask& task, int anchor_part, int lane) {
+    return task.anchors + static_cast<int64_t>(anchor_part) * C::kAnchorUnits + lane;
 }
 
 template <class C, class Fragment, int kCount>

@@ -55,6 +55,9 @@ template <class C> struct StatesWalker {
         });
     }
 
+    __device__ static inline float2 times(float2 x, float constant) {
+        return {constant * x.x, constant * x.y};
+    }
     __device__ static inline uint32_t address(const typename C::Columns& tile) {
         return shared_address(&tile) + transposed_lane_offset(warpgroup::warpid());
     }
@@ -69,21 +72,26 @@ template <class C> struct StatesWalker {
     __device__ static inline void store(typename C::Columns& tile, const Tokens& result) {
         store_transposed<T>(address(tile), result);
     }
-    __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by) {
+    // scaled = factors times by and `constant`, rounded
+    __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by,
+                                        float constant) {
         const int lane = fresh_laneid();
         each<0, kTokenSteps>([&](int j) {
             const auto of_tokens = by.columns(j, lane);
             each<0, 4>([&](int k) {
-                const float2 x = to_float2(factors[j].tiles[0][0].data[k]), e = of_tokens.of[k / 2];
+                const float2 x = to_float2(factors[j].tiles[0][0].data[k]);
+                const float2 e = times(of_tokens.of[k / 2], constant);
                 scaled[j].tiles[0][0].data[k] = from_float2<T2>({e.x * x.x, e.y * x.y});
             });
         });
     }
-    __device__ static inline void scale(Tokens& result, const TokenFactors& by) {
+    __device__ static inline void scale(Tokens& result, const TokenFactors& by, float constant) {
         const int lane = fresh_laneid();
         each<0, kTokenSteps>([&](int j) {
             const auto of_tokens = by.columns(j, lane);
-            each<0, 4>([&](int k) { scale_in_place(result.tiles[0][j].data[k], of_tokens.of[k / 2]); });
+            each<0, 4>([&](int k) {
+                scale_in_place(result.tiles[0][j].data[k], times(of_tokens.of[k / 2], constant));
+            });
         });
     }
     // Of the pair of tokens in data[k] of the j-th 16, whose factors are given.
@@ -95,7 +103,7 @@ template <class C> struct StatesWalker {
     // Issues the products of the first tile of scores that a walker makes, and of the other one.
     __device__ static inline void issue_reads_or_erasures(Tokens& scores, const StatesStage<C>& stage,
                                                           bool reads) {
-        issue_scores<T, C::kDimV>(scores, reads ? stage.dout : stage.dv, stage.u);
+        issue_scores<T, C::kDimV>(scores, reads ? stage.dout : stage.dv, stage.writes);
     }
     __device__ static inline void round_reads_or_erasures(ChunkScores<C>& to, Tokens& scores,
                                                           const StatesGates& gates, float scale, bool reads) {

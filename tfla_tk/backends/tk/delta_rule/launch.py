@@ -3,12 +3,13 @@
 The forward has two kernels: of every chunk in parallel what depends on q, k and the gates alone, A and P, and
 the walk over the chunks. A training call keeps the walk's writes U', [B, T, HV, V].
 
-The backward makes A and P again and walks over the chunks backward in time, which gives dv, the sums of dbeta
-and U = beta U'. Two more walks over the states give the rest, `States`: forward in time dq and the part of dk
-from what a token is erased of, backward in time dk. The gradient of g follows from their sums.
+The backward makes A and P again and walks over the chunks backward in time, which gives dv and the sums of
+dbeta. Two more walks over the states give the rest, `States`: forward in time dq and the part of dk from what
+a token erases, backward in time dk. The gradient of g follows from their sums.
 
-These hold up to 128 columns of V. For more, q, k and v's gradients are those of two plain linear attentions
-with a scalar decay over the same states, whose kernels are scalar_gate's::
+These hold up to 128 columns of V. For more, the first of the walks leaves U = beta U', too, and the gradients
+of q and k are those of two plain linear attentions with a scalar decay over the same states, whose kernels
+are scalar_gate's::
 
                   q   k   v   do  sums over j    gives
     the reads     q   k   U   do  j <= t         dq, the part of dk from what is read behind a token
@@ -100,8 +101,8 @@ def backward(
         _mirrors.keep(key, mirror)
     dv, u, dbeta_parts, dh0 = mirror(core, given.v, writes, do, dht)
     needs_dg = needs_gates and core.g is not None
-    if walks_states(core.v.shape[3]):
-        through = (u, dv.written, as_state(final_state), do, dht, dh0)
+    if u is None:
+        through = (writes, dv.written, do, dht)
         dq, dk, dg = _walk_states(given, core, through, needs_dg=needs_dg)
     else:
         reads, erasures = _through_states(core, u, dv.written, final_state, do, dht, needs_dg=needs_dg)
@@ -254,20 +255,23 @@ class Mirror:
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = _number(core)
         matrices = _matrices_at(addresses.next(), shape)
-        do_at, writes_at, dv_at, u_at, sums_at = (addresses.next() for _ in range(5))
+        do_at, writes_at, dv_at = (addresses.next() for _ in range(3))
+        self._keeps_u = not walks_states(shape.dim_v)
+        u_at, sums_at = addresses.next(given=self._keeps_u), addresses.next()
         dht_at = addresses.next(given=dht is not None)
         dh0_at = addresses.next(given=core.initial_state is not None)
         of = shape.with_offsets(at.cu_seqlens)
         gates = (_gate(at.g, core.g), _gate(at.beta, core.beta))
         q, k = _operand(at.q, core.q), _operand(at.k, core.k)
         dense = torch.empty(core.v.shape, device="meta")
+        u = _operand(u_at, dense) if self._keeps_u else _NO_OPERAND
         self._launches = Launches.of(
             kernel,
             [
                 kernel.matrices(of, q, k, *gates, matrices, core.scale),
                 kernel.mirror(
                     of, q, k, _operand(do_at, do), _operand(writes_at, dense),
-                    _operand(dv_at, Result.like(like, "meta").written), _operand(u_at, dense), *gates,
+                    _operand(dv_at, Result.like(like, "meta").written), u, *gates,
                     matrices, sums_at, dht_at, dh0_at, core.scale, shape.walkers(shape.dim_v),
                 ),
             ],
@@ -275,11 +279,11 @@ class Mirror:
 
     def __call__(
         self, core: DeltaRuleCore, like: Tensor, writes: Tensor, do: Tensor, dht: MaybeTensor
-    ) -> tuple[Result, Tensor, Tensor, MaybeTensor]:
-        """dv, U, the parts of dbeta [parts, B, HV, T] and dh0."""
+    ) -> tuple[Result, MaybeTensor, Tensor, MaybeTensor]:
+        """dv, U for scalar_gate's walks, the parts of dbeta [parts, B, HV, T] and dh0."""
         v, initial = core.v, core.initial_state
         matrices = v.new_empty(self._shape.matrix_bytes)
-        dv, u = Result.like(like), v.new_empty(v.shape)
+        dv, u = Result.like(like), v.new_empty(v.shape) if self._keeps_u else None
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
         self._launches.run(
@@ -289,8 +293,8 @@ class Mirror:
         return dv, u, sums, dh0
 
 
-# U, dv, the final state, do, dht, dh0
-ThroughStates: TypeAlias = tuple[Tensor, Tensor, MaybeTensor, Tensor, MaybeTensor, MaybeTensor]
+# U', dv, do, dht
+ThroughStates: TypeAlias = tuple[Tensor, Tensor, Tensor, MaybeTensor]
 
 
 class Sums(NamedTuple):
@@ -343,15 +347,18 @@ class States:
     def __init__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates, *, needs_dg: bool
     ) -> None:
-        u, dv, last, do, dht, dh0 = through
+        writes, dv, do, dht = through
         self._shape = shape = Shape.of(core)
         self._needs_dg = needs_dg
         self._per_head = (*core.v.shape[:3], shape.dim_k)
+        self._state = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         kernel = build.load(instances.delta_states(shape.dim_v))
         at, addresses = _number(core)
-        u_at, dv_at, last_at, do_at, dht_at, dh0_at = (addresses.next(given=x is not None) for x in through)
+        writes_at, dv_at, do_at, dht_at = (addresses.next(given=x is not None) for x in through)
         dq_at, dk_at, left_at = (addresses.next() for _ in range(3))
         sums_at, dg_at = (addresses.next(given=needs_dg) for _ in range(2))
+        self._leaves = (needs_dg and dht is not None, needs_dg and core.initial_state is not None)
+        last_at, dh0_at = (addresses.next(given=given) for given in self._leaves)
         of, walkers = shape.with_offsets(at.cu_seqlens), shape.walkers(shape.dim_k)
         dq, dk = (
             _operand(x_at, x) for x_at, x in zip((dq_at, dk_at), self._written(given, "meta"), strict=True)
@@ -359,10 +366,10 @@ class States:
         left = _operand(left_at, torch.empty(self._per_head, device="meta"))
         operands = (
             *(_operand(at.q, core.q), _operand(at.k, core.k)),
-            *(_operand(u_at, u), _operand(do_at, do), _operand(dv_at, dv)),
-            *(dq, left, dk, _gate(at.g, core.g)),
+            *(_operand(writes_at, writes), _operand(do_at, do), _operand(dv_at, dv)),
+            *(dq, left, dk, _gate(at.g, core.g), _gate(at.beta, core.beta)),
         )
-        walks = ((kernel.left, at.initial_state), (kernel.right, dht_at))
+        walks = ((kernel.left, at.initial_state, last_at), (kernel.right, dht_at, dh0_at))
         sums, of_walks, self._sums_size = None, [(0, 0, 0, 0)] * 2, 0
         if needs_dg:
             around = build.load(instances.for_scalar_decay(instances.mlstm_bwd()))
@@ -372,13 +379,11 @@ class States:
             sums = offsets.at(sums_at)
             of_walks = [sums.of_walk(number) for number in range(2)]
         launches: list[Launch] = [
-            walk(of, *operands, entering, of_walk, core.scale, walkers)
-            for (walk, entering), of_walk in zip(walks, of_walks, strict=True)
+            walk(of, *operands, entering, leaving, of_walk, core.scale, walkers)
+            for (walk, entering, leaving), of_walk in zip(walks, of_walks, strict=True)
         ]
         if sums is not None:
             assert given.g is not None and core.g is not None
-            initial = (at.initial_state, dh0_at) if dh0 is not None else (0, 0)
-            final = (last_at, dht_at) if last is not None and dht is not None else (0, 0)
             launches.append(
                 around.mlstm_bwd_gates(
                     (sums.whole[0], sums.inter[0], shape.sum_parts),
@@ -386,7 +391,7 @@ class States:
                     (sums.flows, shape.sum_parts),
                     _NO_GATE, _gate(at.g, core.g), _NO_GATE,
                     _gate(dg_at, torch.empty_like(given.g, device="meta")),
-                    0, (*initial, 0, 0), (*final, 0, 0), sums.workspace, of[:3],
+                    0, (at.initial_state, dh0_at, 0, 0), (last_at, dht_at, 0, 0), sums.workspace, of[:3],
                     (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,
                 )
             )  # fmt: skip
@@ -403,8 +408,11 @@ class States:
             assert given.g is not None
             sums = core.q.new_empty(self._sums_size, dtype=torch.float32)
             dg = torch.empty_like(given.g)
+        # those that the sums are of: the forward's and the mirror's are rounded otherwise
+        last, dh0 = (core.q.new_empty(self._state, dtype=torch.float32) if x else None for x in self._leaves)
         self._launches.run(
-            _starts(*core[:9], *through, dq, dk, left, sums, dg), current_stream(self._shape.device)
+            _starts(*core[:9], *through, dq, dk, left, sums, dg, last, dh0),
+            current_stream(self._shape.device),
         )
         return dq, dk, dg
 
