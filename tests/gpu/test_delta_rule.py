@@ -23,6 +23,8 @@ DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
 LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 GATES = ["usual", "none", "slow", "-10", "closed", "half closed"]
+# in bf16, where the same is written and erased over and over: dg is a small difference of large sums
+OF_ERASED_STATES = {"dg": 1.25e-2}
 BETAS = ["usual", "zero", "small", "half", "one", "up to two", "half zero"]
 
 
@@ -72,14 +74,19 @@ def draw(
     return found
 
 
-def check(x: Tensors, function: Any = chunk_gated_delta_rule, **options: Any) -> None:
-    """Forward and backward."""
+def check(
+    x: Tensors,
+    function: Any = chunk_gated_delta_rule,
+    wider: dict[str, float] | None = None,
+    **options: Any,
+) -> None:
+    """Forward and backward; wider: other tolerances of gradients."""
     dtype = x["q"].dtype
     of_function = {"function": function, **options}
     assert_accurate(run(x, **of_function), run(exact(x), "reference", **of_function), dtype)
     found, truth = train(x, **of_function), train(exact(x), "reference", **of_function)
     assert all(found[f"d{name}"].dtype == x[name].dtype for name in x if f"d{name}" in found)
-    assert_accurate(found, truth, dtype, size=x["v"].numel() ** 0.5)
+    assert_accurate(found, truth, dtype, x["v"].numel() ** 0.5, wider)
 
 
 @pytest.fixture(params=list(TOLERANCE), ids=["bf16", "fp16"])
@@ -123,7 +130,8 @@ def test_anchors(dims: tuple[int, int], states: bool) -> None:
 @pytest.mark.parametrize("betas", ["one", "up to two"])
 def test_a_state_that_is_erased_but_not_forgotten(betas: str, dtype: torch.dtype) -> None:
     """dk is a difference of terms larger than itself."""
-    check(draw(1, 500, dtype=dtype, gates="slow", betas=betas))
+    wider = OF_ERASED_STATES if dtype == torch.bfloat16 else None
+    check(draw(1, 500, dtype=dtype, gates="slow", betas=betas), wider=wider)
 
 
 def test_without_gate(dtype: torch.dtype) -> None:
@@ -151,7 +159,7 @@ def test_repeated_keys(dtype: torch.dtype) -> None:
     """The same key over and over: what is written is erased at once."""
     x = draw(1, 300, dtype=dtype)
     x["k"] = x["k"][:, :4].repeat(1, 75, 1, 1)
-    check(x)
+    check(x, wider=OF_ERASED_STATES if dtype == torch.bfloat16 else None)
 
 
 def test_a_loss_on_the_final_state_alone() -> None:

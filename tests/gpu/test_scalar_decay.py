@@ -71,16 +71,23 @@ def exact(x: Tensors) -> Tensors:
     return {name: t.double() if t.is_floating_point() else t for name, t in x.items()}
 
 
-def assert_accurate(found: Tensors, truth: Tensors, dtype: torch.dtype, size: float = 0.0) -> None:
+def assert_accurate(
+    found: Tensors,
+    truth: Tensors,
+    dtype: torch.dtype,
+    size: float = 0.0,
+    wider: dict[str, float] | None = None,
+) -> None:
     """Relative errors within the tolerances of the dtype.
 
     Args:
         size: norm of the gradient of o. Gradients far smaller have vanished: closed gates leave 1e-22
             of them, which 16-bit factors cannot hold. Of these only the size is checked.
+        wider: other tolerances, by name.
     """
     assert found.keys() == truth.keys()
     limits = {"o": TOLERANCE[dtype], "final_state": TOLERANCE[dtype], "dg": GRADIENT_TOLERANCE[dtype][1]}
-    limits = {name: limits.get(name, GRADIENT_TOLERANCE[dtype][0]) for name in found}
+    limits = {name: limits.get(name, GRADIENT_TOLERANCE[dtype][0]) for name in found} | (wider or {})
     failed = {}
     for name, x in found.items():
         assert x.shape == truth[name].shape, name
