@@ -22,6 +22,8 @@ from tfla_tk.build.instances import (
 
 WALKS = [*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *(mlstm_pass("dv", *tile) for tile in PASS_TILES)]
 SCHEDULED = ("HGMMA", "WARPGROUP.", "BAR.", "UTMALDG", "UTMASTG", "UTMAREDG")
+# instructions that a walk of the backward may have more: a token's own key may be left out of its sums
+OF_STRICT_SUMS = 16
 
 Compile = Callable[[build.Instance], Any]
 
@@ -58,4 +60,4 @@ def test_the_schedule_is_that_of_mlstm(instance: build.Instance, compile_once: C
     assert found.keys() == of_mlstm.keys()
     for role, kernel in found.items():
         assert schedule_of(kernel) == schedule_of(of_mlstm[role]), role
-        assert len(kernel.instructions) <= len(of_mlstm[role].instructions), role
+        assert len(kernel.instructions) <= len(of_mlstm[role].instructions) + OF_STRICT_SUMS, role
