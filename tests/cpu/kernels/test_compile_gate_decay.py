@@ -23,7 +23,7 @@ from tfla_tk.build.instances import (
 WALKS = [*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *(mlstm_pass("dv", *tile) for tile in PASS_TILES)]
 SCHEDULED = ("HGMMA", "WARPGROUP.", "BAR.", "UTMALDG", "UTMASTG", "UTMAREDG")
 # instructions that a walk of the backward may have more: a token's own key may be left out of its sums
-OF_STRICT_SUMS = 16
+OF_STRICT_SUMS = 24
 
 Compile = Callable[[build.Instance], Any]
 
