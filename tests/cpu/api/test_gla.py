@@ -8,7 +8,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,10 +56,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """The tk backend serves every call, on the CPU."""
     module = Kernels(ops, ops.KERNELS)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    supported = SimpleNamespace(
-        supports_gla=lambda call, variant=None: SUPPORTED, load=lambda kernel, call, variant=None: SUPPORTED
-    )
-    monkeypatch.setattr(tk_gla, "_family", supported)
+    monkeypatch.setattr(tk_gla, "supports_gla", lambda call, variant=None: SUPPORTED)
+    monkeypatch.setattr(tk_gla, "load", lambda kernel, call, variant=None: SUPPORTED)
     return module
 
 

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.channel_gate.support import named_schedule
-from tfla_tk.backends.tk.operands import (
-    Operand,
-    as_operand,
-    as_state,
-    current_stream,
-    descriptor_strides,
-)
-from tfla_tk.backends.tk.scalar_gate.launches import Addresses, Launches
+from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream
+from tfla_tk.backends.tk.prepared import Addresses, Launches, operand_at, starts
+from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import CHUNK, DTYPES, Kept, MaybeTensor
@@ -111,11 +105,11 @@ class Forward:
         self._output_final_state = output_final_state
         kernel = build.load(instances.gla("forward", shape.dim_k, named_schedule(core.schedule)))
         addresses = Addresses()
-        q, k, v, g = (_operand(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
+        q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
-        o = _operand(o_at, torch.empty_like(core.v, device="meta"))
+        o = operand_at(o_at, torch.empty_like(core.v, device="meta"))
         self._launches = Launches.of(
             kernel,
             [
@@ -132,9 +126,7 @@ class Forward:
         o = torch.empty_like(v)
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         tensors = (core.q, core.k, v, core.g, core.initial_state, core.cu_seqlens, o, last)
-        self._launches.run(
-            [0 if x is None else x.data_ptr() for x in tensors], current_stream(self._shape.device)
-        )
+        self._launches.run(starts(*tensors), current_stream(self._shape.device))
         return o, last
 
 
@@ -171,14 +163,6 @@ def _layout(core: GLACore) -> Any:
         scale,
         schedule,
     )
-
-
-def _operand(address: int, x: Tensor) -> Operand:
-    """x [B, T, H, D]."""
-    strides = descriptor_strides(x.shape, x.stride())
-    assert strides is not None
-    batch, row, head = strides
-    return address, batch, head, row
 
 
 _forwards: Memo[Forward] = Memo()

@@ -39,6 +39,7 @@ from tfla_tk.backends.tk.operands import (
 )
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
+from tfla_tk.backends.tk.prepared import Addresses, Launches
 from tfla_tk.backends.tk.scalar_gate import launches
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
 from tfla_tk.backends.tk.scalar_gate.passes import Sizes, cut_sequences, instances_of, make_plan
@@ -249,9 +250,7 @@ class Backward:
         gates = [launches.of_gates(call, written)] if options.needs_df else []
         # the gates read dn_initial
         groups = (before, passes, gates) if self._parts else (before, passes + gates, [])
-        self._before, self._passes, self._gates = (
-            launches.Launches.of(call.plan.around, group) for group in groups
-        )
+        self._before, self._passes, self._gates = (Launches.of(call.plan.around, group) for group in groups)
 
     def __call__(self, tensors: Tensors, states: KeptStates | None, like: Tensors | None) -> Gradients:
         """`run` of these tensors."""
@@ -326,7 +325,7 @@ def _describe(
         grads: as the kernels write them.
     """
     q, k, v, i, f, _, _, cu_seqlens, h, _, _, _, _, _, dh, _, _ = tensors
-    addresses, normalize, last = launches.Addresses(), options.normalize, options.heads_last
+    addresses, normalize, last = Addresses(), options.normalize, options.heads_last
     at = [addresses.next(given=x is not None) for x in tensors]
     memory_at, kept_at = addresses.next(), addresses.next()
     to = [addresses.next(given=x is not None) for x in grads]

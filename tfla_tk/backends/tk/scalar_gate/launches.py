@@ -5,33 +5,18 @@ They are prepared once for all calls of a kind, so the addresses here are prepar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from tfla_tk.backends.tk.operands import Gate, Operand
+from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.backends.tk.scalar_gate.passes import INT, PART_COLUMNS, Memory, Plan, Sizes
-from tfla_tk.core.layout import ADDRESS_BITS, GRADIENTS
-
-# what a module has prepared: all but the addresses at which the tensors of a call begin
-Launch: TypeAlias = Any
+from tfla_tk.core.layout import GRADIENTS
 
 # prepared addresses, of states or their gradients 0 where there is none
 Pair = tuple[int, int]  # c and n, row sums and their inter, or anchors: states and flows
 Triple = tuple[int, int, int]  # c, n and log2_decay at boundaries
-
-
-class Addresses:
-    """Numbers the tensors of a call, in the order in which a launch is told where they begin."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def next(self, *, given: bool = True) -> int:
-        """The prepared address of the next tensor's first byte, to which bytes may be added; 0 for none."""
-        self._count += 1
-        return self._count << ADDRESS_BITS if given else 0
 
 
 @dataclass(slots=True)
@@ -78,23 +63,6 @@ class Call:
     half: bool
     device: int
     strict: bool
-
-
-class Launches(NamedTuple):
-    """Launches that are called together.
-
-    Attributes:
-        run: launches them, from where the tensors of a call begin and the stream.
-        launches: which have to live as long.
-    """
-
-    run: Callable[[list[int], int], None]
-    launches: list[Launch]
-
-    @staticmethod
-    def of(module: ModuleType, launches: list[Launch]) -> Launches:
-        """One after the other; of any modules, by the class that each has."""
-        return Launches(module.Launches([launch.handle for launch in launches]).run, launches)
 
 
 class Grads(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tfla_tk.backends.tk import device
+from tfla_tk.backends.tk import device, refusals
 from tfla_tk.backends.tk.scalar_gate import passes
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
@@ -13,8 +13,6 @@ from tfla_tk.core.checks import fail
 from tfla_tk.core.layout import MAX_SLICES, SCHEDULES
 from tfla_tk.core.support import SUPPORTED, Support
 
-_OPERAND_DTYPES = (torch.bfloat16, torch.float16)
-_MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
 _MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels count in an int
 
 
@@ -23,17 +21,17 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
 
     CUDA is only touched for calls on a CUDA device.
     """
-    _check_schedule(variant)
-    refusal = _refusal_of_operands(call)
+    refusals.check_schedule(variant, SCHEDULES)
+    refusal = refusals.of_operands(call)
     if refusal is not None:
         return refusal
-    if not _has_tiles(call):
+    if not refusals.has_tiles(call, instances.MAX_DIM_QK, instances.MAX_DIM_V):
         return Support(
             False,
             f"head dims are {call.dim_qk}/{call.dim_v}",
             f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
-    refusal = _refusal_of_count("heads", call.sequences * call.heads)
+    refusal = refusals.of_count("heads", call.sequences * call.heads)
     return refusal or _on_this_machine("mlstm", call, variant)
 
 
@@ -42,20 +40,14 @@ def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support
 
     CUDA is only touched for calls on a CUDA device.
     """
-    _check_schedule(variant)
-    refusal = _refusal_of_operands(call)
-    if refusal is not None:
-        return refusal
-    if not _has_tiles(call):
-        return Support(
-            False,
-            f"head dims are K = {call.dim_qk}, V = {call.dim_v}",
-            f"use multiples of 16 up to {instances.MAX_DIM_QK} and {instances.MAX_DIM_V}",
-        )
-    if not call.scale > 0:
-        return Support(False, f"scale = {call.scale}, the kernels take positive ones", "scale q by -1")
-    refusal = _refusal_of_count("value heads", call.sequences * call.value_heads)
-    return refusal or _on_this_machine("simple_gla", call, variant)
+    refusals.check_schedule(variant, SCHEDULES)
+    return (
+        refusals.of_operands(call)
+        or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
+        or refusals.of_scale(call)
+        or refusals.of_count("value heads", call.sequences * call.value_heads)
+        or _on_this_machine("simple_gla", call, variant)
+    )
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
@@ -63,7 +55,7 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
 
     ValueError for a variant that is no schedule: the chunkwise kernel has them.
     """
-    _check_schedule(variant)
+    refusals.check_schedule(variant, SCHEDULES)
     if call.requires_grad:
         support = supports_mlstm(call)
         if not support.ok:
@@ -88,34 +80,6 @@ def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Supp
             False, "its kernel for a few tokens has no gradients", "use mlstm_chunkwise or torch.no_grad()"
         )
     return _supports_decoding("mlstm_sequence", call)
-
-
-def _check_schedule(variant: str | None) -> None:
-    if variant is not None and variant not in SCHEDULES:
-        fail("backend", f"'tk' or 'tk:' and one of {', '.join(SCHEDULES)}", repr(f"tk:{variant}"))
-
-
-def _refusal_of_operands(call: MLSTMCall | LinearCall) -> Support | None:
-    """Why the kernels over whole sequences do not read q, k and v where and as they are, or None."""
-    if call.device.type != "cuda":
-        return device.not_on_a_gpu(call.device)
-    if call.dtype not in _OPERAND_DTYPES:
-        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
-    return None
-
-
-def _has_tiles(call: MLSTMCall | LinearCall) -> bool:
-    """Whether the tiles of the kernels over whole sequences hold the head dims."""
-    fits = call.dim_qk <= instances.MAX_DIM_QK and call.dim_v <= instances.MAX_DIM_V
-    return fits and not (call.dim_qk % 16 or call.dim_v % 16)
-
-
-def _refusal_of_count(heads: str, count: int) -> Support | None:
-    """Why there are too many sequences of all heads, or None; packed ones may be empty."""
-    if count <= _MOST_SEQUENCES:
-        return None
-    reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
-    return Support(False, reason, "split the batch or the heads")
 
 
 def _supports_decoding(kernel: str, call: MLSTMCall) -> Support:
@@ -172,22 +136,13 @@ def _kernel_key(kernel: str, call: MLSTMCall | LinearCall, variant: str | None) 
         # of one token, too: the chunkwise kernel has the gradients
         kernel = "mlstm"
     if kernel in ("mlstm", "simple_gla"):
-        schedule = variant or instances.DEFAULT_SCHEDULE
-        if schedule == "auto":
-            schedule = instances.DEFAULT_SCHEDULE
-        return kernel, _tile(call.dim_qk), _tile(call.dim_v), schedule, call.requires_grad
+        tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+        return kernel, *tiles, refusals.named_schedule(variant), call.requires_grad
     tokens = 1
     for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
             tokens = tile
     return kernel, tokens, 0, "", False
-
-
-def _tile(dim: int) -> int:
-    tile = 64
-    while tile < dim:
-        tile *= 2
-    return tile
 
 
 def _instances_of(kernel: str, first: int, second: int, schedule: str, gradients: bool) -> list[Instance]:

@@ -1,0 +1,131 @@
+"""A call of the delta rule as its kernels take it: sizes, readable tensors, prepared addresses."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
+from tfla_tk.backends.tk.prepared import Addresses
+from tfla_tk.calls.delta_rule import DeltaRuleCore
+from tfla_tk.core.layout import CHUNK, DTYPES, MaybeTensor, chunk_slots
+
+WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
+SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
+# cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26
+_CYCLES = {1: 1830, 2: 2770}
+NO_GATE: Gate = (0, 0, 0, 0, 0)
+
+
+class Shape(NamedTuple):
+    """Sizes of a call, as the kernels take them with its cut."""
+
+    sequences: int
+    slots: int  # of chunks, per head
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    group: int
+    half: bool
+    device: int
+    packed_64bit: bool
+
+    @staticmethod
+    def of(core: DeltaRuleCore) -> Shape:
+        """Of a call."""
+        batch, seq, heads, dim_v = core.v.shape
+        offsets = core.cu_seqlens
+        return Shape(
+            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            slots=chunk_slots(seq, offsets),
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            dim_k=core.q.shape[3],
+            dim_v=dim_v,
+            group=heads // core.q.shape[2],
+            half=core.q.dtype == torch.float16,
+            device=core.q.get_device(),
+            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+        )
+
+    def with_offsets(self, address: int) -> tuple[int, ...]:
+        """With the address of the offsets, 0 for none; every sequence is one segment."""
+        chunks = self.seq // CHUNK + 1
+        cut = (address, self.packed_64bit, self.sequences, self.sequences, chunks)
+        return (*cut, *self[2:10])
+
+    @property
+    def sum_parts(self) -> int:
+        """Of the sums over K."""
+        return -(-self.dim_k // SUM_COLUMNS)
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Of A, and of P, of every chunk."""
+        return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
+
+    def walkers(self, dim: int) -> int:
+        """Per CTA, of walks whose walkers share a head dim: two share what they load, one alone is done
+        earlier where there are few CTAs."""
+        columns = -(-dim // WALKER_COLUMNS)
+
+        def cycles(walkers: int) -> int:
+            ctas = self.sequences * self.heads * -(-columns // walkers)
+            return -(-ctas // multiprocessors(self.device)) * _CYCLES[walkers]
+
+        return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
+
+
+def readable(core: DeltaRuleCore) -> DeltaRuleCore:
+    """The tensors as they lie where the kernels can take them so, else copies."""
+    offsets = core.cu_seqlens
+    found = DeltaRuleCore(
+        as_operand(core.q),
+        as_operand(core.k),
+        as_operand(core.v),
+        core.g,
+        core.beta,
+        None,
+        None,
+        as_state(core.initial_state),
+        None if offsets is None else offsets.contiguous(),
+        *core[9:],
+    )
+    return found
+
+
+def layout(core: DeltaRuleCore) -> Any:
+    """All that the launches of a call depend on but for addresses."""
+    q, k, v, g, beta, _, _, initial_state, cu_seqlens = core[:9]
+    return (
+        q.get_device(),
+        q.dtype,
+        q.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        None if g is None else (g.stride(), g.dtype),
+        beta.stride(),
+        beta.dtype,
+        initial_state is not None,
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
+        core.scale,
+        core.schedule,
+    )
+
+
+def number(core: DeltaRuleCore) -> tuple[Any, Addresses]:
+    """The prepared addresses of a call's tensors in the place of these, and what numbers further ones."""
+    addresses = Addresses()
+    at = [addresses.next(given=x is not None) for x in core[:9]]
+    return DeltaRuleCore._make([*at, *core[9:]]), addresses
+
+
+def gate_at(address: int, x: MaybeTensor) -> Gate:
+    """x [B, T, HV]."""
+    return NO_GATE if x is None else (address, *x.transpose(1, 2).stride(), DTYPES[x.dtype])

@@ -1,0 +1,80 @@
+"""Launches that are prepared once for all calls of a kind, and what calls of every family hand to them.
+
+A prepared launch lacks nothing but where the tensors of a call begin (kernels/common/prepared_launches.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tfla_tk.backends.tk.operands import Operand, descriptor_strides, pointer
+from tfla_tk.core.layout import ADDRESS_BITS, MaybeTensor
+
+# what a module has prepared: all but the addresses at which the tensors of a call begin
+Launch: TypeAlias = Any
+
+
+class Addresses:
+    """Numbers the tensors of a call, in the order in which a launch is told where they begin."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self, *, given: bool = True) -> int:
+        """The prepared address of the next tensor's first byte, to which bytes may be added; 0 for none."""
+        self._count += 1
+        return self._count << ADDRESS_BITS if given else 0
+
+
+class Launches(NamedTuple):
+    """Launches that are called together.
+
+    Attributes:
+        run: launches them, from where the tensors of a call begin and the stream.
+        launches: which have to live as long.
+    """
+
+    run: Callable[[list[int], int], None]
+    launches: list[Launch]
+
+    @staticmethod
+    def of(module: ModuleType, launches: list[Launch]) -> Launches:
+        """One after the other; of any modules, by the class that each has."""
+        return Launches(module.Launches([launch.handle for launch in launches]).run, launches)
+
+
+class Result(NamedTuple):
+    """A result like an input, and what the kernels write: the same, or a dense tensor to be copied."""
+
+    result: Tensor
+    written: Tensor
+
+    @staticmethod
+    def like(x: Tensor, device: str | None = None) -> Result:
+        """Uninitialised, like x [B, T, H, D] in memory order."""
+        result = torch.empty_like(x, device=device)
+        if descriptor_strides(result.shape, result.stride()) is None:
+            return Result(result, result.new_empty(result.shape))
+        return Result(result, result)
+
+    def filled(self) -> Tensor:
+        """The result, once what is written is there."""
+        return self.result if self.written is self.result else self.result.copy_(self.written)
+
+
+def starts(*tensors: MaybeTensor) -> list[int]:
+    """Where the tensors of a call begin, in the order of their numbers; 0 for none."""
+    return [pointer(x) for x in tensors]
+
+
+def operand_at(address: int, x: Tensor) -> Operand:
+    """x [B, T, H, D], which a TMA descriptor can address, at a prepared address."""
+    strides = descriptor_strides(x.shape, x.stride())
+    assert strides is not None
+    batch, row, head = strides
+    return address, batch, head, row

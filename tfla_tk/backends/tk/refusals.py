@@ -1,0 +1,76 @@
+"""What the kernels over whole sequences of every family refuse alike, and how their modules are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tfla_tk.backends.tk import device
+from tfla_tk.build import instances
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk.core.checks import fail
+from tfla_tk.core.support import Support
+
+_OPERAND_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
+
+
+def check_schedule(variant: str | None, schedules: Sequence[str]) -> None:
+    """ValueError for a variant that is none of the schedules."""
+    if variant is not None and variant not in schedules:
+        fail("backend", f"'tk' or 'tk:' and one of {', '.join(schedules)}", repr(f"tk:{variant}"))
+
+
+def of_operands(call: MLSTMCall | LinearCall) -> Support | None:
+    """Why the kernels do not read q, k and v where and as they are, or None."""
+    if call.device.type != "cuda":
+        return device.not_on_a_gpu(call.device)
+    if call.dtype not in _OPERAND_DTYPES:
+        return Support(False, f"q, k, v are {call.dtype}", "use torch.bfloat16 or torch.float16")
+    return None
+
+
+def has_tiles(call: MLSTMCall | LinearCall, max_k: int, max_v: int) -> bool:
+    """Whether tiles up to these head dims hold those of the call."""
+    return call.dim_qk <= max_k and call.dim_v <= max_v and not (call.dim_qk % 16 or call.dim_v % 16)
+
+
+def of_head_dims(call: LinearCall, max_k: int, max_v: int) -> Support | None:
+    """Why no tile holds the head dims, or None."""
+    if has_tiles(call, max_k, max_v):
+        return None
+    return Support(
+        False,
+        f"head dims are K = {call.dim_qk}, V = {call.dim_v}",
+        f"use multiples of 16 up to {max_k} and {max_v}",
+    )
+
+
+def of_scale(call: LinearCall) -> Support | None:
+    """Why the kernels do not take the scale, or None."""
+    if call.scale > 0:
+        return None
+    return Support(False, f"scale = {call.scale}, the kernels take positive ones", "scale q by -1")
+
+
+def of_count(heads: str, count: int) -> Support | None:
+    """Why there are too many sequences of all heads, or None; packed ones may be empty."""
+    if count <= _MOST_SEQUENCES:
+        return None
+    reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
+    return Support(False, reason, "split the batch or the heads")
+
+
+def named_schedule(schedule: str | None) -> str:
+    """The schedule that "auto", or none, stands for."""
+    return instances.DEFAULT_SCHEDULE if schedule in (None, "auto") else str(schedule)
+
+
+def tile(dim: int) -> int:
+    """The smallest power of two from 64 on that holds a head dim."""
+    size = 64
+    while size < dim:
+        size *= 2
+    return size
