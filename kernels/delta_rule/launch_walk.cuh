@@ -38,10 +38,11 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
                          const Gate& g, const Gate& beta, void* a, void* scores, float scale) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    const bool given = C::kMakers == 0;
     return {maps.of_keys(q),
             maps.of_keys(k),
-            maps.of_matrices(a),
-            maps.of_matrices(scores),
+            given ? maps.of_matrices(a) : TensorMap(),
+            given ? maps.of_matrices(scores) : TensorMap(),
             g,
             beta,
             s.cut,

@@ -30,6 +30,20 @@ constexpr int kWalkerColumns = 64;  // of V
 //   overlapped  GEMMs off the chain from state to state are in flight under the rest of the work
 enum class Schedule : int { sequential = 0, overlapped = 1 };
 
+// Warpgroups that make A and P in the CTA of a walk (chunk_matrices/makers.cuh). Beside two walkers there are
+// no registers for them: the matrices come from device memory. NOTES: with K = 64, ptxas serialises the
+// walker's GEMMs beside two makers (C7512).
+constexpr int makers_beside(int walkers, int dim_k) { return walkers == 2 ? 0 : dim_k == 64 ? 1 : 2; }
+
+// Registers per thread of each role. Warpgroups: the producer, the walkers, the makers.
+// NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
+template <int kWalkers, int kMakers> struct WalkRegisters {
+    static constexpr int kProducer = 40, kWalker = 232, kMaker = 112;
+    static constexpr int kWarpgroups = 1 + kWalkers + kMakers;
+    static_assert(kProducer + kWalkers * kWalker + kMakers * kMaker <=
+                  65536 / (128 * kWarpgroups) / 8 * 8 * kWarpgroups);
+};
+
 // Arguments that both walks share; fields as in bindings/params.h.
 struct WalkGlobals {
     TensorMap q, k, a, p;  // boxes of a chunk
@@ -65,13 +79,24 @@ struct Task {
     }
 };
 
-// Loads A and P of a chunk, by one thread, which has expected their bytes.
-template <class Square>
-__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Square& a, Square& p,
+// Loads A and P of a chunk, by one warp.
+template <class Matrices>
+__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Matrices& matrices,
                                      semaphore& arrived, int chunk) {
     const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
-    load_panels(a, g.a, arrived, 0, row, head, 0);
-    load_panels(p, g.p, arrived, 0, row, head, 0);
+    if (fresh_laneid() != 0) return;
+    tma::expect_bytes(arrived, sizeof(matrices.a) + sizeof(matrices.p));
+    load_panels(matrices.a, g.a, arrived, 0, row, head, 0);
+    load_panels(matrices.p, g.p, arrived, 0, row, head, 0);
+}
+
+// The barrier of the tiles and gates of a step: the makers', or without these the walkers', who wait for
+// everything of a chunk at one barrier, since its answer takes them some 30 cycles.
+template <class C, class Memory> __device__ inline semaphore& arrival_of_tiles(Memory& smem, int step) {
+    if constexpr (C::kMakers > 0)
+        return smem.arrived[Use<C::kStages>(step).slot];
+    else
+        return smem.ready[Use<C::kReadyStages>(step).slot];
 }
 
 }  // namespace tfla_tk::delta_rule

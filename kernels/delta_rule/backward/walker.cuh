@@ -80,15 +80,15 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
 
     auto walk_chunk = [&](int step) {
         const int chunk = chunks - 1 - step;
-        const auto [slot, phase] = Use<C::kStages>(step);
-        MirrorStage<C>& stage = smem.stages[slot];
+        MirrorStage<C>& stage = smem.stages[Use<C::kStages>(step).slot];
+        MirrorReadyStage<C>& ready = smem.ready_stages[Use<C::kReadyStages>(step).slot];
         const MirrorGates& gates = stage.gates;
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         warp::mul(state, state, gates.decay);
         pin(state);
-        load_tokens(stage.douts[walker]);  // 2
+        load_tokens(ready.douts[walker]);  // 2
         forget(through);
-        multiply_square(through, token, stage.p);
+        multiply_square(through, token, ready.matrices.p);
         forget(x);
         const auto keys = Operand128B::rows(&stage.keys);
         each<0, kStateSteps>([&](int k) {
@@ -110,8 +110,8 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         forget(x);
-        multiply_square(x, rounded, stage.a);  // 5
-        warpgroup::mma_async_wait<0>();        // 6
+        multiply_square(x, rounded, ready.matrices.a);  // 5
+        warpgroup::mma_async_wait<0>();                 // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
             const auto factors = gates.minus_read.columns(j, lane);
@@ -121,7 +121,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         add_to_state(rounded, stage.keys);
-        load_tokens(stage.writes[walker]);  // 8
+        load_tokens(ready.writes[walker]);  // 8
         const int64_t part = column() / 16 * g.dbeta_part;
         float* const sums = g.dbeta + part +
                             (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
@@ -139,13 +139,13 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
                 through.tiles[0][j].data[k] = {beta.x * u.x, beta.y * u.y};
             });
         });
-        store_tokens(stage.douts[walker], x);
-        if (g.keep_u) store_tokens(stage.writes[walker], through);
+        store_tokens(ready.douts[walker], x);
+        if (g.keep_u) store_tokens(ready.writes[walker], through);
         fence_async_proxy();
-        arrive_warp(smem.out_ready[walker][slot]);
+        arrive_warp(smem.out_ready[walker][Use<C::kReadyStages>(step).slot]);
         warpgroup::mma_async_wait<0>();  // 9
         pin(state), pin_rounded();
-        arrive_warp(smem.free[slot]);
+        arrive_warp(smem.free[Use<C::kStages>(step).slot]);
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
@@ -155,9 +155,10 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     else
         warp::zero(state);
     pin(state);
+#pragma unroll 1
     for (int step = 0; step < chunks; step++) {
-        const Use<C::kStages> use(step);
-        wait(smem.arrived[use.slot], use.phase);
+        const Use<C::kReadyStages> use(step);
+        wait(smem.ready[use.slot], use.phase);
         walk_chunk(step);
     }
     if (g.d_initial)

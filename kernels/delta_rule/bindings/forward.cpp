@@ -29,7 +29,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     export_chunk_and_dtypes(m);
     export_launches(m);
-    def_matrices<false>(m);
+    def_matrices(m);
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
           py::arg("last"), py::arg("scale"), py::arg("walkers"),

@@ -29,7 +29,7 @@ inline void place(DeltaMatricesParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.g, x.beta, x.a, x.p);
 }
 
-template <bool kBetaOnRows> void def_matrices(pybind11::module_& m) {
+inline void def_matrices(pybind11::module_& m) {
     namespace py = pybind11;
     m.def(
         "matrices",
@@ -37,7 +37,7 @@ template <bool kBetaOnRows> void def_matrices(pybind11::module_& m) {
            const GateTuple& beta, const Pair& matrices, float scale) {
             return prepared<&delta_matrices>(DeltaMatricesParams{shape(of), operand(q), operand(k), gate(g),
                                                                  gate(beta), pointer(matrices[0]),
-                                                                 pointer(matrices[1]), scale, kBetaOnRows});
+                                                                 pointer(matrices[1]), scale});
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"), py::arg("matrices"),
         py::arg("scale"), "Prepares A and P of every chunk, as this module's walk takes them.");

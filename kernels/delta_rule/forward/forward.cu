@@ -11,6 +11,7 @@
 
 #include "common/launch.cuh"
 #include "delta_rule/chunk_matrices/launch.cuh"
+#include "delta_rule/chunk_matrices/makers.cuh"
 #include "delta_rule/forward/config.cuh"
 #include "delta_rule/forward/producer.cuh"
 #include "delta_rule/forward/walker.cuh"
@@ -32,7 +33,7 @@ __global__ __launch_bounds__(C::kThreads,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
-        set_registers<C::kProducerRegisters, C::kThreads, 1>();
+        set_registers<C::Registers::kProducer, C::kThreads, 1>();
         const int warp = warpgroup::warpid();
         if (warp == 0)
             load_tiles(g, smem);
@@ -40,8 +41,13 @@ __global__ __launch_bounds__(C::kThreads,
             scan_gates(g, smem);
         else if (warp - 2 < C::kWalkers)
             load_values_and_store_outputs(g, smem, warp - 2);
+    } else if (C::kMakers > 0 && warpgroup_id > C::kWalkers) {
+        if constexpr (C::kMakers > 0) {
+            set_registers<C::Registers::kMaker, C::kThreads, 1>();
+            make_matrices<C, false>(g, smem, warpgroup_id - 1 - C::kWalkers, [](int step) { return step; });
+        }
     } else {
-        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
+        set_registers<C::Registers::kWalker, C::kThreads, 1>();
         walk_forward(g, smem, warpgroup_id - 1);
     }
 }
@@ -80,8 +86,8 @@ namespace tfla_tk {
 
 void delta_matrices(const DeltaMatricesParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K>(params, s)
-                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
+    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K, false>(params, s)
+                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K, false>(params, s);
 }
 
 void delta_forward(const DeltaForwardParams& params, void* stream) {

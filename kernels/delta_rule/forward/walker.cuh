@@ -38,7 +38,10 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     auto stage_of = [&](int chunk) -> ForwardStage<C>& { return smem.stages[Use<C::kStages>(chunk).slot]; };
-    auto values_of = [&](int chunk) { return shared_address(&stage_of(chunk).values[walker]) + lane_offset; };
+    auto ready_of = [&](int chunk) -> ForwardReadyStage<C>& {
+        return smem.ready_stages[Use<C::kReadyStages>(chunk).slot];
+    };
+    auto values_of = [&](int chunk) { return shared_address(&ready_of(chunk).values[walker]) + lane_offset; };
 
     // Until no more than the last kSteps of all issued ones run.
     auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
@@ -55,8 +58,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // Behind the last chunk begin_chunk makes nothing that is asked for out of what lies in the stage: the
     // phase before is over.
     auto wait_arrived = [&](int chunk) {
-        const Use<C::kStages> use(chunk);
-        wait(smem.arrived[use.slot], use.phase ^ (chunk == chunks));
+        const Use<C::kReadyStages> use(chunk);
+        wait(smem.ready[use.slot], use.phase ^ (chunk == chunks));
     };
 
     auto load_decay = [](const ForwardStage<C>& stage) {
@@ -109,12 +112,11 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             pair = from_float2<T2>({v.x + e.x * z.x, v.y + e.y * z.y});
         });
         forget(x);
-        multiply_square(x, stage.a, false);  // 5
+        multiply_square(x, ready_of(chunk).matrices.a, false);  // 5
         if constexpr (follows) {
-            const int slot = Use<C::kStages>(chunk - 1).slot;
             fence_async_proxy();
-            arrive_warp(smem.out_ready[walker][slot]);
-            arrive_warp(smem.free[slot]);
+            arrive_warp(smem.out_ready[walker][Use<C::kReadyStages>(chunk - 1).slot]);
+            arrive_warp(smem.free[Use<C::kStages>(chunk - 1).slot]);
         }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
@@ -143,7 +145,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             const auto factors = stage.gates.out.columns(j, lane);
             each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });
         });
-        multiply_square(out, stage.p, true);
+        multiply_square(out, ready_of(chunk).matrices.p, true);
         wait_arrived(chunk + 1);
         wait_but.template operator()<kTokenSteps>();  // 9
         pin(state);
@@ -164,6 +166,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         warp::mul(state, state, load_decay(stage_of(0)));
         pin(state);
         begin_chunk.template operator()<false>(0);
+#pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             if (g.keep_writes) leave_writes(chunk);
             end_chunk(chunk);

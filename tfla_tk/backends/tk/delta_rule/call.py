@@ -13,8 +13,10 @@ from tfla_tk.core.layout import CHUNK, DTYPES, MaybeTensor, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
-# cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26
-_CYCLES = {1: 1830, 2: 2770}
+# Cycles of a chunk on a multiprocessor, from the log of 2026-11-26: of a walk of one walker, which makes A and
+# P, and of two; of A and P alone.
+_CYCLES = {1: 1900, 2: 2770}
+_CYCLES_OF_MATRICES = 3300
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 
 
@@ -67,6 +69,23 @@ class Shape(NamedTuple):
     def matrix_bytes(self) -> int:
         """Of A, and of P, of every chunk."""
         return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
+
+    @property
+    def value_walkers(self) -> int:
+        """Per CTA, of the walks whose walkers own columns of V.
+
+        One makes A and P in its CTA. Two share what they load, but A and P come from device memory.
+        """
+        columns = -(-self.dim_v // WALKER_COLUMNS)
+        heads, count = self.sequences * self.heads, multiprocessors(self.device)
+        one = -(-heads * columns // count) * _CYCLES[1]
+        two = -(-heads * -(-columns // 2) // count) * _CYCLES[2] + heads * _CYCLES_OF_MATRICES / count
+        return 1 if columns == 1 or one <= two else 2
+
+    @property
+    def makes_matrices(self) -> bool:
+        """Whether the walks over V make A and P."""
+        return self.value_walkers == 1
 
     def walkers(self, dim: int) -> int:
         """Per CTA, of walks whose walkers share a head dim: two share what they load, one alone is done
