@@ -35,7 +35,8 @@ struct OperandMaps {
 
 template <class C, class Params>
 WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand& q, const Operand& k,
-                         const Gate& g, const Gate& beta, void* a, void* scores, float scale) {
+                         const Gate& g, const Gate& beta, void* a, void* scores, float* borders,
+                         float scale) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
     return {maps.of_keys(q),
@@ -45,6 +46,7 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
             g,
             beta,
             s.cut,
+            borders,
             s.heads,
             s.group,
             s.seq,
