@@ -148,6 +148,13 @@ def test_gates_at_borders(gates: str, betas: str) -> None:
     check(draw(1, SEGMENT + 1000, gates=gates, betas=betas), wider=wider)
 
 
+def test_nothing_decays_for_long() -> None:
+    """The error of the walks over the states grows no further than over a segment."""
+    x = draw(1, 12_000)
+    del x["g"]
+    check(x, chunk_delta_rule)
+
+
 @pytest.mark.parametrize("seq", [1, 700, 2 * SEGMENT + 77])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
 def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int]) -> None:
@@ -175,7 +182,7 @@ def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int
         others = draw(batch, seq, heads, dims=dims, seed=1)
         call = {name: torch.cat([t[:1], x[name], t[2:]]) for name, t in others.items()}
         assert same(call, slice(1, 2), slice(0, seq), 1), batch
-    for before, behind in ((0, 300), (1111, 0), (SEGMENT, 1)):
+    for before, behind in ((0, 300), (1111, 0), (2 * SEGMENT, 1)):
         tokens = before + seq + behind
         call = draw(1, tokens, heads, dims=dims, sequences=3, seed=2)
         for name, t in call.items():

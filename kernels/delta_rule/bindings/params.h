@@ -11,10 +11,10 @@ namespace tfla_tk {
 // depend on what else is in the call. A multiple of kAnchorChunks.
 //
 // The walks of the forward and of its mirror are not cut. On their way they leave the states at the borders
-// between these segments, fp32 [border slots, heads, K, V]. With S segments of tokens per unpacked sequence,
-// border n of sequence s has slot s (S - 1) + n; with packed ones of a sequence that starts at token t it has
-// slot t / segment tokens + n.
-constexpr int kSegmentChunks = 32;
+// between these segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
+// where every sequence has S segments, and in a packed sequence that starts at token t slot t / tokens of a
+// segment + n.
+constexpr int kSegmentChunks = 16;
 
 // What all kernels of the delta rule share.
 struct DeltaShape {
