@@ -35,17 +35,20 @@ struct OperandMaps {
 
 template <class C, class Params>
 WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand& q, const Operand& k,
-                         const Gate& g, const Gate& beta, void* a, void* scores, float scale) {
+                         const Gate& g, const Gate& beta, void* a, void* scores, float* borders,
+                         float scale) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
-    const bool given = C::kMakers == 0;
+    // where makers make them, nobody reads these maps
+    auto map = [&](void* matrices) { return C::kMakers > 0 ? maps.of_keys(k) : maps.of_matrices(matrices); };
     return {maps.of_keys(q),
             maps.of_keys(k),
-            given ? maps.of_matrices(a) : TensorMap(),
-            given ? maps.of_matrices(scores) : TensorMap(),
+            map(a),
+            map(scores),
             g,
             beta,
             s.cut,
+            borders,
             s.heads,
             s.group,
             s.seq,

@@ -49,6 +49,7 @@ struct WalkGlobals {
     TensorMap q, k, a, p;  // boxes of a chunk
     Gate g, beta;
     Cut cut;
+    float* borders;
     int heads, group, seq, dim_k, dim_v;
     int ctas;  // per sequence and head
     float scale;
@@ -56,17 +57,21 @@ struct WalkGlobals {
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
 
-// The (sequence, head, columns of V, or of K) of a CTA.
+// The (segment of a sequence, head, columns of V, or of K) of a CTA.
 struct Task {
     int batch, head, key_head, column;  // column: the first one
     int first_row, tokens;              // tokens < 0: nothing to do
-    int chunks, first_slot;             // first_slot: of the sequence's matrices
+    int chunks, first_slot;             // first_slot: of the segment's matrices
+    int number, segments;               // of this segment, and how many the sequence has
+    int first_border;                   // slot of the sequence's first border
     int64_t state;                      // sequence * heads + head
 
     // Called by whole warps.
     template <class C, class Globals> __device__ static inline Task of_block(const Globals& g, int block) {
         const int pair = block / g.ctas, head = pair % g.heads;
         const Segment s = find_segment(g.cut, g.seq, pair / g.heads);
+        constexpr int kSegmentTokens = kSegmentChunks * kChunk;
+        const int start = s.first_row - s.number * segment_tokens(g.cut);
         return {g.packed() ? 0 : s.sequence,
                 head,
                 head / g.group,
@@ -74,10 +79,22 @@ struct Task {
                 s.first_row,
                 s.tokens,
                 (s.tokens + kChunk - 1) / kChunk,
-                g.packed() ? s.first_row / kChunk + s.sequence : 0,
+                s.first_row / kChunk + (g.packed() ? s.sequence : 0),
+                s.number,
+                s.count,
+                g.packed() ? start / kSegmentTokens : s.sequence * ((g.seq - 1) / kSegmentTokens),
                 static_cast<int64_t>(s.sequence) * g.heads + head};
     }
 };
+
+// Whether a border between segments lies before a chunk of a sequence, which is not the first one.
+__device__ inline bool is_border(int chunk) { return chunk % kSegmentChunks == 0; }
+
+// The state of a task's head at a border of its sequence, that before the sequence's chunk `chunk`.
+template <class Globals> __device__ inline auto* border_state(const Globals& g, const Task& task, int chunk) {
+    const int slot = task.first_border + chunk / kSegmentChunks - 1;
+    return g.borders + (static_cast<int64_t>(slot) * g.heads + task.head) * g.dim_k * g.dim_v;
+}
 
 // Loads A and P of a chunk, by one warp.
 template <class Matrices>

@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
+from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from .conftest import TOLERANCE, forget_calls
 from .memory import uninitialised_memory_is_nan
@@ -19,6 +20,7 @@ from .test_scalar_decay import assert_accurate, exact, run, train
 Tensors = dict[str, Tensor]
 
 REPEATS = 200
+SEGMENT = SEGMENT_CHUNKS * CHUNK
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
 LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
@@ -125,6 +127,71 @@ def test_anchors(dims: tuple[int, int], states: bool) -> None:
     x = draw(1, 1700, dims=dims, states=states, sequences=3)
     x["cu_seqlens"] = torch.tensor([0, 600, 1150, 1700], device="cuda")
     check(x)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+def test_segments(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
+    """Of the walks over the states: of several, of exactly one and of a token more."""
+    check(draw(2, 2 * SEGMENT + 900, dims=dims, states=states, dtype=dtype))
+    lengths = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]
+    x = draw(1, sum(lengths), 1, 2, dims, states=states, dtype=dtype, sequences=len(lengths))
+    x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
+    check(x)
+
+
+@pytest.mark.parametrize("gates", ["slow", "closed", "half closed"])
+@pytest.mark.parametrize("betas", ["usual", "up to two"])
+def test_gates_at_borders(gates: str, betas: str) -> None:
+    """Flows of gradient over a border between segments, large ones and none."""
+    wider = OF_ERASED_STATES if (gates, betas) == ("slow", "up to two") else None
+    check(draw(1, SEGMENT + 1000, gates=gates, betas=betas), wider=wider)
+
+
+def test_nothing_decays_for_long() -> None:
+    """The error of the walks over the states grows no further than over a segment."""
+    x = draw(1, 12_000)
+    del x["g"]
+    check(x, chunk_delta_rule)
+
+
+@pytest.mark.parametrize("seq", [1, 700, 2 * SEGMENT + 77])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int]) -> None:
+    """Alone, in batches with one and with two walkers per CTA, and packed behind other sequences."""
+    heads = 2
+
+    def same(call: Tensors, rows: slice, tokens: slice, sequence: int) -> bool:
+        call_given = [torch.zeros_like(call["v"]), torch.zeros_like(call["initial_state"])]
+        call_given[0][rows, tokens] = given[0]
+        call_given[1][sequence] = given[1][0]
+        found = run(call, function=chunk_gated_delta_rule)
+        found |= train(call, function=chunk_gated_delta_rule, given=call_given)
+        of_states = {"final_state", "dinitial_state"}
+        mine = {
+            name: t[sequence : sequence + 1] if name in of_states else t[rows, tokens]
+            for name, t in found.items()
+        }
+        return all(torch.equal(mine[name], t) for name, t in alone.items())
+
+    x = draw(1, seq, heads, dims=dims)
+    given = [torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])]
+    alone = run(x, function=chunk_gated_delta_rule)
+    alone |= train(x, function=chunk_gated_delta_rule, given=given)
+    for batch in (3, 150):
+        others = draw(batch, seq, heads, dims=dims, seed=1)
+        call = {name: torch.cat([t[:1], x[name], t[2:]]) for name, t in others.items()}
+        assert same(call, slice(1, 2), slice(0, seq), 1), batch
+    for before, behind in ((0, 300), (1111, 0), (2 * SEGMENT, 1)):
+        tokens = before + seq + behind
+        call = draw(1, tokens, heads, dims=dims, sequences=3, seed=2)
+        for name, t in call.items():
+            if name == "initial_state":
+                t[1] = x[name][0]
+            else:
+                t[:, before : before + seq] = x[name]
+        call["cu_seqlens"] = torch.tensor([0, before, before + seq, tokens], device="cuda")
+        assert same(call, slice(0, 1), slice(before, before + seq), 1), before
 
 
 @pytest.mark.parametrize("betas", ["one", "up to two"])

@@ -162,7 +162,7 @@ def delta_rule(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> 
         f"delta_rule/{direction}/{direction}.cu",
         (("TFLA_DIM_K", str(tile)), ("TFLA_SCHEDULE", str(DELTA_SCHEDULES.index(schedule)))),
         f"delta_rule/bindings/{direction}.cpp",
-        exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
+        exports=("CHUNK", "SEGMENT_CHUNKS", "DTYPES", "ADDRESS_BITS"),
     )
 
 
@@ -181,7 +181,7 @@ def delta_states(dim_v: int) -> Instance:
         "delta_rule/backward/states/states.cu",
         (("TFLA_DIM_V", str(tile)),),
         "delta_rule/bindings/states.cpp",
-        exports=("CHUNK", "ANCHOR_CHUNKS", "DTYPES", "ADDRESS_BITS"),
+        exports=("CHUNK", "ANCHOR_CHUNKS", "SEGMENT_CHUNKS", "DTYPES", "ADDRESS_BITS"),
     )
 
 

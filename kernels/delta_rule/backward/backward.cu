@@ -63,7 +63,7 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
     const bool keep_u = p.u.data != nullptr;
     const Operand& u = keep_u ? p.u : p.dv;
     const MirrorGlobals g{
-        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.scale),
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.borders, p.scale),
         maps.of_values(p.dout, kChunk),
         maps.of_values(p.writes, kChunk),
         maps.of_values(p.dv, kChunk),

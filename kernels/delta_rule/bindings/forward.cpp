@@ -6,6 +6,7 @@ namespace tfla_tk {
 
 void place(DeltaForwardParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.writes, x.g, x.beta, x.a, x.p, x.initial, x.last);
+    at(x.borders);
 }
 
 }  // namespace tfla_tk
@@ -17,21 +18,24 @@ using namespace tfla_tk;
 std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                 const OperandTuple& v, const OperandTuple& o, const OperandTuple& writes,
                                 const GateTuple& g, const GateTuple& beta, const Pair& matrices,
-                                std::int64_t initial, std::int64_t last, float scale, int walkers) {
-    return prepared<&delta_forward>(DeltaForwardParams{
-        shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes), gate(g), gate(beta),
-        pointer(matrices[0]), pointer(matrices[1]), pointer(initial), pointer(last), scale, walkers});
+                                std::int64_t initial, std::int64_t last, std::int64_t borders, float scale,
+                                int walkers) {
+    return prepared<&delta_forward>(
+        DeltaForwardParams{shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes),
+                           gate(g), gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(initial),
+                           pointer(last), pointer(borders), scale, walkers});
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
-    export_chunk_and_dtypes(m);
+    export_constants(m);
     export_launches(m);
     def_matrices(m);
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
-          py::arg("last"), py::arg("scale"), py::arg("walkers"),
-          "Prepares the walk over the chunks; writes, initial and last with address 0: not wanted, zero.");
+          py::arg("last"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),
+          "Prepares the walk over the chunks; writes, initial, last and borders with address 0: not wanted, "
+          "zero.");
 }

@@ -7,9 +7,18 @@
 
 namespace tfla_tk {
 
+// Chunks of a segment of the walks over the states: always as many, so that the results of a sequence do not
+// depend on what else is in the call. A multiple of kAnchorChunks.
+//
+// The walks of the forward and of its mirror are not cut. On their way they leave the states at the borders
+// between these segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
+// where every sequence has S segments, and in a packed sequence that starts at token t slot t / tokens of a
+// segment + n.
+constexpr int kSegmentChunks = 16;
+
 // What all kernels of the delta rule share.
 struct DeltaShape {
-    Cut cut;  // every sequence is one segment
+    Cut cut;  // every sequence is one segment, but for the walks over the states
     int batch, heads, seq, dim_k, dim_v;
     int group;  // heads of v that share one head of q and k, which have heads / group heads
     bool half;  // operands are fp16, not bf16
@@ -42,12 +51,13 @@ struct DeltaForwardParams {
     void *a, *p;
     const float* initial;  // [N, heads, K, V] or null: zero
     float* last;           // the same, or null: not wanted
+    float* borders;        // S at the borders between segments, or null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
 };
 
-// The mirror of that walk, backward in time; A and P as made for the backward, likewise. With dS the gradient of the
-// state that leaves a chunk:
+// The mirror of that walk, backward in time; A and P as made for the backward, likewise. With dS the gradient
+// of the state that leaves a chunk:
 //   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U'
 //   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
 struct DeltaMirrorParams {
@@ -59,6 +69,7 @@ struct DeltaMirrorParams {
     float* dbeta;  // [parts, batch, heads, seq]: sums over 16 columns of V each
     const float* d_last;
     float* d_initial;  // [N, heads, K, V], null where there is none
+    float* borders;    // dS at the borders between segments, or null: not wanted
     float scale;
     int walkers;
 };

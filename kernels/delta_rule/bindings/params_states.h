@@ -16,7 +16,7 @@ namespace tfla_tk {
 // The gradient of the log decay comes from sums per token, q.dq + k.left and k.right, from their parts
 // through S and dS, and from the flow of gradient <S, dS> at the anchors.
 struct DeltaStatesParams {
-    DeltaShape shape;                // dim_v at most an instance's tile
+    DeltaShape shape;                // dim_v at most an instance's tile; segments of kSegmentChunks
     Operand q, k, writes, dout, dv;  // writes: U' of the forward
     Operand dq;                      // the left walk writes it, for every head of v
     Operand left;                    // the left walk writes it, the right one reads it
@@ -26,6 +26,9 @@ struct DeltaStatesParams {
     // the last state, or the gradient of the first, of which the sums are: those of the forward and the
     // mirror are rounded otherwise; null: not wanted
     float* leaving;
+    // S, or dS, at the borders between segments, with which the segments between them begin; null where
+    // every sequence is one segment
+    const float* borders;
     // [parts, batch, heads, seq] and, per chunk, [parts, batch, heads, slots], a part for 16 columns of K;
     // null: no sums are wanted
     float* whole;

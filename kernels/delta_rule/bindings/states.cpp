@@ -7,7 +7,7 @@ namespace tfla_tk {
 
 void place(DeltaStatesParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk);
-    at.all(x.g, x.beta, x.entering, x.leaving, x.whole, x.inter, x.anchors, x.flows);
+    at.all(x.g, x.beta, x.entering, x.leaving, x.borders, x.whole, x.inter, x.anchors, x.flows);
 }
 
 }  // namespace tfla_tk
@@ -27,17 +27,33 @@ void def_walk(pybind11::module_& m, const char* name) {
         [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& writes,
            const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& dq, const OperandTuple& left,
            const OperandTuple& dk, const GateTuple& g, const GateTuple& beta, std::int64_t entering,
-           std::int64_t leaving, const SumsTuple& sums, float scale, int walkers) {
-            return prepared<kWalk>(DeltaStatesParams{
-                shape(of), operand(q), operand(k), operand(writes), operand(dout), operand(dv), operand(dq),
-                operand(left), operand(dk), gate(g), gate(beta), pointer(entering), pointer(leaving),
-                pointer(sums[0]), reinterpret_cast<FlowSum*>(sums[1]), pointer(sums[2]), pointer(sums[3]),
-                scale, walkers});
+           std::int64_t leaving, std::int64_t borders, const SumsTuple& sums, float scale, int walkers) {
+            return prepared<kWalk>(DeltaStatesParams{shape(of),
+                                                     operand(q),
+                                                     operand(k),
+                                                     operand(writes),
+                                                     operand(dout),
+                                                     operand(dv),
+                                                     operand(dq),
+                                                     operand(left),
+                                                     operand(dk),
+                                                     gate(g),
+                                                     gate(beta),
+                                                     pointer(entering),
+                                                     pointer(leaving),
+                                                     pointer(borders),
+                                                     pointer(sums[0]),
+                                                     reinterpret_cast<FlowSum*>(sums[1]),
+                                                     pointer(sums[2]),
+                                                     pointer(sums[3]),
+                                                     scale,
+                                                     walkers});
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("writes"), py::arg("dout"), py::arg("dv"),
         py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("g"), py::arg("beta"), py::arg("entering"),
-        py::arg("leaving"), py::arg("sums"), py::arg("scale"), py::arg("walkers"),
-        "Prepares a walk; entering, leaving: the states it begins and ends with, 0 for none; sums: whole, "
+        py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("scale"), py::arg("walkers"),
+        "Prepares a walk; entering, leaving: the states that sequences begin and end with, borders: those of "
+        "the segments between, 0 for none; sums: whole, "
         "inter, anchors, flows.");
 }
 
@@ -45,7 +61,7 @@ void def_walk(pybind11::module_& m, const char* name) {
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
-    export_chunk_and_dtypes(m);
+    export_constants(m);
     export_launches(m);
     m.attr("ANCHOR_CHUNKS") = kAnchorChunks;
     def_walk<&delta_left>(m, "left");

@@ -29,6 +29,11 @@ inline void place(DeltaMatricesParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.g, x.beta, x.a, x.p);
 }
 
+inline void export_constants(pybind11::module_& m) {
+    export_chunk_and_dtypes(m);
+    m.attr("SEGMENT_CHUNKS") = kSegmentChunks;
+}
+
 inline void def_matrices(pybind11::module_& m) {
     namespace py = pybind11;
     m.def(

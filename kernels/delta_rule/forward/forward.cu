@@ -58,7 +58,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
     const bool keep_writes = p.writes.data != nullptr;
     const Operand& writes = keep_writes ? p.writes : p.o;
     const ForwardGlobals g{
-        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.scale),
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.borders, p.scale),
         maps.of_values(p.v, kChunk),
         maps.of_values(p.o, kChunk),
         maps.of_values(p.o, kBoxRows),

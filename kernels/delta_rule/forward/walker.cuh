@@ -66,6 +66,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         return __uint_as_float(load_anew(shared_address(&stage.gates.decay)));
     };
 
+    // Whether step 1 leaves S^T as it is: behind the last chunk, and where leave_state has yet to store it.
+    auto scales_late = [&](int chunk) { return chunk == chunks || (g.borders && is_border(chunk)); };
+
     // Steps 1 to 6. follows: there is a chunk before; else S^T is rounded and scaled already.
     auto begin_chunk = [&]<bool follows>(int chunk) {
         ForwardStage<C>& stage = stage_of(chunk);
@@ -77,7 +80,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             // NOTES: where the next steps wait for their turn on the tensor cores; ptxas does it as soon as
             // the factor is there, hence this way and not earlier
             if (follows && k == std::min(3, kStateSteps - 1)) decay = load_decay(stage);
-            if (follows && k == kStateSteps - 1) warp::mul(state, state, chunk == chunks ? 1.f : decay);
+            if (follows && k == kStateSteps - 1) warp::mul(state, state, scales_late(chunk) ? 1.f : decay);
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
         wait_if_sequential();
@@ -127,6 +130,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         fence_async_proxy();
         arrive_warp(smem.writes_ready[walker]);
     };
+    // S that enters a chunk at a border between segments, and the rest of step 1.
+    auto leave_state = [&](int chunk) {
+        store_state_transposed(border_state(g, task, chunk), state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+        warp::mul(state, state, load_decay(stage_of(chunk)));
+        pin(state);
+    };
     // Steps 7 to 9.
     auto end_chunk = [&](int chunk) {
         ForwardStage<C>& stage = stage_of(chunk);
@@ -168,6 +177,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         begin_chunk.template operator()<false>(0);
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
+            if (g.borders && chunk > 0 && is_border(chunk)) leave_state(chunk);
             if (g.keep_writes) leave_writes(chunk);
             end_chunk(chunk);
             begin_chunk.template operator()<true>(chunk + 1);

@@ -11,12 +11,21 @@ import pytest
 from tfla_tk import build
 from tfla_tk.build import BuildError, Instance, all_instances, builder
 from tfla_tk.build.exports import EXPECTED, check_exports
-from tfla_tk.build.instances import mlstm_bwd, mlstm_fwd, mlstm_pass, mlstm_sequence, mlstm_step
+from tfla_tk.build.instances import (
+    delta_rule,
+    delta_states,
+    mlstm_bwd,
+    mlstm_fwd,
+    mlstm_pass,
+    mlstm_sequence,
+    mlstm_step,
+)
 from tfla_tk.core import layout
 
 OTHERS = {
     "CHUNK": 128,
     "ANCHOR_CHUNKS": 4,
+    "SEGMENT_CHUNKS": 32,
     "GRADIENTS": {"dq": 1, "dk": 0, "dv": 2},
     "DTYPES": {"float32": 0, "bfloat16": 2, "float16": 1},
     "ADDRESS_BITS": 32,
@@ -45,6 +54,8 @@ def test_what_a_module_exports() -> None:
     assert set(mlstm_fwd(64, 64).exports) == shared
     assert set(mlstm_bwd().exports) == shared | {"ADDRESS_BITS"}
     assert set(mlstm_pass("dq", 64, 64).exports) == shared | {"ADDRESS_BITS", "GRADIENTS"}
+    for instance in (delta_rule("forward", 64), delta_rule("backward", 64), delta_states(64)):
+        assert set(instance.exports) >= {"SEGMENT_CHUNKS", "ADDRESS_BITS"}
     for instance in (mlstm_step(), mlstm_sequence(8)):
         assert set(instance.exports) == shared | {"MAX_KEYS", "MAX_SLICES"}
 

@@ -40,8 +40,9 @@ struct StatesGlobals {
     ResultMaps dk;                           // of the left walk: the left part
     Gate g, beta;
     Cut cut;
+    const float* borders;
     int heads, group, seq, dim_k, dim_v;
-    int ctas;                  // per sequence and head
+    int ctas;                  // per segment and head
     int slots;                 // of chunks, per head
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
@@ -66,22 +67,39 @@ struct StatesGates {
     float decay;                            // e^{b_L}
 };
 
-// A CTA's task, and where the sums of its (sequence, head) go; null where none are wanted. NOTES: computed
-// once and reread from shared memory, to save registers.
+// A CTA's task, its states, and where the sums of its (segment, head) go; null where none are wanted. NOTES:
+// computed once and reread from shared memory, to save registers.
 struct StatesTask : Task {
-    float* whole;    // of its first token
-    FlowSum* inter;  // of its first chunk
-    uint4* anchors;  // of the head's first anchor
+    const float* entering;          // the state that the walk begins with, null: zero
+    float* leaving;                 // the place of the state that it ends with
+    int first_anchor, last_anchor;  // chunks of the segment that may have an anchor before them
+    float* whole;                   // of its first token
+    FlowSum* inter;                 // of its first chunk
+    uint4* anchors;                 // of the head's first anchor
     float* flows;
 
     // Called by whole warps.
     template <class C> __device__ static inline StatesTask of_block(const StatesGlobals& g, int block) {
         const Task task = Task::of_block<C>(g, block);
-        if (g.whole == nullptr) return {task, nullptr, nullptr, nullptr, nullptr};
+        const bool first = task.number == 0, last = task.number == task.segments - 1;
+        const bool begins = C::kIsLeft ? first : last, ends = C::kIsLeft ? last : first;
+        const int64_t state = task.state * g.dim_k * g.dim_v;
+        const float* entering = g.entering ? g.entering + state : nullptr;
+        if (!begins)
+            entering = border_state(g, task, (C::kIsLeft ? task.number : task.number + 1) * kSegmentChunks);
+        float* const leaving = ends && g.leaving ? g.leaving + state : nullptr;
+        if (g.whole == nullptr) return {task, entering, leaving, 0, -1, nullptr, nullptr, nullptr, nullptr};
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         const int64_t anchor_parts = head * g.anchor_slots * g.parts();
-        return {task, g.whole + head * g.seq + task.first_row, g.inter + head * g.slots + task.first_slot,
-                g.anchors + anchor_parts * C::kAnchorUnits, g.flows + anchor_parts};
+        return {task,
+                entering,
+                leaving,
+                first ? 1 : 0,
+                last ? task.chunks - 1 : task.chunks,
+                g.whole + head * g.seq + task.first_row,
+                g.inter + head * g.slots + task.first_slot,
+                g.anchors + anchor_parts * C::kAnchorUnits,
+                g.flows + anchor_parts};
     }
 };
 

@@ -89,9 +89,8 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         arrive_warp(smem.free[slot]);
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
-    if (g.entering)
-        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    if (task.entering)
+        load_state(state, task.entering, column(), 0, g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -101,8 +100,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(chunk);
     }
-    if (g.leaving)
-        store_state(g.leaving + task.state * state_size, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    if (task.leaving) store_state(task.leaving, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

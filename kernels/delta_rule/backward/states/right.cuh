@@ -84,9 +84,8 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         arrive_warp(smem.free[slot]);
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
-    if (g.entering)
-        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    if (task.entering)
+        load_state(state, task.entering, column(), 0, g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -96,8 +95,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(step);
     }
-    if (g.leaving)
-        store_state(g.leaving + task.state * state_size, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    if (task.leaving) store_state(task.leaving, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -3,7 +3,7 @@
 // Two kernels:
 //   delta_left   forward in time: dq and the left part of dk (left.cuh)
 //   delta_right  backward in time: dk (right.cuh)
-// One CTA of either owns a (sequence, head, 64 or 128 columns of K):
+// One CTA of either owns a (segment, head, 64 or 128 columns of K):
 //     producer   loads U', dO, dV, q, k and the left part of dk; scans the gates; stores the results
 //     walkers    one or two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule.md.
@@ -73,6 +73,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         p.g,
         p.beta,
         s.cut,
+        p.borders,
         s.heads,
         s.group,
         s.seq,
@@ -97,6 +98,8 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     constexpr auto kName = C::kIsLeft ? "delta_left" : "delta_right";
     if (p.shape.dim_v > C::kDimV)
         throw std::runtime_error(std::string(kName) + ": V is larger than the tile");
+    if (p.borders && p.shape.cut.segment_chunks != kSegmentChunks)
+        throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
     const DeviceGuard guard(p.shape.device, kName);
     const StatesGlobals g = states_globals<C>(p);
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(

@@ -31,9 +31,10 @@ __device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task
     if (lane == 0) task.inter[part * g.chunk_sums + chunk] = {value, squares};
 }
 
-// Whether sums are wanted and there is an anchor before a chunk.
+// Whether sums are wanted and there is an anchor before a chunk of the segment, or before the next segment.
 __device__ inline bool is_anchor(const StatesTask& task, int chunk) {
-    return task.whole && chunk > 0 && chunk < task.chunks && chunk % kAnchorChunks == 0;
+    static_assert(kSegmentChunks % kAnchorChunks == 0);
+    return chunk >= task.first_anchor && chunk <= task.last_anchor && chunk % kAnchorChunks == 0;
 }
 // The number of a part of an anchor, among those of the head.
 __device__ inline int anchor_part(const StatesGlobals& g, const StatesTask& task, int chunk, int part) {

@@ -5,18 +5,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from tfla_tk.backends.tk.delta_rule.support import walks_states
 from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
 from tfla_tk.backends.tk.prepared import Addresses
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import CHUNK, DTYPES, MaybeTensor, chunk_slots
+from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
-# Cycles of a chunk on a multiprocessor, from the log of 2026-11-26: of a walk of one walker, which makes A and
-# P, and of two; of A and P alone.
+# Cycles of a chunk on a multiprocessor, from the log of 2026-11-26. Of a walk over V of one walker, which makes A
+# and P, and of two; of A and P alone; of the walks over the states, of which a lone walker makes all scores.
 _CYCLES = {1: 1900, 2: 2770}
 _CYCLES_OF_MATRICES = 3300
+_STATES_CYCLES = {1: 6100, 2: 8200}
+SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 
 
@@ -34,6 +38,7 @@ class Shape(NamedTuple):
     half: bool
     device: int
     packed_64bit: bool
+    packed: bool
 
     @staticmethod
     def of(core: DeltaRuleCore) -> Shape:
@@ -52,13 +57,38 @@ class Shape(NamedTuple):
             half=core.q.dtype == torch.float16,
             device=core.q.get_device(),
             packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+            packed=offsets is not None,
         )
 
-    def with_offsets(self, address: int) -> tuple[int, ...]:
-        """With the address of the offsets, 0 for none; every sequence is one segment."""
-        chunks = self.seq // CHUNK + 1
-        cut = (address, self.packed_64bit, self.sequences, self.sequences, chunks)
-        return (*cut, *self[2:10])
+    def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
+        """With the address of the offsets, 0 for none; without a cut every sequence is one segment."""
+        cut = cut or Cut(self.sequences, self.seq // CHUNK + 1)
+        return (address, self.packed_64bit, self.sequences, *cut, *self[2:10])
+
+    @property
+    def borders(self) -> int:
+        """Slots for the borders between segments of the walks over the states, of all sequences."""
+        if self.packed:
+            return self.seq // SEGMENT_TOKENS
+        return self.sequences * (max(self.seq - 1, 0) // SEGMENT_TOKENS)
+
+    @property
+    def cut(self) -> Cut:
+        """Of the walks over the states. It follows from the length of each sequence alone, so that the
+        results of a sequence do not depend on what else is in the call."""
+        return Cut(self.sequences + self.borders, SEGMENT_CHUNKS)
+
+    @property
+    def has_borders(self) -> bool:
+        """Whether there are walks over the states and sequences may be cut for them."""
+        return self.borders > 0 and walks_states(self.dim_v)
+
+    def new_borders(self, like: Tensor) -> MaybeTensor:
+        """Uninitialised states at the borders, where there are some, on the device of a tensor."""
+        if not self.has_borders:
+            return None
+        size = (self.borders, self.heads, self.dim_k, self.dim_v)
+        return like.new_empty(size, dtype=torch.float32)
 
     @property
     def sum_parts(self) -> int:
@@ -87,14 +117,17 @@ class Shape(NamedTuple):
         """Whether the walks over V make A and P."""
         return self.value_walkers == 1
 
-    def walkers(self, dim: int) -> int:
-        """Per CTA, of walks whose walkers share a head dim: two share what they load, one alone is done
-        earlier where there are few CTAs."""
-        columns = -(-dim // WALKER_COLUMNS)
+    @property
+    def states_walkers(self) -> int:
+        """Of a CTA of the walks over the states, whose walkers own columns of K.
+
+        Two share what they load; one alone is done earlier where there are few CTAs.
+        """
+        columns = -(-self.dim_k // WALKER_COLUMNS)
 
         def cycles(walkers: int) -> int:
-            ctas = self.sequences * self.heads * -(-columns // walkers)
-            return -(-ctas // multiprocessors(self.device)) * _CYCLES[walkers]
+            ctas = self.cut.segments * self.heads * -(-columns // walkers)
+            return -(-ctas // multiprocessors(self.device)) * _STATES_CYCLES[walkers]
 
         return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
 

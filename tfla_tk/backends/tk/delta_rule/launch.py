@@ -2,11 +2,14 @@
 
 The forward walks over the chunks. What depends on q, k and the gates alone, A and P of every chunk, is made
 in the walk's CTAs, or where these have no room for that (`Shape.makes_matrices`) by a kernel of its own. A
-training call keeps the walk's writes U', [B, T, HV, V].
+training call keeps the walk's writes U', [B, T, HV, V]., and the states at the
+borders between the segments of the backward's walks over the states.
 
 The backward walks over the chunks backward in time, which gives dv and the sums of
 dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the part of dk from
-what a token erases, backward in time dk. The gradient of g follows from their sums.
+what a token erases, backward in time dk. The gradient of g follows from their sums. These two are cut into
+segments, which begin with the states that the forward has left at the borders between them, and the first
+walk of the backward their gradients.
 
 These hold up to 128 columns of V. For more, the first of the walks leaves U = beta U', too, and the gradients
 of q and k are those of two plain linear attentions with a scalar decay over the same states, whose kernels
@@ -36,7 +39,7 @@ from tfla_tk.backends.tk.delta_rule.call import (
     number,
     readable,
 )
-from tfla_tk.backends.tk.delta_rule.states import walk_states
+from tfla_tk.backends.tk.delta_rule.states import Through, walk_states
 from tfla_tk.backends.tk.delta_rule.support import walks_states
 from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, operand_at, starts
@@ -55,7 +58,8 @@ _NO_OPERAND: Operand = (0, 0, 0, 0)
 def forward(
     core: DeltaRuleCore, *, output_final_state: bool, keep: bool
 ) -> tuple[Tensor, MaybeTensor, Kept | None]:
-    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes U'.
+    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes U' and the
+    states at the borders, None where there are none.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -89,17 +93,18 @@ def backward(
     core, do, dht = readable(core), as_operand(do), as_state(dht)
     if kept is None:
         _, _, kept = forward(core, output_final_state=False, keep=True)
-    assert kept is not None and kept.tensors[0] is not None
-    writes = kept.tensors[0]
+    assert kept is not None
+    writes, borders = kept.tensors
     key = (layout(core), given.v.stride(), do.stride(), dht is not None)
     mirror = _mirrors.get(key)
     if mirror is None:
         mirror = Mirror(core, given.v, do, dht)
         _mirrors.keep(key, mirror)
-    dv, u, dbeta_parts, dh0 = mirror(core, given.v, writes, do, dht)
+    assert writes is not None
+    dv, u, dbeta_parts, dh0, d_borders = mirror(core, given.v, writes, do, dht)
     needs_dg = needs_gates and core.g is not None
     if u is None:
-        through = (writes, dv.written, do, dht)
+        through = Through(writes, dv.written, do, dht, borders, d_borders)
         dq, dk, dg = walk_states(given, core, through, needs_dg=needs_dg)
         if dq.shape != given.q.shape:
             dq, dk = _combine(given, core, (dq, dk, None, None))
@@ -130,6 +135,7 @@ class Forward:
         matrices = _matrices_at(addresses, shape)
         o_at, writes_at = addresses.next(), addresses.next(given=keep)
         last_at = addresses.next(given=output_final_state)
+        borders_at = addresses.next(given=keep and shape.has_borders)
         of = shape.with_offsets(at.cu_seqlens)
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
@@ -139,7 +145,7 @@ class Forward:
         launches.append(
             kernel.forward(
                 of, q, k, v, operand_at(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
-                core.scale, shape.value_walkers,
+                borders_at, core.scale, shape.value_walkers,
             )
         )  # fmt: skip
         self._launches = Launches.of(kernel, launches)
@@ -150,11 +156,12 @@ class Forward:
         matrices = _matrices(self._shape, v)
         writes = v.new_empty(v.shape) if self._keep else None
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
+        borders = self._shape.new_borders(v) if self._keep else None
         self._launches.run(
-            starts(*core[:9], matrices, o.written, writes, last),
+            starts(*core[:9], matrices, o.written, writes, last, borders),
             current_stream(self._shape.device),
         )
-        return o.filled(), last, None if writes is None else Kept((writes,))
+        return o.filled(), last, None if writes is None else Kept((writes, borders))
 
 
 class Mirror:
@@ -176,6 +183,7 @@ class Mirror:
         u_at, sums_at = addresses.next(given=self._keeps_u), addresses.next()
         dht_at = addresses.next(given=dht is not None)
         dh0_at = addresses.next(given=core.initial_state is not None)
+        borders_at = addresses.next(given=shape.has_borders)
         of = shape.with_offsets(at.cu_seqlens)
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
@@ -186,28 +194,29 @@ class Mirror:
             kernel.mirror(
                 of, q, k, operand_at(do_at, do), operand_at(writes_at, dense),
                 operand_at(dv_at, Result.like(like, "meta").written), u, *gates,
-                matrices, sums_at, dht_at, dh0_at, core.scale, shape.value_walkers,
+                matrices, sums_at, dht_at, dh0_at, borders_at, core.scale, shape.value_walkers,
             )
         )  # fmt: skip
         self._launches = Launches.of(kernel, launches)
 
     def __call__(
         self, core: DeltaRuleCore, like: Tensor, writes: Tensor, do: Tensor, dht: MaybeTensor
-    ) -> tuple[Result, MaybeTensor, Tensor, MaybeTensor]:
-        """dv, U for scalar_gate's walks, the parts of dbeta [parts, B, HV, T] and dh0."""
+    ) -> tuple[Result, MaybeTensor, Tensor, MaybeTensor, MaybeTensor]:
+        """dv, U for scalar_gate's walks, the parts of dbeta [parts, B, HV, T], dh0 and dS at the borders."""
         v, initial = core.v, core.initial_state
         matrices = _matrices(self._shape, v)
         dv, u = Result.like(like), v.new_empty(v.shape) if self._keeps_u else None
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
+        borders = self._shape.new_borders(v)
         self._launches.run(
-            starts(*core[:9], matrices, do, writes, dv.written, u, sums, dht, dh0),
+            starts(*core[:9], matrices, do, writes, dv.written, u, sums, dht, dh0, borders),
             current_stream(self._shape.device),
         )
-        return dv, u, sums, dh0
+        return dv, u, sums, dh0, borders
 
 
-class Through(NamedTuple):
+class OfAttention(NamedTuple):
     """What scalar_gate's walks give of one of the two linear attentions: per head of v."""
 
     dq: Tensor
@@ -224,7 +233,7 @@ def _through_states(
     dht: MaybeTensor,
     *,
     needs_dg: bool,
-) -> tuple[Through, Through]:
+) -> tuple[OfAttention, OfAttention]:
     """The reads and the erasures."""
     initial, offsets = core.initial_state, core.cu_seqlens
     g = core.g
@@ -237,12 +246,12 @@ def _through_states(
 
     def run(
         q: Tensor, given: Tensor, scale: float, last: MaybeTensor, d_last: MaybeTensor, strict: bool
-    ) -> Through:
+    ) -> OfAttention:
         tensors = (q, core.k, u, None, g, initial, None, offsets, given, None, None, None, last, None, given)
         dq, dk, _, _, dg, *_ = scalar_gate.run(
             (*tensors, d_last, None), _options(scale, needs_dg, needs_dv, strict)
         )
-        return Through(dq, dk, dg)
+        return OfAttention(dq, dk, dg)
 
     return (
         run(core.q, do, core.scale, final_state if needs_dg else None, dht, False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,23 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, MaybeTensor
 from tfla_tk.core.memo import Memo
 
-# U', dv, do, dht
-ThroughStates: TypeAlias = tuple[Tensor, Tensor, Tensor, MaybeTensor]
+
+class Through(NamedTuple):
+    """What the walks read besides the call's own tensors.
+
+    Attributes:
+        writes, dv, do: U' and the gradients.
+        dht: that of the final state.
+        borders, d_borders: the states and their gradients at the borders between segments, None where every
+            sequence is one segment.
+    """
+
+    writes: Tensor
+    dv: Tensor
+    do: Tensor
+    dht: MaybeTensor
+    borders: MaybeTensor
+    d_borders: MaybeTensor
 
 
 class Sums(NamedTuple):
@@ -69,21 +84,21 @@ class States:
     """
 
     def __init__(
-        self, given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates, *, needs_dg: bool
+        self, given: DeltaRuleCore, core: DeltaRuleCore, through: Through, *, needs_dg: bool
     ) -> None:
-        writes, dv, do, dht = through
         self._shape = shape = Shape.of(core)
         self._needs_dg = needs_dg
         self._per_head = (*core.v.shape[:3], shape.dim_k)
         self._state = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         kernel = build.load(instances.delta_states(shape.dim_v))
         at, addresses = number(core)
-        writes_at, dv_at, do_at, dht_at = (addresses.next(given=x is not None) for x in through)
+        of_through = [addresses.next(given=x is not None) for x in through]
+        writes_at, dv_at, do_at, dht_at, borders_at, d_borders_at = of_through
         dq_at, dk_at, left_at = (addresses.next() for _ in range(3))
         sums_at, dg_at = (addresses.next(given=needs_dg) for _ in range(2))
-        self._leaves = (needs_dg and dht is not None, needs_dg and core.initial_state is not None)
+        self._leaves = (needs_dg and through.dht is not None, needs_dg and core.initial_state is not None)
         last_at, dh0_at = (addresses.next(given=given) for given in self._leaves)
-        of, walkers = shape.with_offsets(at.cu_seqlens), shape.walkers(shape.dim_k)
+        of = shape.with_offsets(at.cu_seqlens, shape.cut)
         dq, dk = (
             operand_at(x_at, x.written)
             for x_at, x in zip((dq_at, dk_at), self._results(given, "meta"), strict=True)
@@ -91,10 +106,14 @@ class States:
         left = operand_at(left_at, torch.empty(self._per_head, device="meta"))
         operands = (
             *(operand_at(at.q, core.q), operand_at(at.k, core.k)),
-            *(operand_at(writes_at, writes), operand_at(do_at, do), operand_at(dv_at, dv)),
+            *(operand_at(writes_at, through.writes), operand_at(do_at, through.do)),
+            operand_at(dv_at, through.dv),
             *(dq, left, dk, gate_at(at.g, core.g), gate_at(at.beta, core.beta)),
         )
-        walks = ((kernel.left, at.initial_state, last_at), (kernel.right, dht_at, dh0_at))
+        walks = (
+            (kernel.left, at.initial_state, last_at, borders_at),
+            (kernel.right, dht_at, dh0_at, d_borders_at),
+        )
         sums, of_walks, self._sums_size = None, [(0, 0, 0, 0)] * 2, 0
         if needs_dg:
             around = build.load(instances.for_scalar_decay(instances.mlstm_bwd()))
@@ -104,8 +123,8 @@ class States:
             sums = offsets.at(sums_at)
             of_walks = [sums.of_walk(number) for number in range(2)]
         launches: list[Launch] = [
-            walk(of, *operands, entering, leaving, of_walk, core.scale, walkers)
-            for (walk, entering, leaving), of_walk in zip(walks, of_walks, strict=True)
+            walk(of, *operands, *states, of_walk, core.scale, shape.states_walkers)
+            for (walk, *states), of_walk in zip(walks, of_walks, strict=True)
         ]
         if sums is not None:
             assert given.g is not None and core.g is not None
@@ -123,7 +142,7 @@ class States:
         self._launches = Launches.of(kernel, launches)
 
     def __call__(
-        self, given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates
+        self, given: DeltaRuleCore, core: DeltaRuleCore, through: Through
     ) -> tuple[Tensor, Tensor, MaybeTensor]:
         """dq and dk of every head of v, like q and k where these have as many, and dg."""
         dq, dk = self._results(given)
@@ -150,7 +169,7 @@ class States:
 
 
 def walk_states(
-    given: DeltaRuleCore, core: DeltaRuleCore, through: ThroughStates, *, needs_dg: bool
+    given: DeltaRuleCore, core: DeltaRuleCore, through: Through, *, needs_dg: bool
 ) -> tuple[Tensor, Tensor, MaybeTensor]:
     """dq and dk of every head of v, like q and k where these have as many, and dg."""
     strides = (given.q.stride(), given.k.stride(), *(None if x is None else x.stride() for x in through))

@@ -1,0 +1,286 @@
+"""The delta rule's kernels by the recurrence, on what lies at the addresses that they are given."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.build import Instance
+from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
+
+from .addresses import CHUNK, bounds_at, sequences_of, tensor_at
+
+PART = 16  # columns of a part of the sums
+OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
+GATES = ("g", "beta")
+# of the modules' functions, as delta_rule/bindings and scalar_gate/bindings/backward.cpp name them
+ARGUMENTS = {
+    "matrices": ("shape", "q", "k", *GATES, "matrices", "scale"),
+    "forward": (
+        *("shape", "q", "k", "v", "o", "writes", *GATES, "matrices"),
+        *("initial", "last", "borders", "scale", "walkers"),
+    ),
+    "mirror": (
+        *("shape", "q", "k", "dout", "writes", "dv", "u", *GATES, "matrices"),
+        *("dbeta", "d_last", "d_initial", "borders", "scale", "walkers"),
+    ),
+    "combine": ("shape", "dq_of_heads", "dk_right", "dk_left", "dk_strict", "dq", "dk"),
+    "left": (
+        *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", *GATES),
+        *("entering", "leaving", "borders", "sums", "scale", "walkers"),
+    ),
+    "mlstm_bwd_gates": (
+        *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
+        *("offsets", "sizes", "sigmoid_gate", "device"),
+    ),
+}
+ARGUMENTS["right"] = ARGUMENTS["left"]
+ANCHOR_BYTES = 1000
+
+
+class Arguments:
+    """A launch and where the tensors of its call begin."""
+
+    def __init__(self, launch: SimpleNamespace, starts: list[int]) -> None:
+        self.of, self._starts = launch, starts
+        if hasattr(launch, "shape"):
+            self.cut = (self.address(launch.shape[0]), *launch.shape[1:5])
+            self.batch, self.heads, self.seq, self.dim_k, self.dim_v, self.group, half, _ = launch.shape[5:]
+            self.dtype = torch.float16 if half else torch.bfloat16
+
+    def address(self, prepared: int) -> int:
+        if prepared == 0:
+            return 0
+        return self._starts[(prepared >> ADDRESS_BITS) - 1] + (prepared & ((1 << ADDRESS_BITS) - 1))
+
+    def operand(self, x: tuple[int, ...], dim: int, heads: int | None = None) -> Tensor:
+        """[B, T, H, D]."""
+        at, batch, head, row = x
+        heads = self.heads if heads is None else heads
+        strides = (batch if self.batch > 1 else 0, row, head if heads > 1 else 0, 1)
+        return tensor_at(self.address(at), self.dtype, (self.batch, self.seq, heads, dim), *strides)
+
+    def keys(self, x: tuple[int, ...]) -> Tensor:
+        """[B, T, HV, K] of a tensor whose heads are shared."""
+        of_heads = self.operand(x, self.dim_k, self.heads // self.group)
+        return of_heads.repeat_interleave(self.group, 2).float()
+
+    def gate(self, x: tuple[int, ...]) -> Tensor:
+        """[B, T, HV]; zeros without an address."""
+        at, batch, head, row, dtype = x
+        size = (self.batch, self.seq, self.heads)
+        if at == 0:
+            return torch.zeros(size)
+        return tensor_at(self.address(at), OF_CODE[dtype], size, batch, row, head).float()
+
+    def floats(self, at: int, *size: int) -> Tensor:
+        return tensor_at(self.address(at), torch.float32, size)
+
+    def states(self, at: int, count: int) -> Tensor | None:
+        return self.floats(at, count, self.heads, self.dim_k, self.dim_v) if at else None
+
+
+def sequences_in(x: Arguments) -> Any:
+    """Row of the batch, number, start and end of every sequence."""
+    for sequence in sequences_of(x.cut, 1, x.seq):
+        for row in range(sequence.batch):
+            number = (sequence.which.start or 0) + row
+            yield row, number, sequence.start, sequence.end
+
+
+class Kernel:
+    """Stands for the modules of all instances.
+
+    Attributes:
+        segment: tokens of a segment of the walks over the states.
+        begun: where these began: walk, sequence, first token of the segment.
+    """
+
+    def __init__(self, segment: int) -> None:
+        self.segment = segment
+        self.instances: list[Instance] = []
+        self.launches: list[SimpleNamespace] = []
+        self.begun: list[tuple[str, int, int]] = []
+
+    def load(self, instance: Instance) -> Kernel:
+        self.instances.append(instance)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ARGUMENTS:
+            raise AttributeError(name)
+
+        def prepare(*arguments: Any) -> SimpleNamespace:
+            named = dict(zip(ARGUMENTS[name], arguments, strict=True))
+            return SimpleNamespace(handle=SimpleNamespace(name=name, **named))
+
+        return prepare
+
+    def anchor_bytes(self, shape: tuple[int, ...]) -> int:
+        assert len(shape) == 13
+        return ANCHOR_BYTES
+
+    def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
+        return 128 * heads * sequences
+
+    def Launches(self, handles: list[SimpleNamespace]) -> SimpleNamespace:
+        def run(starts: list[int], stream: int) -> None:
+            assert stream == 7
+            for handle in handles:
+                self.launches.append(handle)
+                getattr(self, f"compute_{handle.name}")(Arguments(handle, starts))
+
+        return SimpleNamespace(run=run)
+
+    def slots(self, x: Arguments, number: int, start: int) -> tuple[int, int]:
+        """The slot of a sequence's first border, and how many slots there are."""
+        if x.cut[0]:
+            return start // self.segment, x.seq // self.segment
+        own = (x.seq - 1) // self.segment
+        return number * own, own * x.cut[2]
+
+    def compute_matrices(self, x: Arguments) -> None:
+        assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
+
+    def compute_forward(self, x: Arguments) -> None:
+        assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
+        q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
+        v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)
+        writes = x.operand(x.of.writes, x.dim_v) if x.of.writes[0] else None
+        initial, last = x.states(x.of.initial, x.cut[2]), x.states(x.of.last, x.cut[2])
+        for row, number, start, end in sequences_in(x):
+            first, count = self.slots(x, number, start)
+            borders = x.states(x.of.borders, count)
+            state = torch.zeros(x.heads, x.dim_k, x.dim_v) if initial is None else initial[number].clone()
+            for t in range(start, end):
+                own = t - start
+                if borders is not None and own and own % self.segment == 0:
+                    borders[first + own // self.segment - 1] = state
+                state = state * g[row, t, :, None, None].exp()
+                write = v[row, t] - torch.einsum("hkv,hk->hv", state, k[row, t])
+                state = state + torch.einsum("hk,hv->hkv", k[row, t], beta[row, t, :, None] * write)
+                o[row, t] = x.of.scale * torch.einsum("hk,hkv->hv", q[row, t], state)
+                if writes is not None:
+                    writes[row, t] = write
+            if last is not None:
+                last[number] = state
+
+    def compute_mirror(self, x: Arguments) -> None:
+        assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
+        q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
+        dout, writes, dv = (x.operand(y, x.dim_v) for y in (x.of.dout, x.of.writes, x.of.dv))
+        assert (x.of.u[0] != 0) == (x.dim_v > 128)
+        parts = -(-x.dim_v // PART)
+        dbeta = x.floats(x.of.dbeta, parts, x.batch, x.heads, x.seq)
+        d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
+        for row, number, start, end in sequences_in(x):
+            first, count = self.slots(x, number, start)
+            borders = x.states(x.of.borders, count)
+            state = torch.zeros(x.heads, x.dim_k, x.dim_v) if d_last is None else d_last[number].clone()
+            for t in reversed(range(start, end)):
+                state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t], dout[row, t].float())
+                du = torch.einsum("hkv,hk->hv", state, k[row, t])
+                dv[row, t] = beta[row, t, :, None] * du
+                products = du * writes[row, t]
+                for part in range(parts):
+                    dbeta[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
+                state = state - torch.einsum("hk,hv->hkv", k[row, t], beta[row, t, :, None] * du)
+                state = state * g[row, t, :, None, None].exp()
+                own = t - start
+                if borders is not None and own and own % self.segment == 0:
+                    borders[first + own // self.segment - 1] = state
+            if d_initial is not None:
+                d_initial[number] = state
+
+    def segments(self, x: Arguments, forward: bool) -> Any:
+        """Of a walk over the states: row of the batch, sequence, tokens, the state that the segment begins
+        with, and whether it is the last one of its sequence in the walk's direction."""
+        assert x.cut[4] * CHUNK == self.segment
+        assert x.cut[3] == x.cut[2] + self.slots(x, 0, 0)[1]
+        ends = x.states(x.of.entering, x.cut[2])
+        for row, number, start, end in sequences_in(x):
+            first, count = self.slots(x, number, start)
+            borders = x.states(x.of.borders, count)
+            assert (borders is None) == (count == 0)
+            pieces = [range(at, min(at + self.segment, end)) for at in range(start, end, self.segment)]
+            for index, tokens in enumerate(pieces):
+                at_end = index == (0 if forward else len(pieces) - 1)
+                if at_end:
+                    state = torch.zeros(x.heads, x.dim_k, x.dim_v) if ends is None else ends[number]
+                else:
+                    assert borders is not None
+                    state = borders[first + (index - 1 if forward else index)]
+                self.begun.append((x.of.name, number, tokens.start - start))
+                yield row, number, tokens, state.clone(), index == (len(pieces) - 1 if forward else 0)
+
+    def compute_left(self, x: Arguments) -> None:
+        self.walk(x, forward=True)
+
+    def compute_right(self, x: Arguments) -> None:
+        self.walk(x, forward=False)
+
+    def walk(self, x: Arguments, *, forward: bool) -> None:
+        q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
+        writes, dout, dv = (x.operand(y, x.dim_v).float() for y in (x.of.writes, x.of.dout, x.of.dv))
+        dq, left, dk = (x.operand(y, x.dim_k) for y in (x.of.dq, x.of.left, x.of.dk))
+        parts = -(-x.dim_k // PART)
+        size = (parts, x.batch, x.heads, x.seq)
+        whole = x.floats(x.of.sums[0], *size) if x.of.sums[0] else None
+        leaving = x.states(x.of.leaving, x.cut[2])
+
+        def sum_up(row: int, t: int, products: Tensor) -> None:
+            for part in range(parts if whole is not None else 0):
+                whole[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
+
+        for row, number, tokens, state, leaves in self.segments(x, forward):
+            for t in tokens if forward else reversed(tokens):
+                decay, u = g[row, t, :, None, None].exp(), beta[row, t, :, None] * writes[row, t]
+                if forward:
+                    state = decay * state
+                    of_k = -torch.einsum("hkv,hv->hk", state, dv[row, t])
+                    state = state + torch.einsum("hk,hv->hkv", k[row, t], u)
+                    of_q = x.of.scale * torch.einsum("hkv,hv->hk", state, dout[row, t])
+                    dq[row, t], left[row, t] = of_q, of_k
+                    sum_up(row, t, q[row, t] * of_q + k[row, t] * of_k)
+                else:
+                    state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t], dout[row, t])
+                    of_k = torch.einsum("hkv,hv->hk", state, u)
+                    dk[row, t] = left[row, t] + of_k
+                    sum_up(row, t, k[row, t] * of_k)
+                    state = decay * (state - torch.einsum("hk,hv->hkv", k[row, t], dv[row, t]))
+            if leaving is not None and leaves:
+                leaving[number] = state
+
+    def compute_combine(self, x: Arguments) -> None:
+        assert x.of.dk_left[0] == x.of.dk_strict[0] == 0
+        for of_heads, shared in ((x.of.dq_of_heads, x.of.dq), (x.of.dk_right, x.of.dk)):
+            parts = x.operand(of_heads, x.dim_k).unflatten(2, (-1, x.group))
+            x.operand(shared, x.dim_k, x.heads // x.group).copy_(parts.float().sum(3))
+
+    def compute_mlstm_bwd_gates(self, x: Arguments) -> None:
+        """Without the flows at anchors: from the ends of sequences alone."""
+        batch, heads, seq, dim_k, dim_v = x.of.sizes
+
+        def sums(of: tuple[int, int, int]) -> Tensor:
+            return x.floats(of[0], of[2], batch, heads, seq).sum(0)
+
+        own = sums(x.of.q_dq) - sums(x.of.k_dk)
+        at, *strides, dtype = x.of.df
+        batch_stride, head_stride, row_stride = strides
+        df = tensor_at(
+            x.address(at), OF_CODE[dtype], (batch, heads, seq), batch_stride, head_stride, row_stride
+        )
+        count = x.of.offsets[2]
+        last, d_last = (
+            x.floats(at, count, heads, dim_k, dim_v) if at else torch.zeros(count, heads, 1, 1)
+            for at in x.of.last[:2]
+        )
+        flows = (last * d_last).sum((2, 3))
+        offsets = (x.address(x.of.offsets[0]), *x.of.offsets[1:])
+        for number, (start, end) in enumerate(bounds_at(offsets, seq)):
+            flow = flows[number] if offsets[0] else flows
+            tokens = slice(start, end)
+            df[..., tokens] = own[..., tokens].flip(-1).cumsum(-1).flip(-1) + flow[..., None]

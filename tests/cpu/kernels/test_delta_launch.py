@@ -1,0 +1,217 @@
+"""What the host side of the delta rule hands to its kernels, whose place the recurrence takes; no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla_tk import build, reference
+from tfla_tk.backends.tk.delta_rule import call, launch, states
+from tfla_tk.backends.tk.delta_rule.call import SEGMENT_TOKENS, Shape
+from tfla_tk.calls.delta_rule import DeltaRuleCore
+from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
+from tfla_tk.core.memo import Memo
+
+from .addresses import sequences_of
+from .delta_emulation import Kernel
+
+B, T, H = 2, 150, 2
+SCALE = 0.3
+OFFSETS = [0, 70, 70, 134, 264, B * T]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Whose segments are one chunk."""
+    found = Kernel(CHUNK)
+    monkeypatch.setattr(build, "load", found.load)
+    for module in (launch, states):
+        monkeypatch.setattr(module, "current_stream", lambda device: 7)
+    for module, memo in ((launch, "_forwards"), (launch, "_mirrors"), (launch, "_combines")):
+        monkeypatch.setattr(module, memo, Memo())
+    monkeypatch.setattr(states, "_states", Memo())
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(call, "SEGMENT_TOKENS", CHUNK)
+    return found
+
+
+def draw(
+    dims: tuple[int, int] = (64, 48),
+    *,
+    group: int = 1,
+    gate: bool = True,
+    packed: bool = False,
+    state: bool = True,
+    tokens: int = T,
+) -> DeltaRuleCore:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    batch, seq, rows = (1, B * T, len(OFFSETS) - 1) if packed else (B, tokens, B)
+    q, k = (
+        torch.nn.functional.normalize(normal(batch, seq, H, dims[0]), dim=-1).bfloat16() for _ in range(2)
+    )
+    v = normal(batch, seq, group * H, dims[1]).bfloat16()
+    g = torch.nn.functional.logsigmoid(normal(batch, seq, group * H) + 2) if gate else None
+    beta = torch.sigmoid(normal(batch, seq, group * H))
+    initial = normal(rows, group * H, *dims) if state else None
+    offsets = torch.tensor(OFFSETS) if packed else None
+    return DeltaRuleCore(q, k, v, g, beta, None, None, initial, offsets, SCALE, False, False, False, "auto")
+
+
+def error(found: Tensor | None, truth: Tensor) -> float:
+    assert found is not None and found.shape == truth.shape
+    return float((found.float() - truth.float()).norm() / truth.float().norm())
+
+
+def check(core: DeltaRuleCore, keep: bool = True) -> None:
+    """Both directions; without `keep` the backward makes the forward again."""
+    g = core.beta.new_zeros(core.beta.shape) if core.g is None else core.g
+    o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
+    assert (kept is None) == (not keep)
+    inputs = (core.q, core.k, core.v, g, core.beta)
+    options: dict[str, Any] = {
+        "scale": SCALE,
+        "initial_state": core.initial_state,
+        "cu_seqlens": core.cu_seqlens,
+    }
+    expected = reference.gated_delta_rule_recurrent(*inputs, output_final_state=True, **options)
+    assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 1e-4
+    do, dht = torch.randn_like(o), torch.randn_like(last)
+    found = launch.backward(core, kept, last, do, dht, needs_gates=True)
+    truth = reference.gated_delta_rule_backward(*inputs, do, dht, **options)
+    places = {"dq": 0, "dk": 1, "dv": 2, "dg": 3, "dbeta": 4, "dh0": 7}
+    given = {"dg": core.g is not None, "dh0": core.initial_state is not None}
+    for name, place in places.items():
+        if given.get(name, True):
+            assert error(found[place], getattr(truth, name)) < 1e-2, name
+        else:
+            assert found[place] is None
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("gate", [False, True], ids=["ungated", "gated"])
+@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+def test_tensors_and_sizes(group: int, gate: bool, packed: bool, state: bool, kernel: Kernel) -> None:
+    core = draw(group=group, gate=gate, packed=packed, state=state)
+    check(core)
+    check(core, keep=False)
+    names = [x.name for x in kernel.launches]
+    backward = [
+        "mirror",
+        "left",
+        "right",
+        *["mlstm_bwd_gates"] * gate,
+        *["combine"] * (group > 1),
+    ]
+    forward = ["forward"]
+    assert names == forward + backward + forward + forward + backward
+
+
+def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:
+    check(draw())
+    starts = [(sequence, at) for sequence in range(B) for at in (0, 64, 128)]
+    assert kernel.begun == [(walk, *start) for walk in ("left", "right") for start in starts]
+    kernel.begun.clear()
+    check(draw(packed=True))
+    starts = [(0, 0), (0, 64), (2, 0), (3, 0), (3, 64), (3, 128), (4, 0)]
+    assert kernel.begun == [(walk, *start) for walk in ("left", "right") for start in starts]
+
+
+def test_states_at_borders_are_left_for_training_alone(kernel: Kernel) -> None:
+    launch.forward(draw(), output_final_state=True, keep=False)
+    assert kernel.launches[-1].borders == 0
+    # one segment, and head dims whose gradients are scalar_gate's
+    for core in (draw(tokens=CHUNK), draw((64, 144))):
+        _, _, kept = launch.forward(core, output_final_state=True, keep=True)
+        assert kernel.launches[-1].borders == 0
+        assert kept is not None and kept.tensors[1] is None
+    check(draw(tokens=CHUNK))
+
+
+def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
+    for _ in range(2):
+        check(draw())
+    names = [instance.name for instance in kernel.instances]
+    assert names == [
+        "delta_forward_k64_overlapped",
+        "delta_backward_k64_overlapped",
+        "delta_states_v64",
+        "decay_bwd",
+    ]
+
+
+# The cut of the walks over the states
+
+
+def shape_of(sequences: int, seq: int, *, packed: bool = False, heads: int = 16, dim: int = 128) -> Shape:
+    batch = 1 if packed else sequences
+    slots = -(-seq // CHUNK) + (sequences if packed else 0)
+    return Shape(sequences, slots, batch, heads, seq, dim, dim, 1, False, 0, packed, packed)
+
+
+def test_borders_are_anchors() -> None:
+    assert SEGMENT_CHUNKS % ANCHOR_CHUNKS == 0 and SEGMENT_TOKENS == SEGMENT_CHUNKS * CHUNK
+
+
+@pytest.mark.parametrize("seq", [1, 64, 1023, 1024, 1025, 2048, 5000, 8192, 100_000])
+def test_a_sequence_is_cut_alike_in_any_call(seq: int) -> None:
+    """By its length alone: in any batch, and packed among others, whose borders have slots of their own."""
+
+    def pieces(cut: tuple[int, ...], tokens: int) -> list[list[range]]:
+        return [sequence.segments for sequence in sequences_of(cut, 1, tokens)]
+
+    chunks = -(-seq // CHUNK)
+    expected = [range(at, min(at + SEGMENT_CHUNKS, chunks)) for at in range(0, chunks, SEGMENT_CHUNKS)]
+    for batch, heads in itertools.product((1, 2, 300), (1, 16, 64)):
+        shape = shape_of(batch, seq, heads=heads)
+        assert pieces(shape.with_offsets(0, shape.cut)[:5], seq) == [expected]
+        assert shape.cut.segments == batch * len(expected)
+        assert shape.borders == batch * (len(expected) - 1)
+    generator = random.Random(seq)
+    for count in (1, 3, 50):
+        lengths = [generator.choice((0, 1, 1024, generator.randint(0, 10_000))) for _ in range(count)]
+        place = generator.randrange(count)
+        lengths[place] = seq
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+        shape = shape_of(count, sum(lengths), packed=True)
+        found = sequences_of(shape.with_offsets(offsets.data_ptr(), shape.cut)[:5], 1, shape.seq)
+        assert found[place].segments == expected
+        slots = [
+            slot for sequence in found for slot in range(sequence.boundaries.start, sequence.boundaries.stop)
+        ]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < shape.borders for slot in slots)
+
+
+def test_matrices_of_two_walkers(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two walkers of a CTA leave no room for makers: A and P come from device memory."""
+    monkeypatch.setattr(call.Shape, "value_walkers", property(lambda self: 2))
+    check(draw())
+    assert [x.name for x in kernel.launches][:2] == ["matrices", "forward"]
+    forward, mirror = (x for x in kernel.launches if x.name in ("forward", "mirror"))
+    assert forward.walkers == mirror.walkers == 2
+    for walk, matrices in zip(
+        (forward, mirror), (x for x in kernel.launches if x.name == "matrices"), strict=True
+    ):
+        assert walk.matrices == matrices.matrices and 0 not in walk.matrices
+
+
+def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two per CTA of the walks over the states where segments and heads fill the GPU, else one."""
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    of_states = {
+        shape: shape_of(shape[0], shape[1], heads=shape[2]).states_walkers
+        for shape in ((1, 8192, 32), (8, 8192, 16), (1, 8192, 16), (1, 2048, 16), (1, 32768, 16))
+    }
+    assert list(of_states.values()) == [2, 2, 2, 1, 2]
+    assert shape_of(8, 8192, dim=64).states_walkers == 1
+    assert [shape_of(n, 8192).value_walkers for n in (1, 8)] == [1, 1]
