@@ -36,6 +36,7 @@ __global__ __launch_bounds__(C::kThreads,
     if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.prefetch(); }))
         return;
+    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
     if (warpgroup_id == 0) {
         set_registers<C::Registers::kProducer, C::kThreads, 1>();
         const int warp = warpgroup::warpid();
@@ -55,6 +56,7 @@ __global__ __launch_bounds__(C::kThreads,
         set_registers<C::Registers::kWalker, C::kThreads, 1>();
         walk_mirror(g, smem, warpgroup_id - 1);
     }
+    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one
 }
 
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
@@ -79,7 +81,8 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         p.d_initial,
     };
     launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
-                                                            p.shape.device, stream, "delta_mirror");
+                                                            p.shape.device, stream, "delta_mirror",
+                                                            makers_cluster(C::kMakers, g.ctas));
 }
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {

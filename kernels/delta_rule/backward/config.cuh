@@ -1,7 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the backward's mirror walk.
 #pragma once
 
-#include "delta_rule/chunk_matrices/warpgroup.cuh"
+#include "delta_rule/chunk_matrices/makers.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -60,6 +60,7 @@ template <class C> struct MirrorMemory {
     semaphore free[C::kStages];        // but for dO and U', which are followed by dV and U
     semaphore out_ready[C::kWalkers][C::kReadyStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
+    FreedByOther freed_by_other;
     Task task;
 
     __device__ inline void init_barriers() {
@@ -72,6 +73,7 @@ template <class C> struct MirrorMemory {
         for (auto& barrier : ready) init_semaphore(barrier, kMatrices + 2 * C::kWalkers);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
+        freed_by_other.init();
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

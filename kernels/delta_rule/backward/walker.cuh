@@ -146,6 +146,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         warpgroup::mma_async_wait<0>();  // 9
         pin(state), pin_rounded();
         arrive_warp(smem.free[Use<C::kStages>(step).slot]);
+        if constexpr (C::kMakers > 0) smem.freed_by_other.tell(step);
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;

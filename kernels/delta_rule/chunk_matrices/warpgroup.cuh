@@ -1,10 +1,10 @@
 // The matrices A and P of one chunk (bindings/params.h), by one warpgroup, from q, k and the gates in shared
 // memory:
 //   1. Issue K K^T and Q K^T, in flight together.
-//   2. L = e^{b_i - b_j} K K^T, times beta, to shared memory.
-//   3. P = s e^{b_i - b_j} Q K^T, rounded, stays in registers.
-//   4. A = (I + L)^{-1}, in the place of L (triangular_inverse.cuh).
-//   5. Round A to a tile and store both tiles, which take that place.
+//   2. L = e^{b_i - b_j} K K^T, times beta, to shared memory; P = s e^{b_i - b_j} Q K^T, rounded, stays in
+//      registers.
+//   3. A = (I + L)^{-1}, in the place of L (triangular_inverse.cuh).
+//   4. Round A to a tile and store both tiles, which take that place.
 #pragma once
 
 #include "common/register_steps.cuh"
@@ -18,15 +18,93 @@
 
 namespace tfla_tk::delta_rule {
 
-// What of the gates the matrices depend on.
+// What of the gates the matrices depend on. A part is a quarter of the chunk, 16 tokens.
 struct MatrixGates {
+    static constexpr int kPart = 16;
     alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
     float beta[kChunk];
+    float to_part_end[kChunk];  // e^{b' - b}, b' of the last token of the token's part
 
     // Of the lane's tokens 2 l and 2 l + 1.
     __device__ inline void write(int lane, const TwoPairs& cumulative, float2 betas) {
+        const auto [x, y] = cumulative;
+        const FloatPair end = of_lane(y, lane / (kPart / 2) * (kPart / 2) + kPart / 2 - 1);
         write_log2_decay(log2_decay, lane, cumulative);
         write_pair(beta, 2 * lane, betas);
+        write_pair(to_part_end, 2 * lane, {exp2f(rounded_sum(end, -x)), exp2f(rounded_sum(end, -y))});
+    }
+};
+
+// Gates and masks the scores of a lane's two rows, in the layout of an accumulator: L from k.k and P from
+// q.k. beta multiplies L by rows, or both by columns.
+template <bool kBetaOnRows> struct GatedRows {
+    static constexpr int kPart = MatrixGates::kPart;
+    const MatrixGates& gates;
+    int first_row, first_column;
+    float scale;
+    int tokens;
+    float2 b[2];
+    float beta[2];
+
+    __device__ inline GatedRows(const MatrixGates& gates, int first_row, int first_column, float scale,
+                                int tokens)
+        : gates(gates), first_row(first_row), first_column(first_column), scale(scale), tokens(tokens) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            b[r] = gates.log2_decay[first_row + 8 * r];
+            beta[r] = kBetaOnRows ? gates.beta[first_row + 8 * r] : 1.f;
+        }
+    }
+    // Of data[k] of the j-th 16 columns.
+    __device__ inline int row(int k) const { return first_row + 8 * (k % 2); }
+    __device__ inline int column(int j, int k) const { return first_column + kPart * j + 8 * (k / 2); }
+    __device__ inline bool inside(int r) const { return first_row + 8 * r < tokens; }
+
+    // Columns of a part before the rows' own: e^{b_i - b_j} = e^{b_i - b'} e^{b' - b_j} with b' of the part's
+    // last token, where neither factor exceeds 1.
+    __device__ inline void gate_before(float2 (&of_keys)[4], float2 (&of_queries)[4], int j) const {
+        const float2 end = gates.log2_decay[kPart * j + kPart - 1];
+        float since[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) since[r] = inside(r) ? exp2f((b[r].x - end.x) + (b[r].y - end.y)) : 0.f;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float2 by = *reinterpret_cast<const float2*>(&gates.to_part_end[column(j, 2 * half)]);
+            if (!kBetaOnRows) {
+                const float2 betas = *reinterpret_cast<const float2*>(&gates.beta[column(j, 2 * half)]);
+                by = {by.x * betas.x, by.y * betas.y};
+            }
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float2 &x = of_keys[2 * half + r], &y = of_queries[2 * half + r];
+                const float of_l = since[r] * beta[r], of_p = since[r] * scale;
+                x = {of_l * by.x * x.x, of_l * by.y * x.y};
+                y = {of_p * by.x * y.x, of_p * by.y * y.y};
+            }
+        }
+    }
+    // The part of the rows themselves.
+    __device__ inline void gate_diagonal(float2 (&of_keys)[4], float2 (&of_queries)[4], int j) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int first = column(j, 2 * half);
+            const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay[first]);
+            float2 betas{1.f, 1.f};
+            if (!kBetaOnRows) betas = *reinterpret_cast<const float2*>(&gates.beta[first]);
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float2 &x = of_keys[2 * half + r], &y = of_queries[2 * half + r];
+                const int last = inside(r) ? first_row + 8 * r : -1;  // the last column that the row sees
+                auto gated = [&](float& of_k, float& of_q, float high, float low, float beta_of_column,
+                                 int column) {
+                    const float gate = beta_of_column * exp2f((b[r].x - high) + (b[r].y - low));
+                    of_k = column < last ? beta[r] * gate * of_k : 0.f;
+                    of_q = column <= last ? scale * gate * of_q : 0.f;
+                };
+                gated(x.x, y.x, before.x, before.y, betas.x, first);
+                gated(x.y, y.y, before.z, before.w, betas.y, first + 1);
+            }
+        }
     }
 };
 
@@ -51,48 +129,26 @@ __device__ inline void make_matrices_of_chunk(const Tile& queries, const Tile& k
     rt<T, 16, kChunk> p;
     issue_scores<T, kDimK>(of_keys, keys, keys);  // 1
     issue_scores<T, kDimK>(of_queries, queries, keys);
-
-    const int first_row = 16 * warp + lane / 4, first_column = 2 * (lane % 4);
-    // x, which is in data[k] of the j-th 16 columns, times its decay and factor(row, column)
-    auto gated = [&](float2 x, int j, int k, auto factor, bool strictly) {
-        const int row = first_row + 8 * (k % 2), column = anew(first_column) + 16 * j + 8 * (k / 2);
-        const float2 b = gates.log2_decay[row];
-        const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay[column]);
-        const float2 by = factor(row, column);
-        const int last = row >= tokens ? -1 : row - strictly;  // the last column that the row sees
-        return float2{column <= last ? by.x * exp2f((b.x - before.x) + (b.y - before.y)) * x.x : 0.f,
-                      column < last ? by.y * exp2f((b.x - before.z) + (b.y - before.w)) * x.y : 0.f};
-    };
-    auto betas = [&](int row, int column) {
-        if constexpr (kBetaOnRows)
-            return float2{gates.beta[row], gates.beta[row]};
-        else
-            return *reinterpret_cast<const float2*>(&gates.beta[column]);
-    };
-    warpgroup::mma_async_wait<1>();
-    pin(of_keys);
-
-    each<0, kChunk / 4>([&](int i) {  // 2
-        const int j = i / 4, k = i % 4;
-        *reinterpret_cast<float2*>(
-            &matrix.data[first_row + 8 * (k % 2)][first_column + 16 * j + 8 * (k / 2)]) =
-            gated(of_keys.tiles[0][j].data[k], j, k, betas, true);
-    });
+    const GatedRows<kBetaOnRows> rows(gates, 16 * warp + lane / 4, 2 * (lane % 4), scale, tokens);
     warpgroup::mma_async_wait<0>();
-    pin(of_queries);
-    each<0, kChunk / 4>([&](int i) {  // 3
-        const int j = i / 4, k = i % 4;
-        p.tiles[0][j].data[k] = from_float2<T2>(gated(
-            of_queries.tiles[0][j].data[k], j, k,
-            [&](int row, int column) {
-                const float2 beta = kBetaOnRows ? float2{1.f, 1.f} : betas(row, column);
-                return float2{scale * beta.x, scale * beta.y};
-            },
-            false));
+    pin(of_keys), pin(of_queries);
+    each<0, kChunk / 16>([&](int j) {  // 2
+        auto& key_tile = of_keys.tiles[0][j].data;
+        auto& query_tile = of_queries.tiles[0][j].data;
+        if (j < warp)
+            rows.gate_before(key_tile, query_tile, j);
+        else if (j == warp)
+            rows.gate_diagonal(key_tile, query_tile, j);
+        else
+            each<0, 4>([&](int k) { key_tile[k] = query_tile[k] = {0.f, 0.f}; });
+        each<0, 4>([&](int k) {
+            *reinterpret_cast<float2*>(&matrix.data[rows.row(k)][rows.column(j, k)]) = key_tile[k];
+            p.tiles[0][j].data[k] = from_float2<T2>(query_tile[k]);
+        });
     });
-    invert_unit_lower(matrix, warp, lane, meet);  // 4
+    invert_unit_lower(matrix, warp, lane, meet);  // 3
 
-    const int row = thread / 2, first_unit = thread % 2 * 4;  // 5: two threads take a row of A
+    const int row = thread / 2, first_unit = thread % 2 * 4;  // 4: two threads take a row of A
     T2 rounded[4][4];
     each<0, 16>([&](int i) {
         const int column = 8 * (first_unit + i / 4) + 2 * (i % 4);

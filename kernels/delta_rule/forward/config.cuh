@@ -1,7 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the forward's walk.
 #pragma once
 
-#include "delta_rule/chunk_matrices/warpgroup.cuh"
+#include "delta_rule/chunk_matrices/makers.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -58,6 +58,7 @@ template <class C> struct ForwardMemory {
     semaphore out_ready[C::kWalkers][C::kReadyStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
+    FreedByOther freed_by_other;
     Task task;
 
     __device__ inline void init_barriers() {
@@ -73,6 +74,7 @@ template <class C> struct ForwardMemory {
             init_warp_barrier(writes_ready[walker], 4);
             init_warp_barrier(writes_free[walker], 1);
         }
+        freed_by_other.init();
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

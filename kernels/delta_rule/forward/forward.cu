@@ -32,6 +32,7 @@ __global__ __launch_bounds__(C::kThreads,
     if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.prefetch(); }))
         return;
+    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
     if (warpgroup_id == 0) {
         set_registers<C::Registers::kProducer, C::kThreads, 1>();
         const int warp = warpgroup::warpid();
@@ -50,6 +51,7 @@ __global__ __launch_bounds__(C::kThreads,
         set_registers<C::Registers::kWalker, C::kThreads, 1>();
         walk_forward(g, smem, warpgroup_id - 1);
     }
+    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one
 }
 
 template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t stream) {
@@ -71,7 +73,8 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         p.last,
     };
     launch<delta_forward_kernel<C>, sizeof(ForwardMemory<C>)>(g, walk_grid(g, "delta_forward"), C::kThreads,
-                                                              p.shape.device, stream, "delta_forward");
+                                                              p.shape.device, stream, "delta_forward",
+                                                              makers_cluster(C::kMakers, g.ctas));
 }
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {

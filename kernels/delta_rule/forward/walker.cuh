@@ -120,6 +120,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             fence_async_proxy();
             arrive_warp(smem.out_ready[walker][Use<C::kReadyStages>(chunk - 1).slot]);
             arrive_warp(smem.free[Use<C::kStages>(chunk - 1).slot]);
+            if constexpr (C::kMakers > 0) smem.freed_by_other.tell(chunk - 1);
         }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
