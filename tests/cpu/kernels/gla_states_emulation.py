@@ -131,14 +131,10 @@ class Unit:
 
     def multiply_values(self, dim_v: int) -> None:
         a_rows = self.at.of_readers + LANE % 16 * ROW + ((LANE // 16) ^ (LANE % 8)) * 16
-        b_rows = (
-            self.at.of_writers + (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
-        )
+        b_rows = self.at.of_writers + (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
         c = np.zeros((2, 32, 4))
         for i in range(-(-dim_v // 64) * 4):
-            x, y = (
-                self.memory.matrices((rows ^ (i % 4 * 32)) + i // 4 * PANEL) for rows in (a_rows, b_rows)
-            )
+            x, y = (self.memory.matrices((rows ^ (i % 4 * 32)) + i // 4 * PANEL) for rows in (a_rows, b_rows))
             for n in range(2):
                 multiply_16(c[n], x, y[2 * n : 2 * n + 2])
         place = self.at.products + LANE // 4 * 64 + LANE % 4 * 8
@@ -235,7 +231,9 @@ class Walk:
             if not self.left and end < tokens and end % ANCHOR == 0:
                 carry = (self.anchors[end] * self.state).sum(1).reshape(32, 2)
             x.store_out(_padded(of_readers[rows]) @ self.state.T)
-            self.state = decay[:, None] * self.state + x.read_panel(x.at.writers).T @ _padded(of_writers[rows])
+            self.state = decay[:, None] * self.state + x.read_panel(x.at.writers).T @ _padded(
+                of_writers[rows]
+            )
             total = x.make_results(self.scale)
             if not self.left:
                 x.store_sums(carry, self.short)
