@@ -1,8 +1,8 @@
 // The mirror walk of the backward of gated linear attention (GLA): dV, and the gradient of the first state.
 //
-// One kernel: the forward's walk (forward/forward.cu) from the last chunk to the first. The gate warps make the
-// same of a chunk; the walkers carry the state's gradient.
-// Equations: bindings/params_backward.h and docs/gla.md.
+// One kernel: the forward's walk (forward/forward.cu) from the last chunk to the first. The gate warps make
+// the same of a chunk; the walkers carry the state's gradient. Equations: bindings/params_backward.h and
+// docs/gla.md.
 #include <stdexcept>
 
 #include "channel_gate/bindings/params_backward.h"
@@ -70,7 +70,7 @@ template <class C> void launch_mirror(const GlaForwardParams& p, cudaStream_t st
     };
     const auto ctas = static_cast<std::int64_t>(s.cut.segments) * g.heads * g.ctas;
     launch<gla_mirror_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, "gla_mirror"), C::kThreads,
-                                                            s.device, stream, "gla_mirror");
+                                                           s.device, stream, "gla_mirror");
 }
 
 template <class T> void run_mirror(const GlaForwardParams& p, cudaStream_t stream) {

@@ -1,5 +1,6 @@
 // pybind11 module of one instance of the walks of GLA's backward over the states. Its functions prepare
-// launches. Arguments are integers: prepared addresses (prepared_launches.h), strides, sizes. No Torch header.
+// launches. Arguments are integers: prepared addresses (prepared_launches.h), strides, sizes. No Torch
+// header.
 #include "channel_gate/bindings/params_backward.h"
 #include "channel_gate/bindings/tuples.h"
 
@@ -34,7 +35,8 @@ void def_walk(pybind11::module_& m, const char* name) {
             if (gates) {
                 const auto& [inflow, dg, of_flow] = *gates;
                 x.inflow = operand(inflow), x.dg = operand(dg);
-                x.d_last = pointer(of_flow[0]), x.flows = pointer(of_flow[1]), x.anchors = pointer(of_flow[2]);
+                x.d_last = pointer(of_flow[0]), x.flows = pointer(of_flow[1]),
+                x.anchors = pointer(of_flow[2]);
             }
             return prepared<kWalk>(x);
         },

@@ -109,8 +109,8 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
             places_of(smem, chunk), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
         x.make_levels_of_block(g.gates.dtype,
                                smem.task.tokens_of(smem.task.template chunk_of<C>(chunk)));  // 2
-        if (!C::kSequential) wait_done(smem, chunk - C::kScoreSlots);       // 3
-        x.publish();                                                        // 4
+        if (!C::kSequential) wait_done(smem, chunk - C::kScoreSlots);                        // 3
+        x.publish();                                                                         // 4
         x.scale_operands(g.scale);
         x.make_scores(g.scale);
         fence_async_proxy();

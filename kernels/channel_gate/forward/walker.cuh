@@ -81,8 +81,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         const auto keys =
             Operand128B::columns(C::kBackward ? &operands.q : &operands.k, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 5
-            const uint64_t scores = C::kBackward ? Operand128B::columns(p, C::Square::panel_bytes).column_step(j)
-                                                 : Operand128B::rows(p).at(j * 32);
+            const uint64_t scores = C::kBackward
+                                        ? Operand128B::columns(p, C::Square::panel_bytes).column_step(j)
+                                        : Operand128B::rows(p).at(j * 32);
             multiply_step<C::kBackward>(out, fragments[j], scores, true, j == 0);
         });
         wait_if_sequential();

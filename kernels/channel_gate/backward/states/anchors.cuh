@@ -1,6 +1,6 @@
-// The flow of gradient over a token's end, <S, dS> per channel of K: the sum of q dq - k dk behind that token,
-// without what has come together on the way. At the anchors the left walk leaves S rounded, in the order in
-// which the right walk's warps have dS.
+// The flow of gradient over a token's end, <S, dS> per channel of K: the sum of q dq - k dk behind that
+// token, without what has come together on the way. At the anchors the left walk leaves S rounded, in the
+// order in which the right walk's warps have dS.
 #pragma once
 
 #include "channel_gate/backward/states/config.cuh"

@@ -17,7 +17,7 @@ namespace tfla_tk::channel_gate {
 
 enum class StateWalk { left, right };
 
-constexpr int kWarpsOfWalker = 4;    // gate warps: each is at every fourth block
+constexpr int kWarpsOfWalker = 4;  // gate warps: each is at every fourth block
 constexpr int kBlocksOfAnchor = kAnchorChunks * kChunk / kBlock;
 
 template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesConfig {
@@ -92,8 +92,8 @@ constexpr uint32_t kFloatRow = kBlockChannels * sizeof(float);
 
 // 64 columns of K of a block.
 template <class C> struct StatesColumns {
-    typename C::Columns readers;  // then the result, until it is stored
-    typename C::Columns writers;  // then as they are written to the state
+    typename C::Columns readers;                        // then the result, until it is stored
+    typename C::Columns writers;                        // then as they are written to the state
     alignas(1024) float gates[kBlock][kBlockChannels];  // or numbers of 16 bits; then q dq, or dg
 };
 
@@ -109,10 +109,10 @@ constexpr int kOutRow = 68;  // floats; NOTES: a walker's stores meet no bank tw
 
 // What a walker and its gate warps tell each other, by gate warp; and a gate warp keeps.
 template <class C> struct StatesExchange {
-    float out[C::kGateWarps][kBlock][kOutRow];     // what readers see of the state, before their gates
+    float out[C::kGateWarps][kBlock][kOutRow];      // what readers see of the state, before their gates
     float products[C::kGateWarps][kBlock][kBlock];  // of the values of readers and writers
-    float carry[C::kGateWarps][kBlockChannels];    // the sum of q dq - k dk from this block on
-    float flow[C::kWalkers][kBlockChannels];       // the same behind a block, at an anchor
+    float carry[C::kGateWarps][kBlockChannels];     // the sum of q dq - k dk from this block on
+    float flow[C::kWalkers][kBlockChannels];        // the same behind a block, at an anchor
 };
 
 template <class C> struct StatesMemory {
@@ -127,7 +127,7 @@ template <class C> struct StatesMemory {
     StatesExchange<C> exchange;
     float decay[kStages][C::kWalkers][kBlockChannels];  // e^{b_L}
 
-    semaphore arrived[kStages];              // all tiles of a block
+    semaphore arrived[kStages];               // all tiles of a block
     semaphore written[kStages][C::kWalkers];  // by the gate warp: writers and decay are ready
     semaphore free[kStages];
     semaphore out_ready[C::kGateWarps], out_free[C::kGateWarps], carry_ready[C::kGateWarps];

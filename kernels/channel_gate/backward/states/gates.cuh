@@ -1,6 +1,6 @@
-// The gate warps of the walks over the states. Four per walker take turns at the blocks: each is busy with one
-// of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels of all tokens.
-// Per block:
+// The gate warps of the walks over the states. Four per walker take turns at the blocks: each is busy with
+// one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels of all
+// tokens. Per block:
 //   1. Wait for its tiles. a = e^g of every token.
 //   2. Writers, scaled, in place: k times the product of a behind the token (left), s q times that up to and
 //      with it (right). Hand them to the walker, with the product over the block.
@@ -62,8 +62,7 @@ template <class C> struct GateWarpOfBlock {
 
     // Step 2.
     __device__ __forceinline__ void scale_writers(float scale) {
-        each<0, kBlock>(
-            [&](int t) { writer[t] = to_float2(load_pair_of<T2>(column_of(writers, t))); });
+        each<0, kBlock>([&](int t) { writer[t] = to_float2(load_pair_of<T2>(column_of(writers, t))); });
         float2 product{1.f, 1.f};
         each<0, kBlock>([&](int n) {
             const int t = kBlock - 1 - token(n);
@@ -91,6 +90,7 @@ template <class C> struct GateWarpOfBlock {
             store_floats(place + i % 2 * (8 * kBlock * 4) + i / 2 * 32,
                          {c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]});
         });
+        __syncwarp();
     }
 
     // What reader r, the n-th one, sees of the block's writers, without s.
@@ -130,8 +130,9 @@ template <class C> struct GateWarpOfBlock {
         const float2 seen = load_floats(out + r * (kOutRow * 4) + 8 * lane);
         const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
         const float2 of_state = through * seen, of_block = sum_writers<n>();
-        const float2 x = C::kIsLeft ? float2{scale * (of_state.x + of_block.x), scale * (of_state.y + of_block.y)}
-                                    : float2{of_state.x + scale * of_block.x, of_state.y + scale * of_block.y};
+        const float2 x = C::kIsLeft
+                             ? float2{scale * (of_state.x + of_block.x), scale * (of_state.y + of_block.y)}
+                             : float2{of_state.x + scale * of_block.x, of_state.y + scale * of_block.y};
         store_rounded<T2>(column_of(readers, r), x);
         if (wants_sums) {
             const float2 product = own * x;
@@ -192,7 +193,8 @@ __device__ inline void store_block(const StatesGlobals& g, const StatesTask& tas
                                    uint32_t from, uint32_t row_bytes, int column, int block) {
     const int tokens = task.tokens_from(block), row = task.row_of(block), lane = fresh_laneid();
     if (g.packed() && tokens < kBlock) {  // the rows behind belong to the next sequence
-        if (lane < tokens) to.row.store_panel(from + lane * row_bytes, column, row + lane, task.head, task.batch);
+        if (lane < tokens)
+            to.row.store_panel(from + lane * row_bytes, column, row + lane, task.head, task.batch);
     } else if (lane == 0) {
         to.box.store_panel(from, column, row, task.head, task.batch);
     }
@@ -225,13 +227,13 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         x.scale_writers(g.scale);  // 2
         fence_async_proxy();
         arrive_warp(smem.written[slot][walker]);
-        x.multiply_values();  // 3
+        x.multiply_values();                                               // 3
         wait(smem.out_ready[gate_warp], Use<kWarpsOfWalker>(step).phase);  // 4
         const float2 sum = x.make_results(g.scale, g.needs_dg);
         arrive_warp(smem.out_free[gate_warp]);
         if constexpr (!C::kIsLeft)
             if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, sum), g.g_dtype);  // 6
-        fence_async_proxy();  // 7
+        fence_async_proxy();                                                               // 7
         __syncwarp();
         const int block = task.template block_of<C>(step), column = task.column + walker * kWalkerColumns;
         store_block(g, task, g.result, x.readers, kRowBytes, column, block);

@@ -53,8 +53,7 @@ __device__ inline void zero_rows_of_block(const StatesGlobals& g, StatesMemory<C
 }
 
 // The block of a step, if there is one, once its place is free.
-template <class C>
-__device__ inline void load_step(const StatesGlobals& g, StatesMemory<C>& smem, int step) {
+template <class C> __device__ inline void load_step(const StatesGlobals& g, StatesMemory<C>& smem, int step) {
     const StatesTask& task = smem.task;
     if (step >= task.blocks) return;
     const int block = task.template block_of<C>(step), tokens = task.tokens_from(block);
@@ -62,8 +61,7 @@ __device__ inline void load_step(const StatesGlobals& g, StatesMemory<C>& smem, 
     const bool tail = g.packed() && tokens < kBlock;  // of one block of the sequence
     semaphore& arrived = smem.arrived[slot];
     wait_free(smem.free[slot], phase);
-    if (fresh_laneid() == 0)
-        load_block(g, smem, slot, task.row_of(block), tail ? smem.tail_landed : arrived);
+    if (fresh_laneid() == 0) load_block(g, smem, slot, task.row_of(block), tail ? smem.tail_landed : arrived);
     __syncwarp();
     if (!tail) return;
     wait(smem.tail_landed, 0);

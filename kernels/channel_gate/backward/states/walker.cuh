@@ -1,6 +1,7 @@
 // A walker of the walks over the states: a warpgroup that owns 64 columns of K. It holds the state of these
 // (64 x V) in fp32 and computes what readers see of it transposed. Per block of 16 tokens:
-//   1. Round the state to A operands. At an anchor the left walk leaves it there, the right one finds the flow
+//   1. Round the state to A operands. At an anchor the left walk leaves it there, the right one finds the
+//   flow
 //      of gradient.
 //   2. Wait for the gate warp's writers and scale the state by the block's decay, a factor per row. NOTES:
 //      before the first GEMM: ptxas does not follow a GEMM's accumulators over the loop's edge while another
@@ -37,7 +38,8 @@ __device__ inline void store_out(uint32_t rows, const rt_fl<16, kBlock>& out, in
     });
 }
 
-template <class C> __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
+template <class C>
+__device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
     using T = typename C::T;
     using Values = typename C::Values;
     constexpr int kStateSteps = C::kDimV / 16, kStages = StatesMemory<C>::kStages;
