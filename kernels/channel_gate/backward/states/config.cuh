@@ -17,14 +17,15 @@ namespace tfla_tk::channel_gate {
 
 enum class StateWalk { left, right };
 
-constexpr int kWarpsOfWalker = 4;  // gate warps: each is at every fourth block
 constexpr int kBlocksOfAnchor = kAnchorChunks * kChunk / kBlock;
 
 template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesConfig {
     using T = Type;
     static constexpr int kDimV = kTileOfV, kWalkers = kCount;
     static constexpr bool kIsLeft = kWhich == StateWalk::left;
-    static constexpr int kGateWarps = kWarpsOfWalker * kWalkers;
+    // Gate warps per walker, which take turns: each is at every kTurns-th block.
+    static constexpr int kTurns = kWalkers == 1 && kDimV <= 128 ? 8 : 4;
+    static constexpr int kGateWarps = kTurns * kWalkers;
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker's
     // CTA has enough for all. A warp more, to load, would leave too few of them: it takes as many from each
@@ -117,11 +118,12 @@ template <class C> struct StatesExchange {
 
 template <class C> struct StatesMemory {
     using Stage = StatesStage<C, C::kIsLeft>;
-    static constexpr int kMost = 8, kRest = 2048;  // kRest: bytes of barriers and task, and a margin
+    static constexpr int kMost = C::kTurns + 4,
+                         kRest = 2048;  // kRest: bytes of barriers and task, and a margin
     static constexpr int kOfStage = sizeof(Stage) + C::kWalkers * kBlockChannels * sizeof(float);
     static constexpr int kStages =
         std::min<int>((MAX_SHARED_MEMORY - sizeof(StatesExchange<C>) - kRest) / kOfStage, kMost);
-    static_assert(kStages > kWarpsOfWalker);
+    static_assert(kStages >= C::kTurns);
 
     Stage stages[kStages];  // blocks
     StatesExchange<C> exchange;
@@ -151,8 +153,8 @@ template <class C> struct StatesMemory {
 };
 
 // A gate warp's number, of those of all walkers: the one of `walker` that is at the walk's `step`.
-__device__ inline int gate_warp_of(int walker, int step) {
-    return walker * kWarpsOfWalker + step % kWarpsOfWalker;
+template <class C> __device__ inline int gate_warp_of(int walker, int step) {
+    return walker * C::kTurns + step % C::kTurns;
 }
 
 }  // namespace tfla_tk::channel_gate

@@ -1,5 +1,5 @@
-// The gate warps of the walks over the states. Four per walker take turns at the blocks: each is busy with
-// one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels of all
+// The gate warps of the walks over the states. Four or eight per walker take turns at the blocks: each is busy
+// with one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels of all
 // tokens. Per block:
 //   1. Wait for its tiles. a = e^g of every token.
 //   2. Writers, scaled, in place: k times the product of a behind the token (left), s q times that up to and
@@ -93,6 +93,29 @@ template <class C> struct GateWarpOfBlock {
         __syncwarp();
     }
 
+    // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
+    __device__ __forceinline__ float2 make_results(float scale, bool wants_sums) {
+        float2 through{1.f, 1.f}, sum{0.f, 0.f};
+        make_result<0>(through, sum, scale, wants_sums);
+        return sum;
+    }
+
+    // Step 6: the gradients of the gates, in their place. carry: the sum over all tokens behind the block.
+    __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
+        each<0, kBlock>([&](int t) {
+            const float2 x = load_floats(floats_of(inflow, t));
+            const float2 y{x.x + carry.x, x.y + carry.y};
+            const uint32_t short_place = gates + 4 * lane + t * kRowBytes;
+            if (dtype == DType::float32)
+                store_floats(floats_of(gates, t), y);
+            else if (dtype == DType::float16)
+                store_rounded<half_2>(short_place, y);
+            else
+                store_rounded<bf16_2>(short_place, y);
+        });
+    }
+
+  private:
     // What reader r, the n-th one, sees of the block's writers, without s.
     template <int n> __device__ __forceinline__ float2 sum_writers() const {
         constexpr int r = token(n);
@@ -111,14 +134,6 @@ template <class C> struct GateWarpOfBlock {
         return {sums[0].x + sums[1].x, sums[0].y + sums[1].y};
     }
 
-    // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
-    __device__ __forceinline__ float2 make_results(float scale, bool wants_sums) {
-        float2 through{1.f, 1.f}, sum{0.f, 0.f};
-        make_result<0>(through, sum, scale, wants_sums);
-        return sum;
-    }
-
-  private:
     template <int n>
     __device__ __forceinline__ void make_result(float2& through, float2& sum, float scale, bool wants_sums) {
         constexpr int r = token(n);
@@ -146,22 +161,6 @@ template <class C> struct GateWarpOfBlock {
         }
         if constexpr (n + 1 < kBlock) make_result<n + 1>(through, sum, scale, wants_sums);
     }
-
-  public:
-    // Step 6: the gradients of the gates, in their place. carry: the sum over all tokens behind the block.
-    __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
-        each<0, kBlock>([&](int t) {
-            const float2 x = load_floats(floats_of(inflow, t));
-            const float2 y{x.x + carry.x, x.y + carry.y};
-            const uint32_t short_place = gates + 4 * lane + t * kRowBytes;
-            if (dtype == DType::float32)
-                store_floats(floats_of(gates, t), y);
-            else if (dtype == DType::float16)
-                store_rounded<half_2>(short_place, y);
-            else
-                store_rounded<bf16_2>(short_place, y);
-        });
-    }
 };
 
 // The sum of q dq - k dk over all tokens behind a step's block; `sum`, that over the block, goes on to the
@@ -170,11 +169,11 @@ template <class C>
 __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, int walker, int step,
                                  float2 sum) {
     const StatesTask& task = smem.task;
-    const int lane = fresh_laneid(), column = 2 * lane, own = gate_warp_of(walker, step);
+    const int lane = fresh_laneid(), column = 2 * lane, own = gate_warp_of<C>(walker, step);
     float2 carry{0.f, 0.f};
     if (step > 0) {
-        const int before = gate_warp_of(walker, step - 1);
-        wait(smem.carry_ready[before], Use<kWarpsOfWalker>(step - 1).phase);
+        const int before = gate_warp_of<C>(walker, step - 1);
+        wait(smem.carry_ready[before], Use<C::kTurns>(step - 1).phase);
         carry = load_floats(shared_address(&smem.exchange.carry[before][column]));
         if (task.is_anchor(task.template block_of<C>(step) + 1))
             carry = load_floats(shared_address(&smem.exchange.flow[walker][column]));
@@ -204,12 +203,12 @@ template <class C>
 __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& smem, int gate_warp) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
-    const int walker = gate_warp / kWarpsOfWalker;
+    const int walker = gate_warp / C::kTurns;
     if (gate_warp == 0)
 #pragma unroll 1
         for (int step = 0; step < kStages; step++) load_step(g, smem, step);
 #pragma unroll 1
-    for (int step = gate_warp % kWarpsOfWalker; step < task.blocks; step += kWarpsOfWalker) {
+    for (int step = gate_warp % C::kTurns; step < task.blocks; step += C::kTurns) {
         const auto [slot, phase] = Use<kStages>(step);
         auto& stage = smem.stages[slot];
         auto& columns = stage.columns[walker];
@@ -227,8 +226,8 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         x.scale_writers(g.scale);  // 2
         fence_async_proxy();
         arrive_warp(smem.written[slot][walker]);
-        x.multiply_values();                                               // 3
-        wait(smem.out_ready[gate_warp], Use<kWarpsOfWalker>(step).phase);  // 4
+        x.multiply_values();                                          // 3
+        wait(smem.out_ready[gate_warp], Use<C::kTurns>(step).phase);  // 4
         const float2 sum = x.make_results(g.scale, g.needs_dg);
         arrive_warp(smem.out_free[gate_warp]);
         if constexpr (!C::kIsLeft)

@@ -4,8 +4,8 @@
 //   gla_left   forward in time: dq, and q dq for the gates
 //   gla_right  backward in time: dk, and dg
 // One CTA of either owns a (sequence, head, 64 or 128 columns of K):
-//     gate warps  four per walker: what writes to the state, results, loads and stores (states/gates.cuh)
-//     walkers     one or two, the state or its gradient in registers (states/walker.cuh)
+//     gate warps  four or eight per walker: what writes to the state, results, loads and stores
+//     (states/gates.cuh) walkers     one or two, the state or its gradient in registers (states/walker.cuh)
 // Equations: bindings/params_backward.h and docs/gla.md.
 #include <stdexcept>
 

@@ -80,8 +80,8 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         warpgroup::mma_commit_group();
         warpgroup::mma_async_wait<1>();  // 5
         pin(out), pin_all(rounded);
-        const int gate_warp = gate_warp_of(walker, step);
-        wait_free(smem.out_free[gate_warp], Use<kWarpsOfWalker>(step).phase);
+        const int gate_warp = gate_warp_of<C>(walker, step);
+        wait_free(smem.out_free[gate_warp], Use<C::kTurns>(step).phase);
         store_out(shared_address(&smem.exchange.out[gate_warp]) + first_column * 4, out, lane);
         arrive_warp(smem.out_ready[gate_warp]);
         warpgroup::mma_async_wait<0>();  // 6
