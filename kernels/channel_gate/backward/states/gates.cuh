@@ -1,6 +1,6 @@
-// The gate warps of the walks over the states. Four or eight per walker take turns at the blocks: each is busy
-// with one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels of all
-// tokens. Per block:
+// The gate warps of the walks over the states. Four or eight per walker take turns at the blocks: each is
+// busy with one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels
+// of all tokens. Per block:
 //   1. Wait for its tiles. a = e^g of every token.
 //   2. Writers, scaled, in place: k times the product of a behind the token (left), s q times that up to and
 //      with it (right). Hand them to the walker, with the product over the block.
