@@ -1,4 +1,5 @@
 """Relative errors of GLA's gradients against the reference in fp64. Run under `timeout 300`."""
+# ruff: noqa
 
 import sys
 import time
@@ -6,11 +7,20 @@ import time
 import torch
 from torch.nn.functional import logsigmoid
 
-import tfla_tk
 from tfla_tk import chunk_gla, reference
 
 
-def draw(batch, seq, heads, dims, dtype=torch.bfloat16, gates="usual", of_gates=torch.float32, states=True, packed=None):
+def draw(
+    batch,
+    seq,
+    heads,
+    dims,
+    dtype=torch.bfloat16,
+    gates="usual",
+    of_gates=torch.float32,
+    states=True,
+    packed=None,
+):
     gen = torch.Generator("cuda").manual_seed(0)
     n = lambda *s: torch.randn(s, generator=gen, device="cuda")
     x = {k: n(batch, seq, heads, dims[0]).to(dtype) for k in "qk"}
@@ -47,8 +57,14 @@ def check(title, *args, **kwargs):
     took = time.time() - start
     wide = {k: t.double() if t.is_floating_point() else t for k, t in x.items()}
     exp = reference.gla_backward(
-        wide["q"], wide["k"], wide["v"], wide["g"], do.double(), None if dht is None else dht.double(),
-        initial_state=wide.get("initial_state"), cu_seqlens=wide.get("cu_seqlens"),
+        wide["q"],
+        wide["k"],
+        wide["v"],
+        wide["g"],
+        do.double(),
+        None if dht is None else dht.double(),
+        initial_state=wide.get("initial_state"),
+        cu_seqlens=wide.get("cu_seqlens"),
     )
     names_of = {"q": "dq", "k": "dk", "v": "dv", "g": "dg", "initial_state": "dh0"}
     errors = {}
@@ -57,7 +73,12 @@ def check(title, *args, **kwargs):
         # gradients that have vanished: of their size alone
         errors[names_of[k]] = ((f - e).norm() / e.norm().clamp_min(1e-3 * exp.dv.norm())).item()
     bad = any(not (v < 1.2e-2) for v in errors.values())
-    print(f"{'BAD ' if bad else 'ok  '}{title:34s}", *(f"{k} {v:.2e}" for k, v in errors.items()), f"({took:.1f} s)", flush=True)
+    print(
+        f"{'BAD ' if bad else 'ok  '}{title:34s}",
+        *(f"{k} {v:.2e}" for k, v in errors.items()),
+        f"({took:.1f} s)",
+        flush=True,
+    )
     return bad
 
 
@@ -76,7 +97,15 @@ bad |= check("gates in fp16, 2 walkers", 4, 333, 40, (112, 128), of_gates=torch.
 for gates in ("none", "mixed", "half closed", "closed", "-1e3"):
     bad |= check(f"gates: {gates}", 1, 700, 2, (128, 128), gates=gates)
 bad |= check("packed", 1, 70 + 0 + 1 + 64 + 700 + 333, 2, (128, 128), packed=[70, 0, 1, 64, 700, 333])
-bad |= check("packed, 2 walkers, bf16 gates", 1, 1168, 80, (96, 80), packed=[70, 0, 1, 64, 700, 333], of_gates=torch.bfloat16)
+bad |= check(
+    "packed, 2 walkers, bf16 gates",
+    1,
+    1168,
+    80,
+    (96, 80),
+    packed=[70, 0, 1, 64, 700, 333],
+    of_gates=torch.bfloat16,
+)
 bad |= check("T2048", 1, 2048, 4, (128, 128))
 bad |= check("T8192", 1, 8192, 4, (128, 128), states=False)
 

@@ -1,4 +1,5 @@
 """Times of GLA's forward and backward, per kernel, and the peak of memory. Run under `timeout 300`."""
+# ruff: noqa
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -19,7 +20,11 @@ def burst(function, repeats):
 
 
 print(torch.cuda.get_device_name(), flush=True)
-for batch, seq, heads, dims in ((8, 8192, 16, (128, 128)), (4, 4096, 16, (128, 128)), (4, 4096, 16, (64, 64))):
+for batch, seq, heads, dims in (
+    (8, 8192, 16, (128, 128)),
+    (4, 4096, 16, (128, 128)),
+    (4, 4096, 16, (64, 64)),
+):
     gen = torch.Generator("cuda").manual_seed(0)
     n = lambda *s: torch.randn(s, generator=gen, device="cuda")
     q, k = (n(batch, seq, heads, dims[0]).bfloat16().requires_grad_() for _ in "qk")
@@ -48,7 +53,10 @@ for batch, seq, heads, dims in ((8, 8192, 16, (128, 128)), (4, 4096, 16, (128, 1
     both()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - base) / 2**20
-    print(f"B{batch} T{seq} H{heads} {dims[0]}/{dims[1]}: forward {times['forward']:.3f} ms, forward + backward {times['both']:.3f} ms, peak {peak:.0f} MiB above the inputs", flush=True)
+    print(
+        f"B{batch} T{seq} H{heads} {dims[0]}/{dims[1]}: forward {times['forward']:.3f} ms, forward + backward {times['both']:.3f} ms, peak {peak:.0f} MiB above the inputs",
+        flush=True,
+    )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             both()
