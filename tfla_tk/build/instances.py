@@ -21,7 +21,8 @@ DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
 DELTA_DIRECTIONS = ("forward", "backward")
 DELTA_SCHEDULES = ("sequential", "overlapped")
 GLA_TILES = (64, 128)  # K of gated linear attention
-GLA_DIRECTIONS = ("forward",)
+GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
+GLA_DIRECTIONS = ("forward", "backward")
 GLA_SCHEDULES = ("sequential", "overlapped")
 FORWARD = "scalar_gate/forward/forward.cu"
 _LAYOUT = ("CHUNK", "ANCHOR_CHUNKS", "DTYPES")
@@ -187,10 +188,11 @@ def delta_states(dim_v: int) -> Instance:
 
 @functools.cache
 def gla(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
-    """Gated linear attention, for any V, by the smallest tile of K.
+    """The forward or the mirror walk of the backward of gated linear attention, for any V, by the smallest
+    tile of K.
 
     Args:
-        direction: "forward".
+        direction: "forward" or "backward".
 
     Raises:
         ValueError: No tile is large enough, or there is no such schedule.
@@ -206,6 +208,25 @@ def gla(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instanc
         (("TFLA_DIM_K", str(tile)), ("TFLA_SCHEDULE", str(GLA_SCHEDULES.index(schedule)))),
         f"channel_gate/bindings/{direction}.cpp",
         exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
+    )
+
+
+@functools.cache
+def gla_states(dim_v: int) -> Instance:
+    """The walks of GLA's backward for dq, dk and dg, for any K, by the smallest tile of V.
+
+    Raises:
+        ValueError: No tile is large enough.
+    """
+    if not 0 < dim_v <= max(GLA_STATES_TILES):
+        raise ValueError(f"V: expected at most {max(GLA_STATES_TILES)}, got {dim_v}")
+    tile = min(tile for tile in GLA_STATES_TILES if tile >= dim_v)
+    return Instance(
+        f"gla_states_v{tile}",
+        "channel_gate/backward/states/states.cu",
+        (("TFLA_DIM_V", str(tile)),),
+        "channel_gate/bindings/states.cpp",
+        exports=("CHUNK", "ANCHOR_CHUNKS", "DTYPES", "ADDRESS_BITS"),
     )
 
 
@@ -269,6 +290,7 @@ def shipped_instances() -> list[Instance]:
         *(delta_rule(direction, k) for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
         *map(delta_states, DELTA_STATES_TILES),
         *(gla(direction, k) for direction in GLA_DIRECTIONS for k in GLA_TILES),
+        *map(gla_states, GLA_STATES_TILES),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
     ]

@@ -38,16 +38,16 @@ template <class C> struct Carrier {
     __device__ inline void load(int chunk) const {
         const Task& task = smem.task;
         if (chunk >= task.chunks) return;
-        const int slot = Use<C::kStages>(chunk).slot;
+        const int slot = Use<C::kStages>(chunk).slot, of_task = task.template chunk_of<C>(chunk);
         const Use<C::kScoreSlots> use(chunk);
         semaphore& arrived = smem.arrived[slot];
         wait_free(smem.work_free[use.slot], use.phase);
         if (fresh_laneid() == 0)
             g.gates.load<C::kDimK / kBlockChannels>(smem.work[use.slot], arrived,
-                                                    task.first_row + chunk * kChunk, task.head, task.batch);
+                                                    task.first_row + of_task * kChunk, task.head, task.batch);
         TileLoader<Task> load_tile = loader();
-        load_tile(smem.operands[slot].q, g.q, arrived, 0, task.head, chunk);
-        load_tile(smem.operands[slot].k, g.k, arrived, 0, task.head, chunk);
+        load_tile(smem.operands[slot].q, g.q, arrived, 0, task.head, of_task);
+        load_tile(smem.operands[slot].k, g.k, arrived, 0, task.head, of_task);
     }
 
     // V, where O of an earlier chunk has been, which this warp has stored.
@@ -61,7 +61,7 @@ template <class C> struct Carrier {
 #pragma unroll 1
         for (int i = 0; i < C::kWalkers; i++)
             load_tile(smem.values[slot][i], g.v, smem.values_arrived[slot], task.column + i * kWalkerColumns,
-                      task.head, chunk);
+                      task.head, task.template chunk_of<C>(chunk));
     }
 
     __device__ inline void store(int chunk) const {
@@ -71,7 +71,7 @@ template <class C> struct Carrier {
 #pragma unroll 1
         for (int i = 0; i < C::kWalkers; i++)
             store_chunk(task, g.packed(), g.o, g.o_box, g.o_row, &smem.values[Use<C::kStages>(chunk).slot][i],
-                        chunk, [&](const TensorMap& map, uint32_t from, int row) {
+                        task.template chunk_of<C>(chunk), [&](const TensorMap& map, uint32_t from, int row) {
                             map.store_panel(from, task.column + i * kWalkerColumns, row, task.head,
                                             task.batch);
                         });
@@ -107,9 +107,10 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
         if (carries) carrier.load_values(chunk + 1);
         GateWarp<typename C::T, C::kDimK> x{
             places_of(smem, chunk), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
-        x.make_levels_of_block(g.gates.dtype, smem.task.tokens_of(chunk));  // 2
-        if (!C::kSequential) wait_done(smem, chunk - C::kScoreSlots);       // 3
-        x.publish();                                                        // 4
+        x.make_levels_of_block(g.gates.dtype,
+                               smem.task.tokens_of(smem.task.template chunk_of<C>(chunk)));  // 2
+        if (!C::kSequential) wait_done(smem, chunk - C::kScoreSlots);                        // 3
+        x.publish();                                                                         // 4
         x.scale_operands(g.scale);
         x.make_scores(g.scale);
         fence_async_proxy();

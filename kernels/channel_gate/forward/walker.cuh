@@ -5,6 +5,8 @@
 //   4. Load V^T as A operands.
 //   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{b_L - b}).
 //   6. Wait for O, put it where V was; wait for S, and hand over the chunk.
+// Of the mirror walk, backward in time: dS and dV in the places of S and O, dO in that of V, and of what the
+// gate warps have made k e^{b_L - b} is read and s q e^b written, P is transposed.
 // The chain from chunk to chunk is S. NOTES: the loop's edge is after step 4, where no GEMM is in flight, and
 // S^T is read in the iteration of the GEMM that has made it: else ptxas waits for all GEMMs before each read
 // (C7517).
@@ -53,7 +55,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // Steps 2 to 4. first: S^T is not of a GEMM.
     auto begin_chunk = [&]<bool first>(int chunk) {
         const int slot = Use<C::kStages>(chunk).slot;
-        const auto queries = Operand128B::rows(&smem.operands[slot].q);
+        const auto& operands = smem.operands[slot];
+        const auto queries = Operand128B::rows(C::kBackward ? &operands.k : &operands.q);
         forget(out);
         constexpr bool kOneByOne = first || C::kSequential;
         each<0, kStateSteps>([&](int k) {  // 2
@@ -73,10 +76,15 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // Steps 5 and 6.
     auto end_chunk = [&](int chunk) {
         const int slot = Use<C::kStages>(chunk).slot;
-        const auto scores = Operand128B::rows(&smem.p[Use<C::kScoreSlots>(chunk).slot]);
-        const auto keys = Operand128B::columns(&smem.operands[slot].k, C::Tile::panel_bytes);
+        const auto& operands = smem.operands[slot];
+        const auto* const p = &smem.p[Use<C::kScoreSlots>(chunk).slot];
+        const auto keys =
+            Operand128B::columns(C::kBackward ? &operands.q : &operands.k, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 5
-            multiply_step<false>(out, fragments[j], scores.at(j * 32), true, j == 0);
+            const uint64_t scores = C::kBackward
+                                        ? Operand128B::columns(p, C::Square::panel_bytes).column_step(j)
+                                        : Operand128B::rows(p).at(j * 32);
+            multiply_step<C::kBackward>(out, fragments[j], scores, true, j == 0);
         });
         wait_if_sequential();
         each<0, kTokenSteps>(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pickle
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from tfla_tk.bench import intra
 from tfla_tk.build import builder
 from tfla_tk.build.disassembly import cubin_of_module
 from tfla_tk.build.instances import (
+    GLA_DIRECTIONS,
     GLA_SCHEDULES,
     GLA_TILES,
     SCHEDULES,
@@ -50,7 +52,7 @@ IMPORTED = (
 # the forward in every schedule, at a head dim of 128 and of 256
 SCHEDULED = [
     *(mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES),
-    *(gla("forward", dim, schedule) for dim in GLA_TILES for schedule in GLA_SCHEDULES),
+    *(gla(*kind) for kind in itertools.product(GLA_DIRECTIONS, GLA_TILES, GLA_SCHEDULES)),
 ]
 # whatever the compile gate looks at
 GATED = list(dict.fromkeys([*shipped_instances(), *SCHEDULED, *intra.all_instances()]))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build.instances import GLA_SCHEDULES, GLA_TILES, gla
+from tfla_tk.build.instances import (
+    GLA_DIRECTIONS,
+    GLA_SCHEDULES,
+    GLA_STATES_TILES,
+    GLA_TILES,
+    gla,
+    gla_states,
+)
 
 Compile = Callable[[build.Instance], Any]
-INSTANCES = [gla("forward", k, schedule) for k in GLA_TILES for schedule in GLA_SCHEDULES]
+INSTANCES = [gla(*kind) for kind in itertools.product(GLA_DIRECTIONS, GLA_TILES, GLA_SCHEDULES)]
 
 
 @pytest.mark.parametrize("instance", INSTANCES, ids=lambda instance: instance.name)
@@ -27,13 +35,28 @@ def test_ptxas_reports_no_fault(instance: build.Instance, compile_once: Compile)
     assert [kernel.wgmmas for kernel in kernels] == [2 * (dim_k // 16 + 8)] * 4
 
 
+@pytest.mark.parametrize("dim_v", GLA_STATES_TILES)
+def test_the_walks_over_states(dim_v: int, compile_once: Compile) -> None:
+    """A clean log; every GEMM of a block once: steps that read the state, one that writes to it."""
+    compiled = compile_once(gla_states(dim_v))
+    build.check_ptxas_log(compiled.ptxas_log, f"gla_states_v{dim_v}")
+    kernels = compiled.every_kernel
+    walkers = (1, 2) if dim_v <= 128 else (1,)
+    wanted = sorted(itertools.product((False, True), walkers)) * 2  # left and right
+    assert sorted((kernel.half, kernel.slice_v) for kernel in kernels) == sorted(wanted)
+    assert {kernel.wgmmas for kernel in kernels} == {dim_v // 16 + 1}
+
+
+@pytest.mark.parametrize("direction", GLA_DIRECTIONS)
 @pytest.mark.parametrize("dim_k", GLA_TILES)
-def test_the_sequential_schedule_leaves_nothing_in_flight(dim_k: int, compile_once: Compile) -> None:
+def test_the_sequential_schedule_leaves_nothing_in_flight(
+    dim_k: int, direction: str, compile_once: Compile
+) -> None:
     in_flight = {}
     for schedule in GLA_SCHEDULES:
         in_flight[schedule] = {
             operands.rpartition(" ")[2]
-            for kernel in compile_once(gla("forward", dim_k, schedule)).every_kernel
+            for kernel in compile_once(gla(direction, dim_k, schedule)).every_kernel
             for opcode, operands in kernel.instructions
             if opcode.startswith("WARPGROUP.DEPBAR")
         }

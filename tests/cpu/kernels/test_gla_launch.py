@@ -1,4 +1,4 @@
-"""What the host side of GLA hands to its kernel, whose place the reference takes; no GPU is touched."""
+"""What the host side of GLA hands to its kernels, whose place the reference takes; no GPU is touched."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from .addresses import tensor_at
 
 B, T, H = 2, 150, 3
 OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
-# of a module's forward, as channel_gate/bindings/forward.cpp names them
-ARGUMENTS = ("shape", "q", "k", "v", "o", "g", "g_dtype", "initial", "last", "scale", "walkers")
+# of the modules' functions, as channel_gate/bindings name them
+ARGUMENTS = {
+    "forward": ("shape", "q", "k", "v", "o", "g", "g_dtype", "initial", "last", "scale", "walkers"),
+    "mirror": ("shape", "q", "k", "do", "dv", "g", "g_dtype", "d_last", "d_initial", "scale", "walkers"),
+}
+ARGUMENTS["left"] = ARGUMENTS["right"] = (
+    *("shape", "q", "k", "v", "do", "g", "g_dtype", "result", "gates", "entering", "scale", "walkers"),
+)
+ANCHOR_BYTES = 48  # anything
 
 
 class Kernel:
@@ -35,8 +42,19 @@ class Kernel:
         self.instances.append(instance)
         return self
 
-    def forward(self, *arguments: Any) -> SimpleNamespace:
-        return SimpleNamespace(handle=SimpleNamespace(**dict(zip(ARGUMENTS, arguments, strict=True))))
+    def __getattr__(self, name: str) -> Any:
+        """A function that prepares a launch."""
+        if name not in ARGUMENTS:
+            raise AttributeError(name)
+
+        def prepare(*arguments: Any) -> SimpleNamespace:
+            given = dict(zip(ARGUMENTS[name], arguments, strict=True))
+            return SimpleNamespace(handle=SimpleNamespace(name=name, **given))
+
+        return prepare
+
+    def anchor_bytes(self, shape: tuple[int, ...]) -> int:
+        return ANCHOR_BYTES
 
     def Launches(self, handles: list[SimpleNamespace]) -> SimpleNamespace:
         def run(starts: list[int], stream: int) -> None:
@@ -48,36 +66,98 @@ class Kernel:
         return SimpleNamespace(run=run)
 
 
-def compute(x: SimpleNamespace, starts: list[int]) -> None:
-    offsets, wide, sequences, segments, chunks, batch, heads, seq, dim_k, dim_v, half, _ = x.shape
-    assert segments == sequences and 64 * chunks > seq
+class Call:
+    """What a launch finds at its addresses."""
 
-    def address(prepared: int) -> int:
-        return starts[(prepared >> ADDRESS_BITS) - 1] + (prepared & ((1 << ADDRESS_BITS) - 1))
+    def __init__(self, x: SimpleNamespace, starts: list[int]) -> None:
+        self.x, self.starts = x, starts
+        self.offsets, self.wide, self.sequences, segments, chunks, *sizes, half, _ = x.shape
+        self.batch, self.heads, self.seq, self.dim_k, self.dim_v = sizes
+        self.dtype = torch.float16 if half else torch.bfloat16
+        assert segments == self.sequences and 64 * chunks > self.seq
 
-    def tensor(operand: tuple[int, ...], dim: int, dtype: torch.dtype) -> Tensor:
+    def address(self, prepared: int) -> int:
+        start = self.starts[(prepared >> ADDRESS_BITS) - 1]
+        assert start
+        return start + (prepared & ((1 << ADDRESS_BITS) - 1))
+
+    def tensor(self, operand: tuple[int, ...], dim: int, dtype: torch.dtype | None = None) -> Tensor:
         at, of_batch, of_head, of_row = operand
         # in a batch of one, which TMA wants aligned strides of all the same
-        strides = (of_batch if batch > 1 else 0, of_row, of_head, 1)
-        return tensor_at(address(at), dtype, (batch, seq, heads, dim), *strides)
+        strides = (of_batch if self.batch > 1 else 0, of_row, of_head, 1)
+        shape = (self.batch, self.seq, self.heads, dim)
+        return tensor_at(self.address(at), dtype or self.dtype, shape, *strides)
 
-    def state(at: int) -> Tensor:
-        return tensor_at(address(at), torch.float32, (sequences, heads, dim_k, dim_v))
+    def keys(self, operand: tuple[int, ...]) -> Tensor:
+        return self.tensor(operand, self.dim_k)
 
-    dtype = torch.float16 if half else torch.bfloat16
-    dtype_of_offsets = torch.int64 if wide else torch.int32
-    o, last = reference.gla_chunkwise(
-        *(tensor(operand, dim, dtype) for operand, dim in ((x.q, dim_k), (x.k, dim_k), (x.v, dim_v))),
-        tensor(x.g, dim_k, OF_CODE[x.g_dtype]),
-        scale=x.scale,
-        initial_state=state(x.initial) if x.initial else None,
-        output_final_state=True,
-        cu_seqlens=tensor_at(address(offsets), dtype_of_offsets, (sequences + 1,)) if offsets else None,
-    )
-    tensor(x.o, dim_v, dtype).copy_(o)
-    if x.last:
-        assert last is not None
-        state(x.last).copy_(last)
+    def values(self, operand: tuple[int, ...]) -> Tensor:
+        return self.tensor(operand, self.dim_v)
+
+    def gates(self) -> Tensor:
+        return self.tensor(self.x.g, self.dim_k, OF_CODE[self.x.g_dtype])
+
+    def numbers(self, at: int, *shape: int) -> Tensor | None:
+        """Of every sequence and head."""
+        shape = (self.sequences, self.heads, *shape)
+        return tensor_at(self.address(at), torch.float32, shape) if at else None
+
+    def state(self, at: int) -> Tensor | None:
+        return self.numbers(at, self.dim_k, self.dim_v)
+
+    def options(self) -> dict[str, Any]:
+        dtype, at = torch.int64 if self.wide else torch.int32, self.offsets
+        cu_seqlens = tensor_at(self.address(at), dtype, (self.sequences + 1,)) if at else None
+        return {"scale": self.x.scale, "cu_seqlens": cu_seqlens}
+
+
+def write(to: Tensor | None, x: Tensor | None) -> None:
+    if to is not None:
+        assert x is not None
+        to.copy_(x)
+
+
+def compute(x: SimpleNamespace, starts: list[int]) -> None:
+    """What a launch leaves. The walks over the states hand on what tells which inputs they were given."""
+    call = Call(x, starts)
+    options = call.options()
+    if x.name == "forward":
+        q, k, v = call.keys(x.q), call.keys(x.k), call.values(x.v)
+        options |= {"initial_state": call.state(x.initial), "output_final_state": True}
+        o, last = reference.gla_chunkwise(q, k, v, call.gates(), **options)
+        write(call.values(x.o), o)
+        write(call.state(x.last), last)
+        return
+    q, k, do, g = call.keys(x.q), call.keys(x.k), call.values(x.do), call.gates()
+    initial = torch.zeros(call.sequences, call.heads, call.dim_k, call.dim_v)
+    if x.name == "mirror":  # of these gradients alone, neither depends on v or the first state
+        d_last = call.state(x.d_last)
+        found = reference.gla_backward(q, k, do, g, do, d_last, initial_state=initial, **options)
+        write(call.values(x.dv), found.dv)
+        write(call.state(x.d_initial), found.dh0)
+        return
+    v = call.values(x.v)
+    inflow, d_last = None, call.state(x.entering) if x.name == "right" else None
+    if x.gates is not None:
+        inflow_at, dg_at, (d_last_at, flows_at, anchors_at) = x.gates
+        inflow = call.tensor(inflow_at, call.dim_k, torch.float32)
+        dg = call.tensor(dg_at, call.dim_k, OF_CODE[x.g_dtype])
+        flows, d_last = call.numbers(flows_at, call.dim_k), call.state(d_last_at)
+        anchors = tensor_at(call.address(anchors_at), torch.uint8, (ANCHOR_BYTES,))
+    if x.name == "left":
+        entering = call.state(x.entering)
+        found = reference.gla_backward(q, k, v, g, do, d_last, initial_state=entering, **options)
+        write(call.keys(x.result), found.dq)
+        if x.gates is not None:
+            inflow.copy_(found.dg)
+            anchors.fill_(7)
+            write(flows, torch.full((), 3.0))
+        return
+    found = reference.gla_backward(q, k, v, g, do, d_last, **options)
+    write(call.keys(x.result), found.dk)
+    if x.gates is not None:  # of the left walk's, in place or not
+        assert anchors.eq(7).all() and (flows is None or flows.eq(3.0).all())
+        dg.copy_(inflow.clone())
 
 
 @pytest.fixture
@@ -85,7 +165,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
     monkeypatch.setattr(build, "load", found.load)
     monkeypatch.setattr(launch, "current_stream", lambda device: 7)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_forwards", Memo())
+    monkeypatch.setattr(launch, "_backwards", Memo())
     return found
 
 
@@ -173,10 +255,98 @@ def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
     assert [x.walkers for x in kernel.launches] == [2, 2, 2, 2, 1]
 
 
-def test_calls_that_record_a_gradient_are_refused() -> None:
-    call: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, requires_grad=True)
+def check_backward(core: GLACore, needs_gates: bool = True, with_dht: bool = True) -> None:
+    generator = torch.Generator().manual_seed(1)
+    do = torch.randn(core.v.shape, generator=generator).to(core.v.dtype)
+    dht = None
+    if with_dht:
+        rows = core.q.shape[0] if core.cu_seqlens is None else core.cu_seqlens.shape[0] - 1
+        shape = (rows, H, core.q.shape[3], core.v.shape[3])
+        dht = torch.randn(*shape, generator=generator)
+    expected = reference.gla_backward(
+        *core[:4],
+        do,
+        dht,
+        scale=core.scale,
+        initial_state=core.initial_state,
+        cu_seqlens=core.cu_seqlens,
+    )
+    dq, dk, dv, dg, dh0 = launch.backward(core, None, None, do, dht, needs_gates=needs_gates)
+    for found, wanted, like in (
+        (dq, expected.dq, core.q),
+        (dk, expected.dk, core.k),
+        (dv, expected.dv, core.v),
+    ):
+        assert found is not None
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-5)
+        assert found.dtype == like.dtype
+    if needs_gates:
+        assert dg is not None
+        torch.testing.assert_close(dg, expected.dg, rtol=1e-2, atol=1e-5)
+        assert dg.dtype == core.g.dtype
+    else:
+        assert dg is None
+    if core.initial_state is None:
+        assert dh0 is None
+    else:
+        torch.testing.assert_close(dh0, expected.dh0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+def test_backward(dtype: torch.dtype, of_gates: torch.dtype, state: bool, kernel: Kernel) -> None:
+    core = draw(dtype=dtype, of_gates=of_gates, state=state)
+    for needs_gates in (True, False):
+        for with_dht in (True, False):
+            check_backward(core, needs_gates, with_dht)
+    assert [x.name for x in kernel.launches] == ["mirror", "left", "right"] * 4
+
+
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=str)
+def test_backward_of_packed_sequences(offsets: torch.dtype, kernel: Kernel) -> None:
+    check_backward(draw(offsets=offsets))
+
+
+def test_backward_of_views(kernel: Kernel) -> None:
+    core = draw(of_gates=torch.bfloat16)
+    fused = torch.cat([core.q, core.k], dim=-1)
+    heads_first = core.g.transpose(1, 2).contiguous().transpose(1, 2)
+    check_backward(core._replace(q=fused[..., :64], k=fused[..., 64:], g=heads_first))
+    check_backward(core._replace(g=torch.cat([core.g, core.g[..., :4]], -1)[..., :64]))
+    assert core.initial_state is not None
+    check_backward(core._replace(initial_state=core.initial_state.mT.contiguous().mT))
+
+
+def test_a_backward_like_another_is_prepared_once(kernel: Kernel) -> None:
+    for _ in range(3):
+        check_backward(draw())
+    assert len(kernel.instances) == 2
+    check_backward(draw(schedule="sequential"))
+    check_backward(draw(dims=(96, 208)))
+    names = [instance.name for instance in kernel.instances]
+    assert names == [
+        *("gla_backward_k64_overlapped", "gla_states_v128"),
+        *("gla_backward_k64_sequential", "gla_states_v128"),
+        *("gla_backward_k128_overlapped", "gla_states_v256"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dims", "heads", "expected"),
+    [((128, 128), 66, 1), ((128, 128), 67, 2), ((64, 128), 99, 1), ((128, 256), 99, 1)],
+)
+def test_walkers_of_states(dims: tuple[int, int], heads: int, expected: int, kernel: Kernel) -> None:
+    """Two where they have to share multiprocessors, and have registers for it."""
+    q, v = (torch.empty(1, 1, heads, dim, device="meta") for dim in dims)
+    core = GLACore(q, q, v, q, None, None, 1.0, "auto")
+    assert launch.Shape.of(core).walkers_of_states == expected
+
+
+def test_gradients_of_larger_values_are_refused() -> None:
+    call: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, requires_grad=True, dim_qk=64, dim_v=272
+    )
     verdict = support.supports_gla(call)
     assert not verdict.ok
     assert "gradient" in verdict.reason
-    with pytest.raises(NotImplementedError):
-        launch.backward(draw(), None, None, torch.ones(1), None, needs_gates=True)

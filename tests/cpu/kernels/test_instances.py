@@ -11,6 +11,8 @@ from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
+    GLA_DIRECTIONS,
+    GLA_STATES_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
     MAX_TOKENS,
@@ -22,6 +24,7 @@ from tfla_tk.build.instances import (
     delta_states,
     for_scalar_decay,
     gla,
+    gla_states,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_pass,
@@ -83,7 +86,8 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
     of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
     of_delta |= {delta_states(v) for v in DELTA_DIMS}
-    of_gla = {gla("forward", k) for k in DELTA_DIMS}
+    of_gla = {gla(direction, k) for direction in GLA_DIRECTIONS for k in DELTA_DIMS}
+    of_gla |= {gla_states(v) for v in range(16, max(GLA_STATES_TILES) + 1, 16)}
     assert shipped == of_chunks | of_decay | of_delta | of_gla | sequences | {mlstm_step()}
 
 
@@ -104,6 +108,13 @@ def test_gla_takes_the_smallest_tile_that_holds_k() -> None:
         gla("forward", 144)
     with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
         gla("forward", 64, "pingpong")
+
+
+def test_the_walks_of_gla_over_states_take_the_smallest_tile_that_holds_v() -> None:
+    for dim, tile in ((16, 64), (64, 64), (80, 128), (144, 256), (256, 256)):
+        assert gla_states(dim).name == f"gla_states_v{tile}"
+    with pytest.raises(ValueError, match="V: expected at most 256, got 272"):
+        gla_states(272)
 
 
 def tile_of_pass(instance: Instance) -> tuple[int, int]:

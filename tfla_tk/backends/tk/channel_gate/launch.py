@@ -1,7 +1,10 @@
 """Gated linear attention by the ThunderKittens kernels, on the current stream; the protocol is that of
 `ops.linear`.
 
-The forward is one kernel, a walk over the chunks of every sequence, head and slice of V.
+The forward is one kernel, a walk over the chunks of every sequence, head and slice of V. The backward is
+three walks: its mirror, backward in time, for dv and the initial state's gradient; and two over the states of
+every sequence, head and slice of K, forward in time for dq, and backward in time for dk and dg, which needs
+q dq of the other one. Nothing of the forward is kept but its inputs.
 """
 
 from __future__ import annotations
@@ -12,15 +15,16 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Launches, operand_at, starts
+from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream, multiprocessors
+from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import CHUNK, DTYPES, Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
 
-_WALKER_COLUMNS = 64  # of V that a walker owns
+_WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
+_TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
 
 
 def forward(
@@ -50,8 +54,21 @@ def backward(
     *,
     needs_gates: bool,
 ) -> tuple[MaybeTensor, ...]:
-    """Not there yet: `support` refuses calls that record a gradient."""
-    raise NotImplementedError("the kernels of GLA have no backward")
+    """dq, dk, dv, dg, dh0.
+
+    Raises:
+        BuildError: A kernel is not compiled yet and cannot be.
+        RuntimeError: A launch was refused.
+    """
+    given, core = core, _readable(core)
+    do, dht = as_operand(do), as_state(dht)
+    likes = tuple(x.stride() for x in given[:4])
+    key = (needs_gates, likes, do.stride(), dht is not None, _layout(core))
+    prepared = _backwards.get(key)
+    if prepared is None:
+        prepared = Backward(given, core, do, dht, needs_dg=needs_gates)
+        _backwards.keep(key, prepared)
+    return prepared(given, core, do, dht)
 
 
 class Shape(NamedTuple):
@@ -95,6 +112,14 @@ class Shape(NamedTuple):
         """Per CTA: two share the work of the gate warps, which bound the time."""
         return 1 if self.dim_v <= _WALKER_COLUMNS else 2
 
+    @property
+    def walkers_of_states(self) -> int:
+        """Per CTA of the walks over the states: two share the loads of v and do, one alone is done earlier
+        where there are multiprocessors for all."""
+        columns = -(-self.dim_k // _WALKER_COLUMNS)
+        alone = self.sequences * self.heads * columns <= multiprocessors(self.device)
+        return 1 if columns == 1 or self.dim_v > _TWO_WALKERS_DIM_V or alone else 2
+
 
 class Forward:
     """The forward of calls whose tensors lie alike, as `_readable` leaves them."""
@@ -128,6 +153,73 @@ class Forward:
         tensors = (core.q, core.k, v, core.g, core.initial_state, core.cu_seqlens, o, last)
         self._launches.run(starts(*tensors), current_stream(self._shape.device))
         return o, last
+
+
+class Backward:
+    """The backward of calls whose tensors lie alike.
+
+    Args:
+        given: q, k, v and g as the gradients are like them.
+        core: as `_readable` leaves it; so are do and dht.
+    """
+
+    def __init__(
+        self, given: GLACore, core: GLACore, do: Tensor, dht: MaybeTensor, *, needs_dg: bool
+    ) -> None:
+        self._shape = shape = Shape.of(core)
+        self._needs_dg = needs_dg
+        self._has_inflow = needs_dg and core.g.dtype != torch.float32  # else it is where dg is
+        mirror = build.load(instances.gla("backward", shape.dim_k, named_schedule(core.schedule)))
+        states = build.load(instances.gla_states(shape.dim_v))
+        self._anchor_bytes = states.anchor_bytes(shape.with_offsets(0)) if needs_dg else 0
+        self._has_flows = needs_dg and dht is not None
+        addresses = Addresses()
+        q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
+        initial_at = addresses.next(given=core.initial_state is not None)
+        offsets_at = addresses.next(given=core.cu_seqlens is not None)
+        dout = operand_at(addresses.next(), do)
+        dht_at = addresses.next(given=dht is not None)
+        dq, dk, dv, dg = (operand_at(addresses.next(), Result.like(x, "meta").written) for x in given[:4])
+        dh0_at = addresses.next(given=core.initial_state is not None)
+        inflow_at = addresses.next(given=self._has_inflow)
+        flows_at = addresses.next(given=self._has_flows)
+        anchors_at = addresses.next(given=needs_dg)
+        inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta")) if inflow_at else dg
+        gates = (inflow, dg, (dht_at, flows_at, anchors_at)) if needs_dg else None
+        of, dtype = shape.with_offsets(offsets_at), DTYPES[core.g.dtype]
+        operands, options = (q, k, v, dout, g, dtype), (core.scale, shape.walkers_of_states)
+        self._launches = Launches.of(
+            mirror,
+            [
+                mirror.mirror(of, q, k, dout, dv, g, dtype, dht_at, dh0_at, core.scale, shape.walkers),
+                states.left(of, *operands, dq, gates, initial_at, *options),
+                states.right(of, *operands, dk, gates, dht_at, *options),
+            ],
+        )
+
+    def __call__(
+        self, given: GLACore, core: GLACore, do: Tensor, dht: MaybeTensor
+    ) -> tuple[MaybeTensor, ...]:
+        """`backward` of these tensors."""
+        shape, q = self._shape, core.q
+        results = [Result.like(x) for x in given[:3]]
+        dg = Result.like(given.g) if self._needs_dg else None
+        dh0 = None if core.initial_state is None else torch.empty_like(core.initial_state)
+        inflow = flows = anchors = None
+        if self._has_inflow:
+            inflow = q.new_empty(core.g.shape, dtype=torch.float32)
+        if self._has_flows:
+            flows = q.new_empty((shape.sequences, shape.heads, shape.dim_k), dtype=torch.float32)
+        if self._needs_dg:
+            anchors = q.new_empty(self._anchor_bytes, dtype=torch.uint8)
+        written = [x.written for x in results]
+        self._launches.run(
+            starts(
+                *core[:6], do, dht, *written, None if dg is None else dg.written, dh0, inflow, flows, anchors
+            ),
+            current_stream(shape.device),
+        )
+        return *(x.filled() for x in results), None if dg is None else dg.filled(), dh0
 
 
 def _readable(core: GLACore) -> GLACore:
@@ -166,3 +258,4 @@ def _layout(core: GLACore) -> Any:
 
 
 _forwards: Memo[Forward] = Memo()
+_backwards: Memo[Backward] = Memo()

@@ -18,8 +18,8 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     refusals.check_schedule(variant, SCHEDULES)
     return (
         refusals.of_operands(call)
-        or _refusal_of_gradients(call)
         or refusals.of_head_dims(call, max(instances.GLA_TILES), instances.MAX_DIM_V)
+        or _refusal_of_gradients(call)
         or _refusal_of_value_heads(call)
         or refusals.of_count("heads", call.sequences * call.heads)
         or device.supports(call.device, _instances_of, *_key(call, variant))
@@ -27,12 +27,13 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
 
 
 def _refusal_of_gradients(call: LinearCall) -> Support | None:
-    if not call.requires_grad:
+    largest = max(instances.GLA_STATES_TILES)
+    if not call.requires_grad or call.dim_v <= largest:
         return None
     return Support(
         False,
-        "the kernels of GLA have a forward alone, and a gradient is recorded",
-        "call under torch.no_grad(), or use 'triton' or 'reference'",
+        f"a gradient is recorded with V = {call.dim_v}, the backward takes up to {largest}",
+        "split V, call under torch.no_grad(), or use 'triton' or 'reference'",
     )
 
 
@@ -43,7 +44,7 @@ def _refusal_of_value_heads(call: LinearCall) -> Support | None:
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
-    """Load the kernels of a call that is supported, and compile what the cache lacks.
+    """Load the kernels of a call that is supported, for its gradients too, and compile what the cache lacks.
 
     Returns:
         Whether the call can be served.
@@ -54,11 +55,15 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call, variant))
 
 
-def _key(call: LinearCall, variant: str | None) -> tuple[int, str]:
+def _key(call: LinearCall, variant: str | None) -> tuple[int, int, str, bool]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    return refusals.tile(call.dim_qk), refusals.named_schedule(variant)
+    tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    return *tiles, refusals.named_schedule(variant), call.requires_grad
 
 
-def _instances_of(dim_k: int, schedule: str) -> list[Instance]:
+def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> list[Instance]:
     """The modules that the kernels of a call are in."""
-    return [instances.gla("forward", dim_k, schedule)]
+    found = [instances.gla("forward", dim_k, schedule)]
+    if gradients:
+        found += [instances.gla("backward", dim_k, schedule), instances.gla_states(dim_v)]
+    return found

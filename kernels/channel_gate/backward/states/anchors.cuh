@@ -1,0 +1,65 @@
+// The flow of gradient over a token's end, <S, dS> per channel of K: the sum of q dq - k dk behind that
+// token, without what has come together on the way. At the anchors the left walk leaves S rounded, in the
+// order in which the right walk's warps have dS.
+#pragma once
+
+#include "channel_gate/backward/states/config.cuh"
+
+namespace tfla_tk::channel_gate {
+
+// A lane's units of an anchor's part, of 16 columns of V and the warp's 16 of K each, 32 apart. The anchor is
+// before `block`.
+template <class C>
+__device__ inline uint4* anchor_units(const StatesGlobals& g, const StatesTask& task, int block, int part) {
+    const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
+    const int anchor = (task.first_slot + block / kBlocks) / kAnchorChunks;
+    const int64_t place = (head * g.anchor_slots + anchor) * g.parts() + part;
+    return g.anchors + place * (C::kDimV / 16 * 32) + fresh_laneid();
+}
+
+template <class Fragment, int kCount>
+__device__ inline void store_anchor(uint4* units, const Fragment (&state)[kCount]) {
+    each<0, kCount>(
+        [&](int k) { units[32 * k] = reinterpret_cast<const uint4&>(state[k].tiles[0][0].data); });
+}
+
+// A warp's 16 flows, from an anchor's part and the state's gradient, to shared memory.
+template <class C, class State>
+__device__ inline void store_flow(const uint4* units, const State& gradient, float* flow) {
+    using T2 = typename base_types::packing<typename C::T>::packed_type;
+    float sums[2] = {0.f, 0.f};
+    each<0, C::kDimV / 16>([&](int k) {
+        const uint4 unit = units[32 * k];
+        const auto* pairs = reinterpret_cast<const T2*>(&unit);
+        each<0, 4>([&](int n) {
+            const float2 x = to_float2(pairs[n]), y = gradient.tiles[0][k].data[n];
+            sums[n % 2] += x.x * y.x + x.y * y.y;
+        });
+    });
+    const int lane = fresh_laneid();
+    each<0, 2>([&](int n) {
+        const float sum = quad_sum(sums[n]);
+        if (lane % 4 == 0) flow[lane / 4 + 8 * n] = sum;
+    });
+}
+
+// A warp's 16 flows over the sequence's end, from the last state and its gradient [K, V].
+template <class State>
+__device__ inline void store_last_flow(const StatesGlobals& g, const StatesTask& task, State& state,
+                                       const float* gradient, int column) {
+    float sums[2] = {0.f, 0.f};
+    const int lane = fresh_laneid(), row = column + lane / 4;
+    each<0, 4 * State::width>([&](int i) {
+        const int n = i % 2, r = row + 8 * n, c = i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
+        if (r >= g.dim_k || c >= g.dim_v) return;
+        const float2 x = state.tiles[0][i / 4].data[i % 4];
+        const float2 y = *reinterpret_cast<const float2*>(&gradient[static_cast<int64_t>(r) * g.dim_v + c]);
+        sums[n] += x.x * y.x + x.y * y.y;
+    });
+    each<0, 2>([&](int n) {
+        const float sum = quad_sum(sums[n]);
+        if (lane % 4 == 0 && row + 8 * n < g.dim_k) g.flows[task.state * g.dim_k + row + 8 * n] = sum;
+    });
+}
+
+}  // namespace tfla_tk::channel_gate

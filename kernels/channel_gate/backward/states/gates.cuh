@@ -1,0 +1,253 @@
+// The gate warps of the walks over the states. Four or eight per walker take turns at the blocks: each is
+// busy with one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels
+// of all tokens. Per block:
+//   1. Wait for its tiles. a = e^g of every token.
+//   2. Writers, scaled, in place: k times the product of a behind the token (left), s q times that up to and
+//      with it (right). Hand them to the walker, with the product over the block.
+//   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
+//   4. Wait for what the readers see of the state. Reader after reader, away from where the walk comes from:
+//      writers fade by one token's gate, the reader's own joins them, their products with its row of step 3
+//      are added up in fp32. So no factor exceeds 1 and none is a quotient.
+//   5. The result in the place of the readers, and of the left walk q dq.
+//   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
+//      all blocks behind, which the warp of the step before hands on, joins last.
+//   7. Store, and hand over the block's place. Of the first walker's warps each also loads the block that
+//      comes into that place.
+#pragma once
+
+#include "channel_gate/backward/states/loader.cuh"
+
+namespace tfla_tk::channel_gate {
+
+template <class C> struct GateWarpOfBlock {
+    using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
+    static constexpr uint32_t kValuePanel = C::Values::panel_bytes;
+
+    // addresses in shared memory
+    uint32_t readers, writers, gates, inflow;  // of the block
+    uint32_t of_readers, of_writers;
+    uint32_t out, products, decay;
+    int lane;
+    float2 a[kBlock], writer[kBlock];
+
+    // Reader r sees writer w: r >= w (left), r <= w (right). The n-th reader of the walk.
+    static constexpr __device__ int token(int n) { return C::kIsLeft ? n : kBlock - 1 - n; }
+    // This lane's channels of a token.
+    __device__ __forceinline__ uint32_t column_of(uint32_t rows, int t) const {
+        return rows + ((4 * lane) ^ t % 8 * 16) + t * kRowBytes;
+    }
+    __device__ __forceinline__ uint32_t floats_of(uint32_t rows, int t) const {
+        return rows + 8 * lane + t * kFloatRow;
+    }
+
+    // Step 1.
+    __device__ __forceinline__ void load_gates(DType dtype) {
+        if (dtype == DType::float32) {
+            each<0, kBlock>([&](int t) { a[t] = load_floats(floats_of(gates, t)); });
+        } else {
+            const bool is_half = dtype == DType::float16;
+            each<0, kBlock>([&](int t) {
+                const uint32_t word = load_word(gates + 4 * lane + t * kRowBytes);
+                const float2 x = to_float2(reinterpret_cast<const bf16_2&>(word));
+                const float2 y = to_float2(reinterpret_cast<const half_2&>(word));
+                a[t] = {is_half ? y.x : x.x, is_half ? y.y : x.y};
+            });
+        }
+        each<0, kBlock>([&](int t) {
+            constexpr float kLog2e = 1.44269504f;
+            a[t] = {exp2f(a[t].x * kLog2e), exp2f(a[t].y * kLog2e)};
+        });
+    }
+
+    // Step 2.
+    __device__ __forceinline__ void scale_writers(float scale) {
+        each<0, kBlock>([&](int t) { writer[t] = to_float2(load_pair_of<T2>(column_of(writers, t))); });
+        float2 product{1.f, 1.f};
+        each<0, kBlock>([&](int n) {
+            const int t = kBlock - 1 - token(n);
+            if constexpr (!C::kIsLeft) product = product * a[t];
+            const float2 by = C::kIsLeft ? product : product * scale;
+            store_rounded<T2>(column_of(writers, t), writer[t] * by);
+            if constexpr (C::kIsLeft) product = product * a[t];
+        });
+        store_floats(decay + 8 * lane, product);
+    }
+
+    // Step 3: products[r][w].
+    __device__ __forceinline__ void multiply_values() const {
+        const uint32_t a_rows = of_readers + lane % 16 * kRowBytes + ((lane / 16) ^ lane % 8) * 16;
+        const uint32_t b_rows =
+            of_writers + (lane / 16 * 8 + lane % 8) * kRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+        float c[2][4];
+        each<0, C::kDimV / 16>([&](int i) {
+            const uint32_t panel = i / 4 * kValuePanel, step = i % 4 * 32;
+            const Fragment<T2> x((a_rows ^ step) + panel), y((b_rows ^ step) + panel);
+            each<0, 2>([&](int n) { multiply_16(c[n], x, y, n, i > 0); });
+        });
+        const uint32_t place = products + lane / 4 * (kBlock * 4) + lane % 4 * 8;
+        each<0, 4>([&](int i) {
+            store_floats(place + i % 2 * (8 * kBlock * 4) + i / 2 * 32,
+                         {c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]});
+        });
+        __syncwarp();
+    }
+
+    // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
+    __device__ __forceinline__ float2 make_results(float scale, bool wants_sums) {
+        float2 through{1.f, 1.f}, sum{0.f, 0.f};
+        make_result<0>(through, sum, scale, wants_sums);
+        return sum;
+    }
+
+    // Step 6: the gradients of the gates, in their place. carry: the sum over all tokens behind the block.
+    __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
+        each<0, kBlock>([&](int t) {
+            const float2 x = load_floats(floats_of(inflow, t));
+            const float2 y{x.x + carry.x, x.y + carry.y};
+            const uint32_t short_place = gates + 4 * lane + t * kRowBytes;
+            if (dtype == DType::float32)
+                store_floats(floats_of(gates, t), y);
+            else if (dtype == DType::float16)
+                store_rounded<half_2>(short_place, y);
+            else
+                store_rounded<bf16_2>(short_place, y);
+        });
+    }
+
+  private:
+    // What reader r, the n-th one, sees of the block's writers, without s.
+    template <int n> __device__ __forceinline__ float2 sum_writers() const {
+        constexpr int r = token(n);
+        constexpr int kFirst = C::kIsLeft ? 0 : r, kLast = C::kIsLeft ? r : kBlock - 1;
+        float2 sums[2] = {{0.f, 0.f}, {0.f, 0.f}};  // NOTES: shorter chains
+        each<kFirst / 4, kLast / 4 + 1>([&](int i) {
+            float x[4];
+            load_floats(x, products + r * (kBlock * 4) + 16 * i);
+            each<0, 4>([&](int e) {
+                const int w = 4 * i + e;
+                if (w < kFirst || w > kLast) return;
+                float2& sum = sums[e % 2];
+                sum = {sum.x + x[e] * writer[w].x, sum.y + x[e] * writer[w].y};
+            });
+        });
+        return {sums[0].x + sums[1].x, sums[0].y + sums[1].y};
+    }
+
+    template <int n>
+    __device__ __forceinline__ void make_result(float2& through, float2& sum, float scale, bool wants_sums) {
+        constexpr int r = token(n);
+        if constexpr (C::kIsLeft || n > 0) {
+            const float2 fade = a[C::kIsLeft ? r : r + 1];
+            through = through * fade;
+            each<0, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
+        }
+        const float2 seen = load_floats(out + r * (kOutRow * 4) + 8 * lane);
+        const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
+        const float2 of_state = through * seen, of_block = sum_writers<n>();
+        const float2 x = C::kIsLeft
+                             ? float2{scale * (of_state.x + of_block.x), scale * (of_state.y + of_block.y)}
+                             : float2{of_state.x + scale * of_block.x, of_state.y + scale * of_block.y};
+        store_rounded<T2>(column_of(readers, r), x);
+        if (wants_sums) {
+            const float2 product = own * x;
+            if constexpr (C::kIsLeft) {
+                store_floats(floats_of(gates, r), product);
+            } else {
+                const float2 given = load_floats(floats_of(inflow, r));
+                sum = {sum.x + (given.x - product.x), sum.y + (given.y - product.y)};
+                store_floats(floats_of(inflow, r), sum);
+            }
+        }
+        if constexpr (n + 1 < kBlock) make_result<n + 1>(through, sum, scale, wants_sums);
+    }
+};
+
+// The sum of q dq - k dk over all tokens behind a step's block; `sum`, that over the block, goes on to the
+// warp of the next step with it.
+template <class C>
+__device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, int walker, int step,
+                                 float2 sum) {
+    const StatesTask& task = smem.task;
+    const int lane = fresh_laneid(), column = 2 * lane, own = gate_warp_of<C>(walker, step);
+    float2 carry{0.f, 0.f};
+    if (step > 0) {
+        const int before = gate_warp_of<C>(walker, step - 1);
+        wait(smem.carry_ready[before], Use<C::kTurns>(step - 1).phase);
+        carry = load_floats(shared_address(&smem.exchange.carry[before][column]));
+        if (task.is_anchor(task.template block_of<C>(step) + 1))
+            carry = load_floats(shared_address(&smem.exchange.flow[walker][column]));
+    } else if (g.flows) {
+        const int channel = task.column + walker * kWalkerColumns + column;
+        if (channel < g.dim_k)
+            carry = *reinterpret_cast<const float2*>(&g.flows[task.state * g.dim_k + channel]);
+    }
+    store_floats(shared_address(&smem.exchange.carry[own][column]), {carry.x + sum.x, carry.y + sum.y});
+    arrive_warp(smem.carry_ready[own]);
+    return carry;
+}
+
+// Stores 64 columns of a block, by one warp.
+__device__ inline void store_block(const StatesGlobals& g, const StatesTask& task, const BlockMaps& to,
+                                   uint32_t from, uint32_t row_bytes, int column, int block) {
+    const int tokens = task.tokens_from(block), row = task.row_of(block), lane = fresh_laneid();
+    if (g.packed() && tokens < kBlock) {  // the rows behind belong to the next sequence
+        if (lane < tokens)
+            to.row.store_panel(from + lane * row_bytes, column, row + lane, task.head, task.batch);
+    } else if (lane == 0) {
+        to.box.store_panel(from, column, row, task.head, task.batch);
+    }
+}
+
+template <class C>
+__device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& smem, int gate_warp) {
+    constexpr int kStages = StatesMemory<C>::kStages;
+    const StatesTask& task = smem.task;
+    const int walker = gate_warp / C::kTurns;
+    if (gate_warp == 0)
+#pragma unroll 1
+        for (int step = 0; step < kStages; step++) load_step(g, smem, step);
+#pragma unroll 1
+    for (int step = gate_warp % C::kTurns; step < task.blocks; step += C::kTurns) {
+        const auto [slot, phase] = Use<kStages>(step);
+        auto& stage = smem.stages[slot];
+        auto& columns = stage.columns[walker];
+        GateWarpOfBlock<C> x;
+        x.readers = shared_address(&columns.readers), x.writers = shared_address(&columns.writers);
+        x.gates = shared_address(&columns.gates);
+        if constexpr (!C::kIsLeft) x.inflow = shared_address(&stage.inflow[walker]);
+        x.of_readers = shared_address(&stage.of_readers), x.of_writers = shared_address(&stage.of_writers);
+        x.out = shared_address(&smem.exchange.out[gate_warp]);
+        x.products = shared_address(&smem.exchange.products[gate_warp]);
+        x.decay = shared_address(&smem.decay[slot][walker]);
+        x.lane = fresh_laneid();
+        wait(smem.arrived[slot], phase);  // 1
+        x.load_gates(g.g_dtype);
+        x.scale_writers(g.scale);  // 2
+        fence_async_proxy();
+        arrive_warp(smem.written[slot][walker]);
+        x.multiply_values();                                          // 3
+        wait(smem.out_ready[gate_warp], Use<C::kTurns>(step).phase);  // 4
+        const float2 sum = x.make_results(g.scale, g.needs_dg);
+        arrive_warp(smem.out_free[gate_warp]);
+        if constexpr (!C::kIsLeft)
+            if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, sum), g.g_dtype);  // 6
+        fence_async_proxy();                                                               // 7
+        __syncwarp();
+        const int block = task.template block_of<C>(step), column = task.column + walker * kWalkerColumns;
+        store_block(g, task, g.result, x.readers, kRowBytes, column, block);
+        if (g.needs_dg) {
+            if constexpr (C::kIsLeft)
+                store_block(g, task, g.inflow, x.gates, kFloatRow, column, block);
+            else
+                store_block(g, task, g.dg, x.gates, g.gate_row_bytes(), column, block);
+        }
+        commit_stores();
+        wait_stores_read();
+        arrive_warp(smem.free[slot]);
+        if (walker == 0) load_step(g, smem, step + kStages);
+    }
+    wait_stores_done();
+}
+
+}  // namespace tfla_tk::channel_gate

@@ -1,0 +1,127 @@
+// The gradients of q, k and the log gates of gated linear attention (GLA).
+//
+// Two kernels, in blocks of 16 tokens:
+//   gla_left   forward in time: dq, and q dq for the gates
+//   gla_right  backward in time: dk, and dg
+// One CTA of either owns a (sequence, head, 64 or 128 columns of K):
+//     gate warps  four or eight per walker: what writes to the state, results, loads and stores
+//     (states/gates.cuh) walkers     one or two, the state or its gradient in registers (states/walker.cuh)
+// Equations: bindings/params_backward.h and docs/gla.md.
+#include <stdexcept>
+
+#include "channel_gate/backward/states/gates.cuh"
+#include "channel_gate/backward/states/walker.cuh"
+#include "common/launch.cuh"
+
+#ifndef TFLA_DIM_V
+#error "TFLA_DIM_V chooses the instance"
+#endif
+
+namespace tfla_tk::channel_gate {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void gla_states_kernel(const __grid_constant__ StatesGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
+    const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+    if (!begin_task<C>(g, smem, blockIdx.x, [&] {
+            g.readers.prefetch(), g.writers.prefetch(), g.gates.prefetch();
+            g.of_readers.prefetch(), g.of_writers.prefetch(), g.result.box.prefetch();
+        }))
+        return;
+    if (warp < C::kGateWarps) {
+        if constexpr (C::kWalkers > 1) set_registers<C::kGateRegisters, C::kThreads, 1>();
+        run_state_gates(g, smem, warp);
+    } else {
+        if constexpr (C::kWalkers > 1) set_registers<C::kWalkerRegisters, C::kThreads, 1>();
+        walk_states(g, smem, (warp - C::kGateWarps) / 4);
+    }
+}
+
+inline int slots_of(const ChannelShape& s) {
+    return chunk_slots(s.seq, s.cut.sequences, s.cut.offsets != nullptr);
+}
+
+template <class C> StatesGlobals states_globals(const GlaStatesParams& p) {
+    constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    const ChannelShape& s = p.shape;
+    auto boxes = [&](const Operand& x, int dim, int rows) {
+        return TensorMap(x, s.batch, s.heads, s.seq, dim, rows, s.half);
+    };
+    auto rows = [&](const Operand& x, DType dtype, int count) {
+        return TensorMap::rows(x, s.batch, s.heads, s.seq, s.dim_k, count, dtype);
+    };
+    auto maps = [&](const Operand& x, DType dtype) {
+        // NOTES: where there is none, of the gates: a map has to be of some tensor
+        const Operand& of = p.needs_dg && x.data ? x : p.g;
+        const DType type = p.needs_dg && x.data ? dtype : p.g_dtype;
+        return BlockMaps{rows(of, type, kBlock), rows(of, type, 1)};
+    };
+    return {
+        boxes(C::kIsLeft ? p.q : p.k, s.dim_k, kBlock),
+        boxes(C::kIsLeft ? p.k : p.q, s.dim_k, kBlock),
+        boxes(C::kIsLeft ? p.dout : p.v, s.dim_v, kBlock),
+        boxes(C::kIsLeft ? p.v : p.dout, s.dim_v, kBlock),
+        rows(p.g, p.g_dtype, kBlock),
+        p.g_dtype,
+        {boxes(p.result, s.dim_k, kBlock), boxes(p.result, s.dim_k, 1)},
+        maps(p.inflow, DType::float32),
+        maps(p.dg, p.g_dtype),
+        s.cut,
+        s.heads,
+        s.seq,
+        s.dim_k,
+        s.dim_v,
+        (s.dim_k + kColumns - 1) / kColumns,
+        anchor_slots(slots_of(s)),
+        p.entering,
+        p.d_last,
+        p.flows,
+        static_cast<uint4*>(p.anchors),
+        p.scale,
+        p.needs_dg,
+    };
+}
+
+template <class C> void launch_states(const GlaStatesParams& p, cudaStream_t stream) {
+    constexpr auto kName = C::kIsLeft ? "gla_left" : "gla_right";
+    if (p.shape.dim_v > C::kDimV)
+        throw std::runtime_error(std::string(kName) + ": V is larger than the tile");
+    const DeviceGuard guard(p.shape.device, kName);
+    const StatesGlobals g = states_globals<C>(p);
+    const auto ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.ctas;
+    launch<gla_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid_of(ctas, 1, kName), C::kThreads,
+                                                          p.shape.device, stream, kName);
+}
+
+template <StateWalk kWalk, class T> void run_states(const GlaStatesParams& p, cudaStream_t stream) {
+    // NOTES: a state of more columns of V leaves no registers for two walkers
+    if constexpr (TFLA_DIM_V <= 128)
+        if (p.walkers == 2) return launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk>>(p, stream);
+    launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk>>(p, stream);
+}
+
+template <StateWalk kWalk> void run_states(const GlaStatesParams& p, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    p.shape.half ? run_states<kWalk, kittens::half>(p, s) : run_states<kWalk, kittens::bf16>(p, s);
+}
+
+}  // namespace tfla_tk::channel_gate
+
+namespace tfla_tk {
+
+std::int64_t gla_anchor_bytes(const ChannelShape& s) {
+    const std::int64_t anchors = anchor_slots(channel_gate::slots_of(s));
+    const std::int64_t parts = (s.dim_k + 15) / 16, bytes_of_part = 2 * 16 * TFLA_DIM_V;
+    return anchors * s.batch * s.heads * parts * bytes_of_part;
+}
+
+void gla_left(const GlaStatesParams& params, void* stream) {
+    channel_gate::run_states<channel_gate::StateWalk::left>(params, stream);
+}
+
+void gla_right(const GlaStatesParams& params, void* stream) {
+    channel_gate::run_states<channel_gate::StateWalk::right>(params, stream);
+}
+
+}  // namespace tfla_tk

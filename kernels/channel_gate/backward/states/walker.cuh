@@ -1,0 +1,108 @@
+// A walker of the walks over the states: a warpgroup that owns 64 columns of K. It holds the state of these
+// (64 x V) in fp32 and computes what readers see of it transposed. Per block of 16 tokens:
+//   1. Round the state to A operands. At an anchor the left walk leaves it there, the right one finds the
+//   flow
+//      of gradient.
+//   2. Wait for the gate warp's writers and scale the state by the block's decay, a factor per row. NOTES:
+//      before the first GEMM: ptxas does not follow a GEMM's accumulators over the loop's edge while another
+//      GEMM is in flight (C7517).
+//   3. Issue out^T = state values^T, with the values of the readers and the rounded state.
+//   4. Issue state += writers^T values.
+//   5. Wait for out and hand it to the gate warp.
+//   6. Wait for the state; hand over the block's place.
+#pragma once
+
+#include "channel_gate/backward/states/anchors.cuh"
+
+namespace tfla_tk::channel_gate {
+
+// A state's rows lane / 4 and + 8 times `decay`, in place.
+template <class State> __device__ inline void decay_rows(State& state, float2 decay) {
+    each<0, 4 * State::width>([&](int i) {
+        float2& x = state.tiles[0][i / 4].data[i % 4];
+        const float by = i % 2 ? decay.y : decay.x;
+        scale_in_place(x, {by, by});
+    });
+}
+
+// The transpose of a warp's 16 rows of out^T, from the column of this lane's first row on.
+__device__ inline void store_out(uint32_t rows, const rt_fl<16, kBlock>& out, int lane) {
+    const uint32_t address = rows + (lane % 4 * 2 * kOutRow + lane / 4) * 4;
+    auto store = [&](int token, int column, float x) {
+        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address + (token * kOutRow + column) * 4), "f"(x)
+                     : "memory");
+    };
+    each<0, 4>([&](int k) {
+        const float2 x = out.tiles[0][0].data[k];
+        store(k / 2 * 8, k % 2 * 8, x.x), store(k / 2 * 8 + 1, k % 2 * 8, x.y);
+    });
+}
+
+template <class C>
+__device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
+    using T = typename C::T;
+    using Values = typename C::Values;
+    constexpr int kStateSteps = C::kDimV / 16, kStages = StatesMemory<C>::kStages;
+    rt_fl<16, C::kDimV> state;
+    rt_fl<16, kBlock> out;
+    rt<T, 16, 16> rounded[kStateSteps];
+
+    const StatesTask& task = smem.task;
+    const int first_column = 16 * warpgroup::warpid();  // of the walker's
+    auto column = [&] { return task.column + walker * kWalkerColumns + first_column; };
+
+    auto walk_block = [&](int step) {
+        const int slot = Use<kStages>(step).slot, block = task.template block_of<C>(step);
+        auto& stage = smem.stages[slot];
+        each<0, kStateSteps>([&](int k) { convert_fragment(rounded[k], state, k), pin(rounded[k]); });  // 1
+        if (g.needs_dg && column() < g.dim_k) {
+            if (C::kIsLeft && task.is_anchor(block))
+                store_anchor(anchor_units<C>(g, task, block, column() / 16), rounded);
+            if (!C::kIsLeft && task.is_anchor(block + 1))
+                store_flow<C>(anchor_units<C>(g, task, block + 1, column() / 16), state,
+                              &smem.exchange.flow[walker][first_column]);
+        }
+        const Use<kStages> use(step);
+        wait(smem.written[slot][walker], use.phase);  // 2
+        const int lane = fresh_laneid();
+        const float* const decay = &smem.decay[slot][walker][first_column + lane / 4];
+        decay_rows(state, {decay[0], decay[8]});
+        pin(state);
+        const auto readers = Operand128B::rows(&stage.of_readers);  // 3
+        forget(out);
+        each<0, kStateSteps>([&](int k) {
+            multiply_step<false>(out, rounded[k], readers.row_step(Values::panel_bytes, k), k > 0, k == 0);
+        });
+        const auto writers = Operand128B::columns(&stage.columns[walker].writers, 0);  // 4
+        const auto values = Operand128B::columns(&stage.of_writers, Values::panel_bytes);
+        wgmma_fence();
+        kittens::detail::wgmma::base<float, T, C::kDimV, 1, 1>::st_st(state, writers.at(0), values.at(0), 1);
+        warpgroup::mma_commit_group();
+        warpgroup::mma_async_wait<1>();  // 5
+        pin(out), pin_all(rounded);
+        const int gate_warp = gate_warp_of<C>(walker, step);
+        wait_free(smem.out_free[gate_warp], Use<C::kTurns>(step).phase);
+        store_out(shared_address(&smem.exchange.out[gate_warp]) + first_column * 4, out, lane);
+        arrive_warp(smem.out_ready[gate_warp]);
+        warpgroup::mma_async_wait<0>();  // 6
+        pin(state);
+        arrive_warp(smem.free[slot]);
+    };
+
+    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    if (g.entering)
+        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    else
+        warp::zero(state);
+    pin(state);
+#pragma unroll 1
+    for (int step = 0; step < task.blocks; step++) {
+        const Use<kStages> use(step);
+        wait(smem.arrived[use.slot], use.phase);
+        walk_block(step);
+    }
+    if (C::kIsLeft && g.needs_dg && g.d_last)
+        store_last_flow(g, task, state, g.d_last + task.state * state_size, column());
+}
+
+}  // namespace tfla_tk::channel_gate

@@ -1,0 +1,250 @@
+"""channel_gate/backward/states in NumPy, a gate warp lane by lane and without rounding; walkers by matrices.
+
+What wgmma and TMA read and write of a panel is taken from the panel's layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .gla_emulation import (
+    BLOCK,
+    FRAGMENT_COLUMN,
+    FRAGMENT_ROW,
+    LANE,
+    ROW,
+    Array,
+    Memory,
+    multiply_16,
+    panel_offset,
+)
+
+CHANNELS = 64
+PANEL, FLOAT_ROW, OUT_ROW = BLOCK * ROW, 256, 68 * 4  # bytes
+ANCHOR = 8 * 64  # tokens from one to the next
+
+
+@dataclass
+class Places:
+    """Addresses of a unit's tiles; `of_readers` and `of_writers` have `panels`."""
+
+    panels: int
+    readers: int = 0
+    writers: int = PANEL
+    gates: int = 2 * PANEL
+    inflow: int = 4 * PANEL
+    out: int = 6 * PANEL
+    products: int = 9 * PANEL
+    of_readers: int = 10 * PANEL
+
+    @property
+    def of_writers(self) -> int:
+        return self.of_readers + self.panels * PANEL
+
+    @property
+    def size(self) -> int:
+        return self.of_writers + self.panels * PANEL
+
+
+class Unit:
+    """gates.cuh: a warp's block of 16 tokens and 64 channels."""
+
+    def __init__(self, left: bool, dim_v: int) -> None:
+        self.left = left
+        self.at = Places(-(-dim_v // 64))
+        self.memory = Memory(self.at.size)
+        self.a = np.full((BLOCK, 32, 2), np.nan)
+        self.writer = np.full((BLOCK, 32, 2), np.nan)
+
+    # what TMA and wgmma see
+
+    def store_panels(self, place: int, x: Array) -> None:
+        padded = np.zeros((BLOCK, -(-x.shape[1] // 64) * 64))
+        padded[:, : x.shape[1]] = x
+        row, unit = np.meshgrid(np.arange(BLOCK), np.arange(padded.shape[1] // 8), indexing="ij")
+        at = place + unit // 8 * PANEL + panel_offset(row, unit % 8)
+        self.memory.store(at, padded.reshape(BLOCK, -1, 8))
+
+    def read_panel(self, place: int) -> Array:
+        row, unit = np.meshgrid(np.arange(BLOCK), np.arange(8), indexing="ij")
+        return self.memory.load(place + panel_offset(row, unit), 8).reshape(BLOCK, CHANNELS)
+
+    def store_rows(self, place: int, x: Array, short: bool = False) -> None:
+        if short:
+            self.memory.store(place + np.arange(BLOCK) * ROW, x)
+        else:
+            self.memory.store_wide(place + np.arange(BLOCK) * FLOAT_ROW, x)
+
+    def read_rows(self, place: int, short: bool = False) -> Array:
+        if short:
+            return self.memory.load(place + np.arange(BLOCK) * ROW, CHANNELS)
+        return self.memory.load_wide(place + np.arange(BLOCK) * FLOAT_ROW, CHANNELS)
+
+    # the walker's hand-over
+
+    def store_out(self, out: Array) -> None:
+        """walker.cuh's store_out of four warps; out [16 tokens, 64 channels]."""
+        for warp in range(4):
+            rows = self.at.out + 16 * warp * 4
+            address = rows + (LANE % 4 * 2 * 68 + LANE // 4) * 4
+            for k in range(4):
+                for e in range(2):
+                    channel = 16 * warp + FRAGMENT_ROW + 8 * (k % 2)
+                    token = FRAGMENT_COLUMN + 8 * (k // 2) + e
+                    to = address + ((k // 2 * 8 + e) * 68 + k % 2 * 8) * 4
+                    self.memory.store_wide(to, out[token, channel][:, None])
+
+    # the warp's steps
+
+    def token(self, n: int) -> int:
+        return n if self.left else BLOCK - 1 - n
+
+    @staticmethod
+    def column_of(rows: int, t: int) -> Array:
+        return rows + ((4 * LANE) ^ (t % 8 * 16)) + t * ROW
+
+    @staticmethod
+    def floats_of(rows: int, t: int) -> Array:
+        return rows + 8 * LANE + t * FLOAT_ROW
+
+    def load_gates(self, short: bool) -> None:
+        for t in range(BLOCK):
+            at = self.at.gates + 4 * LANE + t * ROW if short else self.floats_of(self.at.gates, t)
+            self.a[t] = np.exp(self.memory.load(at) if short else self.memory.load_wide(at))
+
+    def scale_writers(self, scale: float) -> Array:
+        """Returns the product over the block, [64]."""
+        for t in range(BLOCK):
+            self.writer[t] = self.memory.load(self.column_of(self.at.writers, t))
+        product = np.ones((32, 2))
+        for n in range(BLOCK):
+            t = BLOCK - 1 - self.token(n)
+            if not self.left:
+                product = product * self.a[t]
+            by = product if self.left else product * scale
+            self.memory.store(self.column_of(self.at.writers, t), self.writer[t] * by)
+            if self.left:
+                product = product * self.a[t]
+        return product.reshape(CHANNELS)
+
+    def multiply_values(self, dim_v: int) -> None:
+        a_rows = self.at.of_readers + LANE % 16 * ROW + ((LANE // 16) ^ (LANE % 8)) * 16
+        b_rows = self.at.of_writers + (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
+        c = np.zeros((2, 32, 4))
+        for i in range(-(-dim_v // 64) * 4):
+            x, y = (self.memory.matrices((rows ^ (i % 4 * 32)) + i // 4 * PANEL) for rows in (a_rows, b_rows))
+            for n in range(2):
+                multiply_16(c[n], x, y[2 * n : 2 * n + 2])
+        place = self.at.products + LANE // 4 * 64 + LANE % 4 * 8
+        for i in range(4):
+            at = place + i % 2 * (8 * 64) + i // 2 * 32
+            self.memory.store_wide(at, c[i // 2][:, i % 2 * 2 :][:, :2])
+
+    def make_results(self, scale: float) -> Array:
+        """Returns the sums of q dq - k dk over the block (right), as a lane has them."""
+        through, total = np.ones((32, 2)), np.zeros((32, 2))
+        for n in range(BLOCK):
+            r = self.token(n)
+            if self.left or n > 0:
+                fade = self.a[r if self.left else r + 1]
+                through = through * fade
+                for m in range(n):
+                    self.writer[self.token(m)] *= fade
+            seen = self.memory.load_wide(self.at.out + r * OUT_ROW + 8 * LANE)
+            own = self.memory.load(self.column_of(self.at.readers, r))
+            of_state, of_block = through * seen, self._sum_writers(r)
+            x = scale * (of_state + of_block) if self.left else of_state + scale * of_block
+            self.memory.store(self.column_of(self.at.readers, r), x)
+            if self.left:
+                self.memory.store_wide(self.floats_of(self.at.gates, r), own * x)
+            else:
+                total = total + self.memory.load_wide(self.floats_of(self.at.inflow, r)) - own * x
+                self.memory.store_wide(self.floats_of(self.at.inflow, r), total)
+        return total
+
+    def _sum_writers(self, r: int) -> Array:
+        first, last = (0, r) if self.left else (r, BLOCK - 1)
+        found = np.zeros((32, 2))
+        for i in range(first // 4, last // 4 + 1):
+            x = self.memory.load_wide(np.array(self.at.products + r * 64 + 16 * i), 4)
+            for e in range(4):
+                w = 4 * i + e
+                if first <= w <= last:
+                    found += x[e] * self.writer[w]
+        return found
+
+    def store_sums(self, carry: Array, short: bool) -> None:
+        for t in range(BLOCK):
+            x = self.memory.load_wide(self.floats_of(self.at.inflow, t)) + carry
+            if short:
+                self.memory.store(self.at.gates + 4 * LANE + t * ROW, x)
+            else:
+                self.memory.store_wide(self.floats_of(self.at.gates, t), x)
+
+
+@dataclass
+class Walk:
+    """A walk over a sequence of one head's 64 channels: q, k, g [T, 64], v, do [T, V]; its results.
+
+    Attributes:
+        state: [64, V], S or dS. result: dq or dk. sums: q dq, or dg.
+        flow: what the left walk leaves for the other one's begin, [64].
+    """
+
+    left: bool
+    scale: float
+    short: bool
+    state: Array
+    result: Array
+    sums: Array
+    anchors: dict[int, Array]
+    flow: Array | None = None
+
+    def run(self, q: Array, k: Array, g: Array, v: Array, do: Array) -> None:
+        readers, writers = (q, k) if self.left else (k, q)
+        of_readers, of_writers = (do, v) if self.left else (v, do)
+        tokens, dim_v = v.shape
+        blocks = -(-tokens // BLOCK)
+        carry = np.zeros((32, 2)) if self.flow is None else self.flow.reshape(32, 2)
+        for step in range(blocks):
+            block = step if self.left else blocks - 1 - step
+            rows = slice(BLOCK * block, min(BLOCK * (block + 1), tokens))
+            x = Unit(self.left, dim_v)
+            for place, tile in (
+                (x.at.readers, readers),
+                (x.at.writers, writers),
+                (x.at.of_readers, of_readers),
+                (x.at.of_writers, of_writers),
+            ):
+                x.store_panels(place, _padded(tile[rows]))
+            x.store_rows(x.at.gates, _padded(g[rows]), self.short)
+            if not self.left:
+                x.store_rows(x.at.inflow, _padded(self.sums[rows]))
+            x.load_gates(self.short)
+            decay = x.scale_writers(self.scale)
+            x.multiply_values(dim_v)
+            end = BLOCK * (block + 1)
+            if self.left and block and BLOCK * block % ANCHOR == 0:
+                self.anchors[BLOCK * block] = self.state.copy()
+            if not self.left and end < tokens and end % ANCHOR == 0:
+                carry = (self.anchors[end] * self.state).sum(1).reshape(32, 2)
+            x.store_out(_padded(of_readers[rows]) @ self.state.T)
+            self.state = decay[:, None] * self.state + x.read_panel(x.at.writers).T @ _padded(
+                of_writers[rows]
+            )
+            total = x.make_results(self.scale)
+            if not self.left:
+                x.store_sums(carry, self.short)
+                carry = carry + total
+            count = rows.stop - rows.start
+            self.result[rows] = x.read_panel(x.at.readers)[:count]
+            self.sums[rows] = x.read_rows(x.at.gates, self.short and not self.left)[:count]
+
+
+def _padded(x: Array) -> Array:
+    """With rows of zeros to a block."""
+    found = np.zeros((BLOCK, x.shape[1]))
+    found[: len(x)] = x
+    return found

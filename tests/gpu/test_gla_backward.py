@@ -1,0 +1,216 @@
+"""The gradients of gated linear attention on the GPU: against the reference in fp64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import tfla_tk
+from tfla_tk import chunk_gla
+
+from . import memory
+from .conftest import forget_calls
+from .memory import LENGTHS, uninitialised_memory_is_nan
+from .test_gla import GATES, PADDED, REPEATS, Tensors, assert_equal, draw, dtype, pack
+from .test_scalar_decay import assert_accurate, exact
+from .test_scalar_decay import run as run_function
+from .test_scalar_decay import train as train_function
+
+__all__ = ["dtype"]  # a fixture
+
+DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 256)]
+SMALL_PADDED = [dims for dims in PADDED if dims[1] <= 256]
+
+run = partial(run_function, function=chunk_gla)
+train = partial(train_function, function=chunk_gla)
+
+
+def check(x: Tensors, **options: float) -> None:
+    found, truth = train(x, **options), train(exact(x), "reference", **options)
+    assert all(found[f"d{name}"].dtype == x[name].dtype for name in x if f"d{name}" in found)
+    assert_accurate(found, truth, x["q"].dtype, size=x["v"].numel() ** 0.5)
+
+
+@pytest.mark.parametrize("dims", [*DIMS, *SMALL_PADDED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
+    check(draw(dims=dims, dtype=dtype, states=states))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (128, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+def test_many_heads(dims: tuple[int, int], of_gates: torch.dtype) -> None:
+    """Two walkers in a CTA."""
+    x = draw(3, 130, 48, dims)
+    x["g"] = x["g"].to(of_gates)
+    check(x)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 320, 1000, 2048])
+def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(1, seq, dims=dims, dtype=dtype))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("gates", GATES)
+def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(1, 500, dims=dims, dtype=dtype, gates=gates))
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+@pytest.mark.parametrize("seq", [512, 513, 1024, 1600])
+def test_anchors(seq: int, states: bool) -> None:
+    check(draw(2, seq, 2, states=states))
+
+
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 128)], ids="{0[0]}_{0[1]}".format)
+def test_dtypes_of_gates(dims: tuple[int, int], of_gates: torch.dtype, dtype: torch.dtype) -> None:
+    x = draw(2, 333, dims=dims, dtype=dtype)
+    x["g"] = x["g"].to(of_gates)
+    check(x)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.02, -0.3])
+def test_scale(scale: float) -> None:
+    check(draw(1, 200), scale=scale)
+
+
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [2, 80])
+def test_packed_sequences(
+    heads: int, dims: tuple[int, int], offsets: torch.dtype, of_gates: torch.dtype
+) -> None:
+    x = draw(1, sum(LENGTHS), heads, dims, sequences=len(LENGTHS))
+    x["g"] = x["g"].to(of_gates)
+    check(pack(x, offsets))
+
+
+def test_a_loss_on_the_final_state_alone() -> None:
+    x = draw(2, 300)
+    leaves = {name: t.clone().requires_grad_() for name, t in x.items()}
+    truth = {name: t.clone().requires_grad_() for name, t in exact(x).items()}
+    grads = []
+    for inputs, backend in ((leaves, "tk"), (truth, "reference")):
+        state = run(inputs, backend)["final_state"]
+        found = torch.autograd.grad(state.square().sum(), list(inputs.values()), materialize_grads=True)
+        grads.append({f"d{name}": t for name, t in zip(inputs, found, strict=True)})
+    assert_accurate(*grads, torch.bfloat16, size=x["v"].numel() ** 0.5)
+    assert grads[0]["dq"].norm() == 0
+
+
+def test_gates_without_gradient() -> None:
+    """The other gradients are bitwise the same."""
+    x = draw(2, 300)
+    names = [name for name in x if name != "g"]
+    leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
+    outputs = run(leaves)
+    given = [torch.ones_like(t) for t in outputs.values()]
+    grads = torch.autograd.grad(list(outputs.values()), [leaves[name] for name in names], given)
+    expected = train(x, given=given)
+    del expected["dg"]
+    assert_equal({f"d{name}": t for name, t in zip(names, grads, strict=True)}, expected)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "shifted", "odd_rows", "shifted_transposed"])
+def test_any_layout(layout: str) -> None:
+    x = draw(2, 200)
+    plain = train(x)
+    for name in ("q", "k", "v", "g"):
+        x[name] = getattr(memory, layout)(x[name])
+    x["initial_state"] = x["initial_state"].mT.contiguous().mT
+    assert_equal(train(x), plain)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+def test_schedules_agree(schedule: str) -> None:
+    x = draw(1, 500)
+    assert_equal(train(x, f"tk:{schedule}"), train(x))
+
+
+@pytest.mark.parametrize("heads", [4, 80])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], heads: int) -> None:
+    x = draw(2, 700, heads, dims, gates="mixed")
+    first = train(x)
+    for _ in range(REPEATS):
+        assert_equal(train(x), first)
+
+
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_are_written_whole(of_gates: torch.dtype) -> None:
+    x = pack(draw(1, sum(LENGTHS), dims=(96, 80), sequences=len(LENGTHS)))
+    x["g"] = x["g"].to(of_gates)
+    expected = train(x)
+    with uninitialised_memory_is_nan():
+        found = train(x)
+    assert_equal(found, expected)
+
+
+def test_nan_stays_in_its_sequence() -> None:
+    x = draw(1, 300, sequences=3)
+    x["cu_seqlens"] = torch.tensor([0, 100, 170, 300], device="cuda")
+    expected = train(x)
+    for name in ("q", "k", "v", "g"):
+        given = {**x, name: x[name].clone()}
+        given[name][:, 100:170] = torch.nan
+        found = train(given)
+        for rows in (slice(0, 100), slice(170, 300)):
+            for grad in ("dq", "dk", "dv", "dg"):
+                assert torch.equal(found[grad][:, rows], expected[grad][:, rows]), (name, grad)
+        assert torch.equal(found["dinitial_state"][::2], expected["dinitial_state"][::2])
+
+
+def test_a_graph_replays_packed_training() -> None:
+    x = pack(draw(1, sum(LENGTHS), sequences=len(LENGTHS)))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    given = [torch.randn_like(t) for t in run(x).values()]
+    with torch.cuda.stream(stream):
+        train(x, given=given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = train(x, given=given)
+    x["v"].copy_(torch.randn_like(x["v"]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(found, train(x, given=given))
+
+
+def test_torch_compile() -> None:
+    x = draw(1, 200)
+    assert_equal(train(x, function=torch.compile(chunk_gla, fullgraph=True)), train(x))
+
+
+def test_no_less_accurate_than_triton() -> None:
+    x = draw(2, 500, states=False)
+    truth = train(exact(x), "reference")
+    errors = {
+        backend: {name: (t.double() - truth[name]).norm() / truth[name].norm() for name, t in found.items()}
+        for backend, found in ((backend, train(x, backend)) for backend in ("tk", "triton"))
+    }
+    worse = {name: e for name, e in errors["tk"].items() if not e <= 1.05 * errors["triton"][name]}
+    assert not worse, errors
+
+
+def test_auto_takes_the_kernels() -> None:
+    leaves = {name: t.requires_grad_() for name, t in draw().items()}
+    assert tfla_tk.which(chunk_gla, **leaves).backend == "tk"
+    large = {name: t.requires_grad_() for name, t in draw(dims=(64, 272)).items()}
+    assert tfla_tk.which(chunk_gla, **large).backend != "tk"
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("heads", [1, 140])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format)
+def test_small_launches(dims: tuple[int, int], heads: int) -> None:
+    """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
+    forget_calls()
+    found = train(draw(1, 570 if heads == 1 else 180, heads, dims))
+    torch.cuda.synchronize()
+    assert all(t.isfinite().all() for t in found.values())
