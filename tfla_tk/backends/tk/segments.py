@@ -1,9 +1,9 @@
 """Into how many segments a sequence is cut, so that a few long sequences fill the GPU too.
 
-A CTA walks one segment of one slice of a head. Cut sequences cost two more launches: a states pass over
-all segments but the last of each sequence, and a small kernel that carries the states on from segment to
-segment. So it is in the forward, and in the backward's passes for C and for its gradient, with their own
-costs; a forward that keeps its states for the backward takes the backward's cut.
+A CTA walks one segment of one slice of a head. Cut sequences cost two more launches: a kernel that sums what
+each segment but the last of a sequence adds to the state, and a small kernel that carries the states on from
+segment to segment. So it is in the forward, and in the backward's walks for C and for its gradient, with
+their own costs; a forward that keeps its states for the backward takes the backward's cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Costs(NamedTuple):
     """What a cut costs, in chunks of the kernel whose sequences are cut.
 
     Attributes:
-        states_chunk: a chunk of the states pass that forgets nothing.
+        states_chunk: a chunk that forgets nothing, of the kernel that sums segments.
         prologue: start and end of a CTA.
         launches: the small kernel, with the gaps between launches.
     """
@@ -33,7 +33,7 @@ class Costs(NamedTuple):
 
 # measured on an H200 (docs/log/mlstm.md, 2026-11-21)
 FORWARD = Costs(states_chunk=0.5, prologue=4.0, launches=6.0)
-# of one pass: estimates (docs/mlstm-backward.md, "Cut sequences")
+# of one walk: estimates (docs/mlstm-backward.md, "Cut sequences")
 BACKWARD = Costs(states_chunk=0.35, prologue=4.0, launches=6.0)
 
 

@@ -19,7 +19,7 @@ from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
 from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
@@ -157,7 +157,7 @@ class Forward:
         sizes = (batch, heads, seq, dim_qk, dim_v)
         multiprocessors, kept = _multiprocessors(device), False
         if options.keep_states:
-            cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
+            cut = tk_walks.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
             kept = cut.segments > sequences
         if not kept:
             find = segments.cut_packed if packed else segments.cut

@@ -1,7 +1,7 @@
-"""The plan of a backward: its passes, its parts of V, and where its kernels leave what others of them read.
+"""The plan of a backward: its walks, its parts of V, and where its kernels leave what others of them read.
 
-A pass is what kernels/ and docs/mlstm-backward.md call a walk.
-It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it.
+It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it. The
+kernel of a walk is named mlstm_pass (docs/mlstm-backward.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfla_tk.core.layout import ANCHOR_CHUNKS, Cut
 
 ALIGNMENT = 256  # bytes
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
-# Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
+# Of a part of V: the widest tile of the keys of a walk, to which a part is a share of them.
 PART_COLUMNS = instances.MAX_DIM_QK
 
 Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     packed sequences as many as there can be; uncut sequences have none.
 
     Attributes:
-        gates: of every chunk as the passes take them, [B, NH, slots].
+        gates: of every chunk as the walks take them, [B, NH, slots].
         log2_w, e: of every token, [B, NH, S], where something is cut, and of every part, [P, B, NH, S], each
             aligned; none without normaliser, when both are 0.
         dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; none
@@ -77,8 +77,8 @@ class Plan:
     """How a backward is launched.
 
     Attributes:
-        around, dv, dq_and_dk: the modules of the kernels around the passes, and of the passes.
-        parts: of V: the shares of the passes for dq and dk.
+        around, dv, dq_and_dk: the modules of the kernels around the walks, and of the walks.
+        parts: of V: the shares of the walks for dq and dk.
         e_stride: elements from a part's e to the next one's.
         dot_slices, part_slices: of dots, all and of a part.
         cut: of the sequences into segments.
@@ -111,7 +111,7 @@ class Plan:
 def instances_of(
     dim_qk: int, dim_v: int, *, decay: bool = False
 ) -> tuple[build.Instance, build.Instance, build.Instance]:
-    """Around the passes, the pass for dv, and those for dq and dk: both in one module.
+    """Around the walks, the walk for dv, and those for dq and dk: both in one module.
 
     Args:
         decay: those for a scalar decay.
@@ -128,17 +128,17 @@ def instances_of(
 
 
 @functools.cache
-def ctas_of_a_pass(dim_qk: int, dim_v: int) -> int:
-    """CTAs that the passes for dq and dk have for one segment of a head: slices of K times parts of V."""
+def ctas_of_a_walk(dim_qk: int, dim_v: int) -> int:
+    """CTAs that the walks for dq and dk have for one segment of a head: slices of K times parts of V."""
     *_, instance = instances_of(dim_qk, dim_v)
     return -(-dim_qk // _slice(instance)) * _parts(dim_v)
 
 
 def cut_sequences(sizes: Sizes, sequences: int, multiprocessors: int, *, packed: bool) -> Cut:
-    """How sequences are cut: the same for all passes, by the CTAs that dk has for one segment."""
+    """How sequences are cut: the same for all walks, by the CTAs that dk has for one segment."""
     _, heads, seq, *dims = sizes
     find = segments.cut_packed if packed else segments.cut
-    return find(sequences, seq, heads * ctas_of_a_pass(*dims), multiprocessors, segments.BACKWARD)
+    return find(sequences, seq, heads * ctas_of_a_walk(*dims), multiprocessors, segments.BACKWARD)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -171,7 +171,7 @@ def make_plan(
     dots_slice = _slice(of_dv)
     dot_slices = -(-dim_v // dots_slice)
     parts = _parts(dim_v)
-    sums = ctas_of_a_pass(dim_qk, dim_v)
+    sums = ctas_of_a_walk(dim_qk, dim_v)
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
     flow_parts = dq_and_dk.flow_parts(dim_v, dim_qk)
@@ -214,7 +214,7 @@ def make_plan(
 
 
 def _slice(instance: build.Instance) -> int:
-    """Columns of the values that a CTA of a pass owns."""
+    """Columns of the values that a CTA of a walk owns."""
     return int(dict(instance.defines)["TFLA_SLICE"])
 
 
