@@ -242,7 +242,7 @@ def draw(
     tensors = (q, k, v, i, f, c, n, m, offsets)
     options = (gate != "exp", normalize, EPS)
     h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
-    return (*tensors, h, *rows, c, n, *(torch.randn_like(x) for x in (h, c, n)), *options, "auto")
+    return (*tensors, h, *rows, c, n, *(torch.randn_like(x) for x in (h, c, n)), *options, "auto", False)
 
 
 def named(given: tuple[Any, ...]) -> SimpleNamespace:

@@ -73,7 +73,7 @@ def arguments(
     h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
     dh, dc, dn = torch.randn_like(h) if dh is None else dh, torch.randn_like(c), torch.randn_like(n)
     given = (c, n, dh, dc, dn) if last else (None, None, dh, None, None)
-    return (*tensors, h, *rows, *given, *options, "auto")
+    return (*tensors, h, *rows, *given, *options, "auto", False)
 
 
 def assert_gradients(found: ops.Grads, expected: ops.Grads) -> None:

@@ -13,6 +13,11 @@ from typing import NamedTuple
 
 from tfla_tk.core.layout import CHUNK, Cut
 
+# Of a segment where the cut follows from a sequence's length alone. The forward and the backward share it, so
+# that the states that a forward keeps are those of its backward. Of all powers of two it costs the least on
+# average, by the costs below (docs/batch-invariance.md).
+INVARIANT_CHUNKS = 32
+
 # Shorter segments would make the states between them larger than the inputs.
 _LEAST_CHUNKS = 4
 
@@ -72,6 +77,18 @@ def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, cos
     if length * CHUNK >= tokens:  # uncut: a segment that no sequence fills
         return Cut(sequences, tokens // CHUNK + 1)
     return Cut(sequences + tokens // (length * CHUNK), length)
+
+
+def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
+    """The cut that follows from each sequence's length alone: every INVARIANT_CHUNKS chunks from its start.
+
+    Args:
+        tokens: of each sequence, or of all packed ones together.
+    """
+    if packed:
+        return Cut(sequences + tokens // (INVARIANT_CHUNKS * CHUNK), INVARIANT_CHUNKS)
+    count = max(1, -(-tokens // (INVARIANT_CHUNKS * CHUNK)))
+    return Cut(sequences * count, INVARIANT_CHUNKS)
 
 
 def _waves(ctas: int, multiprocessors: int) -> int:

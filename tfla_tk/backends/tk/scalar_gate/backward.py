@@ -68,6 +68,7 @@ class Options(NamedTuple):
         strict: a token's own key and value are left out of its sums; with a decay alone.
         needs_dv: without it dv and dc_initial come back as None; with a decay alone. needs_df goes without
             it only where no initial state is given.
+        batch_invariant: nothing of a sequence's results depends on what else is in the call.
     """
 
     sigmoid_gate: bool
@@ -79,6 +80,7 @@ class Options(NamedTuple):
     heads_last: bool = False
     strict: bool = False
     needs_dv: bool = True
+    batch_invariant: bool = False
 
 
 def mlstm_bwd(
@@ -104,6 +106,7 @@ def mlstm_bwd(
     normalize: bool,
     eps: float,
     schedule: str,
+    batch_invariant: bool = False,
     states: KeptStates | None = None,
 ) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
@@ -112,6 +115,7 @@ def mlstm_bwd(
     forward's alone.
 
     Args:
+        batch_invariant: as in `Options`.
         states: the last result of `forward.mlstm_fwd`: what enters the segments of "dq" is then not made
             again.
 
@@ -127,7 +131,8 @@ def mlstm_bwd(
         *(q, k, v, i, f, c_initial, n_initial, cu_seqlens),
         *(h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last),
     )
-    return run(tensors, Options(sigmoid_gate, normalize, eps, q.shape[-1] ** -0.5), states)
+    options = Options(sigmoid_gate, normalize, eps, q.shape[-1] ** -0.5, batch_invariant=batch_invariant)
+    return run(tensors, options, states)
 
 
 def run(
@@ -331,7 +336,14 @@ def _describe(
     to = [addresses.next(given=x is not None) for x in grads]
     sizes, group = _sizes(q, k, v, heads_last=last)
     sequences = sizes[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    cut = cut_sequences(sizes, sequences, _multiprocessors(q.get_device()), packed=cu_seqlens is not None)
+    invariant = options.batch_invariant
+    cut = cut_sequences(
+        sizes,
+        sequences,
+        _multiprocessors(q.get_device()),
+        packed=cu_seqlens is not None,
+        batch_invariant=invariant,
+    )
     states_given = states is not None and states.cut == cut
     plan = make_plan(
         tuple(map(build.load, instances_of(*sizes[3:], decay=options.decay))),
@@ -341,6 +353,7 @@ def _describe(
         cut,
         normalize=normalize,
         states_given=states_given,
+        batch_invariant=invariant,
     )
     memory = plan.memory_at(memory_at)
     if states is not None and states_given:

@@ -84,7 +84,7 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     Args:
         states_given: the forward has kept the states at the cuts.
     """
-    found = [_of_rows(x)] if x.row_n and x.plan.is_cut else []
+    found = [_of_rows(x)] if x.row_n and x.plan.has_rows else []
     found.append(_of_scan(x))
     if x.plan.is_cut:
         if not states_given:
@@ -94,12 +94,12 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
 
 
 def of_gradients(x: Call, written: Grads, *, needs_dv: bool) -> list[Launch]:
-    """The walks. dh_t.h_t comes from that for dv, but where segments need e before the walks.
+    """The walks. dh_t.h_t comes from that for dv, but where the plan has rows: e before the walks.
 
     Args:
         needs_dv: without it that walk is left out, and there is no normaliser.
     """
-    dots = x.row_n != 0 and not x.plan.is_cut
+    dots = x.row_n != 0 and not x.plan.has_rows
     found = [_of_dv(x, written, dots=dots)] if needs_dv else []
     if dots:
         found.append(_of_factors(x))
