@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Case:
     gates: tuple[str, ...] = ()
     states: tuple[str, ...] = ("initial_state",)
     trains: bool = True
+    group: int = 1  # heads of v that share one of q and k
 
     @property
     def is_mlstm(self) -> bool:
@@ -46,6 +48,8 @@ CASES = {
     "retention": Case("chunk_retention", (128, 256)),
     "gated_delta_128": Case("chunk_gated_delta_rule", (128, 128), ("g", "beta")),
     "gated_delta_256": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta")),
+    "simple_gla_grouped": Case("chunk_simple_gla", (64, 64), ("g",), group=3),
+    "gated_delta_grouped": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta"), group=2),
     "gla": Case("chunk_gla", (128, 128), ("g",), trains=False),
 }
 
@@ -58,9 +62,9 @@ def on() -> Iterator[None]:
 
 def draw(case: Case, batch: int, seq: int, seed: int) -> Tensors:
     """Inputs [B, T, H, D] and [B, H, ..], and do and dlast, the gradients of the outputs."""
-    normal, heads, (dim_k, dim_v) = Normal(seed), HEADS, case.dims
+    normal, heads, (dim_k, dim_v) = Normal(seed), HEADS * case.group, case.dims
     unit = case.function == "chunk_gated_delta_rule"
-    x = draw_operands(normal, batch, seq, heads, heads, case.dims, DTYPE, unit=unit)
+    x = draw_operands(normal, batch, seq, HEADS, heads, case.dims, DTYPE, unit=unit)
     for name in case.gates:
         shape = (batch, seq, heads, dim_k) if case.function == "chunk_gla" else (batch, seq, heads)
         gate = normal(*shape)
@@ -158,6 +162,13 @@ def test_bits_of_the_ops(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keep no states for their backward."""
     monkeypatch.setattr(memo, "is_eager", lambda tensors: False)
     check(CASES[case], 3, 5000)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_token_of_one_head(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums over parts have one number each then."""
+    monkeypatch.setattr(sys.modules[__name__], "HEADS", 1)
+    check(CASES[case], 3, 1)
 
 
 @pytest.mark.parametrize("case", ["mlstm_exp", "mlstm_sig", "simple_gla", "gated_delta_256"])
