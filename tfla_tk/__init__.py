@@ -9,6 +9,7 @@ Importing this package touches no GPU and compiles nothing. Public names:
     chunk_retention, chunk_lightning_attn      the same with the decays of RetNet and of Lightning Attention
     chunk_gla                                  linear attention with a decay per token, head and key channel
     chunk_delta_rule, chunk_gated_delta_rule   DeltaNet; gated DeltaNet, with a decay per token and head
+    batch_invariant, is_batch_invariant        an option: results of a sequence do not depend on its batch
     which                                      the backend that a call would use, and why
     __version__                                the version of this package
     UnsupportedError                           a backend asked for by name cannot serve the call
@@ -22,6 +23,7 @@ from __future__ import annotations
 from tfla_tk import ops as ops
 from tfla_tk.core.dispatch import which
 from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.invariance import batch_invariant, is_batch_invariant
 from tfla_tk.core.support import Choice, Support
 from tfla_tk.decode import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
 from tfla_tk.delta_rule import chunk_delta_rule, chunk_gated_delta_rule
@@ -36,12 +38,14 @@ __all__ = [
     "Support",
     "UnsupportedError",
     "__version__",
+    "batch_invariant",
     "chunk_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_lightning_attn",
     "chunk_retention",
     "chunk_simple_gla",
+    "is_batch_invariant",
     "mlstm_chunkwise",
     "mlstm_sequence",
     "mlstm_siging_chunkwise",

@@ -6,24 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize
+from torch.nn.functional import logsigmoid
 
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-from .conftest import TOLERANCE, forget_calls
-from .memory import uninitialised_memory_is_nan
-from .test_scalar_decay import assert_accurate, exact, run, train
+from .conftest import forget_calls
+from .linear import REPEATS, Normal, Tensors, assert_accurate, check_both, draw_operands, exact, run, train
+from .memory import LENGTHS, uninitialised_memory_is_nan
 
-Tensors = dict[str, Tensor]
-
-REPEATS = 200
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
-LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 GATES = ["usual", "none", "slow", "-10", "closed", "half closed"]
 # in bf16, where the same is written and erased over and over: dg is a small difference of large sums
 OF_ERASED_STATES = {"dg": 1.25e-2}
@@ -44,14 +39,9 @@ def draw(
     seed: int = 0,
 ) -> Tensors:
     """q and k of norm 1, v, g, beta and, on request, an initial state, [B, T, H, D]."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    normal = Normal(seed)
     value_heads = heads if value_heads is None else value_heads
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    found = {name: normalize(normal(batch, seq, heads, dims[0]), dim=-1).to(dtype) for name in ("q", "k")}
-    found["v"] = normal(batch, seq, value_heads, dims[1]).to(dtype)
+    found = draw_operands(normal, batch, seq, heads, value_heads, dims, dtype, unit=True)
     g, chosen = logsigmoid(normal(batch, seq, value_heads) + 2), normal(batch, seq, value_heads) > 0
     found["g"] = {
         "usual": g,
@@ -83,17 +73,7 @@ def check(
     **options: Any,
 ) -> None:
     """Forward and backward; wider: other tolerances of gradients."""
-    dtype = x["q"].dtype
-    of_function = {"function": function, **options}
-    assert_accurate(run(x, **of_function), run(exact(x), "reference", **of_function), dtype)
-    found, truth = train(x, **of_function), train(exact(x), "reference", **of_function)
-    assert all(found[f"d{name}"].dtype == x[name].dtype for name in x if f"d{name}" in found)
-    assert_accurate(found, truth, dtype, x["v"].numel() ** 0.5, wider)
-
-
-@pytest.fixture(params=list(TOLERANCE), ids=["bf16", "fp16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
+    check_both(x, function, wider, **options)
 
 
 @pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)

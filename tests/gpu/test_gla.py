@@ -7,21 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import tfla_tk
 from tfla_tk import chunk_gla
 
 from . import memory
-from .conftest import TOLERANCE, forget_calls
+from .conftest import forget_calls
+from .linear import REPEATS, Normal, Tensors, assert_equal, check_forward, draw_operands, exact, pack
+from .linear import run as run_function
 from .memory import LENGTHS, uninitialised_memory_is_nan
-from .test_scalar_decay import assert_accurate, exact
-from .test_scalar_decay import run as run_function
 
-Tensors = dict[str, Tensor]
-
-REPEATS = 200
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
 GATES = ["usual", "none", "-1e-4", "-50", "-1e3", "mixed", "one channel", "closed", "half closed", "growing"]
@@ -41,15 +37,10 @@ def draw(
     seed: int = 0,
 ) -> Tensors:
     """q, k, v, g and, on request, an initial state, [B, T, H, D]."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    found = {name: normal(batch, seq, heads, dims[0]).to(dtype) for name in ("q", "k")}
-    found["v"] = normal(batch, seq, heads, dims[1]).to(dtype)
+    normal = Normal(seed)
+    found = draw_operands(normal, batch, seq, heads, heads, dims, dtype)
     g = logsigmoid(normal(batch, seq, heads, dims[0]) + 2)
-    chosen = torch.rand(g.shape, generator=generator, device="cuda")
+    chosen = normal.uniform(*g.shape)
     closed_channel = torch.arange(dims[0], device="cuda") == 5
     found["g"] = {
         "usual": lambda: g,
@@ -69,26 +60,8 @@ def draw(
     return found
 
 
-def pack(x: Tensors, offsets: torch.dtype = torch.int64) -> Tensors:
-    """Of LENGTHS."""
-    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", offsets)
-    return x
-
-
 def check(x: Tensors, **options: Any) -> None:
-    assert_accurate(run(x, **options), run(exact(x), "reference", **options), x["q"].dtype)
-
-
-def assert_equal(found: Tensors, expected: Tensors) -> None:
-    """Bitwise."""
-    assert found.keys() == expected.keys()
-    different = [name for name, t in expected.items() if not torch.equal(found[name], t)]
-    assert not different
-
-
-@pytest.fixture(params=list(TOLERANCE), ids=["bf16", "fp16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
+    check_forward(x, chunk_gla, **options)
 
 
 @pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import tfla_tk
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 
 WIDTH = 128
 # batch, heads, tokens, head dims; the last ones are so long that the few heads are cut into segments
@@ -88,7 +88,7 @@ def test_a_graphed_module_trains_like_an_eager_one(
     """Whether no call like its own was made before, or the module has run forward and backward by then."""
     batch, heads, seq, dims = SHAPES[shape]
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    cut = tk_passes.cut_sequences((batch, heads, seq, *dims), batch, multiprocessors, packed=False)
+    cut = tk_walks.cut_sequences((batch, heads, seq, *dims), batch, multiprocessors, packed=False)
     assert (cut.segments > batch) == shape.endswith("cut")
     torch.manual_seed(0)
     layer = Layer(gate, heads, dims)

@@ -197,7 +197,7 @@ def test_chunks_that_forget_and_that_do_not(
 def test_chunks_whose_entering_part_is_not_summed(
     gate: str, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
 ) -> None:
-    """By one pass or by both; the sums of all rows take its place."""
+    """By one walk or by both; the sums of all rows take its place."""
     x = draw_gates(gate, (2, 3, 3000), slices=2, states=True)
     for first in (1, 2):
         x.q_dq.inter[:, :, :, first::4, 0] = torch.inf

@@ -13,7 +13,7 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk.operands import operand as _operand
 from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.scalar_gate.passes import PART_COLUMNS
+from tfla_tk.backends.tk.scalar_gate.walks import PART_COLUMNS
 from tfla_tk.build import instances
 from tfla_tk.core.layout import ADDRESS_BITS
 
@@ -231,11 +231,11 @@ def dots_read(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Tenso
 
 @pytest.mark.parametrize(
     "dims",
-    [*instances.PASS_TILES, (48, 80), (208, 176), (80, 272), (144, 272), (256, 512)],
+    [*instances.WALK_TILES, (48, 80), (208, 176), (80, 272), (144, 272), (256, 512)],
     ids="{0[0]}_{0[1]}".format,
 )
 @pytest.mark.parametrize("lengths", [None, [200, 0, 1, 64, 63, 65, 450]], ids=["batch", "packed"])
-def test_the_pass_for_dv_leaves_the_dots(
+def test_the_walk_for_dv_leaves_the_dots(
     lengths: list[int] | None,
     dims: tuple[int, int],
     dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""The kernel that scans the gates for the passes of the mLSTM backward on the GPU, against fp64 formulas."""
+"""The kernel that scans the gates for the walks of the mLSTM backward on the GPU, against fp64 formulas."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build.instances import MLSTM_TILES
 from tfla_tk.core import memo
 
@@ -137,7 +137,7 @@ def test_long_sequences_are_cut_by_the_rule(
     operator: Any, dims: tuple[int, int], make_inputs: Make, compare: Make
 ) -> None:
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    found = tk_passes.cut_sequences((1, 2, 8192, *dims), 1, multiprocessors, packed=False)
+    found = tk_walks.cut_sequences((1, 2, 8192, *dims), 1, multiprocessors, packed=False)
     assert found.segments > 8
     compare(operator, make_inputs(1, 2, 8192, dims, states=operator.states))
 

@@ -72,7 +72,7 @@ def test_segments_that_forget_and_that_do_not(
     make_inputs: Make,
     assert_accurate: Check,
 ) -> None:
-    """The states pass skips what is forgotten at the end of a segment, and nothing else."""
+    """The sum of a segment skips what is forgotten at the end of a segment, and nothing else."""
     x = make_inputs(2, 3, 3000)
     x["f"] += forget_bias - 3
     for name in ("q", "k"):  # keeps q.n away from zero

@@ -7,22 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tfla_tk
 from tfla_tk import chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
-from .conftest import GRADIENT_TOLERANCE, TOLERANCE, forget_calls, relative_error
-from .memory import uninitialised_memory_is_nan
+from .conftest import TOLERANCE, forget_calls
+from .linear import (
+    REPEATS,
+    Normal,
+    Tensors,
+    assert_accurate,
+    assert_equal,
+    check_both,
+    draw_cotangents,
+    draw_operands,
+    exact,
+    pack,
+    run,
+    train,
+)
+from .memory import LENGTHS, uninitialised_memory_is_nan
 
-Tensors = dict[str, Tensor]
 Cut = Callable[[int], None]
 
-REPEATS = 200
-VANISHED = 1e-3  # of a gradient, relative to that of o
 DIMS = [(64, 64), (128, 128), (128, 256), (256, 512), (128, 64), (64, 512), (256, 64)]
 PADDED = [(16, 16), (48, 80), (64, 96), (96, 192), (112, 240), (192, 96)]
-LENGTHS = [200, 0, 1, 64, 63, 65, 0, 450, 128]
 GATES = ["usual", "none", "slow", "closed", "-50", "mixed", "growing"]
 
 
@@ -39,14 +48,9 @@ def draw(
     seed: int = 0,
 ) -> Tensors:
     """q, k, v, g and, on request, an initial state, [B, T, H, D]."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    normal = Normal(seed)
     value_heads = heads if value_heads is None else value_heads
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda")
-
-    found = {name: normal(batch, seq, heads, dims[0]).to(dtype) for name in ("q", "k")}
-    found["v"] = normal(batch, seq, value_heads, dims[1]).to(dtype)
+    found = draw_operands(normal, batch, seq, heads, value_heads, dims, dtype)
     g = torch.nn.functional.logsigmoid(normal(batch, seq, value_heads) + 2)
     closed = normal(batch, seq, value_heads) > 0.7
     if gates == "none":
@@ -67,81 +71,9 @@ def draw(
     return found
 
 
-def exact(x: Tensors) -> Tensors:
-    return {name: t.double() if t.is_floating_point() else t for name, t in x.items()}
-
-
-def assert_accurate(
-    found: Tensors,
-    truth: Tensors,
-    dtype: torch.dtype,
-    size: float = 0.0,
-    wider: dict[str, float] | None = None,
-) -> None:
-    """Relative errors within the tolerances of the dtype.
-
-    Args:
-        size: norm of the gradient of o. Gradients far smaller have vanished: closed gates leave 1e-22
-            of them, which 16-bit factors cannot hold. Of these only the size is checked.
-        wider: other tolerances, by name.
-    """
-    assert found.keys() == truth.keys()
-    limits = {"o": TOLERANCE[dtype], "final_state": TOLERANCE[dtype], "dg": GRADIENT_TOLERANCE[dtype][1]}
-    limits = {name: limits.get(name, GRADIENT_TOLERANCE[dtype][0]) for name in found} | (wider or {})
-    failed = {}
-    for name, x in found.items():
-        assert x.shape == truth[name].shape, name
-        error = relative_error(x, truth[name])
-        if truth[name].norm().item() < VANISHED * size:
-            error = (x.double() - truth[name]).norm().item() / (VANISHED * size)
-        # not(<=): NaN fails
-        if not error <= limits[name]:
-            failed[name] = error
-    assert not failed, f"relative errors {failed} exceed {limits}"
-
-
-def run(x: Tensors, backend: str = "tk", function: Any = chunk_simple_gla, **options: Any) -> Tensors:
-    """o and the last state."""
-    o, state = function(**x, output_final_state=True, backend=backend, **options)
-    return {"o": o, "final_state": state}
-
-
-def train(
-    x: Tensors,
-    backend: str = "tk",
-    function: Any = chunk_simple_gla,
-    given: list[Tensor] | None = None,
-    **options: Any,
-) -> Tensors:
-    """The gradients of what can have one, from gradients of o and of the last state."""
-    names = [name for name, t in x.items() if t.is_floating_point() and name != "g_gamma"]
-    leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
-    found = run(leaves, backend, function, **options)
-    given = draw_cotangents(found, x["q"].dtype) if given is None else given
-    outputs = list(found.values())
-    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], given)
-    return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
-
-
-def draw_cotangents(outputs: Tensors, dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of o, of numbers that the operands' dtype holds, and of the last state."""
-    generator = torch.Generator("cuda").manual_seed(9)
-    o, state = (torch.randn(t.shape, generator=generator, device="cuda") for t in outputs.values())
-    return [o.to(dtype).to(outputs["o"].dtype), state.to(outputs["final_state"].dtype)]
-
-
 def check(x: Tensors, function: Any = chunk_simple_gla, **options: Any) -> None:
     """Forward and backward."""
-    dtype = x["q"].dtype
-    assert_accurate(run(x, "tk", function, **options), run(exact(x), "reference", function, **options), dtype)
-    found, truth = train(x, "tk", function, **options), train(exact(x), "reference", function, **options)
-    assert all(found[f"d{name}"].dtype == x[name].dtype for name in x if f"d{name}" in found)
-    assert_accurate(found, truth, dtype, size=x["v"].numel() ** 0.5)
-
-
-@pytest.fixture(params=list(TOLERANCE), ids=["bf16", "fp16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
+    check_both(x, function, **options)
 
 
 @pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)
@@ -185,9 +117,7 @@ def test_cut_sequences(
 @pytest.mark.parametrize("value_heads", [2, 4])
 def test_packed_sequences(value_heads: int, offsets: torch.dtype, chunks: int, cut_every: Cut) -> None:
     cut_every(chunks)
-    x = draw(1, sum(LENGTHS), 2, value_heads, (128, 128), sequences=len(LENGTHS))
-    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", offsets)
-    check(x)
+    check(pack(draw(1, sum(LENGTHS), 2, value_heads, (128, 128), sequences=len(LENGTHS)), offsets))
 
 
 def test_a_decay_for_each_head(dtype: torch.dtype) -> None:
@@ -243,7 +173,7 @@ def test_views_are_read_in_place() -> None:
     sliced = x | dict(zip("qkv", joint.split([64, 64, 128], dim=-1), strict=True))
     for given in (heads_first, sliced):
         found = run(given) | train(given)
-        assert all(torch.equal(found[name], t) for name, t in expected.items())
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 256), (48, 80), (256, 512)], ids="{0[0]}_{0[1]}".format)
@@ -275,7 +205,7 @@ def test_shapes_alternate_in_one_process() -> None:
     first = [run(x) | train(x) for x in cases]
     for x, expected in zip(cases, first, strict=True):
         again = run(x) | train(x)
-        assert all(torch.equal(again[name], t) for name, t in expected.items())
+        assert_equal(again, expected)
 
 
 def test_cuda_graph_of_training() -> None:
@@ -294,7 +224,7 @@ def test_cuda_graph_of_training() -> None:
     x["cu_seqlens"].copy_(torch.tensor([0, 333, 450]))
     graph.replay()
     expected = run(x) | train(x, given=given)
-    assert all(torch.equal(captured[name], t) for name, t in expected.items())
+    assert_equal(captured, expected)
 
 
 def test_current_stream() -> None:
@@ -310,7 +240,7 @@ def test_current_stream() -> None:
         found = run(late)
     assert not stream.query()  # the host does not wait
     stream.synchronize()
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert_equal(found, expected)
 
 
 def test_no_host_synchronisation() -> None:
@@ -330,7 +260,7 @@ def test_compiled(cut_every: Cut) -> None:
     compiled = torch.compile(chunk_simple_gla, fullgraph=True)
     expected = run(x) | train(x)
     found = run(x, function=compiled) | train(x, function=compiled)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert_equal(found, expected)
 
 
 def test_auto_takes_the_kernels() -> None:

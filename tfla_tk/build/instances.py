@@ -13,8 +13,8 @@ DEFAULT_SCHEDULE = "overlapped"
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
-# (tile of the keys, slice of the values of one CTA) of the backward's passes; slices of 256 are dv's
-PASS_TILES = MLSTM_TILES
+# (tile of the keys, slice of the values of one CTA) of the backward's walks; slices of 256 are dv's
+WALK_TILES = MLSTM_TILES
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 DELTA_TILES = (64, 128)  # K of the delta rule
 DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
@@ -73,7 +73,7 @@ def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Inst
 
 @functools.cache
 def mlstm_bwd() -> Instance:
-    """The small kernels around the passes of the mLSTM backward, for all head dims."""
+    """The small kernels around the walks of the mLSTM backward, for all head dims."""
     return Instance(
         "mlstm_bwd",
         "scalar_gate/backward/around_walks.cu",
@@ -116,11 +116,11 @@ def mlstm_sequence(tokens: int) -> Instance:
 
 @functools.cache
 def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
-    """A pass of the mLSTM backward, by the smallest tile that holds its operands, else the largest slice.
+    """A walk of the mLSTM backward, by the smallest tile that holds its operands, else the largest slice.
 
     Args:
-        gradient: "dq", "dk" or "dv", what the pass makes.
-        dim_keys: Columns of what the pass takes for queries and keys, up to MAX_DIM_QK.
+        gradient: "dq", "dk" or "dv", what the walk makes.
+        dim_keys: Columns of what the walk takes for queries and keys, up to MAX_DIM_QK.
         dim_values: Columns of what it takes for values, any number.
 
     Raises:
@@ -128,12 +128,12 @@ def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
     """
     if not (0 < dim_keys <= MAX_DIM_QK and dim_values > 0):
         raise ValueError(f"columns: expected keys of at most {MAX_DIM_QK}, got {dim_keys}/{dim_values}")
-    tile = min(keys for keys, _ in PASS_TILES if keys >= dim_keys)
-    slices = [v for keys, v in PASS_TILES if keys == tile and (gradient == "dv" or v < 256)]
-    return _pass_instance(tile, min((v for v in slices if v >= dim_values), default=max(slices)))
+    tile = min(keys for keys, _ in WALK_TILES if keys >= dim_keys)
+    slices = [v for keys, v in WALK_TILES if keys == tile and (gradient == "dv" or v < 256)]
+    return _walk_instance(tile, min((v for v in slices if v >= dim_values), default=max(slices)))
 
 
-def _pass_instance(tile_keys: int, slice_values: int) -> Instance:
+def _walk_instance(tile_keys: int, slice_values: int) -> Instance:
     return Instance(
         f"mlstm_pass_k{tile_keys}_v{slice_values}",
         "scalar_gate/backward/walk/walk.cu",
@@ -281,7 +281,7 @@ def shipped_instances() -> list[Instance]:
     """Every instance that `schedule="auto"` takes; the other schedules are built when asked for."""
     chunkwise = [
         *(mlstm_fwd(qk, v) for qk, v in MLSTM_TILES),
-        *(_pass_instance(keys, v) for keys, v in PASS_TILES),
+        *(_walk_instance(keys, v) for keys, v in WALK_TILES),
         mlstm_bwd(),
     ]
     return [

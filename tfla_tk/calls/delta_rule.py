@@ -50,6 +50,7 @@ class DeltaRuleCore(NamedTuple):
         scale: of q.
         qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
         beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
+        batch_invariant: the option of that name.
         schedule: the variant that the caller has named, or "auto".
     """
 
@@ -66,6 +67,7 @@ class DeltaRuleCore(NamedTuple):
     qk_l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
+    batch_invariant: bool
     schedule: str
 
 

@@ -24,6 +24,7 @@ from tfla_tk.core.checks import (
     check_tensor,
     fail,
 )
+from tfla_tk.core.invariance import is_batch_invariant
 
 DEFAULT_CHUNK = 64
 
@@ -36,8 +37,8 @@ class LinearCall:
     tokens; dim_qk and dim_v the head dims of q/k and of v; sequences is the leading dimension of the states:
     batch, or with varlen (cu_seqlens is given) the number of packed sequences. gate is "none", "token" (a
     decay per token and head), "head" (a decay per head, without gradient) or "channel" (one per token, head
-    and key channel). requires_grad says that a
-    gradient will be recorded.
+    and key channel). requires_grad says that a gradient will be recorded; batch_invariant is the option of
+    that name.
     """
 
     device: torch.device
@@ -59,6 +60,7 @@ class LinearCall:
     chunk_size: int = DEFAULT_CHUNK
     forward_mode: bool = False
     transformed: bool = False
+    batch_invariant: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -197,6 +199,7 @@ def check_frame(
         "has_initial": initial_state is not None,
         "state_v_first": state_v_first,
         "varlen": cu_seqlens is not None,
+        "batch_invariant": is_batch_invariant(),
     }
 
 

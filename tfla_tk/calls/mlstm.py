@@ -27,6 +27,7 @@ from tfla_tk.core.checks import (
     check_tensor,
     fail,
 )
+from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.layout import MaybeTensor, state_dtype
 
 # of q, k, v, i, f, c_initial and n_initial
@@ -41,8 +42,9 @@ class MLSTMCall:
     heads counts the heads of one batch entry, seq the time steps, dim_qk and dim_v the head dims of q/k and
     of v; sequences is the leading dimension of the states: batch, or with varlen (cu_seqlens is given) the
     number of packed sequences; requires_grad says that a gradient will be recorded; recompute_states is for
-    the Triton kernels' backward. A step and a few tokens alone have dtype_state, of the state that is
-    returned, and inplace, which says that each part of the given state is overwritten in the dtype it has.
+    the Triton kernels' backward; batch_invariant is the option of that name. A step and a few tokens alone
+    have dtype_state, of the state that is returned, and inplace, which says that each part of the given state
+    is overwritten in the dtype it has.
     """
 
     device: torch.device
@@ -63,6 +65,7 @@ class MLSTMCall:
     forward_mode: bool = False
     transformed: bool = False
     recompute_states: bool = True
+    batch_invariant: bool = False
     dtype_state: torch.dtype = torch.float32
     inplace: bool = False
 
@@ -169,6 +172,7 @@ def check_mlstm(
         forward_mode=transforms.has_tangent((*inputs, m_initial)),
         transformed=any(t is not None and transforms.is_transformed(t) for t in (*inputs, m_initial)),
         recompute_states=recompute_states,
+        batch_invariant=is_batch_invariant(),
     )
 
 
@@ -311,6 +315,7 @@ def _check_decoding(
         eps=eps,
         forward_mode=transforms.has_tangent(tensors),
         transformed=any(t is not None and transforms.is_transformed(t) for t in tensors),
+        batch_invariant=is_batch_invariant(),
         dtype_state=dtype_state or state_dtype(q),
         inplace=inplace,
     )

@@ -57,6 +57,9 @@ def support(name: str, kernel: str, call: Any, variant: str | None = None) -> Su
     verdict: Support = supports(call, variant)
     if verdict.ok and name != "reference" and call.forward_mode:
         return Support(False, "its kernels have no forward-mode derivative", "use backend='reference'")
+    if verdict.ok and name == "triton" and call.batch_invariant:
+        reason = "its results may depend on the batch, and tfla_tk.batch_invariant is on"
+        return Support(False, reason, "use backend='tk', or turn the option off")
     return verdict
 
 

@@ -46,7 +46,7 @@ def delta_rule(dim_qk: int, dim_v: int) -> int:
 
 
 def delta_rule_backward(dim_qk: int, dim_v: int) -> int:
-    """Backward of the same: the walk again, its mirror, and the passes for dq and dk."""
+    """Backward of the same: the walk again, its mirror, and the walks for dq and dk."""
     return 3 * intra_chunk(dim_qk, dim_v) + 18 * dim_qk * dim_v
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core.checks import autocast_dtype
+from tfla_tk.core.invariance import is_batch_invariant
 from tfla_tk.core.transforms import is_forward_mode_on
 
 LIMIT = 1024
@@ -103,7 +104,7 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool 
     types = tuple(map(type, options))
     if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
         return None
-    parts: list[Hashable] = [options, types, _profiler_enabled()]
+    parts: list[Hashable] = [options, types, _profiler_enabled(), is_batch_invariant()]
     grad_mode = torch.is_grad_enabled()
     for x in tensors:
         if x is None:

@@ -24,6 +24,7 @@ class Call(Protocol):
         dtype: that the leading tensors are cast to.
         is_empty: there is nothing to compute.
         forward_mode: an input has a tangent.
+        batch_invariant: the option of that name.
     """
 
     @property
@@ -32,6 +33,8 @@ class Call(Protocol):
     def is_empty(self) -> bool: ...
     @property
     def forward_mode(self) -> bool: ...
+    @property
+    def batch_invariant(self) -> bool: ...
 
 
 class Plan(NamedTuple):

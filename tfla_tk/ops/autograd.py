@@ -142,6 +142,8 @@ def recording(
     """
 
     def call(*args: Any) -> Any:
+        # torch leaves out what a default stands for
+        args = (*args, *(argument.default_value for argument in op._schema.arguments[len(args) :]))  # type: ignore[attr-defined]
         transforms.refuse_tangents(name, args)
         if records(args):
             return transforms.apply(recorder, *args)

@@ -56,7 +56,7 @@ def _core(call: DeltaRuleCall, schedule: str, tensors: Sequence[Any]) -> DeltaRu
         a_log = dt_bias = None
     if initial_state is not None and call.state_v_first:
         initial_state = initial_state.mT
-    flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval
+    flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval, call.batch_invariant
     return DeltaRuleCore(
         q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, call.scale, *flags, schedule
     )
@@ -159,7 +159,13 @@ _ops = LinearOps(
         title="the delta rule",
         inputs=("q", "k", "v", "g?", "beta", "A_log?", "dt_bias?", "initial_state?", "cu_seqlens?"),
         heads=(2, 2, 2, 2, 2, 0, 0, 1, 0),
-        options=("float scale", "bool qk_l2norm", "bool beta_sigmoid", "bool neg_eigval"),
+        options=(
+            "float scale",
+            "bool qk_l2norm",
+            "bool beta_sigmoid",
+            "bool neg_eigval",
+            "bool batch_invariant",
+        ),
         gates=("g", "A_log", "dt_bias"),
         core=DeltaRuleCore,
         reference=_in_form,

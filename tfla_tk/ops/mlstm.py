@@ -22,6 +22,8 @@ tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_
 cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one, rising from 0 to S.
 schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
     rounding.
+batch_invariant: the option of that name, for the CUDA kernels. torch leaves out what a default stands for, so
+    implementations may get one argument less.
 """
 
 from __future__ import annotations
@@ -59,13 +61,13 @@ _INPUTS = (
 _library = library.get()
 _library.define(
     f"mlstm_fwd({_INPUTS}bool sigmoid_gate, bool normalize, float eps, "
-    "bool return_last_states, bool return_rows, str schedule)"
+    "bool return_last_states, bool return_rows, str schedule, bool batch_invariant=False)"
     " -> (Tensor h, Tensor c, Tensor n, Tensor m, Tensor row_n, Tensor row_m, Tensor chunk_m)"
 )
 _library.define(
     f"mlstm_bwd({_INPUTS}Tensor h, Tensor? row_n, Tensor? row_m, Tensor? chunk_m, "
     "Tensor? c_last, Tensor? n_last, Tensor dh, Tensor? dc_last, Tensor? dn_last, "
-    "bool sigmoid_gate, bool normalize, float eps, str schedule)"
+    "bool sigmoid_gate, bool normalize, float eps, str schedule, bool batch_invariant=False)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dc_initial, Tensor dn_initial)"
 )
 _fwd = torch.ops.tfla_tk.mlstm_fwd.default
@@ -91,7 +93,9 @@ def mlstm(
         h and the last state, (c, n, m) or with the sigmoid gate (c, n); of use only if asked for.
     """
     tensors = _as_read(call, (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens))
-    h, c, n, m, *_ = _fwd(*tensors, *_options(call), call.return_last_states, False, schedule)
+    h, c, n, m, *_ = _fwd(
+        *tensors, *_options(call), call.return_last_states, False, schedule, call.batch_invariant
+    )
     return h, (c, n) if call.sigmoid_gate else (c, n, m)
 
 
@@ -111,7 +115,9 @@ def prepare_mlstm(
     read = _as_read(call, tensors)
     reads_all_as_given = all(x is given for x, given in zip(read, tensors, strict=True))
     recorded = records(read)
-    options = tk_forward.Options(*_options(call), call.return_last_states, recorded, schedule, recorded)
+    options = tk_forward.Options(
+        *_options(call), call.return_last_states, recorded, schedule, call.batch_invariant, recorded
+    )
     forward = tk_forward.prepare(read, options)
 
     def run(*tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -163,6 +169,7 @@ def _fwd_cpu(
     return_last_states: bool,
     return_rows: bool,
     schedule: str,
+    batch_invariant: bool = False,
 ) -> Output:
     import tfla_tk.reference as forms
 
@@ -225,6 +232,7 @@ def _bwd_cpu(
     normalize: bool,
     eps: float,
     schedule: str,
+    batch_invariant: bool = False,
 ) -> Grads:
     import tfla_tk.reference as forms
 
@@ -286,6 +294,7 @@ def _fwd_fake(
     return_last_states: bool,
     return_rows: bool,
     schedule: str,
+    batch_invariant: bool = False,
 ) -> Output:
     return _outputs_like(q, v, cu_seqlens, sigmoid_gate, normalize, return_last_states, return_rows)
 
@@ -335,14 +344,14 @@ def _outputs_like(
 
 def _record(*args: Any) -> Recorded:
     """mlstm_fwd with what its backward op takes; the stabiliser is a constant of the differentiation."""
-    *tensors, sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule = args
+    tensors, (sigmoid_gate, normalize, eps, return_last_states, return_rows, *of_kernels) = args[:9], args[9:]
     with transforms.below_function():
-        h, c, n, m, *rows = _fwd(*args[:-2], True, schedule)
+        h, c, n, m, *rows = _fwd(*args[:13], True, *of_kernels)
         saved = _saved(tensors, h, rows, (c, n) if return_last_states else (None, None))
     if not return_rows:
         rows = [x.new_empty(0) for x in rows]
     constants = *(() if return_last_states else (c, n)), m, *rows
-    return Recorded((h, c, n, m, *rows), constants, saved, (sigmoid_gate, normalize, eps, schedule))
+    return Recorded((h, c, n, m, *rows), constants, saved, (sigmoid_gate, normalize, eps, *of_kernels))
 
 
 def _differentiate(
@@ -361,11 +370,11 @@ def _record_directly(*args: Any) -> tuple[Recorded, KeptStates | None]:
     if are_saved_tensors_hooked():
         # checkpointing wants the call and its recomputation to save alike, and the op, which one of them may
         # take, saves no states
-        h, c, n, m, *rows, kept = _kernels_fwd(*tensors, *options[:6])
+        h, c, n, m, *rows, kept = _kernels_fwd(*tensors, *options[:7])
     else:
         h, c, n, m, *rows, kept = forward(*tensors)
     saved = _saved(tensors, h, rows, (c, n))
-    of_backward = (*options[:3], options.schedule)
+    of_backward = (*options[:3], options.schedule, options.batch_invariant)
     return Recorded((h, c, n, m), () if m is None else (m,), saved, of_backward), kept
 
 

@@ -10,6 +10,7 @@ tfla_tk::mlstm_step is one token: q, k [B, NH, K], v [B, NH, V], i, f [B, NH, 1]
 tfla_tk::mlstm_step_ writes the state over the one it read, each part in its own dtype, and returns h.
 tfla_tk::mlstm_sequence and tfla_tk::mlstm_sequence_ take q, k [B, NH, S, K], v [B, NH, S, V], i, f [B, NH, S]
     and are otherwise alike: h is [B, NH, S, V], and the state is the one after the last token, rounded once.
+batch_invariant is the option of that name; implementations may get one argument less, as of mlstm.py.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def _define(name: str) -> None:
     """Define the ops `name`, which returns a new state, and `name_`, which overwrites the one it is given."""
     _library.define(
         f"{name}({_TOKENS}Tensor c, Tensor n, Tensor? m, "
-        "bool sigmoid_gate, bool normalize, float eps, ScalarType dtype_state)"
+        "bool sigmoid_gate, bool normalize, float eps, ScalarType dtype_state, bool batch_invariant=False)"
         " -> (Tensor h, Tensor c_next, Tensor n_next, Tensor m_next)"
     )
     _library.define(
         f"{name}_({_TOKENS}Tensor(a!) c, Tensor(b!) n, Tensor(c!)? m, "
-        "bool sigmoid_gate, bool normalize, float eps) -> Tensor h"
+        "bool sigmoid_gate, bool normalize, float eps, bool batch_invariant=False) -> Tensor h"
     )
 
 
@@ -81,11 +82,11 @@ def _apply(
     m = None if call.sigmoid_gate else m
     options = (call.sigmoid_gate, call.normalize, call.eps)
     if call.inplace:
-        h = in_place(*token, c, n, m, *options)
+        h = in_place(*token, c, n, m, *options, call.batch_invariant)
         return h, (c, n) if m is None else (c, n, m)
     # no kernel writes fp64
     written = torch.float32 if call.dtype_state == torch.float64 else call.dtype_state
-    h, c, n, m_next = new_state(*token, c, n, m, *options, written)
+    h, c, n, m_next = new_state(*token, c, n, m, *options, written, call.batch_invariant)
     state = (c, n) if m is None else (c, n, m_next)
     return h, state if written == call.dtype_state else tuple(x.to(call.dtype_state) for x in state)
 
@@ -160,6 +161,7 @@ def on_cpu(
     normalize: bool,
     eps: float,
     dtype_state: torch.dtype,
+    batch_invariant: bool = False,
 ) -> StepOutput:
     found = _reference(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype_state)
     out = _outputs_like(q, v, sigmoid_gate, dtype_state)
@@ -181,6 +183,7 @@ def in_place_on_cpu(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
+    batch_invariant: bool = False,
 ) -> Tensor:
     dtype = c.dtype if m is None else m.dtype
     h, *state = _reference(q, k, v, i, f, c, n, m, sigmoid_gate, normalize, eps, dtype)
@@ -262,6 +265,7 @@ def as_fake(
     normalize: bool,
     eps: float,
     dtype_state: torch.dtype,
+    batch_invariant: bool = False,
 ) -> StepOutput:
     return _outputs_like(q, v, sigmoid_gate, dtype_state)
 

@@ -15,6 +15,8 @@ tfla_tk::simple_gla_bwd takes the same inputs, final_state where dht is given an
     tensor [0] without needs_dg, dh0 without initial_state.
 schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
     rounding.
+batch_invariant: the option of that name, for the CUDA kernels. torch leaves out what a default stands for, so
+    implementations may get one argument less.
 
 tfla_tk::packed_simple_gla(_bwd): the reference over packed sequences, on any device, for traced calls. The
     reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
@@ -46,12 +48,13 @@ _GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dh0)"
 _TENSORS = 6  # that both ops begin with
 _library = library.get()
 _library.define(
-    f"simple_gla_fwd({_INPUTS}float scale, bool output_final_state, str schedule)"
+    f"simple_gla_fwd({_INPUTS}float scale, bool output_final_state, str schedule, "
+    "bool batch_invariant=False)"
     " -> (Tensor o, Tensor final_state)"
 )
 _library.define(
     f"simple_gla_bwd({_INPUTS}Tensor? final_state, Tensor do, Tensor? dht, float scale, bool needs_dg, "
-    f"str schedule) -> {_GRADS}"
+    f"str schedule, bool batch_invariant=False) -> {_GRADS}"
 )
 _library.define(
     f"packed_simple_gla({_INPUTS}float scale, bool output_final_state, str form, int chunk_size)"
@@ -77,7 +80,9 @@ def simple_gla(call: LinearCall, schedule: str, *tensors: Any) -> Result:
     Returns:
         (o, final state or None), the state as the call wants it.
     """
-    o, last = _fwd(*as_read(call, tensors), call.scale, call.output_final_state, schedule)
+    o, last = _fwd(
+        *as_read(call, tensors), call.scale, call.output_final_state, schedule, call.batch_invariant
+    )
     return o, _as_asked(call, last)
 
 
@@ -90,7 +95,7 @@ def prepare_simple_gla(
     """
     read = _as_read(call, tensors)
     recorded = records(read)
-    options = call.scale, call.output_final_state, schedule
+    options = call.scale, call.output_final_state, schedule, call.batch_invariant
     prepared = _kernels().prepare_simple_gla_fwd(*read, *options, recorded)
     q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
     as_given = q, k, v, g_gamma if g is None else g, initial_state, cu_seqlens
@@ -153,7 +158,7 @@ def _as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
 
 
 def _fwd_cpu(*args: Any) -> Output:
-    inputs, (scale, output_final_state, _) = args[:_TENSORS], args[_TENSORS:]
+    inputs, (scale, output_final_state, *_) = args[:_TENSORS], args[_TENSORS:]
     return _reference_fwd(*inputs, scale, output_final_state, "chunkwise", CHUNK)
 
 
@@ -199,7 +204,7 @@ def in_form(
 
 
 def _bwd_cpu(*args: Any) -> Grads:
-    inputs, (_, do, dht, scale, needs_dg, _) = args[:_TENSORS], args[_TENSORS:]
+    inputs, (_, do, dht, scale, needs_dg, *_) = args[:_TENSORS], args[_TENSORS:]
     return _reference_bwd(*inputs, do, dht, scale, needs_dg, CHUNK)
 
 
@@ -232,7 +237,11 @@ def _outputs_like(inputs: tuple[Any, ...], output_final_state: bool) -> Output:
 
 
 def _bwd_fake(*args: Any) -> Grads:
-    return _grads_like(args[:_TENSORS], args[-2])
+    return _grads_like(args[:_TENSORS], args[_TENSORS + 4])
+
+
+def _packed_bwd_fake(*args: Any) -> Grads:
+    return _grads_like(args[:_TENSORS], args[_TENSORS + 3])
 
 
 def _grads_like(inputs: tuple[Any, ...], needs_dg: bool) -> Grads:
@@ -266,11 +275,11 @@ def _bwd_cuda(*args: Any) -> Grads:
 
 def _record(*args: Any) -> Recorded:
     """simple_gla_fwd with what its backward op takes."""
-    *tensors, scale, output_final_state, schedule = args
+    tensors, (scale, output_final_state, *of_kernels) = args[:_TENSORS], args[_TENSORS:]
     with transforms.below_function():
         o, last = _fwd(*args)
         saved, needs_dg = _saved(tensors, last if output_final_state else None)
-    return Recorded((o, last), () if output_final_state else (last,), saved, (scale, needs_dg, schedule))
+    return Recorded((o, last), () if output_final_state else (last,), saved, (scale, needs_dg, *of_kernels))
 
 
 def _differentiate(
@@ -295,9 +304,9 @@ def _record_directly(*args: Any) -> tuple[Recorded, KeptStates | None]:
         o, last, kept = _kernels().simple_gla_fwd(*tensors, *options)
     else:
         o, last, kept = forward(*tensors)
-    scale, _, schedule = options
+    scale, _, *of_kernels = options
     saved, needs_dg = _saved(tensors, last)
-    return Recorded((o, last), (), saved, (scale, needs_dg, schedule)), kept
+    return Recorded((o, last), (), saved, (scale, needs_dg, *of_kernels)), kept
 
 
 def _differentiate_by_op(*args: Any) -> Sequence[MaybeTensor]:
@@ -377,7 +386,7 @@ for _name, _op, _function in (
 _library.register_fake("simple_gla_fwd", _fwd_fake)
 _library.register_fake("simple_gla_bwd", _bwd_fake)
 _library.register_fake("packed_simple_gla", _fwd_fake)
-_library.register_fake("packed_simple_gla_bwd", _bwd_fake)
+_library.register_fake("packed_simple_gla_bwd", _packed_bwd_fake)
 # where the heads are, which packed sequences of a batch are merged into: q, k, v, g, initial_state, ...
 _library.register_vmap(
     "simple_gla_fwd",

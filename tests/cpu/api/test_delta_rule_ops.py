@@ -183,7 +183,9 @@ def test_double_backward_and_forward_mode(kernels: Kernels) -> None:
 
     def op(q: Tensor) -> Tensor:
         tensors = (q, x["k"], x["v"], x["g"], x["beta"], None, None, None, None)
-        o: Tensor = torch.ops.tfla_tk.delta_rule_fwd(*tensors, 0.25, False, False, False, "auto", False)[0]
+        o: Tensor = torch.ops.tfla_tk.delta_rule_fwd(
+            *tensors, 0.25, False, False, False, False, "auto", False
+        )[0]
         return o
 
     q = x["q"].detach()
@@ -227,7 +229,7 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
         x["initial_state"] if with_state else None,
         torch.tensor([0, 5, 5, 20]) if packed else None,
     ]
-    options = (0.25, True, raw, raw)
+    options = (0.25, True, raw, raw, False)
     registered = torch.ops.tfla_tk
     torch.library.opcheck(registered.delta_rule_fwd, (*inputs, *options, "auto", last))
     torch.library.opcheck(registered.packed_delta_rule, (*inputs, *options, "chunkwise", 16, last))

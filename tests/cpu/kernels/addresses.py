@@ -25,7 +25,7 @@ def tensor_at(pointer: int, dtype: torch.dtype, shape: Items[int], *strides: int
 
 
 def slices_of(launch: SimpleNamespace) -> tuple[int, int]:
-    """Of the values' columns, in a pass: how wide one is, and how many there are."""
+    """Of the values' columns, in a walk: how wide one is, and how many there are."""
     width = int(dict(launch.instance.defines)["TFLA_SLICE"])
     return width, -(-launch.sizes[4] // width)
 
@@ -37,7 +37,7 @@ def contiguous_strides(shape: Items[int]) -> tuple[int, ...]:
 def states_at(
     pointers: Items[int], count: tuple[int, ...], launch: SimpleNamespace, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """c and n of a pass at these addresses, as many as `count`: of c, the columns of its share."""
+    """c and n of a walk at these addresses, as many as `count`: of c, the columns of its share."""
     *_, dim_keys, dim_values = launch.sizes
     rows, own = (dim_keys, dim_values) if launch.gradient == 2 else (dim_values, dim_keys)
     whole = getattr(launch, "state_columns", own)

@@ -137,7 +137,7 @@ class BackwardModules:
 
 
 def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
-    """What the CTAs of each share of the keys see of a pass or its segments kernel, all of it in fp64.
+    """What the CTAs of each share of the keys see of a walk or its segments kernel, all of it in fp64.
 
     Beside what the launch has, `share` and `state_columns`, from one row of a state to the next; flows and
     their parts are (address, parts of a flow).
@@ -186,7 +186,7 @@ class BackwardFormulas(BackwardModules):
         anchored: whether the flows at the anchors are used.
         slow_decay: of chunks that decay by less the part through the entering state is not summed by itself.
         segment_chunks: of which sequences are cut into segments.
-        row_sums: of the last call's passes by name, whole and inter.
+        row_sums: of the last call's walks by name, whole and inter.
         summed: the gradients for which segments have been summed.
     """
 
@@ -230,7 +230,7 @@ class BackwardFormulas(BackwardModules):
         return segments.Cut(sequences + tokens // (CHUNK * self.segment_chunks), self.segment_chunks)
 
     def mlstm_bwd_scan(self, x: SimpleNamespace) -> None:
-        """Kept as it was asked for: the passes' weights are computed where they are used."""
+        """Kept as it was asked for: the walks' weights are computed where they are used."""
         log2_w = None
         if x.rows[0]:
             d, m = (tensor_at(row, torch.float64, x.sizes) if row else None for row in x.rows)
@@ -335,7 +335,7 @@ class BackwardFormulas(BackwardModules):
             self.walk_share(share)
 
     def walk_share(self, x: SimpleNamespace) -> None:
-        """A share of a pass, which adds to what the ones before have written."""
+        """A share of a walk, which adds to what the ones before have written."""
         forward, turned = x.gradient == 0, x.gradient != 2
         walk = Walk.of(x)
         batch, heads, seq, dim_keys, dim_values = x.sizes
@@ -448,7 +448,7 @@ def chunk_m_at(pointer: int, size: tuple[int, ...]) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a pass and its segments kernel walk over.
+    """What a walk and its segments kernel walk over.
 
     Attributes:
         i, f: [B, NH, S].

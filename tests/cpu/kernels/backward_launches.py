@@ -17,8 +17,8 @@ from .addresses import boundary_slots, chunk_slots, slices_of, states_at, tensor
 from .backward_emulation import BackwardModules
 
 B, NH, S, K, V = 2, 3, 150, 80, 256
-SLICES = 1  # of K, in the passes for dq and dk
-PART = 256  # columns of V that a share of a pass takes for keys
+SLICES = 1  # of K, in the walks for dq and dk
+PART = 256  # columns of V that a share of a walk takes for keys
 ANCHOR_BYTES = 1000
 CHUNK_GATES = 10  # floats
 EPS = 1e-6
@@ -47,10 +47,10 @@ def gates_at(gates: int, offsets: tuple[int, ...], size: tuple[int, ...]) -> Ten
 class Launches(BackwardModules, list[SimpleNamespace]):
     """Stands for the kernels' modules and records their launches.
 
-    A pass writes WRITTEN into each of its outputs; of the gradient of n, one for each part of V. The segments
+    A walk writes WRITTEN into each of its outputs; of the gradient of n, one for each part of V. The segments
     kernel of a gradient writes OWN[gradient] into its boundaries, into n that of each part and its number,
-    and the combine adds CARRIED to all of them. What a pass reads of states is recorded as it was then:
-    `entering_c`, `boundary_c`, `boundary_n`. The pass for dv numbers the dots that it writes, slice by slice:
+    and the combine adds CARRIED to all of them. What a walk reads of states is recorded as it was then:
+    `entering_c`, `boundary_c`, `boundary_n`. The walk for dv numbers the dots that it writes, slice by slice:
     `dots`, and `dots_read` where e is made of them. The kernels for rows and chunks number their launches in
     what they write, in e by parts: `gates_read`, `log2_w_read` and `e_read` by those that read it, none where
     they get none.
@@ -177,7 +177,7 @@ class Launches(BackwardModules, list[SimpleNamespace]):
         return [launch for launch in self if launch.name in names]
 
     @property
-    def passes(self) -> list[SimpleNamespace]:
+    def walks(self) -> list[SimpleNamespace]:
         return self.of("dq", "dk", "dv")
 
 
@@ -242,7 +242,7 @@ def draw(
     tensors = (q, k, v, i, f, c, n, m, offsets)
     options = (gate != "exp", normalize, EPS)
     h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
-    return (*tensors, h, *rows, c, n, *(torch.randn_like(x) for x in (h, c, n)), *options, "auto")
+    return (*tensors, h, *rows, c, n, *(torch.randn_like(x) for x in (h, c, n)), *options, "auto", False)
 
 
 def named(given: tuple[Any, ...]) -> SimpleNamespace:

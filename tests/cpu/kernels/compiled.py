@@ -77,7 +77,7 @@ class Kernel:
     """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none, gate ""
     where it is an argument.
 
-    Of a pass of the backward, dim_qk and slice_v are the tile of the keys and the slice of the values.
+    Of a walk of the backward, dim_qk and slice_v are the tile of the keys and the slice of the values.
     """
 
     name: str

@@ -13,7 +13,7 @@ import torch
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build.disassembly import find_tool
 from tfla_tk.core.layout import DTYPES
 from tfla_tk.core.memo import Memo
@@ -80,6 +80,6 @@ def backward_formulas(
     monkeypatch.setattr(segments, "cut", found.cut)
     monkeypatch.setattr(segments, "cut_packed", found.cut_packed)
     # what the kernels hold in fp32, and gates in fp64
-    monkeypatch.setattr(tk_passes, "FLOAT", torch.float64.itemsize)
+    monkeypatch.setattr(tk_walks, "FLOAT", torch.float64.itemsize)
     monkeypatch.setitem(DTYPES, torch.float64, -1)
     return found

@@ -1,6 +1,6 @@
 """The plan of the kernels' backward, formula by formula, against the explicit backward of the reference.
 
-Three passes that are one kernel with other operands, factors of rows before or after the first of them, gates
+Three walks that are one kernel with other operands, factors of rows before or after the first of them, gates
 from their row sums.
 """
 
@@ -73,7 +73,7 @@ def arguments(
     h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
     dh, dc, dn = torch.randn_like(h) if dh is None else dh, torch.randn_like(c), torch.randn_like(n)
     given = (c, n, dh, dc, dn) if last else (None, None, dh, None, None)
-    return (*tensors, h, *rows, *given, *options, "auto")
+    return (*tensors, h, *rows, *given, *options, "auto", False)
 
 
 def assert_gradients(found: ops.Grads, expected: ops.Grads) -> None:
@@ -109,7 +109,7 @@ def test_lengths(gate: str, seq: int, backward_formulas: Formulas) -> None:
 def test_parts_of_v(
     gate: str, dim_qk: int, last: bool, lengths: list[int] | None, backward_formulas: Formulas
 ) -> None:
-    """More columns than a pass takes for keys: dq, dk and dn are sums over parts of V."""
+    """More columns than a walk takes for keys: dq, dk and dn are sums over parts of V."""
     given = arguments(gate, draw(gate, (1, 2, 150), lengths=lengths, dims=(dim_qk, 272)), last=last)
     assert_gradients(backward_formulas(*given), torch.ops.tfla_tk.mlstm_bwd(*given))
 

@@ -1,4 +1,4 @@
-"""What the backward's host side hands to its passes and the kernels around them; no GPU is touched."""
+"""What the backward's host side hands to its walks and the kernels around them; no GPU is touched."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .backward_launches import (
 
 
 def assert_e_from(reader: SimpleNamespace, writer: SimpleNamespace | None) -> None:
-    """That a pass, or its segments kernel, has read e of every part of V as this launch wrote it; or none.
+    """That a walk, or its segments kernel, has read e of every part of V as this launch wrote it; or none.
 
     "dv" reads none.
     """
@@ -55,7 +55,7 @@ def assert_e_from(reader: SimpleNamespace, writer: SimpleNamespace | None) -> No
 
 
 def assert_gates_from(reader: SimpleNamespace, scan: SimpleNamespace, writer: SimpleNamespace | None) -> None:
-    """That a pass is given what these launches wrote of chunks and of e, and has read it."""
+    """That a walk is given what these launches wrote of chunks and of e, and has read it."""
     assert reader.gates == (scan.gates, *((0, 0) if writer is None else writer.factors[1:]))
     assert (reader.gates_read == scan.number).all()
     assert_e_from(reader, writer)
@@ -115,9 +115,7 @@ def test_launches(gate: str, packed: bool, launches: Launches) -> None:
 @pytest.mark.parametrize("layout", [contiguous, transposed])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("gate", GATES)
-def test_three_passes(
-    gate: str, packed: bool, layout: Callable[[Tensor], Tensor], launches: Launches
-) -> None:
+def test_three_walks(gate: str, packed: bool, layout: Callable[[Tensor], Tensor], launches: Launches) -> None:
     given = list(draw(gate, packed))
     for name in ("q", "k", "v", "h", "dh"):
         given[NAMES.index(name)] = layout(given[NAMES.index(name)])
@@ -135,7 +133,7 @@ def test_three_passes(
         assert launch.sizes == (*keys.shape, values.shape[-1])
         assert launch.instance == mlstm_pass(launch.name, keys.shape[-1], values.shape[-1])
         assert queries.shape == keys.shape
-        # of every pass the same
+        # of every walk the same
         assert_gates_from(launch, scan, factors)
         count = x.c_initial.shape[0]
         assert launch.cut[:4] == (pointer(x.offsets), packed, count, count)
@@ -183,7 +181,7 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
         assert factors.factors[2] >= x.i.numel()
         assert of_dv.sums == (factors.dots[0], 0)
 
-    # both passes over all of V
+    # both walks over all of V
     expected = ((of_dq, x.dh, x.v, x.k, x.q, dq), (of_dk, x.v, x.dh, x.q, x.k, dk))
     for launch, *tensors in expected:
         found = launch.queries, launch.keys, launch.values, launch.factor, launch.out
@@ -295,7 +293,7 @@ def test_cut_sequences(
         assert (rows.sizes, rows.half) == ((*x.h.shape, PART), False)
         assert len({0, *rows.factors}) == 4 and rows.factors[2] >= x.i.numel()
     (scan,), chunk_m = launches.of("scan"), pointer(x.chunk_m, not sigmoid_gate)
-    for launch in launches.passes:
+    for launch in launches.walks:
         assert_gates_from(launch, scan, rows)
     for launch in launches.of("segments_dq", "segments_dk"):
         assert launch.rows == (*((0, 0, 0) if rows is None else rows.factors), chunk_m)
@@ -305,7 +303,7 @@ def test_cut_sequences(
 
     kinds = (("dq", x.v, x.k, of_states), ("dk", x.dh, x.q, of_grads))
     for gradient, (name, keys, values, combine) in enumerate(kinds):
-        (of_segments,), (of_pass,) = launches.of(f"segments_{name}"), launches.of(name)
+        (of_segments,), (of_walk,) = launches.of(f"segments_{name}"), launches.of(name)
         assert len({0, *combine.boundaries}) == 4
         assert of_segments.gradient == gradient
         assert (of_segments.keys, of_segments.values) == (operand(keys), operand(values))
@@ -318,13 +316,13 @@ def test_cut_sequences(
         assert of_segments.stream == combine.stream == 7
         assert (combine.norm_parts, combine.backward) == (1 if name == "dq" else parts, name == "dk")
         assert combine.sizes == (*x.q.shape[1:], dim_v)
-        assert of_segments.cut == of_pass.cut == combine.cut == cut
-        assert of_segments.boundaries == of_pass.boundaries == combine.boundaries
+        assert of_segments.cut == of_walk.cut == combine.cut == cut
+        assert of_segments.boundaries == of_walk.boundaries == combine.boundaries
         # what arrives, and n of every part
         carried = launches.OWN[gradient] + launches.CARRIED
-        assert (of_pass.boundary_c == carried).all()
-        assert len(of_pass.boundary_n) == combine.norm_parts
-        assert all((n == carried + part).all() for part, n in enumerate(of_pass.boundary_n))
+        assert (of_walk.boundary_c == carried).all()
+        assert len(of_walk.boundary_n) == combine.norm_parts
+        assert all((n == carried + part).all() for part, n in enumerate(of_walk.boundary_n))
     assert of_states.entering == (pointer(x.c_initial), pointer(x.n_initial))
     assert of_grads.entering == (pointer(x.dc_last), pointer(x.dn_last, normalize))
     (of_dv,) = launches.of("dv")
@@ -389,7 +387,7 @@ def test_calls_of_equal_sizes_share_a_plan(launches: Launches) -> None:
 
 
 def test_the_rule_is_asked_with_the_ctas_of_dk(monkeypatch: pytest.MonkeyPatch, launches: Launches) -> None:
-    """One cut for all passes: heads times slices of K times parts of V, with the backward's costs."""
+    """One cut for all walks: heads times slices of K times parts of V, with the backward's costs."""
     asked = []
 
     def find(sequences: int, tokens: int, *options: Any) -> segments.Cut:
@@ -407,7 +405,7 @@ def test_the_rule_is_asked_with_the_ctas_of_dk(monkeypatch: pytest.MonkeyPatch, 
             assert not asked
 
 
-def test_gradients_that_no_pass_can_write_are_copied(launches: Launches) -> None:
+def test_gradients_that_no_walk_can_write_are_copied(launches: Launches) -> None:
     """As they lie; in one part of V and in two."""
     for dim_v in (V, 2 * V):
         given = list(draw("exp", dim_v=dim_v))
@@ -429,8 +427,8 @@ def test_gradients_that_no_pass_can_write_are_copied(launches: Launches) -> None
 def test_fp16_and_gates_in_bf16(launches: Launches) -> None:
     given = draw("exp", False, torch.bfloat16, dtype=torch.float16)
     tk_backward.mlstm_bwd(*given)
-    assert len(launches.passes) == 3
-    assert all(launch.half for launch in launches.passes)
+    assert len(launches.walks) == 3
+    assert all(launch.half for launch in launches.walks)
     (scan,) = launches.of("scan")
     assert scan.i[-1] == scan.f[-1] == 1
 
@@ -463,8 +461,8 @@ def test_no_gradient_of_states(launches: Launches) -> None:
     *_, dc_initial, dn_initial = tk_backward.mlstm_bwd(*given)
     assert dc_initial is dn_initial is None
     assert launches[-1].initial == launches[-1].last == (0, 0, 0, 0)
-    assert len(launches.passes) == 3
-    for launch in launches.passes:
+    assert len(launches.walks) == 3
+    for launch in launches.walks:
         assert launch.entering == launch.leaving == (0, 0)
 
 
@@ -489,7 +487,7 @@ def test_rows_go_with_the_normaliser(launches: Launches) -> None:
     tk_backward.mlstm_bwd(*given)
     assert [launch.name for launch in launches] == ["scan", "dv", "dq", "dk", "gates"]
     assert launches[0].rows[0] == 0
-    assert all(launch.gates[1:] == (0, 0) for launch in launches.passes)
+    assert all(launch.gates[1:] == (0, 0) for launch in launches.walks)
 
 
 # What is prepared for calls that are alike
@@ -538,7 +536,8 @@ def test_calls_that_are_not_alike_are_prepared_anew(launches: Launches) -> None:
         changed(given, **no_states),
         changed(given, dc_last=None),
         changed(given, dn_last=None),
-        (*given[:-2], 1e-3, given[-1]),
+        (*given[:-3], 1e-3, *given[-2:]),
+        (*given[:-1], True),
         draw("sig"),
         draw("sig_unnormalised"),
         draw("exp", packed=True),

@@ -1,4 +1,4 @@
-"""What the compiler made of the small kernels around the passes of the mLSTM backward: a clean ptxas log."""
+"""What the compiler made of the small kernels around the walks of the mLSTM backward: a clean ptxas log."""
 
 from __future__ import annotations
 

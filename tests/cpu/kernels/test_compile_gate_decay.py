@@ -13,14 +13,14 @@ import pytest
 from tfla_tk import build
 from tfla_tk.build.instances import (
     MLSTM_TILES,
-    PASS_TILES,
+    WALK_TILES,
     for_scalar_decay,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_pass,
 )
 
-WALKS = [*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *(mlstm_pass("dv", *tile) for tile in PASS_TILES)]
+WALKS = [*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *(mlstm_pass("dv", *tile) for tile in WALK_TILES)]
 SCHEDULED = ("HGMMA", "WARPGROUP.", "BAR.", "UTMALDG", "UTMASTG", "UTMAREDG")
 # instructions that a walk of the backward may have more: a token's own key may be left out of its sums
 OF_STRICT_SUMS = 24

@@ -64,7 +64,9 @@ def draw(
     beta = torch.sigmoid(normal(batch, seq, group * H))
     initial = normal(rows, group * H, *dims) if state else None
     offsets = torch.tensor(OFFSETS) if packed else None
-    return DeltaRuleCore(q, k, v, g, beta, None, None, initial, offsets, SCALE, False, False, False, "auto")
+    return DeltaRuleCore(
+        q, k, v, g, beta, None, None, initial, offsets, SCALE, False, False, False, False, "auto"
+    )
 
 
 def error(found: Tensor | None, truth: Tensor) -> float:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
     DEFAULT_SCHEDULE,
@@ -17,8 +17,8 @@ from tfla_tk.build.instances import (
     MAX_DIM_V,
     MAX_TOKENS,
     MLSTM_TILES,
-    PASS_TILES,
     SCHEDULES,
+    WALK_TILES,
     Instance,
     delta_rule,
     delta_states,
@@ -67,7 +67,7 @@ def test_the_smallest_tile_that_holds_the_dims(
     }
 
 
-def passes_of(dim_qk: int, dim_v: int) -> list[tuple[str, int, int]]:
+def walks_of(dim_qk: int, dim_v: int) -> list[tuple[str, int, int]]:
     """Arguments of mlstm_pass in a backward: the keys of dq and dk come in shares of at most 256 columns."""
     share = min(256, dim_v)
     return [("dq", share, dim_qk), ("dk", share, dim_qk), ("dv", dim_qk, dim_v)]
@@ -76,13 +76,13 @@ def passes_of(dim_qk: int, dim_v: int) -> list[tuple[str, int, int]]:
 def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     shipped = set(shipped_instances())
     assert len(shipped) == len(shipped_instances()) == len({instance.name for instance in shipped})
-    forward, passes = set(), set()
+    forward, walks = set(), set()
     for dims in EVERY_DIMS:
         forward.add(mlstm_fwd(*dims))
-        passes |= {mlstm_pass(*call) for call in passes_of(*dims)}
-    assert (len(forward), len(passes)) == (len(MLSTM_TILES), len(PASS_TILES))
+        walks |= {mlstm_pass(*call) for call in walks_of(*dims)}
+    assert (len(forward), len(walks)) == (len(MLSTM_TILES), len(WALK_TILES))
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
-    of_chunks = forward | passes | {mlstm_bwd()}
+    of_chunks = forward | walks | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
     of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
     of_delta |= {delta_states(v) for v in DELTA_DIMS}
@@ -117,7 +117,7 @@ def test_the_walks_of_gla_over_states_take_the_smallest_tile_that_holds_v() -> N
         gla_states(272)
 
 
-def tile_of_pass(instance: Instance) -> tuple[int, int]:
+def tile_of_walk(instance: Instance) -> tuple[int, int]:
     defines = dict(instance.defines)
     return int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
 
@@ -125,24 +125,24 @@ def tile_of_pass(instance: Instance) -> tuple[int, int]:
 def test_the_plan_and_the_kernels_count_the_same_parts_of_v() -> None:
     """A share of the keys of dq and dk is a tile's columns; the plan makes room for as many."""
     for dim_qk, dim_v in EVERY_DIMS:
-        *_, of_dv, of_dq_and_dk = tk_passes.instances_of(dim_qk, dim_v)
-        tile, slice_ = tile_of_pass(of_dq_and_dk)
+        *_, of_dv, of_dq_and_dk = tk_walks.instances_of(dim_qk, dim_v)
+        tile, slice_ = tile_of_walk(of_dq_and_dk)
         shares = -(-dim_v // tile)
-        assert tk_passes.ctas_of_a_pass(dim_qk, dim_v) == shares * -(-dim_qk // slice_)
-        assert shares == 1 or tile == tk_passes.PART_COLUMNS
-        assert tile_of_pass(of_dv)[0] >= dim_qk  # dv has one share
-        assert {of_dv, of_dq_and_dk} == {mlstm_pass(*call) for call in passes_of(dim_qk, dim_v)}
+        assert tk_walks.ctas_of_a_walk(dim_qk, dim_v) == shares * -(-dim_qk // slice_)
+        assert shares == 1 or tile == tk_walks.PART_COLUMNS
+        assert tile_of_walk(of_dv)[0] >= dim_qk  # dv has one share
+        assert {of_dv, of_dq_and_dk} == {mlstm_pass(*call) for call in walks_of(dim_qk, dim_v)}
 
 
-def test_passes_take_the_smallest_tile_that_holds_their_operands() -> None:
+def test_walks_take_the_smallest_tile_that_holds_their_operands() -> None:
     """A slice may hold a part of the values; dq and dk leave slices of 256 to dv, and are one instance."""
     for dims in EVERY_DIMS:
-        of_dq, of_dk, _ = (mlstm_pass(*call) for call in passes_of(*dims))
+        of_dq, of_dk, _ = (mlstm_pass(*call) for call in walks_of(*dims))
         assert of_dq == of_dk
-        for gradient, keys, values in passes_of(*dims):
-            tile, slice_ = tile_of_pass(mlstm_pass(gradient, keys, values))
+        for gradient, keys, values in walks_of(*dims):
+            tile, slice_ = tile_of_walk(mlstm_pass(gradient, keys, values))
             assert tile == min(x for x in (64, 128, 256) if x >= keys)
-            slices = [x for at, x in PASS_TILES if at == tile and (gradient == "dv" or x < 256)]
+            slices = [x for at, x in WALK_TILES if at == tile and (gradient == "dv" or x < 256)]
             assert slice_ == min((x for x in slices if x >= values), default=max(slices))
     for gradient, operands, expected in (
         ("dq", (16, 16), (64, 64)),
@@ -155,12 +155,12 @@ def test_passes_take_the_smallest_tile_that_holds_their_operands() -> None:
         ("dv", (256, 512), (256, 128)),
     ):
         instance = mlstm_pass(gradient, *operands)
-        assert tile_of_pass(instance) == expected
+        assert tile_of_walk(instance) == expected
         assert instance.name == f"mlstm_pass_k{expected[0]}_v{expected[1]}"
 
 
 @pytest.mark.parametrize("gradient", ["dq", "dk", "dv"])
-def test_keys_that_no_pass_holds(gradient: str) -> None:
+def test_keys_that_no_walk_holds(gradient: str) -> None:
     with pytest.raises(ValueError):
         mlstm_pass(gradient, MAX_DIM_QK + 16, 64)
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import sources
 from tfla_tk.ops import mlstm as ops
 
@@ -205,7 +205,7 @@ def test_a_forward_is_cut_as_its_backward_and_leaves_it_the_states(
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kw: new_empty(*args, **kw).fill_(math.nan))
     q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
     *_, states = run(q, q, v, return_rows=True, normalize=normalize, keep_states=True)
-    cut = tk_passes.cut_sequences((1, 2, seq, K, V), 1, 132, packed=False)
+    cut = tk_walks.cut_sequences((1, 2, seq, K, V), 1, 132, packed=False)
     (launch,) = launches
     assert launch.cut[-2:] == cut
     assert cut.segments > 1

@@ -68,7 +68,7 @@ def test_modules_of_two_instances_in_one_process(module: ModuleType, load_once: 
     assert other.Forward is not module.Forward
 
 
-def test_the_module_around_the_backward_passes(load_once: Load) -> None:
+def test_the_module_around_the_backward_walks(load_once: Load) -> None:
     """A workspace of 16 doubles per sequence and head; six numbers per token of a chunk, and its decay."""
     module = load_once(mlstm_bwd())
     assert module.chunk_gates_bytes() == 4 * (6 * 64 + 12)
@@ -91,7 +91,7 @@ def test_the_module_around_the_backward_passes(load_once: Load) -> None:
     module.Launches([]).run([], 0)
 
 
-def test_the_module_of_a_pass(load_once: Load) -> None:
+def test_the_module_of_a_walk(load_once: Load) -> None:
     """At an anchor a state of 16-bit numbers and n per slice of 128 values, a flow per warp of the state.
 
     Both per share of 64 columns of the keys.
@@ -113,10 +113,10 @@ def test_the_module_of_a_pass(load_once: Load) -> None:
     operand, none = (AT, 4096, 4096, 64), (0, 0)
     gates_and_rows = (*([(AT, 64, 64, 1, 0)] * 2), (AT, AT, 64, AT))
     cut, sizes = (0, False, 1, 1, 1), (1, 1, 64, 64, 64)
-    of_passes = (*([operand] * 5), (AT, AT, 64), none, none, (0, 0, 0), none, none, 0, cut)
+    of_walks = (*([operand] * 5), (AT, AT, 64), none, none, (0, 0, 0), none, none, 0, cut)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="CUDA driver version is insufficient"):
-            run(module, module.mlstm_pass(gradient, *of_passes, sizes, 1, False, 0, False))
+            run(module, module.mlstm_pass(gradient, *of_walks, sizes, 1, False, 0, False))
         fault = "CUDA driver version is insufficient" if gradient < 2 else "has none for this gradient"
         with pytest.raises(RuntimeError, match=fault):
             segments = module.mlstm_pass_segments(
@@ -125,4 +125,4 @@ def test_the_module_of_a_pass(load_once: Load) -> None:
             )
             run(module, segments)
     with pytest.raises(RuntimeError, match="dv takes one share of the keys"):
-        run(module, module.mlstm_pass(2, *of_passes, (1, 1, 64, 80, 64), 1, False, 0, False))
+        run(module, module.mlstm_pass(2, *of_walks, (1, 1, 64, 80, 64), 1, False, 0, False))

@@ -169,7 +169,7 @@ def gradients(x: tuple[Any, ...], kept: KeptStates | None = None, **changed: Any
     options = {"scale": SCALE, "needs_dg": g is not None and g.dim() == 3} | changed
     last = None if state is None else torch.randn_like(state)
     found = scalar_decay.simple_gla_bwd(
-        *x, last, do, d_final, options["scale"], options["needs_dg"], "auto", kept
+        *x, last, do, d_final, options["scale"], options["needs_dg"], "auto", False, kept
     )
     return do, d_final, last, *found
 

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tfla_tk
 from tfla_tk import UnsupportedError, build
 from tfla_tk.backends.tk import device
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
 from tfla_tk.backends.tk.scalar_gate import support as tk
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import Instance, cache, instances
 from tfla_tk.build.instances import MAX_DIM_QK, MAX_DIM_V
 from tfla_tk.build.toolchain import Toolchain
@@ -233,7 +233,7 @@ KINDS: dict[str, tuple[MLSTMCall, list[Instance]]] = {
     "mlstm_sequence": (replace(CALL, seq=9), [instances.mlstm_sequence(9)]),
 }
 GRADIENTS = replace(CALL, dim_qk=80, dim_v=400, requires_grad=True)
-ALL_OF_GRADIENTS = [instances.mlstm_fwd(80, 400), *tk_passes.instances_of(80, 400)]
+ALL_OF_GRADIENTS = [instances.mlstm_fwd(80, 400), *tk_walks.instances_of(80, 400)]
 
 
 @pytest.mark.parametrize("dim_v", [16, 64, 80, 128, 192, 256, 272, 512])
@@ -242,7 +242,7 @@ def test_the_kernels_of_a_call_are_known(dim_qk: int, dim_v: int) -> None:
     call = replace(CALL, dim_qk=dim_qk, dim_v=dim_v, requires_grad=True)
     for variant, schedule in ((None, "overlapped"), ("auto", "overlapped"), ("pingpong", "pingpong")):
         forward = instances.mlstm_fwd(dim_qk, dim_v, schedule)
-        backward = list(tk_passes.instances_of(dim_qk, dim_v))
+        backward = list(tk_walks.instances_of(dim_qk, dim_v))
         assert tk._instances_of(*tk._kernel_key("mlstm", call, variant)) == [forward, *backward]
         assert tk._instances_of(*tk._kernel_key("mlstm_step", call, variant)) == [forward, *backward]
     for tokens in range(1, instances.MAX_TOKENS + 1):

@@ -1,9 +1,9 @@
 """Into how many segments a sequence is cut, so that a few long sequences fill the GPU too.
 
-A CTA walks one segment of one slice of a head. Cut sequences cost two more launches: a states pass over
-all segments but the last of each sequence, and a small kernel that carries the states on from segment to
-segment. So it is in the forward, and in the backward's passes for C and for its gradient, with their own
-costs; a forward that keeps its states for the backward takes the backward's cut.
+A CTA walks one segment of one slice of a head. Cut sequences cost two more launches: a kernel that sums what
+each segment but the last of a sequence adds to the state, and a small kernel that carries the states on from
+segment to segment. So it is in the forward, and in the backward's walks for C and for its gradient, with
+their own costs; a forward that keeps its states for the backward takes the backward's cut.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from typing import NamedTuple
 
 from tfla_tk.core.layout import CHUNK, Cut
 
+# Of a segment where the cut follows from a sequence's length alone. The forward and the backward share it, so
+# that the states that a forward keeps are those of its backward. Of all powers of two it costs the least on
+# average, by the costs below (docs/batch-invariance.md).
+INVARIANT_CHUNKS = 32
+
 # Shorter segments would make the states between them larger than the inputs.
 _LEAST_CHUNKS = 4
 
@@ -21,7 +26,7 @@ class Costs(NamedTuple):
     """What a cut costs, in chunks of the kernel whose sequences are cut.
 
     Attributes:
-        states_chunk: a chunk of the states pass that forgets nothing.
+        states_chunk: a chunk that forgets nothing, of the kernel that sums segments.
         prologue: start and end of a CTA.
         launches: the small kernel, with the gaps between launches.
     """
@@ -33,7 +38,7 @@ class Costs(NamedTuple):
 
 # measured on an H200 (docs/log/mlstm.md, 2026-11-21)
 FORWARD = Costs(states_chunk=0.5, prologue=4.0, launches=6.0)
-# of one pass: estimates (docs/mlstm-backward.md, "Cut sequences")
+# of one walk: estimates (docs/mlstm-backward.md, "Cut sequences")
 BACKWARD = Costs(states_chunk=0.35, prologue=4.0, launches=6.0)
 
 
@@ -72,6 +77,18 @@ def cut_packed(sequences: int, tokens: int, ctas: int, multiprocessors: int, cos
     if length * CHUNK >= tokens:  # uncut: a segment that no sequence fills
         return Cut(sequences, tokens // CHUNK + 1)
     return Cut(sequences + tokens // (length * CHUNK), length)
+
+
+def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
+    """The cut that follows from each sequence's length alone: every INVARIANT_CHUNKS chunks from its start.
+
+    Args:
+        tokens: of each sequence, or of all packed ones together.
+    """
+    if packed:
+        return Cut(sequences + tokens // (INVARIANT_CHUNKS * CHUNK), INVARIANT_CHUNKS)
+    count = max(1, -(-tokens // (INVARIANT_CHUNKS * CHUNK)))
+    return Cut(sequences * count, INVARIANT_CHUNKS)
 
 
 def _waves(ctas: int, multiprocessors: int) -> int:

@@ -115,7 +115,7 @@ def backward(
         if needs_dg:
             assert given.g is not None and reads.dg is not None and erasures.dg is not None
             dg = torch.empty_like(given.g).copy_(reads.dg - erasures.dg)
-    dbeta = torch.empty_like(given.beta).copy_(torch.sum(dbeta_parts, dim=0).transpose(1, 2))
+    dbeta = torch.empty_like(given.beta).copy_(_sum_of_parts(dbeta_parts).transpose(1, 2))
     return dq, dk, dv.filled(), dg, dbeta, None, None, dh0
 
 
@@ -249,7 +249,7 @@ def _through_states(
     ) -> OfAttention:
         tensors = (q, core.k, u, None, g, initial, None, offsets, given, None, None, None, last, None, given)
         dq, dk, _, _, dg, *_ = scalar_gate.run(
-            (*tensors, d_last, None), _options(scale, needs_dg, needs_dv, strict)
+            (*tensors, d_last, None), _options(scale, needs_dg, needs_dv, strict, core.batch_invariant)
         )
         return OfAttention(dq, dk, dg)
 
@@ -260,7 +260,9 @@ def _through_states(
 
 
 @functools.lru_cache(maxsize=1024)
-def _options(scale: float, needs_dg: bool, needs_dv: bool, strict: bool) -> scalar_gate.Options:
+def _options(
+    scale: float, needs_dg: bool, needs_dv: bool, strict: bool, batch_invariant: bool
+) -> scalar_gate.Options:
     return scalar_gate.Options(
         sigmoid_gate=True,
         normalize=False,
@@ -271,6 +273,7 @@ def _options(scale: float, needs_dg: bool, needs_dv: bool, strict: bool) -> scal
         heads_last=True,
         strict=strict,
         needs_dv=needs_dv,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -299,6 +302,13 @@ def _combine(
         _combines.keep(key, launches)
     launches.run(starts(*operands), current_stream(core.q.get_device()))
     return dq.filled(), dk.filled()
+
+
+def _sum_of_parts(parts: Tensor) -> Tensor:
+    """The sum over the first dimension, always in the same order: of a lone number torch has another one."""
+    if parts[0].numel() == 1:
+        return torch.sum(torch.cat((parts, parts), dim=-1), dim=0)[..., :1]
+    return torch.sum(parts, dim=0)
 
 
 def _matrices_at(addresses: Addresses, shape: Shape) -> tuple[int, int]:

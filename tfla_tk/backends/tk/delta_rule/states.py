@@ -11,7 +11,7 @@ from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Shape, gate_at, layout, number
 from tfla_tk.backends.tk.operands import current_stream
 from tfla_tk.backends.tk.prepared import Launch, Launches, Result, operand_at, starts
-from tfla_tk.backends.tk.scalar_gate.passes import ALIGNMENT, FLOAT
+from tfla_tk.backends.tk.scalar_gate.walks import ALIGNMENT, FLOAT
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, MaybeTensor

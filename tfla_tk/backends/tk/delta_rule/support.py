@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.scalar_gate import passes
+from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.support import SUPPORTED, Support
@@ -59,5 +59,5 @@ def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> lis
         if walks_states(dim_v):
             found += [instances.delta_states(dim_v), instances.for_scalar_decay(instances.mlstm_bwd())]
         else:
-            found += passes.instances_of(dim_k, dim_v, decay=True)
+            found += walks.instances_of(dim_k, dim_v, decay=True)
     return found

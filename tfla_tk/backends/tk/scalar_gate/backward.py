@@ -1,7 +1,7 @@
-"""The backward of mLSTM and of scalar decay by the ThunderKittens kernels: three passes over the chunks.
+"""The backward of mLSTM and of scalar decay by the ThunderKittens kernels: three walks over the chunks.
 
-A pass is what kernels/ and docs/mlstm-backward.md call a walk. The gates are scanned before the passes, and
-the gradients of the gates come after them. All three large gradients are the same kernel with other operands.
+Their kernel is named mlstm_pass (docs/mlstm-backward.md). The gates are scanned before the walks, and the
+gradients of the gates come after them. All three large gradients are the same kernel with other operands.
 It walks (queries, keys, values) chunk by chunk with a state keys x values on chip, for dk and dv from the
 last chunk to the first. With the gates W_tj, the normaliser w_t, s = K^-1/2 and
 e_t = -(dh_t.h_t) sign(d_t) [|d_t| > floor_t]::
@@ -15,7 +15,7 @@ dq and dk are linear in the columns of v, dh and h, e_t among them: CTAs take as
 V, and those of different parts add to the same gradient.
 
 Where a few long sequences would leave the GPU empty they are cut into segments, at the same places for all
-passes. A kernel for the segments and a small kernel that carries states make the state with which a pass
+walks. A kernel for the segments and a small kernel that carries states make the state with which a walk
 begins a segment, or, for dq, the forward has left it.
 """
 
@@ -42,7 +42,7 @@ from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.prepared import Addresses, Launches
 from tfla_tk.backends.tk.scalar_gate import launches
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
-from tfla_tk.backends.tk.scalar_gate.passes import Sizes, cut_sequences, instances_of, make_plan
+from tfla_tk.backends.tk.scalar_gate.walks import Sizes, cut_sequences, instances_of, make_plan
 from tfla_tk.calls.mlstm import MaybeGrads
 from tfla_tk.core.layout import DTYPES, KeptStates, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
@@ -68,6 +68,7 @@ class Options(NamedTuple):
         strict: a token's own key and value are left out of its sums; with a decay alone.
         needs_dv: without it dv and dc_initial come back as None; with a decay alone. needs_df goes without
             it only where no initial state is given.
+        batch_invariant: nothing of a sequence's results depends on what else is in the call.
     """
 
     sigmoid_gate: bool
@@ -79,6 +80,7 @@ class Options(NamedTuple):
     heads_last: bool = False
     strict: bool = False
     needs_dv: bool = True
+    batch_invariant: bool = False
 
 
 def mlstm_bwd(
@@ -104,14 +106,16 @@ def mlstm_bwd(
     normalize: bool,
     eps: float,
     schedule: str,
+    batch_invariant: bool = False,
     states: KeptStates | None = None,
 ) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
 
-    Where no initial state is given its gradients are None. The passes have one schedule: `schedule` is the
+    Where no initial state is given its gradients are None. The walks have one schedule: `schedule` is the
     forward's alone.
 
     Args:
+        batch_invariant: as in `Options`.
         states: the last result of `forward.mlstm_fwd`: what enters the segments of "dq" is then not made
             again.
 
@@ -127,7 +131,8 @@ def mlstm_bwd(
         *(q, k, v, i, f, c_initial, n_initial, cu_seqlens),
         *(h, row_n, row_m, chunk_m, c_last, n_last, dh, dc_last, dn_last),
     )
-    return run(tensors, Options(sigmoid_gate, normalize, eps, q.shape[-1] ** -0.5), states)
+    options = Options(sigmoid_gate, normalize, eps, q.shape[-1] ** -0.5, batch_invariant=batch_invariant)
+    return run(tensors, options, states)
 
 
 def run(
@@ -246,11 +251,11 @@ class Backward:
         self._memory_size = call.plan.bytes // q.itemsize
         self._parts = call.plan.parts if written.dn_of_parts else 0
         before = launches.before_gradients(call, states_given=states_given)
-        passes = launches.of_gradients(call, written, needs_dv=options.needs_dv)
+        walks = launches.of_gradients(call, written, needs_dv=options.needs_dv)
         gates = [launches.of_gates(call, written)] if options.needs_df else []
         # the gates read dn_initial
-        groups = (before, passes, gates) if self._parts else (before, passes + gates, [])
-        self._before, self._passes, self._gates = (Launches.of(call.plan.around, group) for group in groups)
+        groups = (before, walks, gates) if self._parts else (before, walks + gates, [])
+        self._before, self._walks, self._gates = (Launches.of(call.plan.around, group) for group in groups)
 
     def __call__(self, tensors: Tensors, states: KeptStates | None, like: Tensors | None) -> Gradients:
         """`run` of these tensors."""
@@ -271,16 +276,16 @@ class Backward:
         if self._parts:
             self._run_parts(starts, stream, written[6])
         else:
-            self._passes.run(starts, stream)
+            self._walks.run(starts, stream)
         for place in self._unwritable:
             grads[place].copy_(written[place])
         return grads
 
     def _run_parts(self, starts: list[int], stream: int, dn_initial: Tensor) -> None:
-        """The passes, which have a dn_initial for each part of V, their sum, and the gates."""
+        """The walks, which have a dn_initial for each part of V, their sum, and the gates."""
         of_parts = dn_initial.new_empty((self._parts, *dn_initial.shape))
         starts.append(of_parts.data_ptr())
-        self._passes.run(starts, stream)
+        self._walks.run(starts, stream)
         torch.sum(of_parts, dim=0, out=dn_initial)
         self._gates.run(starts, stream)
 
@@ -331,7 +336,14 @@ def _describe(
     to = [addresses.next(given=x is not None) for x in grads]
     sizes, group = _sizes(q, k, v, heads_last=last)
     sequences = sizes[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    cut = cut_sequences(sizes, sequences, _multiprocessors(q.get_device()), packed=cu_seqlens is not None)
+    invariant = options.batch_invariant
+    cut = cut_sequences(
+        sizes,
+        sequences,
+        _multiprocessors(q.get_device()),
+        packed=cu_seqlens is not None,
+        batch_invariant=invariant,
+    )
     states_given = states is not None and states.cut == cut
     plan = make_plan(
         tuple(map(build.load, instances_of(*sizes[3:], decay=options.decay))),
@@ -341,6 +353,7 @@ def _describe(
         cut,
         normalize=normalize,
         states_given=states_given,
+        batch_invariant=invariant,
     )
     memory = plan.memory_at(memory_at)
     if states is not None and states_given:

@@ -19,7 +19,7 @@ from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
-from tfla_tk.backends.tk.scalar_gate import passes as tk_passes
+from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
 from tfla_tk.core.layout import KeptStates, MaybeTensor, chunk_slots
@@ -54,9 +54,10 @@ _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
 
 
 class Options(NamedTuple):
-    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and one more.
+    """The arguments of tfla_tk::mlstm_fwd that are no tensors, and more.
 
     Attributes:
+        batch_invariant: cut sequences by their lengths alone.
         keep_states: where the backward will cut the sequences, cut them the same way and return the states
             at the cuts as the last result.
         scale: of q k^T; None for K^-1/2.
@@ -71,6 +72,7 @@ class Options(NamedTuple):
     return_last_states: bool
     return_rows: bool
     schedule: str
+    batch_invariant: bool = False
     keep_states: bool = False
     scale: float | None = None
     decay: bool = False
@@ -93,6 +95,7 @@ def mlstm_fwd(
     return_last_states: bool,
     return_rows: bool,
     schedule: str,
+    batch_invariant: bool = False,
     keep_states: bool = False,
 ) -> FwdResult:
     """Launch the mLSTM forward on the current stream; arguments and results are those of tfla_tk::mlstm_fwd.
@@ -101,13 +104,15 @@ def mlstm_fwd(
     q, k, v are read in place where their rows are 16-byte aligned, whatever the order of B, NH and S.
 
     Args:
-        keep_states: as in `Options`.
+        batch_invariant, keep_states: as in `Options`.
 
     Raises:
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
-    options = Options(sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule, keep_states)
+    options = Options(
+        sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule, batch_invariant, keep_states
+    )
     return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
 
 
@@ -155,11 +160,13 @@ class Forward:
         packed = cu_seqlens is not None
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         sizes = (batch, heads, seq, dim_qk, dim_v)
-        multiprocessors, kept = _multiprocessors(device), False
-        if options.keep_states:
-            cut = tk_passes.cut_sequences(sizes, sequences, multiprocessors, packed=packed)
-            kept = cut.segments > sequences
-        if not kept:
+        multiprocessors, invariant, kept = _multiprocessors(device), options.batch_invariant, False
+        if options.keep_states or invariant:
+            cut = tk_walks.cut_sequences(
+                sizes, sequences, multiprocessors, packed=packed, batch_invariant=invariant
+            )
+            kept = options.keep_states and cut.segments > sequences
+        if not (kept or invariant):
             find = segments.cut_packed if packed else segments.cut
             cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
         slots = (cut.segments - sequences) * heads

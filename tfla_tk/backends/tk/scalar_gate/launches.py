@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.prepared import Launch
-from tfla_tk.backends.tk.scalar_gate.passes import INT, PART_COLUMNS, Memory, Plan, Sizes
+from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes
 from tfla_tk.core.layout import GRADIENTS
 
 # prepared addresses, of states or their gradients 0 where there is none
@@ -84,7 +84,7 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     Args:
         states_given: the forward has kept the states at the cuts.
     """
-    found = [_of_rows(x)] if x.row_n and x.plan.is_cut else []
+    found = [_of_rows(x)] if x.row_n and x.plan.has_rows else []
     found.append(_of_scan(x))
     if x.plan.is_cut:
         if not states_given:
@@ -94,12 +94,12 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
 
 
 def of_gradients(x: Call, written: Grads, *, needs_dv: bool) -> list[Launch]:
-    """The passes. dh_t.h_t comes from that for dv, but where segments need e before the passes.
+    """The walks. dh_t.h_t comes from that for dv, but where the plan has rows: e before the walks.
 
     Args:
-        needs_dv: without it that pass is left out, and there is no normaliser.
+        needs_dv: without it that walk is left out, and there is no normaliser.
     """
-    dots = x.row_n != 0 and not x.plan.is_cut
+    dots = x.row_n != 0 and not x.plan.has_rows
     found = [_of_dv(x, written, dots=dots)] if needs_dv else []
     if dots:
         found.append(_of_factors(x))
@@ -121,7 +121,7 @@ def _of_rows(x: Call) -> Launch:
 
 
 def _of_scan(x: Call) -> Launch:
-    """The gates of every chunk as the passes take them."""
+    """The gates of every chunk as the walks take them."""
     return x.plan.around.mlstm_bwd_scan(
         x.i,
         x.f,
@@ -153,7 +153,7 @@ def _of_factors(x: Call) -> Launch:
 
 
 def _of_segments_of_dq(x: Call) -> list[Launch]:
-    """The states that the pass for dq begins those segments with that follow others."""
+    """The states that the walk for dq begins those segments with that follow others."""
     memory = x.memory
     states = (memory.state_c, memory.state_n, memory.state_decay)
     return [
@@ -163,7 +163,7 @@ def _of_segments_of_dq(x: Call) -> list[Launch]:
 
 
 def _of_segments_of_dk(x: Call) -> list[Launch]:
-    """The gradients of states that the passes for dk and dv begin those segments with that others follow."""
+    """The gradients of states that the walks for dk and dv begin those segments with that others follow."""
     memory = x.memory
     grads = (memory.grad_c, memory.grad_n, memory.grad_decay)
     return [
@@ -173,7 +173,7 @@ def _of_segments_of_dk(x: Call) -> list[Launch]:
 
 
 def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> Launch:
-    """What every segment adds by itself at the boundary over which the pass leaves it."""
+    """What every segment adds by itself at the boundary over which the walk leaves it."""
     *size, dim_qk, dim_v = x.sizes
     return x.plan.dq_and_dk.mlstm_pass_segments(
         GRADIENTS[name],
@@ -207,18 +207,18 @@ def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, ba
 
 
 def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
-    """The passes over all parts of V, the shares of their keys."""
+    """The walks over all parts of V, the shares of their keys."""
     memory = x.memory
     batch, heads, seq, dim_qk, dim_v = x.sizes
     sizes = (batch, heads, seq, dim_v, dim_qk)
     anchors = (memory.anchors, memory.flows)
-    of_dq = _prepare_pass(
+    of_dq = _prepare_walk(
         x, "dq", x.plan.dq_and_dk, x.dh, x.v, x.k, written.dq, sizes,
         entering=(x.c_initial, x.n_initial),
         boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
         factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
     )  # fmt: skip
-    of_dk = _prepare_pass(
+    of_dk = _prepare_walk(
         x, "dk", x.plan.dq_and_dk, x.v, x.dh, x.q, written.dk, sizes,
         entering=(x.dc_last, x.dn_last),
         leaving=(0, written.dn_of_parts or written.dn_initial),
@@ -229,13 +229,13 @@ def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
 
 
 def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
-    """The pass over all of V: the state's columns are those of its values.
+    """The walk over all of V: the state's columns are those of its values.
 
     Args:
         dots: whether dh_t.h_t is wanted.
     """
     memory = x.memory
-    return _prepare_pass(
+    return _prepare_walk(
         x, "dv", x.plan.dv, x.k, x.q, x.dh, written.dv, x.sizes,
         entering=(x.dc_last, 0),
         leaving=(written.dc_initial, 0),
@@ -245,7 +245,7 @@ def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
     )  # fmt: skip
 
 
-def _prepare_pass(
+def _prepare_walk(
     x: Call,
     name: str,
     kernel: ModuleType,
@@ -263,7 +263,7 @@ def _prepare_pass(
     anchors: Pair = (0, 0),
     ticket: int = 0,
 ) -> Launch:
-    """One pass over the chunks.
+    """One walk over the chunks.
 
     Args:
         name: "dq", which walks forward in time, "dv" or "dk", which walk backward.
@@ -304,7 +304,7 @@ def _prepare_pass(
 
 
 def of_gates(x: Call, written: Grads) -> Launch:
-    """di and df from the passes' row sums."""
+    """di and df from the walks' row sums."""
     memory, plan = x.memory, x.plan
     return x.plan.around.mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),

@@ -42,6 +42,7 @@ def simple_gla_fwd(
     scale: float,
     output_final_state: bool,
     schedule: str,
+    batch_invariant: bool = False,
     keep_states: bool = False,
 ) -> FwdResult:
     """o_t = scale q_t^T S_t with S_t = e^{g_t} S_{t-1} + k_t v_t^T, on the current stream.
@@ -53,14 +54,16 @@ def simple_gla_fwd(
         initial_state: [N, HV, K, V] in fp32, or None for zeros.
         cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, or None.
         scale: of q k^T, positive.
-        keep_states: as in `forward.Options`.
+        batch_invariant, keep_states: as in `forward.Options`.
 
     Raises:
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
     tensors = (q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens)
-    found = tk_forward.run(tensors, _options(scale, output_final_state, schedule, keep_states))
+    found = tk_forward.run(
+        tensors, _options(scale, output_final_state, schedule, batch_invariant, keep_states)
+    )
     return found[0], found[1], found[7]
 
 
@@ -74,11 +77,14 @@ def prepare_simple_gla_fwd(
     scale: float,
     output_final_state: bool,
     schedule: str,
+    batch_invariant: bool = False,
     keep_states: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor, MaybeTensor], FwdResult]:
     """`simple_gla_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
     tensors = (q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens)
-    forward = tk_forward.prepare(tensors, _options(scale, output_final_state, schedule, keep_states))
+    forward = tk_forward.prepare(
+        tensors, _options(scale, output_final_state, schedule, batch_invariant, keep_states)
+    )
 
     def run(
         q: Tensor,
@@ -108,6 +114,7 @@ def simple_gla_bwd(
     scale: float,
     needs_dg: bool,
     schedule: str,
+    batch_invariant: bool = False,
     kept: KeptStates | None = None,
 ) -> Gradients:
     """The gradients of `simple_gla_fwd`; arguments as there.
@@ -125,7 +132,7 @@ def simple_gla_bwd(
             *(q, k, v, None, _log_decay(g, q), initial_state, None, cu_seqlens),
             *(*rows, final_state, None, do, d_final, None),
         ),
-        _backward_options(scale, needs_dg),
+        _backward_options(scale, needs_dg, batch_invariant),
         kept,
     )
     if q.shape[2] != v.shape[2]:
@@ -133,7 +140,9 @@ def simple_gla_bwd(
     return Gradients(dq, dk, dv, dg, d_initial)
 
 
-def _options(scale: float, output_final_state: bool, schedule: str, keep_states: bool) -> tk_forward.Options:
+def _options(
+    scale: float, output_final_state: bool, schedule: str, batch_invariant: bool, keep_states: bool
+) -> tk_forward.Options:
     return tk_forward.Options(
         sigmoid_gate=True,
         normalize=False,
@@ -141,6 +150,7 @@ def _options(scale: float, output_final_state: bool, schedule: str, keep_states:
         return_last_states=output_final_state,
         return_rows=False,
         schedule=schedule,
+        batch_invariant=batch_invariant,
         keep_states=keep_states,
         scale=scale,
         decay=True,
@@ -149,7 +159,7 @@ def _options(scale: float, output_final_state: bool, schedule: str, keep_states:
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_options(scale: float, needs_dg: bool) -> tk_backward.Options:
+def _backward_options(scale: float, needs_dg: bool, batch_invariant: bool) -> tk_backward.Options:
     return tk_backward.Options(
         sigmoid_gate=True,
         normalize=False,
@@ -158,6 +168,7 @@ def _backward_options(scale: float, needs_dg: bool) -> tk_backward.Options:
         needs_df=needs_dg,
         decay=True,
         heads_last=True,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -42,6 +42,7 @@ def _launch(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
+    batch_invariant: bool,
 ) -> Tensor:
     batch, heads, tokens, dim_qk = q.shape
     dim_v = v.shape[-1]
@@ -50,6 +51,8 @@ def _launch(
     i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, tokens, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v, _widest(tokens, q.dtype))
+    # as in a large batch
+    filling = 0 if batch_invariant else _multiprocessors(device)
     kernel.mlstm_sequence(
         _rows(q),
         _rows(k),
@@ -60,7 +63,7 @@ def _launch(
         stored(before),
         stored(after),
         h.data_ptr(),
-        (_warps(batch * heads, dim_v, width, _multiprocessors(device)), width),
+        (_warps(batch * heads, dim_v, width, filling), width),
         (batch, heads, tokens, dim_qk, dim_v),
         dim_qk**-0.5,
         eps,
@@ -93,6 +96,7 @@ def _warps(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
 
     Args:
         heads: of the whole batch. width: columns that a thread moves at a time.
+        multiprocessors: that CTAs are to fill; 0: the number follows from dim_v and width alone.
     """
     columns = 8 * max(width, _FEWEST_COLUMNS)
     found = min(_MOST_WARPS, 1 << (-(-dim_v // columns) - 1).bit_length())

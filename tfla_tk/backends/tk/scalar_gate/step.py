@@ -26,7 +26,7 @@ _MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C
 _FULL = 0.75  # CTAs per multiprocessor from which on rows are not cut further
 
 State = tuple[Tensor, Tensor, MaybeTensor]
-# h from q, k, v, i, f, the state before and the state to write, sigmoid_gate, normalize, eps
+# h from q, k, v, i, f, the state before and the state to write, sigmoid_gate, normalize, eps, batch_invariant
 Launch = Callable[..., Tensor]
 
 
@@ -44,6 +44,7 @@ def with_new_state(
     normalize: bool,
     eps: float,
     dtype_state: torch.dtype,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, MaybeTensor]:
     """Launch a kernel of decoding; arguments and results are those of tfla_tk::mlstm_step and _sequence.
 
@@ -54,7 +55,7 @@ def with_new_state(
         RuntimeError: The launch was refused.
     """
     before, after = states(c, n, None if sigmoid_gate else m, dtype_state)
-    h = launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps)
+    h = launch(q, k, v, i, f, before, after, sigmoid_gate, normalize, eps, batch_invariant)
     return h, *after
 
 
@@ -71,11 +72,12 @@ def in_place(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`with_new_state` that writes the state over the one it read, each part in its own dtype; returns h."""
     given = (c, n, None if sigmoid_gate else m)
     state = readable(given)
-    h = launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps)
+    h = launch(q, k, v, i, f, state, state, sigmoid_gate, normalize, eps, batch_invariant)
     write_back(given, state)
     return h
 
@@ -116,6 +118,7 @@ def _launch(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
+    batch_invariant: bool,
 ) -> Tensor:
     batch, heads, dim_qk = q.shape
     dim_v = v.shape[-1]
@@ -124,6 +127,8 @@ def _launch(
     i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v)
+    # as in a large batch
+    filling = 0 if batch_invariant else _multiprocessors(device)
     kernel.mlstm_step(
         _gate(q),
         _gate(k),
@@ -133,7 +138,7 @@ def _launch(
         stored(before),
         stored(after),
         h.data_ptr(),
-        (_lanes(batch * heads, dim_v, width, _multiprocessors(device)), width),
+        (_lanes(batch * heads, dim_v, width, filling), width),
         (batch, heads, dim_qk, dim_v),
         dim_qk**-0.5,
         eps,
@@ -188,6 +193,7 @@ def _lanes(heads: int, dim_v: int, width: int, multiprocessors: int) -> int:
 
     Args:
         heads: of the whole batch. width: columns of a thread.
+        multiprocessors: that CTAs are to fill; 0: the number follows from dim_v and width alone.
     """
     found = min(_MOST_LANES, 1 << (-(-dim_v // width) - 1).bit_length())
 

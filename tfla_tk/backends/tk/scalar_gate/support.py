@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.scalar_gate import passes
+from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
@@ -154,4 +154,4 @@ def _instances_of(kernel: str, first: int, second: int, schedule: str, gradients
     forward, decay = instances.mlstm_fwd(first, second, schedule), kernel == "simple_gla"
     if decay:
         forward = instances.for_scalar_decay(forward)
-    return [forward, *passes.instances_of(first, second, decay=decay)] if gradients else [forward]
+    return [forward, *walks.instances_of(first, second, decay=decay)] if gradients else [forward]

@@ -1,7 +1,7 @@
-"""The plan of a backward: its passes, its parts of V, and where its kernels leave what others of them read.
+"""The plan of a backward: its walks, its parts of V, and where its kernels leave what others of them read.
 
-A pass is what kernels/ and docs/mlstm-backward.md call a walk.
-It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it.
+It follows from sizes alone, so calls of equal sizes share it; `backward` allocates and launches by it. The
+kernel of a walk is named mlstm_pass (docs/mlstm-backward.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfla_tk.core.layout import ANCHOR_CHUNKS, Cut
 
 ALIGNMENT = 256  # bytes
 INT, FLOAT, DOUBLE = 4, 4, 8  # bytes
-# Of a part of V: the widest tile of the keys of a pass, to which a part is a share of them.
+# Of a part of V: the widest tile of the keys of a walk, to which a part is a share of them.
 PART_COLUMNS = instances.MAX_DIM_QK
 
 Sizes = tuple[int, int, int, int, int]  # batch, heads, seq, dim_qk, dim_v
@@ -32,10 +32,10 @@ class Memory(NamedTuple):
     packed sequences as many as there can be; uncut sequences have none.
 
     Attributes:
-        gates: of every chunk as the passes take them, [B, NH, slots].
-        log2_w, e: of every token, [B, NH, S], where something is cut, and of every part, [P, B, NH, S], each
+        gates: of every chunk as the walks take them, [B, NH, slots].
+        log2_w, e: of every token, [B, NH, S], where the plan has rows, and of every part, [P, B, NH, S], each
             aligned; none without normaliser, when both are 0.
-        dots: dh_t.h_t of every token where nothing is cut, by the slices of "dv", [slices, B, NH, S]; none
+        dots: dh_t.h_t of every token where it has none, by the slices of "dv", [slices, B, NH, S]; none
             without normaliser.
         state_c, state_n, state_decay: what enters the segments of "dq", [boundaries, K, V] and
             [boundaries, K], and log2 of the decay over the segment that the walk leaves, [boundaries] fp64.
@@ -77,12 +77,13 @@ class Plan:
     """How a backward is launched.
 
     Attributes:
-        around, dv, dq_and_dk: the modules of the kernels around the passes, and of the passes.
-        parts: of V: the shares of the passes for dq and dk.
+        around, dv, dq_and_dk: the modules of the kernels around the walks, and of the walks.
+        parts: of V: the shares of the walks for dq and dk.
         e_stride: elements from a part's e to the next one's.
         dot_slices, part_slices: of dots, all and of a part.
         cut: of the sequences into segments.
         is_cut: whether there are boundaries between segments.
+        has_rows: whether e of every token is there before the walks; else the walk for dv leaves its dots.
         sums, flow_parts: of the row sums and of the flows, as `Memory` has them.
         bytes: of the allocation.
         offsets: of what it holds.
@@ -97,6 +98,7 @@ class Plan:
     part_slices: int
     cut: Cut
     is_cut: bool
+    has_rows: bool
     sums: int
     flow_parts: int
     bytes: int
@@ -111,7 +113,7 @@ class Plan:
 def instances_of(
     dim_qk: int, dim_v: int, *, decay: bool = False
 ) -> tuple[build.Instance, build.Instance, build.Instance]:
-    """Around the passes, the pass for dv, and those for dq and dk: both in one module.
+    """Around the walks, the walk for dv, and those for dq and dk: both in one module.
 
     Args:
         decay: those for a scalar decay.
@@ -128,17 +130,25 @@ def instances_of(
 
 
 @functools.cache
-def ctas_of_a_pass(dim_qk: int, dim_v: int) -> int:
-    """CTAs that the passes for dq and dk have for one segment of a head: slices of K times parts of V."""
+def ctas_of_a_walk(dim_qk: int, dim_v: int) -> int:
+    """CTAs that the walks for dq and dk have for one segment of a head: slices of K times parts of V."""
     *_, instance = instances_of(dim_qk, dim_v)
     return -(-dim_qk // _slice(instance)) * _parts(dim_v)
 
 
-def cut_sequences(sizes: Sizes, sequences: int, multiprocessors: int, *, packed: bool) -> Cut:
-    """How sequences are cut: the same for all passes, by the CTAs that dk has for one segment."""
+def cut_sequences(
+    sizes: Sizes, sequences: int, multiprocessors: int, *, packed: bool, batch_invariant: bool = False
+) -> Cut:
+    """How sequences are cut: the same for all walks, by the CTAs that dk has for one segment.
+
+    Args:
+        batch_invariant: by the length of each sequence alone instead.
+    """
     _, heads, seq, *dims = sizes
+    if batch_invariant:
+        return segments.cut_invariant(sequences, seq, packed=packed)
     find = segments.cut_packed if packed else segments.cut
-    return find(sequences, seq, heads * ctas_of_a_pass(*dims), multiprocessors, segments.BACKWARD)
+    return find(sequences, seq, heads * ctas_of_a_walk(*dims), multiprocessors, segments.BACKWARD)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,6 +161,7 @@ def make_plan(
     *,
     normalize: bool,
     states_given: bool = False,
+    batch_invariant: bool = False,
 ) -> Plan:
     """The plan of calls of these sizes.
 
@@ -161,25 +172,27 @@ def make_plan(
         normalize: whether there is a normaliser.
         states_given: the forward has left the states at the boundaries: state_c and state_n are in its
             workspace, not in this allocation, and nobody reads state_decay.
+        batch_invariant: e of every token comes from its kernel of rows, whether something is cut or not.
     """
     around, dv, dq_and_dk = kernels
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
     own_states = 0 if states_given else boundaries
+    has_rows = normalize and (boundaries > 0 or batch_invariant)
     row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
     _, of_dv, _ = instances_of(dim_qk, dim_v)
     dots_slice = _slice(of_dv)
     dot_slices = -(-dim_v // dots_slice)
     parts = _parts(dim_v)
-    sums = ctas_of_a_pass(dim_qk, dim_v)
+    sums = ctas_of_a_walk(dim_qk, dim_v)
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
     flow_parts = dq_and_dk.flow_parts(dim_v, dim_qk)
     taken = Memory(
         gates=around.chunk_gates_bytes() * batch * heads * chunk_slots,
-        log2_w=row_bytes if boundaries else 0,
+        log2_w=row_bytes if has_rows else 0,
         e=parts * row_bytes,
-        dots=FLOAT * dot_slices * batch * heads * seq if normalize and not boundaries else 0,
+        dots=FLOAT * dot_slices * batch * heads * seq if normalize and not has_rows else 0,
         state_c=own_states * dim_qk * dim_v * FLOAT,
         state_n=own_states * dim_qk * FLOAT,
         state_decay=DOUBLE * own_states,
@@ -206,6 +219,7 @@ def make_plan(
         PART_COLUMNS // dots_slice,
         cut,
         boundaries > 0,
+        has_rows,
         sums,
         flow_parts,
         size,
@@ -214,7 +228,7 @@ def make_plan(
 
 
 def _slice(instance: build.Instance) -> int:
-    """Columns of the values that a CTA of a pass owns."""
+    """Columns of the values that a CTA of a walk owns."""
     return int(dict(instance.defines)["TFLA_SLICE"])
 
 

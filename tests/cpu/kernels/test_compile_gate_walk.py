@@ -1,4 +1,4 @@
-"""What the compiler made of the mLSTM backward's passes: a clean ptxas log, the wgmmas and their overlap.
+"""What the compiler made of the mLSTM backward's walks: a clean ptxas log, the wgmmas and their overlap.
 
 How many there are of everything is on record: test_sass_summary.py.
 """
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build.instances import PASS_TILES, mlstm_pass
+from tfla_tk.build.instances import WALK_TILES, mlstm_pass
 
 from .state_walk import kinds, walk_blocks
 
 CHUNK = 64
 OUTPUT_REGISTERS = CHUNK // 2  # of a block: fp32, 64 columns of the values by 64 tokens
-INSTANCES = [mlstm_pass("dv", *tile) for tile in PASS_TILES]
+INSTANCES = [mlstm_pass("dv", *tile) for tile in WALK_TILES]
 
 Compile = Callable[[build.Instance], Any]
 
@@ -45,7 +45,7 @@ def makes(slice_: int) -> set[tuple[bool, str, bool]]:
 
 
 def kernels_named(compiled: Any, name: str) -> list[Any]:
-    """The passes, "mlstm_pass", or their segments kernels, "mlstm_pass_segments"."""
+    """The walks, "mlstm_pass", or their segments kernels, "mlstm_pass_segments"."""
     return [kernel for kernel in compiled.every_kernel if kernel.name == name]
 
 
@@ -70,11 +70,11 @@ def test_ptxas_reports_no_fault(compiled: Any) -> None:
 def test_the_kernels_are_those_of_the_tile(compiled: Any) -> None:
     defines = dict(compiled.instance.defines)
     tile = int(defines["TFLA_DIM_KEYS"]), int(defines["TFLA_SLICE"])
-    passes = kernels_named(compiled, "mlstm_pass")
-    made = {(kernel.half, kernel.gradient, kernel.normalize) for kernel in passes}
-    assert len(made) == len(passes)
+    walks = kernels_named(compiled, "mlstm_pass")
+    made = {(kernel.half, kernel.gradient, kernel.normalize) for kernel in walks}
+    assert len(made) == len(walks)
     assert made == makes(tile[1])
-    assert {(kernel.dim_qk, kernel.slice_v) for kernel in passes} == {tile}
+    assert {(kernel.dim_qk, kernel.slice_v) for kernel in walks} == {tile}
 
 
 def test_segments_only_update(compiled: Any) -> None:

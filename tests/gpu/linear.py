@@ -1,0 +1,152 @@
+"""What the GPU tests of the operators in [B, T, H, D] share: draws, runs, gradients, comparison with fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tfla_tk import chunk_simple_gla
+
+from .conftest import DEVICE, GRADIENT_TOLERANCE, TOLERANCE, relative_error
+from .memory import LENGTHS
+
+Tensors = dict[str, Tensor]
+
+REPEATS = 200  # of a call whose results have to be the same, bit for bit
+VANISHED = 1e-3  # of a gradient, relative to that of o
+
+
+class Normal:
+    """Numbers from N(0, 1) on the GPU: the same for equal seeds, drawn in the same order."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=DEVICE)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """From 0 to 1 instead."""
+        return torch.rand(shape, generator=self.generator, device=DEVICE)
+
+
+def draw_operands(
+    normal: Normal,
+    batch: int,
+    seq: int,
+    heads: int,
+    value_heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    unit: bool = False,
+) -> Tensors:
+    """q, k and v, in this order.
+
+    Args:
+        unit: q and k of norm 1.
+    """
+    found = {name: normal(batch, seq, heads, dims[0]) for name in ("q", "k")}
+    if unit:
+        found = {name: normalize(t, dim=-1) for name, t in found.items()}
+    found["v"] = normal(batch, seq, value_heads, dims[1])
+    return {name: t.to(dtype) for name, t in found.items()}
+
+
+def draw_cotangents(outputs: Tensors, dtype: torch.dtype) -> list[Tensor]:
+    """Gradients of o, of numbers that the operands' dtype holds, and of the last state."""
+    normal = Normal(9)
+    o, state = (normal(*t.shape) for t in outputs.values())
+    return [o.to(dtype).to(outputs["o"].dtype), state.to(outputs["final_state"].dtype)]
+
+
+def pack(x: Tensors, offsets: torch.dtype = torch.int64) -> Tensors:
+    """x with the offsets of sequences of LENGTHS."""
+    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE, offsets)
+    return x
+
+
+def exact(x: Tensors) -> Tensors:
+    """The same numbers in fp64."""
+    return {name: t.double() if t.is_floating_point() else t for name, t in x.items()}
+
+
+def run(x: Tensors, backend: str = "tk", function: Any = chunk_simple_gla, **options: Any) -> Tensors:
+    """o and the last state."""
+    o, state = function(**x, output_final_state=True, backend=backend, **options)
+    return {"o": o, "final_state": state}
+
+
+def train(
+    x: Tensors,
+    backend: str = "tk",
+    function: Any = chunk_simple_gla,
+    given: list[Tensor] | None = None,
+    **options: Any,
+) -> Tensors:
+    """The gradients of what can have one, from gradients of o and of the last state."""
+    names = [name for name, t in x.items() if t.is_floating_point() and name != "g_gamma"]
+    leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
+    found = run(leaves, backend, function, **options)
+    given = draw_cotangents(found, x["q"].dtype) if given is None else given
+    outputs = list(found.values())
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], given)
+    return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+
+
+def assert_equal(found: Tensors, expected: Tensors) -> None:
+    """Bitwise."""
+    assert found.keys() == expected.keys()
+    different = [name for name, t in expected.items() if not torch.equal(found[name], t)]
+    assert not different
+
+
+def assert_accurate(
+    found: Tensors,
+    truth: Tensors,
+    dtype: torch.dtype,
+    size: float = 0.0,
+    wider: dict[str, float] | None = None,
+) -> None:
+    """Relative errors within the tolerances of the dtype.
+
+    Args:
+        size: norm of the gradient of o. Gradients far smaller have vanished: closed gates leave 1e-22
+            of them, which 16-bit factors cannot hold. Of these only the size is checked.
+        wider: other tolerances, by name.
+    """
+    assert found.keys() == truth.keys()
+    limits = {"o": TOLERANCE[dtype], "final_state": TOLERANCE[dtype], "dg": GRADIENT_TOLERANCE[dtype][1]}
+    limits = {name: limits.get(name, GRADIENT_TOLERANCE[dtype][0]) for name in found} | (wider or {})
+    failed = {}
+    for name, x in found.items():
+        assert x.shape == truth[name].shape, name
+        error = relative_error(x, truth[name])
+        if truth[name].norm().item() < VANISHED * size:
+            error = (x.double() - truth[name]).norm().item() / (VANISHED * size)
+        # not(<=): NaN fails
+        if not error <= limits[name]:
+            failed[name] = error
+    assert not failed, f"relative errors {failed} exceed {limits}"
+
+
+def check_forward(x: Tensors, function: Any, **options: Any) -> None:
+    """o and the last state against the reference in fp64."""
+    of_function = {"function": function, **options}
+    assert_accurate(run(x, **of_function), run(exact(x), "reference", **of_function), x["q"].dtype)
+
+
+def check_both(x: Tensors, function: Any, wider: dict[str, float] | None = None, **options: Any) -> None:
+    """Forward and backward against the reference in fp64.
+
+    Args:
+        wider: other tolerances of gradients, by name.
+    """
+    check_forward(x, function, **options)
+    of_function = {"function": function, **options}
+    found, truth = train(x, **of_function), train(exact(x), "reference", **of_function)
+    assert all(found[f"d{name}"].dtype == x[name].dtype for name in x if f"d{name}" in found)
+    assert_accurate(found, truth, x["q"].dtype, x["v"].numel() ** 0.5, wider)
