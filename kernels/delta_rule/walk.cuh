@@ -15,6 +15,7 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "delta_rule/bindings/params.h"
+#include "delta_rule/chunk_matrices/freed.cuh"
 #include "delta_rule/gates.cuh"
 #include "sequence/begin_task.cuh"
 #include "sequence/segments.cuh"
@@ -96,15 +97,18 @@ template <class Globals> __device__ inline auto* border_state(const Globals& g, 
     return g.borders + (static_cast<int64_t>(slot) * g.heads + task.head) * g.dim_k * g.dim_v;
 }
 
-// Loads A and P of a chunk, by one warp.
-template <class Matrices>
-__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Matrices& matrices,
-                                     semaphore& arrived, int chunk) {
+// Loads A and P of a chunk, which is a step of the walk, by one warp.
+template <class C, class Memory>
+__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Memory& smem, int step,
+                                     int chunk) {
+    auto& matrices = smem.matrices[Use<C::kMatrixStages>(step).slot];
+    semaphore& ready = smem.ready[Use<C::kReadyStages>(step).slot];
+    MatricesFreed::wait_for(smem.freed.here, step - C::kMatrixStages);
     const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
     if (fresh_laneid() != 0) return;
-    tma::expect_bytes(arrived, sizeof(matrices.a) + sizeof(matrices.p));
-    load_panels(matrices.a, g.a, arrived, 0, row, head, 0);
-    load_panels(matrices.p, g.p, arrived, 0, row, head, 0);
+    tma::expect_bytes(ready, sizeof(matrices));
+    load_panels(matrices.a, g.a, ready, 0, row, head, 0);
+    load_panels(matrices.p, g.p, ready, 0, row, head, 0);
 }
 
 // The barrier of the tiles and gates of a step: the makers', or without these the walkers', who wait for

@@ -13,7 +13,8 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct MirrorConfig
     static constexpr int kMakers = makers_beside(kWalkers, kDimK);
     static constexpr int kThreads = 128 * (1 + kWalkers + kMakers);
     // Chunks in shared memory: of tiles and gates, which makers read ahead of the walker; and of the rest.
-    static constexpr int kStages = (kDimK == 64 ? 3 : 2) + (kMakers > 0), kReadyStages = kStages;
+    static constexpr int kStages = kMakers > 0 ? 4 : kDimK == 64 ? 3 : 2;
+    static constexpr int kReadyStages = kDimK == 64 ? 3 : 2, kMatrixStages = kReadyStages;
     using Registers = WalkRegisters<kWalkers, kMakers>;
 
     using Tile = PanelTile<T, kChunk, kDimK>;
@@ -43,24 +44,25 @@ struct MirrorGates {
 
 template <class C> struct MirrorStage {
     typename C::Tile keys, queries;
-    MirrorGates gates;
-    MatrixGates matrix_gates;  // for makers
 };
 template <class C> struct MirrorReadyStage {
-    ChunkMatrices<typename C::Square> matrices;
     typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
     typename C::Columns writes[C::kWalkers];  // U', then U where it is wanted, until it is stored
 };
 
 template <class C> struct MirrorMemory {
     MirrorStage<C> stages[C::kStages];
+    ChunkMatrices<typename C::Square> matrices[C::kMatrixStages];
     MirrorReadyStage<C> ready_stages[C::kReadyStages];
+    MirrorGates gates[C::kStages];
+    MatrixGates matrix_gates[C::kMakers > 0 ? C::kStages : 0];
     semaphore arrived[C::kStages];     // tiles and gates, for makers
     semaphore ready[C::kReadyStages];  // all of a chunk, for walkers
-    semaphore free[C::kStages];        // but for dO and U', which are followed by dV and U
+    semaphore free[C::kStages];        // of tiles and gates
+    MatricesFreed freed;
     semaphore out_ready[C::kWalkers][C::kReadyStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    FreedByOther freed_by_other;
+    TriangularMatrix triangular[C::kMakers];
     Task task;
 
     __device__ inline void init_barriers() {
@@ -73,7 +75,7 @@ template <class C> struct MirrorMemory {
         for (auto& barrier : ready) init_semaphore(barrier, kMatrices + 2 * C::kWalkers);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
-        freed_by_other.init();
+        freed.init(C::kWalkers);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

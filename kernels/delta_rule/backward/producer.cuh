@@ -20,8 +20,7 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
-        if constexpr (C::kMakers == 0)
-            load_matrices(g, task, smem.ready_stages[slot].matrices, arrived, chunk);
+        if constexpr (C::kMakers == 0) load_matrices<C>(g, task, smem, step, chunk);
     }
 }
 
@@ -44,9 +43,9 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
         log_decay = load_decay(before), beta = betas.pair(before, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
-        MirrorGates& gates = smem.stages[slot].gates;
+        MirrorGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
-        if constexpr (C::kMakers > 0) smem.stages[slot].matrix_gates.write(lane, cumulative, x);
+        if constexpr (C::kMakers > 0) smem.matrix_gates[slot].write(lane, cumulative, x);
         gates.update.write(lane, decays.to_end);
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.beta.write(lane, x);

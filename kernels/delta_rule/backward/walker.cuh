@@ -6,7 +6,7 @@
 //   3. Wait for dO^T P. Scale dO^T by s e^b and issue dS^T += dO^T Q.
 //   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T, rounded.
 //   5. Issue dY^T = dU^T A. Load U'^T under it.
-//   6. Wait for dY and dS.
+//   6. Wait for dY and dS, and free the matrices.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
 //   8. Under it dV = beta dY in the place of dO and, where it is wanted, U = beta U' in the place of U'; sums
 //      of dY . U' over the warp's 16 columns of V are dbeta's.
@@ -82,13 +82,14 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         const int chunk = chunks - 1 - step;
         MirrorStage<C>& stage = smem.stages[Use<C::kStages>(step).slot];
         MirrorReadyStage<C>& ready = smem.ready_stages[Use<C::kReadyStages>(step).slot];
-        const MirrorGates& gates = stage.gates;
+        const auto& matrices = smem.matrices[Use<C::kMatrixStages>(step).slot];
+        const MirrorGates& gates = smem.gates[Use<C::kStages>(step).slot];
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         warp::mul(state, state, gates.decay);
         pin(state);
         load_tokens(ready.douts[walker]);  // 2
         forget(through);
-        multiply_square(through, token, ready.matrices.p);
+        multiply_square(through, token, matrices.p);
         forget(x);
         const auto keys = Operand128B::rows(&stage.keys);
         each<0, kStateSteps>([&](int k) {
@@ -110,9 +111,10 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         forget(x);
-        multiply_square(x, rounded, ready.matrices.a);  // 5
-        warpgroup::mma_async_wait<0>();                 // 6
+        multiply_square(x, rounded, matrices.a);  // 5
+        warpgroup::mma_async_wait<0>();           // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
+        smem.freed.template tell<(C::kMakers > 0)>(step);
         each<0, kTokenSteps>([&](int j) {  // 7
             const auto factors = gates.minus_read.columns(j, lane);
             each<0, 4>([&](int k) {
@@ -146,7 +148,6 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         warpgroup::mma_async_wait<0>();  // 9
         pin(state), pin_rounded();
         arrive_warp(smem.free[Use<C::kStages>(step).slot]);
-        if constexpr (C::kMakers > 0) smem.freed_by_other.tell(step);
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;

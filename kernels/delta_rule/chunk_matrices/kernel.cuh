@@ -30,7 +30,13 @@ struct MatricesGlobals {
 template <class T, int kDimK> struct MatricesMemory {
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
-    Tile queries, keys;
+    struct Inputs {
+        Tile queries, keys;
+    };
+    union {
+        Inputs in;
+        TriangularMatrix triangular;  // once the GEMMs have read the inputs
+    };
     ChunkMatrices<Square> matrices;
     MatrixGates gates;
     int row, head;  // of the results in their tensors
@@ -61,14 +67,15 @@ __global__ __launch_bounds__(128, 4) void delta_matrices_kernel(const __grid_con
         init_semaphore(smem.arrived, 1);
         publish_barriers();
         tma::expect_bytes(smem.arrived, 2 * Memory::Tile::loaded_bytes);
-        load_panels(smem.keys, g.k, smem.arrived, 0, chunk.first_row, head / g.group, batch);
-        load_panels(smem.queries, g.q, smem.arrived, 0, chunk.first_row, head / g.group, batch);
+        load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, head / g.group, batch);
+        load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, head / g.group, batch);
     }
     if (threadIdx.x < 32) load_chunk_gates(g, smem, chunk, batch, head);
     __syncthreads();
     wait(smem.arrived, 0);
-    make_matrices_of_chunk<T, kDimK, kBetaOnRows>(smem.queries, smem.keys, smem.gates, smem.matrices, g.scale,
-                                                  chunk.tokens, [] { __syncthreads(); });
+    make_matrices_of_chunk<T, kDimK, kBetaOnRows>(
+        smem.in.queries, smem.in.keys, smem.gates, smem.triangular, smem.matrices, g.scale, chunk.tokens,
+        [] { __syncthreads(); }, [] {});
     fence_async_proxy();
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -4,7 +4,7 @@
 //   2. L = e^{b_i - b_j} K K^T, times beta, to shared memory; P = s e^{b_i - b_j} Q K^T, rounded, stays in
 //      registers.
 //   3. A = (I + L)^{-1}, in the place of L (triangular_inverse.cuh).
-//   4. Round A to a tile and store both tiles, which take that place.
+//   4. Round A, and store both tiles.
 #pragma once
 
 #include "common/register_steps.cuh"
@@ -108,23 +108,19 @@ template <bool kBetaOnRows> struct GatedRows {
     }
 };
 
-// Both matrices, and before them L, which has padded rows of fp32 numbers.
+// Both matrices.
 template <class Square> struct ChunkMatrices {
     Square a, p;
-    unsigned char padding[sizeof(TriangularMatrix) - 2 * sizeof(Square)];
-
-    __device__ inline TriangularMatrix& triangular() { return reinterpret_cast<TriangularMatrix&>(*this); }
 };
 
-// beta_on_rows: as in DeltaMatricesParams. meet: waits for the other warps of the warpgroup. tokens: of the
-// chunk.
-template <class T, int kDimK, bool kBetaOnRows, class Tile, class Square, class Meet>
+// beta_on_rows: as in DeltaMatricesParams. meet: waits for the other warps of the warpgroup. wait_free: until
+// nobody reads what lies in the place of the matrices. tokens: of the chunk.
+template <class T, int kDimK, bool kBetaOnRows, class Tile, class Square, class Meet, class WaitFree>
 __device__ inline void make_matrices_of_chunk(const Tile& queries, const Tile& keys, const MatrixGates& gates,
-                                              ChunkMatrices<Square>& matrices, float scale, int tokens,
-                                              Meet meet) {
+                                              TriangularMatrix& matrix, ChunkMatrices<Square>& matrices,
+                                              float scale, int tokens, Meet meet, WaitFree wait_free) {
     using T2 = typename base_types::packing<T>::packed_type;
     const int thread = fresh_thread() % 128, warp = thread / 32, lane = thread % 32;
-    TriangularMatrix& matrix = matrices.triangular();
     rt_fl<16, kChunk> of_keys, of_queries;
     rt<T, 16, kChunk> p;
     issue_scores<T, kDimK>(of_keys, keys, keys);  // 1
@@ -132,6 +128,7 @@ __device__ inline void make_matrices_of_chunk(const Tile& queries, const Tile& k
     const GatedRows<kBetaOnRows> rows(gates, 16 * warp + lane / 4, 2 * (lane % 4), scale, tokens);
     warpgroup::mma_async_wait<0>();
     pin(of_keys), pin(of_queries);
+    meet();                            // the triangular matrix may lie where the tiles are
     each<0, kChunk / 16>([&](int j) {  // 2
         auto& key_tile = of_keys.tiles[0][j].data;
         auto& query_tile = of_queries.tiles[0][j].data;
@@ -140,26 +137,32 @@ __device__ inline void make_matrices_of_chunk(const Tile& queries, const Tile& k
         else if (j == warp)
             rows.gate_diagonal(key_tile, query_tile, j);
         else
-            each<0, 4>([&](int k) { key_tile[k] = query_tile[k] = {0.f, 0.f}; });
-        each<0, 4>([&](int k) {
-            *reinterpret_cast<float2*>(&matrix.data[rows.row(k)][rows.column(j, k)]) = key_tile[k];
-            p.tiles[0][j].data[k] = from_float2<T2>(query_tile[k]);
-        });
+            each<0, 4>([&](int k) { query_tile[k] = {0.f, 0.f}; });
+        if (j <= warp) {
+            auto& block = matrix.block(warp, j);
+            each<0, 4>([&](int k) {
+                *reinterpret_cast<float2*>(&block[lane / 4 + 8 * (k % 2)][2 * (lane % 4) + 8 * (k / 2)]) =
+                    key_tile[k];
+            });
+        }
+        each<0, 4>([&](int k) { p.tiles[0][j].data[k] = from_float2<T2>(query_tile[k]); });
     });
+    __syncwarp();
     invert_unit_lower(matrix, warp, lane, meet);  // 3
 
-    const int row = thread / 2, first_unit = thread % 2 * 4;  // 4: two threads take a row of A
-    T2 rounded[4][4];
-    each<0, 16>([&](int i) {
-        const int column = 8 * (first_unit + i / 4) + 2 * (i % 4);
-        const float2 pair = *reinterpret_cast<const float2*>(&matrix.data[row][column]);
-        const bool inside = row < tokens;
-        rounded[i / 4][i % 4] = from_float2<T2>(
-            {inside && column <= row ? pair.x : 0.f, inside && column + 1 <= row ? pair.y : 0.f});
-    });
-    meet();
+    wait_free();
+    const int row = lane / 2, first_unit = lane % 2 * 4;  // 4: two threads take a row of A
+    const bool inside = 16 * warp + row < tokens;
     each<0, 4>([&](int i) {
-        store_shared(shared_address(&matrices.a) + panel_offset(row, first_unit + i), rounded[i]);
+        const int column = (first_unit + i) / 2, first = i % 2 * 8;  // of blocks; in the block
+        T2 rounded[4];
+        each<0, 4>([&](int n) {
+            float2 pair{0.f, 0.f};
+            if (inside && column <= warp)
+                pair = *reinterpret_cast<const float2*>(&matrix.block(warp, column)[row][first + 2 * n]);
+            rounded[n] = from_float2<T2>(pair);
+        });
+        store_shared(shared_address(&matrices.a) + panel_offset(16 * warp + row, first_unit + i), rounded);
     });
     store_panels<T, kChunk>(shared_address(&matrices.p), 16 * warp, p);
 }

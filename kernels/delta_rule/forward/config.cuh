@@ -14,6 +14,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     static constexpr int kThreads = 128 * (1 + kWalkers + kMakers);
     // Chunks in shared memory: of tiles and gates, which makers read ahead of the walker; and of the rest.
     static constexpr int kStages = kMakers > 0 ? 4 : 3, kReadyStages = 3;
+    static constexpr int kMatrixStages = kMakers > 1 ? 2 : 3;  // of A and P
     using Registers = WalkRegisters<kWalkers, kMakers>;
 
     using Tile = PanelTile<T, kChunk, kDimK>;
@@ -40,25 +41,23 @@ struct ForwardGates {
 
 template <class C> struct ForwardStage {
     typename C::Tile keys, queries;
-    ForwardGates gates;
-    MatrixGates matrix_gates;  // for makers
-};
-template <class C> struct ForwardReadyStage {
-    ChunkMatrices<typename C::Square> matrices;
-    typename C::Columns values[C::kWalkers];  // then O, until it is stored
 };
 
 template <class C> struct ForwardMemory {
     ForwardStage<C> stages[C::kStages];
-    ForwardReadyStage<C> ready_stages[C::kReadyStages];
+    ChunkMatrices<typename C::Square> matrices[C::kMatrixStages];
+    typename C::Columns values[C::kReadyStages][C::kWalkers];  // then O, until it is stored
+    ForwardGates gates[C::kStages];
+    MatrixGates matrix_gates[C::kMakers > 0 ? C::kStages : 0];
     typename C::Columns writes[C::kWalkers];  // U', until it is stored
     semaphore arrived[C::kStages];            // tiles and gates, for makers
     semaphore ready[C::kReadyStages];         // all of a chunk, for walkers
-    semaphore free[C::kStages];               // but for the values, which are followed by O
+    semaphore free[C::kStages];               // of tiles and gates
+    MatricesFreed freed;
     semaphore out_ready[C::kWalkers][C::kReadyStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    FreedByOther freed_by_other;
+    TriangularMatrix triangular[C::kMakers];
     Task task;
 
     __device__ inline void init_barriers() {
@@ -74,7 +73,7 @@ template <class C> struct ForwardMemory {
             init_warp_barrier(writes_ready[walker], 4);
             init_warp_barrier(writes_free[walker], 1);
         }
-        freed_by_other.init();
+        freed.init(C::kWalkers);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

@@ -18,8 +18,7 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
-        if constexpr (C::kMakers == 0)
-            load_matrices(g, task, smem.ready_stages[slot].matrices, arrived, chunk);
+        if constexpr (C::kMakers == 0) load_matrices<C>(g, task, smem, chunk, chunk);
     }
 }
 
@@ -39,9 +38,9 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
         log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
-        ForwardGates& gates = smem.stages[slot].gates;
+        ForwardGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
-        if constexpr (C::kMakers > 0) smem.stages[slot].matrix_gates.write(lane, cumulative, written);
+        if constexpr (C::kMakers > 0) smem.matrix_gates[slot].write(lane, cumulative, written);
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.update.write(lane, {written.x * kept.x, written.y * kept.y});
@@ -70,7 +69,7 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks + C::kReadyStages; chunk++) {
         const auto [slot, phase] = Use<C::kReadyStages>(chunk);
-        auto& tile = smem.ready_stages[slot].values[walker];
+        auto& tile = smem.values[slot][walker];
         if (const int stored = chunk - C::kReadyStages; stored >= 0 && stored < task.chunks) {
             if (g.keep_writes) {
                 wait(smem.writes_ready[walker], stored & 1);
