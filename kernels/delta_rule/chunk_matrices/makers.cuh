@@ -29,19 +29,10 @@ __device__ inline void make_matrices(const Globals& g, Memory& smem, int maker, 
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
         const MakersTurn turn(step, C::kMakers);
-        if (turn.maker != maker) continue;
+        if (turn.cta != cta_in_cluster() || turn.maker != maker) continue;
         const int before = step - C::kMatrixStages;  // whose matrices' place these take
         auto& matrices = smem.matrices[Use<C::kMatrixStages>(step).slot];
         auto& ready = smem.ready[Use<C::kReadyStages>(step).slot];
-        constexpr uint32_t kBytes = sizeof(matrices);
-        if (turn.cta != cta_in_cluster()) {
-            MatricesFreed::wait_for(smem.freed.here, before);
-            if (warpgroup::warpid() == 0)
-                arrive_warp_expecting(ready, kBytes);
-            else
-                arrive_warp(ready);
-            continue;
-        }
         const Use<C::kStages> use(step);
         auto& stage = smem.stages[use.slot];
         wait(smem.arrived[use.slot], use.phase);
@@ -53,9 +44,20 @@ __device__ inline void make_matrices(const Globals& g, Memory& smem, int maker, 
             });
         fence_async_proxy();
         meet();
-        if (cluster_ctas() > 1 && warpgroup::warpid() == 0 && fresh_laneid() == 0)
-            send_to_cta(&matrices, kBytes, ready, 1 - cta_in_cluster());
+        if (warpgroup::warpid() != 0) continue;
+        if (cluster_ctas() > 1 && fresh_laneid() == 0)
+            send_to_cta(&matrices, sizeof(matrices), ready, 1 - cta_in_cluster());
         arrive_warp(ready);
+    }
+}
+
+// Expects the matrices that the other CTA makes, by one warp. So no maker waits for the place of these.
+template <class C, class Memory> __device__ inline void receive_matrices(Memory& smem) {
+#pragma unroll 1
+    for (int step = 0; step < smem.task.chunks; step++) {
+        if (MakersTurn(step, C::kMakers).cta == cta_in_cluster()) continue;
+        MatricesFreed::wait_for(smem.freed.here, step - C::kMatrixStages);
+        arrive_warp_expecting(smem.ready[Use<C::kReadyStages>(step).slot], sizeof(smem.matrices[0]));
     }
 }
 

@@ -62,7 +62,7 @@ template <class C> struct ForwardMemory {
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 2 + kArrivalsPerWarp;  // keys, queries and gates
-        constexpr int kMatrices = C::kMakers > 0 ? 4 * kArrivalsPerWarp : 1 + kTiles;
+        constexpr int kMatrices = C::kMakers > 0 ? kArrivalsPerWarp : 1 + kTiles;
         for (int i = 0; i < C::kStages; i++) {
             init_semaphore(arrived[i], kTiles);
             init_warp_barrier(free[i], 4 * C::kWalkers);

@@ -42,6 +42,8 @@ __global__ __launch_bounds__(C::kThreads,
             scan_gates(g, smem);
         else if (warp - 2 < C::kWalkers)
             load_values_and_store_outputs(g, smem, warp - 2);
+        else if constexpr (C::kMakers > 0)
+            receive_matrices<C>(smem);
     } else if (C::kMakers > 0 && warpgroup_id > C::kWalkers) {
         if constexpr (C::kMakers > 0) {
             set_registers<C::Registers::kMaker, C::kThreads, 1>();
