@@ -39,7 +39,7 @@ constexpr int makers_beside(int walkers, int dim_k) { return walkers == 2 ? 0 : 
 // Registers per thread of each role. Warpgroups: the producer, the walkers, the makers.
 // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
 template <int kWalkers, int kMakers> struct WalkRegisters {
-    static constexpr int kProducer = 40, kWalker = 232, kMaker = 112;
+    static constexpr int kProducer = 40, kWalker = 232, kMaker = kMakers == 2 ? 112 : 168;
     static constexpr int kWarpgroups = 1 + kWalkers + kMakers;
     static_assert(kProducer + kWalkers * kWalker + kMakers * kMaker <=
                   65536 / (128 * kWarpgroups) / 8 * 8 * kWarpgroups);

@@ -45,8 +45,12 @@ __device__ inline void make_matrices(const Globals& g, Memory& smem, int maker, 
         fence_async_proxy();
         meet();
         if (warpgroup::warpid() != 0) continue;
-        if (cluster_ctas() > 1 && fresh_laneid() == 0)
-            send_to_cta(&matrices, sizeof(matrices), ready, 1 - cta_in_cluster());
+        if (cluster_ctas() > 1) {
+            __syncwarp();  // NOTES: makes it a branch: without a cluster the predicated copy is an illegal
+                           // instruction
+            if (fresh_laneid() == 0) send_to_cta(&matrices, sizeof(matrices), ready, 1 - cta_in_cluster());
+            __syncwarp();
+        }
         arrive_warp(ready);
     }
 }

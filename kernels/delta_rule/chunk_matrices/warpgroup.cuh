@@ -113,45 +113,14 @@ template <class Square> struct ChunkMatrices {
     Square a, p;
 };
 
-// beta_on_rows: as in DeltaMatricesParams. meet: waits for the other warps of the warpgroup. wait_free: until
-// nobody reads what lies in the place of the matrices. tokens: of the chunk.
-template <class T, int kDimK, bool kBetaOnRows, class Tile, class Square, class Meet, class WaitFree>
-__device__ inline void make_matrices_of_chunk(const Tile& queries, const Tile& keys, const MatrixGates& gates,
-                                              TriangularMatrix& matrix, ChunkMatrices<Square>& matrices,
-                                              float scale, int tokens, Meet meet, WaitFree wait_free) {
-    using T2 = typename base_types::packing<T>::packed_type;
-    const int thread = fresh_thread() % 128, warp = thread / 32, lane = thread % 32;
-    rt_fl<16, kChunk> of_keys, of_queries;
-    rt<T, 16, kChunk> p;
-    issue_scores<T, kDimK>(of_keys, keys, keys);  // 1
-    issue_scores<T, kDimK>(of_queries, queries, keys);
-    const GatedRows<kBetaOnRows> rows(gates, 16 * warp + lane / 4, 2 * (lane % 4), scale, tokens);
-    warpgroup::mma_async_wait<0>();
-    pin(of_keys), pin(of_queries);
-    meet();                            // the triangular matrix may lie where the tiles are
-    each<0, kChunk / 16>([&](int j) {  // 2
-        auto& key_tile = of_keys.tiles[0][j].data;
-        auto& query_tile = of_queries.tiles[0][j].data;
-        if (j < warp)
-            rows.gate_before(key_tile, query_tile, j);
-        else if (j == warp)
-            rows.gate_diagonal(key_tile, query_tile, j);
-        else
-            each<0, 4>([&](int k) { query_tile[k] = {0.f, 0.f}; });
-        if (j <= warp) {
-            auto& block = matrix.block(warp, j);
-            each<0, 4>([&](int k) {
-                *reinterpret_cast<float2*>(&block[lane / 4 + 8 * (k % 2)][2 * (lane % 4) + 8 * (k / 2)]) =
-                    key_tile[k];
-            });
-        }
-        each<0, 4>([&](int k) { p.tiles[0][j].data[k] = from_float2<T2>(query_tile[k]); });
-    });
-    __syncwarp();
-    invert_unit_lower(matrix, warp, lane, meet);  // 3
+__device__ inline int warp_of_maker() { return fresh_thread() % 128 / 32; }
 
-    wait_free();
-    const int row = lane / 2, first_unit = lane % 2 * 4;  // 4: two threads take a row of A
+// Rounds A to a tile; two threads take a row.
+template <class T, class Square>
+__device__ inline void store_inverse(const TriangularMatrix& matrix, Square& a, int tokens) {
+    using T2 = typename base_types::packing<T>::packed_type;
+    const int lane = fresh_laneid(), warp = warp_of_maker();
+    const int row = lane / 2, first_unit = lane % 2 * 4;
     const bool inside = 16 * warp + row < tokens;
     each<0, 4>([&](int i) {
         const int column = (first_unit + i) / 2, first = i % 2 * 8;  // of blocks; in the block
@@ -162,9 +131,67 @@ __device__ inline void make_matrices_of_chunk(const Tile& queries, const Tile& k
                 pair = *reinterpret_cast<const float2*>(&matrix.block(warp, column)[row][first + 2 * n]);
             rounded[n] = from_float2<T2>(pair);
         });
-        store_shared(shared_address(&matrices.a) + panel_offset(16 * warp + row, first_unit + i), rounded);
+        store_shared(shared_address(&a) + panel_offset(16 * warp + row, first_unit + i), rounded);
     });
-    store_panels<T, kChunk>(shared_address(&matrices.p), 16 * warp, p);
+}
+
+// beta_on_rows: as in DeltaMatricesParams. meet: waits for the other warps of the warpgroup. wait_free: until
+// nobody reads what lies in the place of the matrices. tokens: of the chunk.
+template <class T, int kDimK, bool kBetaOnRows, class Tile, class Square, class Meet, class WaitFree>
+__device__ inline void make_matrices_of_chunk(const Tile& queries, const Tile& keys, const MatrixGates& gates,
+                                              TriangularMatrix& matrix, ChunkMatrices<Square>& matrices,
+                                              float scale, int tokens, Meet meet, WaitFree wait_free) {
+    using T2 = typename base_types::packing<T>::packed_type;
+    // NOTES: lane and warp are recomputed, to save registers
+    const int lane = fresh_laneid(), warp = warp_of_maker();
+    rt_fl<16, kChunk> of_keys, of_queries;
+    rt<T, 16, kChunk> p;
+    issue_scores<T, kDimK>(of_keys, keys, keys);  // 1
+    issue_scores<T, kDimK>(of_queries, queries, keys);
+    const GatedRows<kBetaOnRows> rows(gates, 16 * warp + lane / 4, 2 * (lane % 4), scale, tokens);
+    warpgroup::mma_async_wait<0>();
+    pin(of_keys), pin(of_queries);
+    meet();  // the triangular matrix may lie where the tiles are
+    auto store_block = [&](int j, const float2(&tile)[4]) {
+        auto& block = matrix.block(warp, j);
+        each<0, 4>([&](int k) {
+            *reinterpret_cast<float2*>(&block[lane / 4 + 8 * (k % 2)][2 * (lane % 4) + 8 * (k / 2)]) =
+                tile[k];
+        });
+    };
+    auto round = [&](T2(&to)[4], const float2(&tile)[4]) {
+        each<0, 4>([&](int k) { to[k] = from_float2<T2>(tile[k]); });
+    };
+    // NOTES: the diagonal part is moved to registers of its own, so that its code is there once: the code of
+    // makers and walkers has to stay in the instruction cache
+    float2 diagonal_keys[4], diagonal_queries[4];
+    each<0, kChunk / 16>([&](int j) {  // 2
+        auto& key_tile = of_keys.tiles[0][j].data;
+        auto& query_tile = of_queries.tiles[0][j].data;
+        if (j < warp) {
+            rows.gate_before(key_tile, query_tile, j);
+            store_block(j, key_tile);
+        } else {
+            if (j == warp)
+                each<0, 4>(
+                    [&](int k) { diagonal_keys[k] = key_tile[k], diagonal_queries[k] = query_tile[k]; });
+            each<0, 4>([&](int k) { query_tile[k] = {0.f, 0.f}; });
+        }
+        round(p.tiles[0][j].data, query_tile);
+    });
+    rows.gate_diagonal(diagonal_keys, diagonal_queries, warp);
+    store_block(warp, diagonal_keys);
+    T2 diagonal[4];
+    round(diagonal, diagonal_queries);
+    each<0, kChunk / 16>([&](int j) {
+        if (j == warp) each<0, 4>([&](int k) { p.tiles[0][j].data[k] = diagonal[k]; });
+    });
+    __syncwarp();
+    invert_unit_lower(matrix, warp_of_maker(), fresh_laneid(), meet);  // 3
+
+    wait_free();
+    store_inverse<T>(matrix, matrices.a, tokens);  // 4
+    store_panels<T, kChunk>(shared_address(&matrices.p), 16 * warp_of_maker(), p);
 }
 
 }  // namespace tfla_tk::delta_rule
