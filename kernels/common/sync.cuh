@@ -196,7 +196,6 @@ enum class NamedBarrier : int {
     norm_published = 4,
     read_turn = 5,  // and 6: one per state warpgroup
     scores_written = 7,
-    matrix_written = 8,  // and 9: one per maker
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {

@@ -208,8 +208,8 @@ __device__ inline void mma_partial_AB(D (&d)[kTiles], A& a, B& b, int first_row)
     kittens::warpgroup::mma_commit_group();
 }
 
-// Writes this warp's 16 rows of a tile, which is fp32 or T already, as T at row `first_row` of a [kRows, *]
-// panel tile at `base`.
+// Writes this warp's 16 rows of a tile, converted to T, at row `first_row` of a [kRows, *] panel tile at
+// `base`.
 template <class T, int kRows, class Tile>
 __device__ inline void store_panels(uint32_t base, int first_row, const Tile& tile) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
@@ -220,12 +220,7 @@ __device__ inline void store_panels(uint32_t base, int first_row, const Tile& ti
     for (int j = 0; j < Tile::width; j++) {
         T2 x[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if constexpr (std::is_same_v<typename Tile::T, T>)
-                x[k] = tile.tiles[0][j].data[k];
-            else
-                x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
-        }
+        for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
         kittens::move<T2>::stsm4((address ^ ((j % 4) * 32)) + (j / 4) * kPanelBytes, x[0], x[1], x[2], x[3]);
     }
 }

@@ -39,12 +39,10 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
                          float scale) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
-    // where makers make them, nobody reads these maps
-    auto map = [&](void* matrices) { return C::kMakers > 0 ? maps.of_keys(k) : maps.of_matrices(matrices); };
     return {maps.of_keys(q),
             maps.of_keys(k),
-            map(a),
-            map(scores),
+            maps.of_matrices(a),
+            maps.of_matrices(scores),
             g,
             beta,
             s.cut,

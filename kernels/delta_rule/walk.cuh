@@ -15,7 +15,6 @@
 #include "common/tma.cuh"
 #include "common/wgmma.cuh"
 #include "delta_rule/bindings/params.h"
-#include "delta_rule/chunk_matrices/freed.cuh"
 #include "delta_rule/gates.cuh"
 #include "sequence/begin_task.cuh"
 #include "sequence/segments.cuh"
@@ -30,20 +29,6 @@ constexpr int kWalkerColumns = 64;  // of V
 //   sequential  every GEMM is waited for before the next step
 //   overlapped  GEMMs off the chain from state to state are in flight under the rest of the work
 enum class Schedule : int { sequential = 0, overlapped = 1 };
-
-// Warpgroups that make A and P in the CTA of a walk (chunk_matrices/makers.cuh). Beside two walkers there are
-// no registers for them: the matrices come from device memory. NOTES: with K = 64, ptxas serialises the
-// walker's GEMMs beside two makers (C7512).
-constexpr int makers_beside(int walkers, int dim_k) { return walkers == 2 ? 0 : dim_k == 64 ? 1 : 2; }
-
-// Registers per thread of each role. Warpgroups: the producer, the walkers, the makers.
-// NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-template <int kWalkers, int kMakers> struct WalkRegisters {
-    static constexpr int kProducer = 40, kWalker = 232, kMaker = kMakers == 2 ? 112 : 168;
-    static constexpr int kWarpgroups = 1 + kWalkers + kMakers;
-    static_assert(kProducer + kWalkers * kWalker + kMakers * kMaker <=
-                  65536 / (128 * kWarpgroups) / 8 * 8 * kWarpgroups);
-};
 
 // Arguments that both walks share; fields as in bindings/params.h.
 struct WalkGlobals {
@@ -97,27 +82,13 @@ template <class Globals> __device__ inline auto* border_state(const Globals& g, 
     return g.borders + (static_cast<int64_t>(slot) * g.heads + task.head) * g.dim_k * g.dim_v;
 }
 
-// Loads A and P of a chunk, which is a step of the walk, by one warp.
-template <class C, class Memory>
-__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Memory& smem, int step,
-                                     int chunk) {
-    auto& matrices = smem.matrices[Use<C::kMatrixStages>(step).slot];
-    semaphore& ready = smem.ready[Use<C::kReadyStages>(step).slot];
-    MatricesFreed::wait_for(smem.freed.here, step - C::kMatrixStages);
+// Loads A and P of a chunk, by one thread, which has expected their bytes.
+template <class Square>
+__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Square& a, Square& p,
+                                     semaphore& arrived, int chunk) {
     const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
-    if (fresh_laneid() != 0) return;
-    tma::expect_bytes(ready, sizeof(matrices));
-    load_panels(matrices.a, g.a, ready, 0, row, head, 0);
-    load_panels(matrices.p, g.p, ready, 0, row, head, 0);
-}
-
-// The barrier of the tiles and gates of a step: the makers', or without these the walkers', who wait for
-// everything of a chunk at one barrier, since its answer takes them some 30 cycles.
-template <class C, class Memory> __device__ inline semaphore& arrival_of_tiles(Memory& smem, int step) {
-    if constexpr (C::kMakers > 0)
-        return smem.arrived[Use<C::kStages>(step).slot];
-    else
-        return smem.ready[Use<C::kReadyStages>(step).slot];
+    load_panels(a, g.a, arrived, 0, row, head, 0);
+    load_panels(p, g.p, arrived, 0, row, head, 0);
 }
 
 }  // namespace tfla_tk::delta_rule

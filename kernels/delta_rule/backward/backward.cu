@@ -18,7 +18,6 @@
 #include "delta_rule/backward/producer.cuh"
 #include "delta_rule/backward/walker.cuh"
 #include "delta_rule/chunk_matrices/launch.cuh"
-#include "delta_rule/chunk_matrices/makers.cuh"
 #include "delta_rule/launch_walk.cuh"
 
 #ifndef TFLA_DIM_K
@@ -36,9 +35,8 @@ __global__ __launch_bounds__(C::kThreads,
     if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.prefetch(); }))
         return;
-    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
     if (warpgroup_id == 0) {
-        set_registers<C::Registers::kProducer, C::kThreads, 1>();
+        set_registers<C::kProducerRegisters, C::kThreads, 1>();
         const int warp = warpgroup::warpid();
         if (warp == 0)
             load_tiles(g, smem);
@@ -46,19 +44,10 @@ __global__ __launch_bounds__(C::kThreads,
             scan_gates(g, smem);
         else if (warp - 2 < C::kWalkers)
             load_columns_and_store_gradients(g, smem, warp - 2);
-        else if constexpr (C::kMakers > 0)
-            receive_matrices<C>(smem);
-    } else if (C::kMakers > 0 && warpgroup_id > C::kWalkers) {
-        if constexpr (C::kMakers > 0) {
-            set_registers<C::Registers::kMaker, C::kThreads, 1>();
-            make_matrices<C, true>(g, smem, warpgroup_id - 1 - C::kWalkers,
-                                   [&](int step) { return smem.task.chunks - 1 - step; });
-        }
     } else {
-        set_registers<C::Registers::kWalker, C::kThreads, 1>();
+        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         walk_mirror(g, smem, warpgroup_id - 1);
     }
-    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one
 }
 
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
@@ -83,8 +72,7 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         p.d_initial,
     };
     launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
-                                                            p.shape.device, stream, "delta_mirror",
-                                                            makers_cluster(C::kMakers, g.ctas));
+                                                            p.shape.device, stream, "delta_mirror");
 }
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
@@ -99,8 +87,8 @@ namespace tfla_tk {
 
 void delta_matrices(const DeltaMatricesParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K, true>(params, s)
-                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K, true>(params, s);
+    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
 }
 
 void delta_mirror(const DeltaMirrorParams& params, void* stream) {

@@ -1,7 +1,6 @@
 // Tiles, warpgroup roles and shared memory of the backward's mirror walk.
 #pragma once
 
-#include "delta_rule/chunk_matrices/makers.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -10,12 +9,12 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct MirrorConfig
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr int kMakers = makers_beside(kWalkers, kDimK);
-    static constexpr int kThreads = 128 * (1 + kWalkers + kMakers);
-    // Chunks in shared memory: of tiles and gates, which makers read ahead of the walker; and of the rest.
-    static constexpr int kStages = kMakers > 0 ? 4 : kDimK == 64 ? 3 : 2;
-    static constexpr int kReadyStages = kDimK == 64 ? 3 : 2, kMatrixStages = kReadyStages;
-    using Registers = WalkRegisters<kWalkers, kMakers>;
+    static constexpr int kThreads = 128 * (kWalkers + 1);
+    static constexpr int kStages = kDimK == 64 || kWalkers == 1 ? 3 : 2;  // chunks in shared memory
+    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
+                  65536 / kThreads / 8 * 8 * (kWalkers + 1));
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
@@ -42,40 +41,31 @@ struct MirrorGates {
     float decay;              // e^{b_L}
 };
 
+// All of a chunk, by one barrier.
 template <class C> struct MirrorStage {
     typename C::Tile keys, queries;
-};
-template <class C> struct MirrorReadyStage {
+    typename C::Square a, p;
     typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
     typename C::Columns writes[C::kWalkers];  // U', then U where it is wanted, until it is stored
+    MirrorGates gates;
 };
 
 template <class C> struct MirrorMemory {
     MirrorStage<C> stages[C::kStages];
-    ChunkMatrices<typename C::Square> matrices[C::kMatrixStages];
-    MirrorReadyStage<C> ready_stages[C::kReadyStages];
-    MirrorGates gates[C::kStages];
-    MatrixGates matrix_gates[C::kMakers > 0 ? C::kStages : 0];
-    semaphore arrived[C::kStages];     // tiles and gates, for makers
-    semaphore ready[C::kReadyStages];  // all of a chunk, for walkers
-    semaphore free[C::kStages];        // of tiles and gates
-    MatricesFreed freed;
-    semaphore out_ready[C::kWalkers][C::kReadyStages];
+    semaphore arrived[C::kStages];  // tiles, dO and U' of each walker, gates
+    semaphore free[C::kStages];     // but for dO and U', which are followed by dV and U
+    semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    TriangularMatrix triangular[C::kMakers];
     Task task;
 
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 2 + kArrivalsPerWarp;  // keys, queries and gates
-        constexpr int kMatrices = C::kMakers > 0 ? kArrivalsPerWarp : 1 + kTiles;
+        constexpr int kTiles = 3;  // keys, queries, both matrices
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(arrived[i], kTiles);
+            init_semaphore(arrived[i], kTiles + 2 * C::kWalkers + kArrivalsPerWarp);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
-        for (auto& barrier : ready) init_semaphore(barrier, kMatrices + 2 * C::kWalkers);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
-        freed.init(C::kWalkers);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

@@ -16,11 +16,14 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
         const int chunk = task.chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
-        semaphore& arrived = arrival_of_tiles<C>(smem, step);
+        semaphore& arrived = smem.arrived[slot];
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
-        if constexpr (C::kMakers == 0) load_matrices<C>(g, task, smem, step, chunk);
+        if (fresh_laneid() == 0) {
+            tma::expect_bytes(arrived, 2 * C::Square::loaded_bytes);
+            load_matrices(g, task, stage.a, stage.p, arrived, chunk);
+        }
     }
 }
 
@@ -37,21 +40,19 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
         const int before = max(task.chunks - 2 - step, 0);
-        const TwoPairs cumulative = cumulative_log2_decay(log_decay);
-        const Decays decays(cumulative);
+        const Decays decays(log_decay);
         const float2 x = beta, read = decays.to_token;
         log_decay = load_decay(before), beta = betas.pair(before, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
-        MirrorGates& gates = smem.gates[slot];
+        MirrorGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
-        if constexpr (C::kMakers > 0) smem.matrix_gates[slot].write(lane, cumulative, x);
         gates.update.write(lane, decays.to_end);
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.beta.write(lane, x);
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
         if (lane == 0) gates.decay = decays.whole;
-        arrive_warp(arrival_of_tiles<C>(smem, step));
+        arrive_warp(smem.arrived[slot]);
     }
 }
 
@@ -71,10 +72,10 @@ __device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, 
                     });
     };
 #pragma unroll 1
-    for (int step = 0; step < task.chunks + C::kReadyStages; step++) {
-        const auto [slot, phase] = Use<C::kReadyStages>(step);
-        MirrorReadyStage<C>& stage = smem.ready_stages[slot];
-        if (const int stored = step - C::kReadyStages; stored >= 0 && stored < task.chunks) {
+    for (int step = 0; step < task.chunks + C::kStages; step++) {
+        const auto [slot, phase] = Use<C::kStages>(step);
+        MirrorStage<C>& stage = smem.stages[slot];
+        if (const int stored = step - C::kStages; stored >= 0 && stored < task.chunks) {
             const int chunk = task.chunks - 1 - stored;
             wait(smem.out_ready[walker][slot], phase ^ 1);
             store(g.dv, g.dv_box, g.dv_row, &stage.douts[walker], chunk);
@@ -84,8 +85,8 @@ __device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, 
         }
         if (step >= task.chunks) continue;
         const int chunk = task.chunks - 1 - step;
-        load(stage.douts[walker], g.dout, smem.ready[slot], column, task.head, chunk);
-        load(stage.writes[walker], g.writes, smem.ready[slot], column, task.head, chunk);
+        load(stage.douts[walker], g.dout, smem.arrived[slot], column, task.head, chunk);
+        load(stage.writes[walker], g.writes, smem.arrived[slot], column, task.head, chunk);
     }
     wait_stores_done();
 }

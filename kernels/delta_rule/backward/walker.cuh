@@ -6,7 +6,7 @@
 //   3. Wait for dO^T P. Scale dO^T by s e^b and issue dS^T += dO^T Q.
 //   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T, rounded.
 //   5. Issue dY^T = dU^T A. Load U'^T under it.
-//   6. Wait for dY and dS, and free the matrices.
+//   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
 //   8. Under it dV = beta dY in the place of dO and, where it is wanted, U = beta U' in the place of U'; sums
 //      of dY . U' over the warp's 16 columns of V are dbeta's.
@@ -80,16 +80,15 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
 
     auto walk_chunk = [&](int step) {
         const int chunk = chunks - 1 - step;
-        MirrorStage<C>& stage = smem.stages[Use<C::kStages>(step).slot];
-        MirrorReadyStage<C>& ready = smem.ready_stages[Use<C::kReadyStages>(step).slot];
-        const auto& matrices = smem.matrices[Use<C::kMatrixStages>(step).slot];
-        const MirrorGates& gates = smem.gates[Use<C::kStages>(step).slot];
+        const auto [slot, phase] = Use<C::kStages>(step);
+        MirrorStage<C>& stage = smem.stages[slot];
+        const MirrorGates& gates = stage.gates;
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         warp::mul(state, state, gates.decay);
         pin(state);
-        load_tokens(ready.douts[walker]);  // 2
+        load_tokens(stage.douts[walker]);  // 2
         forget(through);
-        multiply_square(through, token, matrices.p);
+        multiply_square(through, token, stage.p);
         forget(x);
         const auto keys = Operand128B::rows(&stage.keys);
         each<0, kStateSteps>([&](int k) {
@@ -111,10 +110,9 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         forget(x);
-        multiply_square(x, rounded, matrices.a);  // 5
-        warpgroup::mma_async_wait<0>();           // 6
+        multiply_square(x, rounded, stage.a);  // 5
+        warpgroup::mma_async_wait<0>();        // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
-        smem.freed.template tell<(C::kMakers > 0)>(step);
         each<0, kTokenSteps>([&](int j) {  // 7
             const auto factors = gates.minus_read.columns(j, lane);
             each<0, 4>([&](int k) {
@@ -123,7 +121,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         add_to_state(rounded, stage.keys);
-        load_tokens(ready.writes[walker]);  // 8
+        load_tokens(stage.writes[walker]);  // 8
         const int64_t part = column() / 16 * g.dbeta_part;
         float* const sums = g.dbeta + part +
                             (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
@@ -141,13 +139,13 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
                 through.tiles[0][j].data[k] = {beta.x * u.x, beta.y * u.y};
             });
         });
-        store_tokens(ready.douts[walker], x);
-        if (g.keep_u) store_tokens(ready.writes[walker], through);
+        store_tokens(stage.douts[walker], x);
+        if (g.keep_u) store_tokens(stage.writes[walker], through);
         fence_async_proxy();
-        arrive_warp(smem.out_ready[walker][Use<C::kReadyStages>(step).slot]);
+        arrive_warp(smem.out_ready[walker][slot]);
         warpgroup::mma_async_wait<0>();  // 9
         pin(state), pin_rounded();
-        arrive_warp(smem.free[Use<C::kStages>(step).slot]);
+        arrive_warp(smem.free[slot]);
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
@@ -157,10 +155,9 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     else
         warp::zero(state);
     pin(state);
-#pragma unroll 1
     for (int step = 0; step < chunks; step++) {
-        const Use<C::kReadyStages> use(step);
-        wait(smem.ready[use.slot], use.phase);
+        const Use<C::kStages> use(step);
+        wait(smem.arrived[use.slot], use.phase);
         if (g.borders && step > 0 && is_border(chunks - step))
             store_state_transposed(border_state(g, task, chunks - step), state, 0, column(), g.dim_k, g.dim_v,
                                    g.dim_v);

@@ -45,7 +45,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     export_constants(m);
     export_launches(m);
-    def_matrices(m);
+    def_matrices<true>(m);
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
           py::arg("dv"), py::arg("u"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
           py::arg("d_last"), py::arg("d_initial"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),

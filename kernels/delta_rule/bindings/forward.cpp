@@ -32,7 +32,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     export_constants(m);
     export_launches(m);
-    def_matrices(m);
+    def_matrices<false>(m);
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
           py::arg("last"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),

@@ -27,10 +27,7 @@ struct DeltaShape {
 
 // Of every chunk and head of v two 64 x 64 matrices that depend on q, k and the gates alone, with
 //   L_ij = e^{b_i - b_j} k_i.k_j for j < i      P_ij = s e^{b_i - b_j} q_i.k_j for j <= i
-// and b the cumulative sum of the log decay in the chunk:
-//   for the forward   A = (I + L diag(beta))^{-1}, P diag(beta)
-//   for the backward  A = (I + diag(beta) L)^{-1}, P      ("beta on rows")
-// Both are of q's type, [batch * heads, slots, 64,
+// and b the cumulative sum of the log decay in the chunk. Both are of q's type, [batch * heads, slots, 64,
 // 64], with one slot per chunk (chunk_slots in sequence/cut.h); zero past the last token.
 struct DeltaMatricesParams {
     DeltaShape shape;  // dim_v is not read
@@ -38,10 +35,12 @@ struct DeltaMatricesParams {
     Gate g, beta;  // log decay; g.data is null where nothing decays
     void *a, *p;
     float scale;  // s
+    // false, for the forward:  A = (I + L diag(beta))^{-1}, P diag(beta)
+    // true, for the backward:  A = (I + diag(beta) L)^{-1}, P
+    bool beta_on_rows;
 };
 
-// The walk of the forward over chunks; A and P as DeltaMatricesParams makes them for the forward. With one
-// walker they are made in the walk's CTA, and a and p are not read:
+// The walk of the forward over chunks; A and P as DeltaMatricesParams makes them for the forward:
 //   W = V - e^b (K S)    U' = A W    O = s e^b (Q S) + P U'    S <- e^{b_L} S + K^T (beta e^{b_L - b} U')
 struct DeltaForwardParams {
     DeltaShape shape;
@@ -56,8 +55,8 @@ struct DeltaForwardParams {
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
 };
 
-// The mirror of that walk, backward in time; A and P as made for the backward, likewise. With dS the gradient
-// of the state that leaves a chunk:
+// The mirror of that walk, backward in time; A and P as made for the backward. With dS the gradient of the
+// state that leaves a chunk:
 //   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U'
 //   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
 struct DeltaMirrorParams {

@@ -34,7 +34,7 @@ inline void export_constants(pybind11::module_& m) {
     m.attr("SEGMENT_CHUNKS") = kSegmentChunks;
 }
 
-inline void def_matrices(pybind11::module_& m) {
+template <bool kBetaOnRows> void def_matrices(pybind11::module_& m) {
     namespace py = pybind11;
     m.def(
         "matrices",
@@ -42,7 +42,7 @@ inline void def_matrices(pybind11::module_& m) {
            const GateTuple& beta, const Pair& matrices, float scale) {
             return prepared<&delta_matrices>(DeltaMatricesParams{shape(of), operand(q), operand(k), gate(g),
                                                                  gate(beta), pointer(matrices[0]),
-                                                                 pointer(matrices[1]), scale});
+                                                                 pointer(matrices[1]), scale, kBetaOnRows});
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"), py::arg("matrices"),
         py::arg("scale"), "Prepares A and P of every chunk, as this module's walk takes them.");

@@ -7,8 +7,7 @@
 
 namespace tfla_tk::delta_rule {
 
-template <class T, int kDimK, bool kBetaOnRows>
-void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
+template <class T, int kDimK> void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
     const DeltaShape& s = p.shape;
     const DeviceGuard guard(s.device, "delta_matrices");
     const OperandMaps maps(s);
@@ -26,8 +25,9 @@ void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
                             s.group,
                             s.seq,
                             slots,
-                            p.scale};
-    launch<delta_matrices_kernel<T, kDimK, kBetaOnRows>, sizeof(MatricesMemory<T, kDimK>)>(
+                            p.scale,
+                            p.beta_on_rows};
+    launch<delta_matrices_kernel<T, kDimK>, sizeof(MatricesMemory<T, kDimK>)>(
         g, grid_of(static_cast<std::int64_t>(chunks.segments) * s.heads, 1, "delta_matrices"), 128, s.device,
         stream, "delta_matrices");
 }

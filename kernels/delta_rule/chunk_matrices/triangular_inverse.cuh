@@ -11,23 +11,17 @@
 
 namespace tfla_tk::delta_rule {
 
-// The blocks of 16 x 16 on and below the diagonal, row-major, the rows padded so that the loads of
-// tensor-core fragments meet no bank twice.
+// Row-major, the rows padded so that the loads of tensor-core fragments meet no bank twice.
 struct TriangularMatrix {
-    static constexpr int kBlock = 16, kBlocks = kChunk / kBlock, kStride = kBlock + 4;
-    using Block = float[kBlock][kStride];
-    alignas(16) Block blocks[kBlocks * (kBlocks + 1) / 2];
-
-    // The block in a row and a column of blocks, column <= row.
-    __device__ inline Block& block(int row, int column) { return blocks[row * (row + 1) / 2 + column]; }
-    __device__ inline const Block& block(int row, int column) const {
-        return blocks[row * (row + 1) / 2 + column];
-    }
+    static constexpr int kStride = kChunk + 4;
+    float data[kChunk][kStride];
 };
 
-// An operand in tf32. NOTES: the tensor cores leave out the lower bits, so it is cut off, not rounded; that
-// costs less than a tenth of the rounding of A to 16 bits.
-__device__ inline uint32_t as_tf32(float x) { return __float_as_uint(x); }
+__device__ inline uint32_t to_tf32(float x) {
+    uint32_t rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+    return rounded;
+}
 
 // d += a b for a 16 x 8 and b 8 x 8 fragments.
 __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -37,9 +31,9 @@ __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uin
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// A diagonal block, in place, by one warp: a lane has a column.
-__device__ inline void invert_diagonal_block(TriangularMatrix::Block& block, int lane) {
-    constexpr int kBlock = TriangularMatrix::kBlock;
+// The 16 x 16 diagonal block that starts at `first`, in place, by one warp: a lane has a column.
+__device__ inline void invert_diagonal_block(TriangularMatrix& m, int first, int lane) {
+    constexpr int kBlock = 16;
     const int column = lane % kBlock;
     float x[kBlock];
 #pragma unroll
@@ -49,7 +43,7 @@ __device__ inline void invert_diagonal_block(TriangularMatrix::Block& block, int
     for (int k = 0; k < kBlock; k += 4)
 #pragma unroll
         for (int i = k + 1; i < kBlock; i++) {
-            const float4 row = *reinterpret_cast<const float4*>(&block[i][k]);
+            const float4 row = *reinterpret_cast<const float4*>(&m.data[first + i][first + k]);
             x[i] -= row.x * x[k];
             if (i > k + 1) x[i] -= row.y * x[k + 1];
             if (i > k + 2) x[i] -= row.z * x[k + 2];
@@ -58,93 +52,85 @@ __device__ inline void invert_diagonal_block(TriangularMatrix::Block& block, int
     __syncwarp();
     if (lane < kBlock) {
 #pragma unroll
-        for (int i = 0; i < kBlock; i++) block[i][column] = x[i];
+        for (int i = 0; i < kBlock; i++) m.data[first + i][first + column] = x[i];
     }
 }
 
-// Fragments of products of blocks, 16 rows and kColumns columns, by one warp. r, c: of a lane.
-template <int kColumns> struct RowsOfBlock {
-    static constexpr int kTiles = kColumns / 8, kSteps = TriangularMatrix::kBlock / 8;
-    float sums[kTiles][4] = {};
+// 16 rows and kColumns columns of -X22 B21 X11 for blocks of kBlock, by one warp. `first`: of X11.
+template <int kBlock, int kColumns> struct MergedRows {
+    static constexpr int kSteps = kBlock / 8, kTiles = kColumns / 8;
+    float result[kTiles][4];
 
-    // += X Y for blocks X and Y, whose columns start at `column`.
-    __device__ inline void add(const TriangularMatrix::Block& x, const TriangularMatrix::Block& y, int column,
-                               int r, int c) {
+    // row: of the 16 in B21, column: of the kColumns in it.
+    __device__ inline MergedRows(const TriangularMatrix& m, int first, int row, int column, int lane) {
+        const int r = lane / 4, c = lane % 4, below = first + kBlock;
+        float left[kSteps][4] = {};  // 16 rows of X22 B21
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {
             uint32_t a[4];
 #pragma unroll
-            for (int n = 0; n < 4; n++) a[n] = as_tf32(x[r + n % 2 * 8][8 * step + c + n / 2 * 4]);
+            for (int n = 0; n < 4; n++)
+                a[n] = to_tf32(m.data[below + row + r + n % 2 * 8][below + 8 * step + c + n / 2 * 4]);
 #pragma unroll
-            for (int tile = 0; tile < kTiles; tile++) {
+            for (int tile = 0; tile < kSteps; tile++) {
                 uint32_t b[2];
 #pragma unroll
-                for (int n = 0; n < 2; n++) b[n] = as_tf32(y[8 * step + c + 4 * n][column + 8 * tile + r]);
-                mma_tf32(sums[tile], a, b);
+                for (int n = 0; n < 2; n++)
+                    b[n] = to_tf32(m.data[below + 8 * step + c + 4 * n][first + 8 * tile + r]);
+                mma_tf32(left[tile], a, b);
             }
         }
-    }
-    // -= X Y for X in fragments, of 16 columns. NOTES: an accumulator has columns 2 c and 2 c + 1 where an
-    // operand has c and c + 4. So k is counted in another order, in both operands.
-    __device__ inline void subtract(const RowsOfBlock<16>& x, const TriangularMatrix::Block& y, int column,
-                                    int r, int c) {
+#pragma unroll
+        for (auto& tile : result) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
+        // An accumulator has columns 2 c and 2 c + 1 where an operand has c and c + 4. So k is counted in
+        // another order, in both operands.
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {
-            const auto& of_x = x.sums[step];
-            const uint32_t a[4] = {as_tf32(-of_x[0]), as_tf32(-of_x[2]), as_tf32(-of_x[1]),
-                                   as_tf32(-of_x[3])};
+            const auto& x = left[step];
+            const uint32_t a[4] = {to_tf32(-x[0]), to_tf32(-x[2]), to_tf32(-x[1]), to_tf32(-x[3])};
 #pragma unroll
             for (int tile = 0; tile < kTiles; tile++) {
                 uint32_t b[2];
 #pragma unroll
-                for (int n = 0; n < 2; n++) b[n] = as_tf32(y[8 * step + 2 * c + n][column + 8 * tile + r]);
-                mma_tf32(sums[tile], a, b);
+                for (int n = 0; n < 2; n++)
+                    b[n] = to_tf32(m.data[first + 8 * step + 2 * c + n][first + column + 8 * tile + r]);
+                mma_tf32(result[tile], a, b);
             }
         }
     }
-    __device__ inline void store(TriangularMatrix::Block& to, int column, int r, int c) const {
+
+    __device__ inline void store(TriangularMatrix& m, int first, int row, int column, int lane) const {
+        const int r = lane / 4, c = lane % 4;
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                *reinterpret_cast<float2*>(&to[r + 8 * half][column + 8 * tile + 2 * c]) = {
-                    sums[tile][2 * half], sums[tile][2 * half + 1]};
+                *reinterpret_cast<float2*>(
+                    &m.data[first + kBlock + row + r + 8 * half][first + column + 8 * tile + 2 * c]) = {
+                    result[tile][2 * half], result[tile][2 * half + 1]};
     }
 };
 
-// In place, by the four warps of a warpgroup, which meet in meet(). The matrix is strictly lower triangular:
-// its unit diagonal is implied.
-template <class Meet>
-__device__ inline void invert_unit_lower(TriangularMatrix& m, int warp, int lane, Meet meet) {
-    const int r = lane / 4, c = lane % 4;
-    invert_diagonal_block(m.block(warp, warp), lane);
-    meet();
+// In place, by the four warps of a CTA. The matrix is strictly lower triangular: its unit diagonal is
+// implied.
+__device__ inline void invert_unit_lower(TriangularMatrix& m, int warp, int lane) {
+    __syncthreads();
+    invert_diagonal_block(m, 16 * warp, lane);
+    __syncthreads();
     {  // 16 to 32: two merges, 8 of 16 columns for each warp
-        const int first = warp / 2 * 2, column = warp % 2 * 8;
-        auto& below = m.block(first + 1, first);
-        RowsOfBlock<16> left;
-        left.add(m.block(first + 1, first + 1), below, 0, r, c);
-        RowsOfBlock<8> merged;
-        merged.subtract(left, m.block(first, first), column, r, c);
-        meet();
-        merged.store(below, column, r, c);
+        const int first = warp / 2 * 32, column = warp % 2 * 8;
+        const MergedRows<16, 8> merged(m, first, 0, column, lane);
+        __syncthreads();
+        merged.store(m, first, 0, column, lane);
     }
-    meet();
-    {  // 32 to 64: a block for each warp; X22 and X11 have no block above their diagonals
-        const int row = 2 + warp / 2, column = warp % 2;
-        RowsOfBlock<16> merged;
-        // NOTES: not unrolled: the code of makers and walkers has to stay in the instruction cache
-#pragma unroll 1
-        for (int k = column; k < 2; k++) {
-            RowsOfBlock<16> left;
-#pragma unroll 1
-            for (int n = 2; n <= row; n++) left.add(m.block(row, n), m.block(n, k), 0, r, c);
-            merged.subtract(left, m.block(k, column), 0, r, c);
-        }
-        meet();
-        merged.store(m.block(row, column), 0, r, c);
+    __syncthreads();
+    {  // 32 to 64: 16 of 32 rows and 16 of 32 columns for each warp
+        const int row = warp / 2 * 16, column = warp % 2 * 16;
+        const MergedRows<32, 16> merged(m, 0, row, column, lane);
+        __syncthreads();
+        merged.store(m, 0, row, column, lane);
     }
-    meet();
+    __syncthreads();
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -11,7 +11,6 @@
 
 #include "common/launch.cuh"
 #include "delta_rule/chunk_matrices/launch.cuh"
-#include "delta_rule/chunk_matrices/makers.cuh"
 #include "delta_rule/forward/config.cuh"
 #include "delta_rule/forward/producer.cuh"
 #include "delta_rule/forward/walker.cuh"
@@ -32,9 +31,8 @@ __global__ __launch_bounds__(C::kThreads,
     if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.prefetch(); }))
         return;
-    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
     if (warpgroup_id == 0) {
-        set_registers<C::Registers::kProducer, C::kThreads, 1>();
+        set_registers<C::kProducerRegisters, C::kThreads, 1>();
         const int warp = warpgroup::warpid();
         if (warp == 0)
             load_tiles(g, smem);
@@ -42,18 +40,10 @@ __global__ __launch_bounds__(C::kThreads,
             scan_gates(g, smem);
         else if (warp - 2 < C::kWalkers)
             load_values_and_store_outputs(g, smem, warp - 2);
-        else if constexpr (C::kMakers > 0)
-            receive_matrices<C>(smem);
-    } else if (C::kMakers > 0 && warpgroup_id > C::kWalkers) {
-        if constexpr (C::kMakers > 0) {
-            set_registers<C::Registers::kMaker, C::kThreads, 1>();
-            make_matrices<C, false>(g, smem, warpgroup_id - 1 - C::kWalkers, [](int step) { return step; });
-        }
     } else {
-        set_registers<C::Registers::kWalker, C::kThreads, 1>();
+        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         walk_forward(g, smem, warpgroup_id - 1);
     }
-    if (C::kMakers > 0 && cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one
 }
 
 template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t stream) {
@@ -75,8 +65,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         p.last,
     };
     launch<delta_forward_kernel<C>, sizeof(ForwardMemory<C>)>(g, walk_grid(g, "delta_forward"), C::kThreads,
-                                                              p.shape.device, stream, "delta_forward",
-                                                              makers_cluster(C::kMakers, g.ctas));
+                                                              p.shape.device, stream, "delta_forward");
 }
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
@@ -91,8 +80,8 @@ namespace tfla_tk {
 
 void delta_matrices(const DeltaMatricesParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K, false>(params, s)
-                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K, false>(params, s);
+    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
 }
 
 void delta_forward(const DeltaForwardParams& params, void* stream) {

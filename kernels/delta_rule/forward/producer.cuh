@@ -14,11 +14,14 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = Use<C::kStages>(chunk);
         ForwardStage<C>& stage = smem.stages[slot];
-        semaphore& arrived = arrival_of_tiles<C>(smem, chunk);
+        semaphore& arrived = smem.arrived[slot];
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
-        if constexpr (C::kMakers == 0) load_matrices<C>(g, task, smem, chunk, chunk);
+        if (fresh_laneid() == 0) {
+            tma::expect_bytes(arrived, 2 * C::Square::loaded_bytes);
+            load_matrices(g, task, stage.a, stage.p, arrived, chunk);
+        }
     }
 }
 
@@ -32,20 +35,18 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
     float2 log_decay = load_decay(0), beta = betas.pair(0, task.tokens, 0.f);
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        const TwoPairs cumulative = cumulative_log2_decay(log_decay);
-        const Decays decays(cumulative);
+        const Decays decays(log_decay);
         const float2 written = beta, read = decays.to_token, kept = decays.to_end;
         log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
-        ForwardGates& gates = smem.gates[slot];
+        ForwardGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
-        if constexpr (C::kMakers > 0) smem.matrix_gates[slot].write(lane, cumulative, written);
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.update.write(lane, {written.x * kept.x, written.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
-        arrive_warp(arrival_of_tiles<C>(smem, chunk));
+        arrive_warp(smem.arrived[slot]);
     }
 }
 
@@ -67,10 +68,10 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
         __syncwarp();
     };
 #pragma unroll 1
-    for (int chunk = 0; chunk < task.chunks + C::kReadyStages; chunk++) {
-        const auto [slot, phase] = Use<C::kReadyStages>(chunk);
-        auto& tile = smem.values[slot][walker];
-        if (const int stored = chunk - C::kReadyStages; stored >= 0 && stored < task.chunks) {
+    for (int chunk = 0; chunk < task.chunks + C::kStages; chunk++) {
+        const auto [slot, phase] = Use<C::kStages>(chunk);
+        auto& tile = smem.stages[slot].values[walker];
+        if (const int stored = chunk - C::kStages; stored >= 0 && stored < task.chunks) {
             if (g.keep_writes) {
                 wait(smem.writes_ready[walker], stored & 1);
                 store(g.writes, g.writes_box, g.writes_row, &smem.writes[walker], stored);
@@ -79,7 +80,7 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
             wait(smem.out_ready[walker][slot], phase ^ 1);
             store(g.o, g.o_box, g.o_row, &tile, stored);
         }
-        if (chunk < task.chunks) load(tile, g.v, smem.ready[slot], column, task.head, chunk);
+        if (chunk < task.chunks) load(tile, g.v, smem.arrived[slot], column, task.head, chunk);
     }
     wait_stores_done();
 }

@@ -1,13 +1,13 @@
 // A walker of the forward (walk.cuh). X and U' below share an accumulator; S^T is the state. Per chunk:
 //   1. Round S^T to A operands and issue X^T = S^T K^T; scale S^T by its decay meanwhile.
-//   2. Wait for the GEMM of the chunk before, P U', free its matrices, and put its O where V was.
+//   2. Wait for the GEMM of the chunk before, P U', and put its O where V was.
 //   3. Issue O^T = S^T Q^T.
 //   4. Wait for X. W^T = V^T - e^b X^T, rounded.
-//   5. Issue U'^T = W^T A^T. Under it hand over O of the chunk before.
+//   5. Issue U'^T = W^T A^T. Under it hand over O of the chunk before, and free its stage.
 //   6. Wait for U' and Q S. Leave U' for the backward, where it is wanted.
 //   7. Issue S^T += (beta e^{b_L - b} U'^T) K.
 //   8. Under it scale O^T by s e^b and issue O^T += U'^T P^T.
-//   9. Wait for S, and free the tiles; P U' stays in flight.
+//   9. Wait for S; P U' stays in flight.
 // The chain from chunk to chunk is X, W, U', S. NOTES: the loop's edge is after step 6, where no GEMM is in
 // flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same
 // reason.
@@ -38,10 +38,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     auto stage_of = [&](int chunk) -> ForwardStage<C>& { return smem.stages[Use<C::kStages>(chunk).slot]; };
-    auto matrices_of = [&](int chunk) -> auto& { return smem.matrices[Use<C::kMatrixStages>(chunk).slot]; };
-    auto values_of = [&](int chunk) {
-        return shared_address(&smem.values[Use<C::kReadyStages>(chunk).slot][walker]) + lane_offset;
-    };
+    auto values_of = [&](int chunk) { return shared_address(&stage_of(chunk).values[walker]) + lane_offset; };
 
     // Until no more than the last kSteps of all issued ones run.
     auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
@@ -58,13 +55,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // Behind the last chunk begin_chunk makes nothing that is asked for out of what lies in the stage: the
     // phase before is over.
     auto wait_arrived = [&](int chunk) {
-        const Use<C::kReadyStages> use(chunk);
-        wait(smem.ready[use.slot], use.phase ^ (chunk == chunks));
+        const Use<C::kStages> use(chunk);
+        wait(smem.arrived[use.slot], use.phase ^ (chunk == chunks));
     };
 
-    auto gates_of = [&](int chunk) -> const ForwardGates& { return smem.gates[Use<C::kStages>(chunk).slot]; };
-    auto load_decay = [&](int chunk) {
-        return __uint_as_float(load_anew(shared_address(&gates_of(chunk).decay)));
+    auto load_decay = [](const ForwardStage<C>& stage) {
+        return __uint_as_float(load_anew(shared_address(&stage.gates.decay)));
     };
 
     // Whether step 1 leaves S^T as it is: behind the last chunk, and where leave_state has yet to store it.
@@ -80,7 +76,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             if constexpr (follows) convert_fragment(read[k], state, k);
             // NOTES: where the next steps wait for their turn on the tensor cores; ptxas does it as soon as
             // the factor is there, hence this way and not earlier
-            if (follows && k == std::min(3, kStateSteps - 1)) decay = load_decay(chunk);
+            if (follows && k == std::min(3, kStateSteps - 1)) decay = load_decay(stage);
             if (follows && k == kStateSteps - 1) warp::mul(state, state, scales_late(chunk) ? 1.f : decay);
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
@@ -88,7 +84,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         if constexpr (follows) {  // 2
             wait_but.template operator()<kStateSteps>();
             pin(out), pin_all(tokens);
-            smem.freed.template tell<(C::kMakers > 0)>(chunk - 1);
         }
         each<0, kTokenSteps>([&](int j) {
             load_transposed(tokens[j], values_of(chunk) + 16 * j * kPanelColumns * sizeof(T));
@@ -101,7 +96,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             multiply_step<false>(out, read[k], queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
         wait_if_sequential();
-        const auto& minus_read = gates_of(chunk).minus_read;
+        const auto& minus_read = stage.gates.minus_read;
         const TokenFactors::Columns factors[] = {minus_read.columns(0, lane), minus_read.columns(1, lane),
                                                  minus_read.columns(2, lane), minus_read.columns(3, lane)};
         float2 first[4];  // of V^T. NOTES: ahead of the wait, as the factors: the chain needs them first
@@ -117,10 +112,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             pair = from_float2<T2>({v.x + e.x * z.x, v.y + e.y * z.y});
         });
         forget(x);
-        multiply_square(x, matrices_of(chunk).a, false);  // 5
+        multiply_square(x, stage.a, false);  // 5
         if constexpr (follows) {
+            const int slot = Use<C::kStages>(chunk - 1).slot;
             fence_async_proxy();
-            arrive_warp(smem.out_ready[walker][Use<C::kReadyStages>(chunk - 1).slot]);
+            arrive_warp(smem.out_ready[walker][slot]);
+            arrive_warp(smem.free[slot]);
         }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
@@ -134,7 +131,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // S that enters a chunk at a border between segments, and the rest of step 1.
     auto leave_state = [&](int chunk) {
         store_state_transposed(border_state(g, task, chunk), state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
-        warp::mul(state, state, load_decay(chunk));
+        warp::mul(state, state, load_decay(stage_of(chunk)));
         pin(state);
     };
     // Steps 7 to 9.
@@ -142,7 +139,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         ForwardStage<C>& stage = stage_of(chunk);
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 7
-            const auto factors = gates_of(chunk).update.columns(j, lane);
+            const auto factors = stage.gates.update.columns(j, lane);
             each<0, 4>([&](int k) {
                 const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
                 scaled(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
@@ -152,15 +149,14 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         wait_if_sequential();
         each<0, kTokenSteps>([&](int j) { convert_fragment(tokens[j], x, j); });
         each<0, kTokenSteps>([&](int j) {  // 8
-            const auto factors = gates_of(chunk).out.columns(j, lane);
+            const auto factors = stage.gates.out.columns(j, lane);
             each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });
         });
-        multiply_square(out, matrices_of(chunk).p, true);
+        multiply_square(out, stage.p, true);
         wait_arrived(chunk + 1);
         wait_but.template operator()<kTokenSteps>();  // 9
         pin(state);
         each<0, kTokenSteps>([&](int j) { pin(scaled(j)); });
-        arrive_warp(smem.free[Use<C::kStages>(chunk).slot]);
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
@@ -174,10 +170,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         // NOTES: all of it before the first GEMM: the state's registers are a GEMM's to ptxas from there on
         // (C7517)
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
-        warp::mul(state, state, load_decay(0));
+        warp::mul(state, state, load_decay(stage_of(0)));
         pin(state);
         begin_chunk.template operator()<false>(0);
-#pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             if (g.borders && chunk > 0 && is_border(chunk)) leave_state(chunk);
             if (g.keep_writes) leave_writes(chunk);

@@ -109,13 +109,14 @@ def test_tensors_and_sizes(group: int, gate: bool, packed: bool, state: bool, ke
     check(core, keep=False)
     names = [x.name for x in kernel.launches]
     backward = [
+        "matrices",
         "mirror",
         "left",
         "right",
         *["mlstm_bwd_gates"] * gate,
         *["combine"] * (group > 1),
     ]
-    forward = ["forward"]
+    forward = ["matrices", "forward"]
     assert names == forward + backward + forward + forward + backward
 
 
@@ -194,19 +195,6 @@ def test_a_sequence_is_cut_alike_in_any_call(seq: int) -> None:
         assert len(set(slots)) == len(slots) and all(0 <= slot < shape.borders for slot in slots)
 
 
-def test_matrices_of_two_walkers(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two walkers of a CTA leave no room for makers: A and P come from device memory."""
-    monkeypatch.setattr(call.Shape, "value_walkers", property(lambda self: 2))
-    check(draw())
-    assert [x.name for x in kernel.launches][:2] == ["matrices", "forward"]
-    forward, mirror = (x for x in kernel.launches if x.name in ("forward", "mirror"))
-    assert forward.walkers == mirror.walkers == 2
-    for walk, matrices in zip(
-        (forward, mirror), (x for x in kernel.launches if x.name == "matrices"), strict=True
-    ):
-        assert walk.matrices == matrices.matrices and 0 not in walk.matrices
-
-
 def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two per CTA of the walks over the states where segments and heads fill the GPU, else one."""
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
@@ -216,4 +204,4 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert list(of_states.values()) == [2, 2, 2, 1, 2]
     assert shape_of(8, 8192, dim=64).states_walkers == 1
-    assert [shape_of(n, 8192).value_walkers for n in (1, 8)] == [1, 1]
+    assert [shape_of(n, 8192).walkers for n in (1, 8)] == [1, 2]

@@ -15,10 +15,9 @@ from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor,
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
-# Cycles of a chunk on a multiprocessor, from the log of 2026-11-26. Of a walk over V of one walker, which makes A
-# and P, and of two; of A and P alone; of the walks over the states, of which a lone walker makes all scores.
-_CYCLES = {1: 1900, 2: 2770}
-_CYCLES_OF_MATRICES = 3300
+# cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
+# of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
+_CYCLES = {1: 1830, 2: 2770}
 _STATES_CYCLES = {1: 6100, 2: 8200}
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 NO_GATE: Gate = (0, 0, 0, 0, 0)
@@ -101,33 +100,23 @@ class Shape(NamedTuple):
         return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
 
     @property
-    def value_walkers(self) -> int:
-        """Per CTA, of the walks whose walkers own columns of V.
-
-        One makes A and P in its CTA. Two share what they load, but A and P come from device memory.
-        """
-        columns = -(-self.dim_v // WALKER_COLUMNS)
-        heads, count = self.sequences * self.heads, multiprocessors(self.device)
-        one = -(-heads * columns // count) * _CYCLES[1]
-        two = -(-heads * -(-columns // 2) // count) * _CYCLES[2] + heads * _CYCLES_OF_MATRICES / count
-        return 1 if columns == 1 or one <= two else 2
-
-    @property
-    def makes_matrices(self) -> bool:
-        """Whether the walks over V make A and P."""
-        return self.value_walkers == 1
+    def walkers(self) -> int:
+        """Of a CTA of the walks of the forward and of its mirror."""
+        return self._walkers(self.dim_v, self.sequences, _CYCLES)
 
     @property
     def states_walkers(self) -> int:
-        """Of a CTA of the walks over the states, whose walkers own columns of K.
+        """Of a CTA of the walks over the states."""
+        return self._walkers(self.dim_k, self.cut.segments, _STATES_CYCLES)
 
-        Two share what they load; one alone is done earlier where there are few CTAs.
-        """
-        columns = -(-self.dim_k // WALKER_COLUMNS)
+    def _walkers(self, dim: int, segments: int, of_chunk: dict[int, int]) -> int:
+        """Of walks whose walkers share a head dim: two share what they load, one alone is done earlier where
+        there are few CTAs."""
+        columns = -(-dim // WALKER_COLUMNS)
 
         def cycles(walkers: int) -> int:
-            ctas = self.cut.segments * self.heads * -(-columns // walkers)
-            return -(-ctas // multiprocessors(self.device)) * _STATES_CYCLES[walkers]
+            ctas = segments * self.heads * -(-columns // walkers)
+            return -(-ctas // multiprocessors(self.device)) * of_chunk[walkers]
 
         return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
 
