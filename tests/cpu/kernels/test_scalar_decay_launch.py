@@ -120,6 +120,28 @@ def test_forward(kind: str, group: int, packed: bool, forwards: ForwardLaunches)
     assert forwards.instance.name == "decay_fwd_k64_v128_overlapped"
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "dims", "slice_v", "segments"),
+    [
+        (4, 16, (128, 128), 64, 4),  # 128 CTAs, 132 multiprocessors: uncut
+        (5, 16, (128, 128), 128, 5),
+        (4, 16, (128, 64), 64, 8),
+        (4, 16, (64, 128), 128, 8),
+        (4, 16, (128, 192), 256, 8),
+    ],
+)
+def test_slices_of_v_where_there_are_few_heads(
+    batch: int, heads: int, dims: tuple[int, int], slice_v: int, segments: int, forwards: ForwardLaunches
+) -> None:
+    q, k = (torch.randn(batch, 4096, heads, dims[0]).bfloat16() for _ in "qk")
+    v = torch.randn(batch, 4096, heads, dims[1]).bfloat16()
+    scalar_decay.simple_gla_fwd(q, k, v, torch.zeros(heads), None, None, SCALE, False, "auto")
+    tile = 64 if dims[0] == 64 else 128
+    assert forwards.instance.name == f"decay_fwd_k{tile}_v{slice_v}_overlapped"
+    # of a cut: 64-bit offsets, sequences, segments, chunks of a segment
+    assert forwards[-1].cut[1:3] == (batch, segments)
+
+
 def test_what_is_prepared_holds_no_tensor(forwards: ForwardLaunches) -> None:
     x = draw()
     forward = scalar_decay.prepare_simple_gla_fwd(*x, SCALE, False, "auto")

@@ -50,6 +50,7 @@ FwdResult: TypeAlias = tuple[
     KeptStates | None,
 ]
 
+NARROW_SLICE = 64
 _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
 
 
@@ -155,12 +156,17 @@ class Forward:
         batch, heads, seq, dim_v = v.shape
         key_heads, dim_qk = q.shape[1], q.shape[-1]
         device = q.get_device()
-        instance, slices = _instance(dim_qk, dim_v, options.schedule, options.decay)
-        kernel = build.load(instance)
         packed = cu_seqlens is not None
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         sizes = (batch, heads, seq, dim_qk, dim_v)
         multiprocessors, invariant, kept = _multiprocessors(device), options.batch_invariant, False
+        narrow = (
+            options.decay
+            and not invariant
+            and takes_narrow_slices(dim_qk, dim_v, sequences * heads, multiprocessors)
+        )
+        instance, slices = _instance(dim_qk, dim_v, options.schedule, options.decay, narrow)
+        kernel = build.load(instance)
         if options.keep_states or invariant:
             cut = tk_walks.cut_sequences(
                 sizes, sequences, multiprocessors, packed=packed, batch_invariant=invariant
@@ -282,11 +288,25 @@ def _readable(tensors: Tensors) -> Tensors:
     )
 
 
+def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: int) -> bool:
+    """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V.
+
+    Both make the scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all of
+    `heads`, those of all sequences.
+    """
+    fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
+    return fits and 2 * heads <= multiprocessors
+
+
 @functools.cache
-def _instance(dim_qk: int, dim_v: int, schedule: str, decay: bool = False) -> tuple[build.Instance, int]:
+def _instance(
+    dim_qk: int, dim_v: int, schedule: str, decay: bool, narrow: bool
+) -> tuple[build.Instance, int]:
     """The kernel instance and in how many slices of V its CTAs share a head."""
     instance = instances.mlstm_fwd(
-        dim_qk, dim_v, instances.DEFAULT_SCHEDULE if schedule == "auto" else schedule
+        dim_qk,
+        NARROW_SLICE if narrow else dim_v,
+        instances.DEFAULT_SCHEDULE if schedule == "auto" else schedule,
     )
     if decay:
         instance = instances.for_scalar_decay(instance)
