@@ -291,8 +291,8 @@ def _readable(tensors: Tensors) -> Tensors:
 def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: int) -> bool:
     """Whether two CTAs share the heads of a scalar decay, in slices of 64 columns of V.
 
-    Both make the scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all of
-    `heads`, those of all sequences.
+    Both make the scores, but their walk is shorter: it pays with K = V = 128 where one wave of CTAs holds all
+    of `heads`, those of all sequences.
     """
     fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
     return fits and 2 * heads <= multiprocessors
