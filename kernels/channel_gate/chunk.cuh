@@ -72,7 +72,7 @@ template <class T, int kDimK> struct GateWarp {
     // Step 2, where P's place is free.
     __device__ __forceinline__ void publish() {
         store_floats(totals() + block() * kDimK * 4 + fresh_laneid() * 8, x.total[0]);
-        if (part() > 0) each<0, 2>([&](int i) { store_floats(partial() + x.lane() * 16 + 512 * i, x.p[i]); });
+        if (part() > 0) each<0, 2>([&](int i) { store_four(partial() + x.lane() * 16 + 512 * i, x.p[i]); });
         meet();
     }
 
@@ -120,7 +120,7 @@ template <class T, int kDimK> struct GateWarp {
     __device__ __forceinline__ void add_partial() {
         each<0, 2>([&](int i) {
             float more[4];
-            load_floats(more, partial() + x.lane() * 16 + 512 * i);
+            load_four(more, partial() + x.lane() * 16 + 512 * i);
             each<0, 4>([&](int e) { x.p[i][e] += more[e]; });
         });
     }

@@ -93,13 +93,15 @@ __device__ __forceinline__ float2 load_floats(uint32_t address) {
 __device__ __forceinline__ void store_floats(uint32_t address, float2 x) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 }
-__device__ __forceinline__ void load_floats(float (&x)[4], uint32_t address) {
+// NOTES: not overloads of the above: braces around two numbers would choose the array, and write zeros behind
+// them.
+__device__ __forceinline__ void load_four(float (&x)[4], uint32_t address) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
                  : "r"(address)
                  : "memory");
 }
-__device__ __forceinline__ void store_floats(uint32_t address, const float (&x)[4]) {
+__device__ __forceinline__ void store_four(uint32_t address, const float (&x)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
                  "f"(x[3])
                  : "memory");

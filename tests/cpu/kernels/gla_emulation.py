@@ -17,26 +17,36 @@ FRAGMENT_ROW, FRAGMENT_COLUMN = LANE // 4, LANE % 4 * 2
 
 
 class Memory:
-    """Shared memory that holds numbers of two and of four bytes; a write of one size spoils the other."""
+    """Shared memory that holds numbers of two and of four bytes; a write of one size spoils the other.
+
+    Accesses are aligned to their size, of 16 bytes at most.
+    """
 
     def __init__(self, size: int) -> None:
         self.short, self.wide = np.full(size // 2, np.nan), np.full(size // 4, np.nan)
 
     def store(self, address: Array, x: Array) -> None:
         """Numbers of two bytes, one behind the other: x [..., n] at address [...]."""
-        place = np.asarray(address)[..., None] // 2 + np.arange(x.shape[-1])
+        place = self._numbers(address, 2, x.shape[-1])
         self.short[place], self.wide[place // 2] = x, np.nan
 
     def load(self, address: Array, count: int = 2) -> Array:
-        return self.short[np.asarray(address)[..., None] // 2 + np.arange(count)]
+        return self.short[self._numbers(address, 2, count)]
 
     def store_wide(self, address: Array, x: Array) -> None:
-        place = np.asarray(address)[..., None] // 4 + np.arange(x.shape[-1])
+        place = self._numbers(address, 4, x.shape[-1])
         self.wide[place] = x
         self.short[2 * place] = self.short[2 * place + 1] = np.nan
 
     def load_wide(self, address: Array, count: int = 2) -> Array:
-        return self.wide[np.asarray(address)[..., None] // 4 + np.arange(count)]
+        return self.wide[self._numbers(address, 4, count)]
+
+    def _numbers(self, address: Array, size: int, count: int) -> Array:
+        """Which of the numbers of `size` bytes: `count` of them at each address."""
+        found = np.asarray(address)[..., None]
+        unit = min(size * count, 16)
+        assert not np.any(found % unit), f"misaligned to {unit} bytes: {np.unique(found[found % unit > 0])}"
+        return found // size + np.arange(count)
 
     def matrices(self, rows: Array) -> list[Array]:
         """ldmatrix of four: [32] addresses of rows to the two numbers of every lane."""
