@@ -30,24 +30,29 @@ template <class C> struct Carrier {
     ForwardMemory<C>& smem;
     int team;
 
-    __device__ inline TileLoader<Task> loader() const {
-        return {smem.task, g.packed(), smem.tail_landed[team]};
+    __device__ inline TileLoader<Task> loader(int of) const {
+        return {smem.task, g.packed(), smem.tail_landed[team][of]};
     }
 
-    // q, k and log gates. The walkers are done with the chunk whose place this one takes.
-    __device__ inline void load(int chunk) const {
+    __device__ inline void load_gates(int chunk) const {
         const Task& task = smem.task;
         if (chunk >= task.chunks) return;
-        const int slot = Use<C::kStages>(chunk).slot;
         const Use<C::kScoreSlots> use(chunk);
-        semaphore& arrived = smem.arrived[slot];
         wait_free(smem.work_free[use.slot], use.phase);
         if (fresh_laneid() == 0)
-            g.gates.load<C::kDimK / kBlockChannels>(smem.work[use.slot], arrived,
+            g.gates.load<C::kDimK / kBlockChannels>(smem.work[use.slot], smem.gates_arrived[use.slot],
                                                     task.first_row + chunk * kChunk, task.head, task.batch);
-        TileLoader<Task> load_tile = loader();
-        load_tile(smem.operands[slot].q, g.q, arrived, 0, task.head, chunk);
-        load_tile(smem.operands[slot].k, g.k, arrived, 0, task.head, chunk);
+    }
+
+    // q and k, in the place of those of an earlier chunk, which the walkers are done with.
+    __device__ inline void load_operands(int chunk) const {
+        const Task& task = smem.task;
+        if (chunk >= task.chunks) return;
+        wait_done(smem, chunk - C::kStages);
+        const int slot = Use<C::kStages>(chunk).slot;
+        TileLoader<Task> load_tile = loader(0);
+        load_tile(smem.operands[slot].q, g.q, smem.arrived[slot], 0, task.head, chunk);
+        load_tile(smem.operands[slot].k, g.k, smem.arrived[slot], 0, task.head, chunk);
     }
 
     // V, where O of an earlier chunk has been, which this warp has stored.
@@ -57,7 +62,7 @@ template <class C> struct Carrier {
         const int slot = Use<C::kStages>(chunk).slot;
         wait_stores_read();
         __syncwarp();
-        TileLoader<Task> load_tile = loader();
+        TileLoader<Task> load_tile = loader(1);
 #pragma unroll 1
         for (int i = 0; i < C::kWalkers; i++)
             load_tile(smem.values[slot][i], g.v, smem.values_arrived[slot], task.column + i * kWalkerColumns,
@@ -85,40 +90,69 @@ template <class C> __device__ inline ChunkPlaces places_of(ForwardMemory<C>& sme
             shared_address(smem.decay[scores])};
 }
 
+// What the walkers need of a chunk, by a team; hands it on.
+template <class C, class Meanwhile>
+__device__ inline void make_chunk(const ForwardGlobals& g, ForwardMemory<C>& smem, int chunk, int team,
+                                  int warp, Meanwhile meanwhile) {
+    using T = typename C::T;
+    const Use<C::kStages> use(chunk);
+    const Use<C::kScoreSlots> scores(chunk);
+    wait(smem.gates_arrived[scores.slot], scores.phase);
+    wait(smem.arrived[use.slot], use.phase);
+    if (!C::kSequential) wait_done(smem, chunk - C::kScoreSlots);
+    const int tokens = smem.task.tokens_of(chunk);
+    GateWarp<T, C::kDimK> x{
+        places_of(smem, chunk), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
+    AroundMiddle<T, C::kDimK> middle{x};
+    const bool mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock);
+    if (warp == 0 && fresh_laneid() == 0) smem.mild[scores.slot] = mild;
+    if (mild) {
+        arrive_warp(smem.work_free[scores.slot]);
+        middle.scale_operands(g.scale, x.chunk.decay);
+        middle.make_scores(meanwhile);
+    } else {
+        x.make_levels_of_block(g.gates.dtype, tokens);
+        x.publish();
+        x.scale_operands(g.scale);
+        x.make_scores(g.scale);
+        arrive_warp(smem.work_free[scores.slot]);
+        meanwhile();
+    }
+    fence_async_proxy();
+    arrive_warp(smem.operands_ready[scores.slot]);
+}
+
 // gate_warp: of all teams.
 template <class C>
 __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem, int gate_warp) {
     const int team = C::kTeams == 1 ? 0 : gate_warp / C::kTeamWarps, warp = gate_warp % C::kTeamWarps;
     // NOTES: read anew where it is needed, to save registers
     auto chunks = [&] { return smem.task.chunks; };
-    const bool carries = warp == C::kTeamWarps - 1;
+    const int duty =
+        C::kTeamWarps - 1 - warp;  // of this warp, beside its share: 0 values, 1 operands, 2 gates
     const Carrier<C> carrier{g, smem, team};
-    if (carries && team == 0 && chunks() > 0) {
+    if (team == 0 && chunks() > 0) {
 #pragma unroll 1
-        for (int chunk = 0; chunk < C::kStages - 1; chunk++) carrier.load(chunk);
-        carrier.load_values(0);
+        for (int chunk = 0; chunk < C::kStages - 1; chunk++) {
+            if (duty == 1) carrier.load_operands(chunk);
+            if (duty == 2) carrier.load_gates(chunk);
+        }
+        if (duty == 0) carrier.load_values(0);
     }
 #pragma unroll 1
     for (int chunk = team; chunk < chunks(); chunk += C::kTeams) {
-        const Use<C::kStages> use(chunk);
-        const int scores = Use<C::kScoreSlots>(chunk).slot;
         if (C::kSequential) wait_done(smem, chunk - 1);
-        wait(smem.arrived[use.slot], use.phase);  // 1
-        if (carries) carrier.load_values(chunk + 1);
-        GateWarp<typename C::T, C::kDimK> x{
-            places_of(smem, chunk), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
-        x.make_levels_of_block(g.gates.dtype, smem.task.tokens_of(chunk));  // 2
-        if (!C::kSequential) wait_done(smem, chunk - C::kScoreSlots);       // 3
-        x.publish();                                                        // 4
-        x.scale_operands(g.scale);
-        x.make_scores(g.scale);
-        fence_async_proxy();
-        arrive_warp(smem.work_free[scores]), arrive_warp(smem.operands_ready[scores]);  // 5
-        if (carries) carrier.store(chunk - 1), carrier.load(chunk - 1 + C::kStages);    // 6
+        make_chunk(g, smem, chunk, team, warp, [&] {
+            if (duty == 0) carrier.load_values(chunk + 1);
+            if (duty == 2) carrier.load_gates(chunk + C::kScoreSlots);
+        });
+        if (duty == 0) carrier.store(chunk - 1);
+        if (duty == 1) carrier.load_operands(chunk - 1 + C::kStages);
         __syncwarp();
     }
-    if (carries && team == 0) carrier.store(chunks() - 1);
-    if (carries) wait_stores_done();
+    if (duty > 0) return;
+    if (team == 0) carrier.store(chunks() - 1);
+    wait_stores_done();
 }
 
 }  // namespace tfla_tk::channel_gate

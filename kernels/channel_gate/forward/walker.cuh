@@ -37,9 +37,13 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         wait(smem.values_arrived[use.slot], use.phase);
         wait(smem.operands_ready[of_gates.slot], of_gates.phase);
     };
-    auto decay_state = [&](int chunk) {  // 3
-        const uint32_t decay =
-            shared_address(&smem.decay[Use<C::kScoreSlots>(chunk).slot]) + 8 * (fresh_laneid() % 4);
+    // Scales S^T by a factor per column: e^{b_L}, or those before and behind the middle of a mild chunk.
+    enum Factor { whole, before, behind };
+    auto decay_state = [&](int chunk, Factor factor) {
+        const int slot = Use<C::kScoreSlots>(chunk).slot;
+        const bool is_used = (load_anew(shared_address(&smem.mild[slot])) != 0) == (factor != whole);
+        const uint32_t decay = shared_address(is_used ? smem.decay[slot][factor == behind] : smem.ones) +
+                               8 * (fresh_laneid() % 4);
         each<0, 2 * kStateSteps>([&](int i) {
             float2 e;  // NOTES: volatile, or ptxas loads all factors first, in registers of their own
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(e.x), "=f"(e.y) : "r"(decay + 32 * i));
@@ -54,6 +58,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto begin_chunk = [&]<bool first>(int chunk) {
         const int slot = Use<C::kStages>(chunk).slot;
         const auto queries = Operand128B::rows(&smem.operands[slot].q);
+        decay_state(chunk, before);  // 2
         forget(out);
         constexpr bool kOneByOne = first || C::kSequential;
         each<0, kStateSteps>([&](int k) {  // 2
@@ -63,7 +68,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
             if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
         });
-        decay_state(chunk);
+        decay_state(chunk, whole);
         warpgroup::mma_async_wait<0>();
         pin(out), pin_fragments();
         each<0, kTokenSteps>([&](int j) {  // 4
@@ -86,6 +91,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         store_transposed<T>(values_of(slot), out);
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
+        decay_state(chunk, behind);
         fence_async_proxy();
         arrive_warp(smem.done[slot]);
     };
