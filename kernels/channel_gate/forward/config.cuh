@@ -12,6 +12,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     static constexpr bool kSequential = kOrder == Schedule::sequential;
 
     // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
+    static constexpr int kParts = GateWarp<T, kDimK>::kParts;  // times 64 channels
     static constexpr int kTeamWarps = GateWarp<T, kDimK>::kWarps, kTeams = 8 / kTeamWarps;
     static constexpr int kGateWarps = kTeams * kTeamWarps;
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
@@ -62,6 +63,8 @@ template <class C> struct ForwardMemory {
     semaphore gates_arrived[C::kScoreSlots];   // log gates
     semaphore values_arrived[C::kStages];      // V
     semaphore work_free[C::kScoreSlots];       // by the gate warps of a chunk
+    semaphore operands_agreed[C::kStages];     // by the other CTA of a cluster: places of q and k are free
+    semaphore work_agreed[C::kScoreSlots];     // there, those of log gates
     semaphore operands_ready[C::kScoreSlots];  // by them: what the walkers need
     semaphore done[C::kStages];                // by the walkers: O is there, all else of the chunk is free
     semaphore tail_landed[C::kTeams][2];       // of each team's warps that load q and k, and V
@@ -70,11 +73,13 @@ template <class C> struct ForwardMemory {
     __device__ inline void init_barriers() {
         for (int i = 0; i < C::kStages; i++) {
             init_semaphore(arrived[i], 2);
+            init_semaphore(operands_agreed[i], 1);
             init_semaphore(values_arrived[i], C::kWalkers);
             init_warp_barrier(done[i], 4 * C::kWalkers);
         }
         for (int i = 0; i < C::kScoreSlots; i++) {
             init_semaphore(gates_arrived[i], 1);
+            init_semaphore(work_agreed[i], 1);
             init_warp_barrier(work_free[i], C::kTeamWarps);
             init_warp_barrier(operands_ready[i], C::kTeamWarps);
         }

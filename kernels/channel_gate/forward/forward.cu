@@ -29,6 +29,7 @@ __global__ __launch_bounds__(C::kThreads,
             g.q.prefetch(), g.k.prefetch(), g.gates.map.prefetch(), g.v.prefetch(), g.o.prefetch();
         }))
         return;
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
     if (warp < C::kGateWarps) {
         set_registers<C::kGateRegisters, C::kThreads, 1>();
         run_gates(g, smem, warp);
@@ -36,6 +37,7 @@ __global__ __launch_bounds__(C::kThreads,
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         walk_forward(g, smem, (warp - C::kGateWarps) / 4);
     }
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
 template <class C> void launch_forward(const GlaForwardParams& p, cudaStream_t stream) {
@@ -66,7 +68,8 @@ template <class C> void launch_forward(const GlaForwardParams& p, cudaStream_t s
     };
     const auto ctas = static_cast<std::int64_t>(s.cut.segments) * g.heads * g.ctas;
     launch<gla_forward_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, "gla_forward"), C::kThreads,
-                                                            s.device, stream, "gla_forward");
+                                                            s.device, stream, "gla_forward",
+                                                            g.ctas % 2 == 0 ? 2 : 1);
 }
 
 template <class T> void run_forward(const GlaForwardParams& p, cudaStream_t stream) {

@@ -11,77 +11,9 @@
 //      gates of a later chunk into that place.
 #pragma once
 
-#include "channel_gate/forward/config.cuh"
-#include "common/store_rows.cuh"
+#include "channel_gate/forward/carrier.cuh"
 
 namespace tfla_tk::channel_gate {
-
-// Until the walkers are done with a chunk.
-template <class C> __device__ inline void wait_done(ForwardMemory<C>& smem, int chunk) {
-    if (chunk < 0) return;
-    const Use<C::kStages> use(chunk);
-    wait(smem.done[use.slot], use.phase);
-}
-
-// Of one warp. NOTES: only a sequence's last chunk may end early, and loads an even number of tiles before V:
-// so each of these functions begins with the same phase of tail_landed, and no loader has to be kept.
-template <class C> struct Carrier {
-    const ForwardGlobals& g;
-    ForwardMemory<C>& smem;
-    int team;
-
-    __device__ inline TileLoader<Task> loader(int of) const {
-        return {smem.task, g.packed(), smem.tail_landed[team][of]};
-    }
-
-    __device__ inline void load_gates(int chunk) const {
-        const Task& task = smem.task;
-        if (chunk >= task.chunks) return;
-        const Use<C::kScoreSlots> use(chunk);
-        wait_free(smem.work_free[use.slot], use.phase);
-        if (fresh_laneid() == 0)
-            g.gates.load<C::kDimK / kBlockChannels>(smem.work[use.slot], smem.gates_arrived[use.slot],
-                                                    task.first_row + chunk * kChunk, task.head, task.batch);
-    }
-
-    // q and k, in the place of those of an earlier chunk, which the walkers are done with.
-    __device__ inline void load_operands(int chunk) const {
-        const Task& task = smem.task;
-        if (chunk >= task.chunks) return;
-        wait_done(smem, chunk - C::kStages);
-        const int slot = Use<C::kStages>(chunk).slot;
-        TileLoader<Task> load_tile = loader(0);
-        load_tile(smem.operands[slot].q, g.q, smem.arrived[slot], 0, task.head, chunk);
-        load_tile(smem.operands[slot].k, g.k, smem.arrived[slot], 0, task.head, chunk);
-    }
-
-    // V, where O of an earlier chunk has been, which this warp has stored.
-    __device__ inline void load_values(int chunk) const {
-        const Task& task = smem.task;
-        if (chunk >= task.chunks) return;
-        const int slot = Use<C::kStages>(chunk).slot;
-        wait_stores_read();
-        __syncwarp();
-        TileLoader<Task> load_tile = loader(1);
-#pragma unroll 1
-        for (int i = 0; i < C::kWalkers; i++)
-            load_tile(smem.values[slot][i], g.v, smem.values_arrived[slot], task.column + i * kWalkerColumns,
-                      task.head, chunk);
-    }
-
-    __device__ inline void store(int chunk) const {
-        if (chunk < 0) return;
-        const Task& task = smem.task;
-        wait_done(smem, chunk);
-#pragma unroll 1
-        for (int i = 0; i < C::kWalkers; i++)
-            store_chunk(task, g.packed(), g.o, g.o_box, g.o_row, &smem.values[Use<C::kStages>(chunk).slot][i],
-                        chunk, [&](const TensorMap& map, uint32_t from, int row) {
-                            map.store_panel(from, task.column + i * kWalkerColumns, row, task.head,
-                                            task.batch);
-                        });
-    }
-};
 
 template <class C> __device__ inline ChunkPlaces places_of(ForwardMemory<C>& smem, int chunk) {
     const int slot = Use<C::kStages>(chunk).slot, scores = Use<C::kScoreSlots>(chunk).slot;
@@ -115,6 +47,7 @@ __device__ inline void make_chunk(const ForwardGlobals& g, ForwardMemory<C>& sme
         x.publish();
         x.scale_operands(g.scale);
         x.make_scores(g.scale);
+        fence_async_proxy();
         arrive_warp(smem.work_free[scores.slot]);
         meanwhile();
     }

@@ -1,0 +1,131 @@
+// What comes from and goes to global memory, by warps of a team beside their share of the gates' work.
+//
+// Where the slices of V of a head are even in number, those of two neighbours are a cluster, and each of its
+// CTAs loads every second box of q, k and the log gates into the shared memory of both. Before that they tell
+// each other that the place is free.
+#pragma once
+
+#include "channel_gate/forward/config.cuh"
+#include "common/cluster.cuh"
+#include "common/store_rows.cuh"
+
+namespace tfla_tk::channel_gate {
+
+// Until the walkers are done with a chunk.
+template <class C> __device__ inline void wait_done(ForwardMemory<C>& smem, int chunk) {
+    if (chunk < 0) return;
+    const Use<C::kStages> use(chunk);
+    wait(smem.done[use.slot], use.phase);
+}
+
+// Each function is of one warp, the same for all chunks of a team. NOTES: only a sequence's last chunk may
+// end early: so each begins with the first phase of tail_landed, and no loader has to be kept.
+template <class C> struct Carrier {
+    const ForwardGlobals& g;
+    ForwardMemory<C>& smem;
+    int team;
+
+    __device__ inline TileLoader<Task> loader(int of) const {
+        return {smem.task, g.packed(), smem.tail_landed[team][of]};
+    }
+
+    // The log gates.
+    __device__ inline void load_gates(int chunk) const {
+        const Task& task = smem.task;
+        if (chunk >= task.chunks) return;
+        const Use<C::kScoreSlots> use(chunk);
+        semaphore& arrived = smem.gates_arrived[use.slot];
+        wait_free(smem.work_free[use.slot], use.phase);
+        expect(arrived, C::kParts * g.gates.part_bytes());
+        meet_neighbour(smem.work_agreed[use.slot], use.phase);
+        if (fresh_laneid() != 0) return;
+        const bool shares = cluster_ctas() > 1;
+        const int row = task.first_row + chunk * kChunk, boxes = g.gates.boxes();
+#pragma unroll 1
+        for (int n = shares ? chunk + cta_in_cluster() & 1 : 0; n < C::kParts * boxes; n += 1 + shares) {
+            const int part = n / boxes, block = n % boxes;
+            load_box(g.gates.map,
+                     smem.work[use.slot] + part * (kBlocks * kBlockBytes) + g.gates.place_of(block), arrived,
+                     part * kBlockChannels, row + block * kBlock, shares);
+        }
+    }
+
+    // q and k, in the place of those of an earlier chunk, which the walkers are done with.
+    __device__ inline void load_operands(int chunk) const {
+        const Task& task = smem.task;
+        if (chunk >= task.chunks) return;
+        wait_done(smem, chunk - C::kStages);
+        const Use<C::kStages> use(chunk);
+        auto& to = smem.operands[use.slot];
+        semaphore& arrived = smem.arrived[use.slot];
+        const bool ends_early = g.packed() && task.tokens_of(chunk) < kChunk;
+        if (ends_early || cluster_ctas() == 1) {
+            TileLoader<Task> load_tile = loader(0);
+            load_tile(to.q, g.q, arrived, 0, task.head, chunk);
+            load_tile(to.k, g.k, arrived, 0, task.head, chunk);
+            return;
+        }
+        expect(arrived, C::Tile::loaded_bytes), expect(arrived, C::Tile::loaded_bytes);
+        meet_neighbour(smem.operands_agreed[use.slot], use.phase);
+        if (fresh_laneid() != 0) return;
+        constexpr int kPanels = C::Tile::panels;
+#pragma unroll 1
+        for (int n = cta_in_cluster(); n < 2 * kPanels; n += 2) {
+            const int panel = n % kPanels;
+            load_box(n < kPanels ? g.q : g.k, n < kPanels ? to.q.data[panel] : to.k.data[panel], arrived,
+                     panel * kPanelColumns, task.first_row + chunk * kChunk, true);
+        }
+    }
+
+    // V, where O of an earlier chunk has been, which this warp has stored.
+    __device__ inline void load_values(int chunk) const {
+        const Task& task = smem.task;
+        if (chunk >= task.chunks) return;
+        const int slot = Use<C::kStages>(chunk).slot;
+        wait_stores_read();
+        __syncwarp();
+        TileLoader<Task> load_tile = loader(1);
+#pragma unroll 1
+        for (int i = 0; i < C::kWalkers; i++)
+            load_tile(smem.values[slot][i], g.v, smem.values_arrived[slot], task.column + i * kWalkerColumns,
+                      task.head, chunk);
+    }
+
+    // O.
+    __device__ inline void store(int chunk) const {
+        if (chunk < 0) return;
+        const Task& task = smem.task;
+        wait_done(smem, chunk);
+#pragma unroll 1
+        for (int i = 0; i < C::kWalkers; i++)
+            store_chunk(task, g.packed(), g.o, g.o_box, g.o_row, &smem.values[Use<C::kStages>(chunk).slot][i],
+                        chunk, [&](const TensorMap& map, uint32_t from, int row) {
+                            map.store_panel(from, task.column + i * kWalkerColumns, row, task.head,
+                                            task.batch);
+                        });
+    }
+
+  private:
+    __device__ static inline void expect(semaphore& arrived, uint32_t bytes) {
+        if (fresh_laneid() == 0) kittens::tma::expect_bytes(arrived, bytes);
+    }
+
+    // In a cluster: tells the other CTA that a place is free here, and waits for the same of its own.
+    __device__ static inline void meet_neighbour(semaphore& agreed, uint32_t phase) {
+        if (cluster_ctas() == 1) return;
+        __syncwarp();
+        if (fresh_laneid() == 0) arrive_in_cta(agreed, 1 - cta_in_cluster());
+        wait(agreed, phase);
+    }
+
+    __device__ inline void load_box(const TensorMap& map, void* to, semaphore& arrived, int column, int row,
+                                    bool shares) const {
+        const Task& task = smem.task;
+        if (shares)
+            map.load_panel_to_both(to, arrived, column, row, task.head, task.batch);
+        else
+            map.load_panel(to, arrived, column, row, task.head, task.batch);
+    }
+};
+
+}  // namespace tfla_tk::channel_gate

@@ -1,0 +1,117 @@
+"""Chunks of GLA around their middle: lane by lane against sums of gates, and rounded where the choice changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from .gla_emulation import CHUNK
+from .gla_middle_emulation import MILD_BITS, ChunkAroundMiddle
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ERRORS = {"bf16": 4.5e-3, "fp16": 6e-4}  # relative Frobenius
+
+
+@pytest.mark.parametrize("tokens", [CHUNK, 37, 1])
+@pytest.mark.parametrize("short", [False, True], ids=["fp32", "16 bits"])
+@pytest.mark.parametrize("dim_k", [64, 128])
+def test_scores_and_operands(dim_k: int, short: bool, tokens: int) -> None:
+    """Tokens past the end have k = 0 and gates that are not looked at."""
+    rng = np.random.default_rng(dim_k + tokens)
+    q, k, g = (rng.standard_normal((CHUNK, dim_k)) for _ in range(3))
+    g = -np.log1p(np.exp(-g))
+    g[rng.random(g.shape) < 0.1], g[:, 3], g[tokens // 2, 5], g[0, 6] = 0.0, 0.0, -9.0, 0.5
+    q[tokens:] = k[tokens:] = 0.0
+    given = g.copy()
+    given[tokens:], g[tokens:] = np.nan, 0.0
+    chunk = ChunkAroundMiddle(q, k, given, 0.3, short, tokens)
+    chunk.run()
+    through = g.cumsum(0)
+    middle = through[CHUNK // 2 - 1]
+    p = np.tril(np.einsum("ic,jc,ijc->ij", 0.3 * q, k, np.exp(through[:, None] - through)))
+    np.testing.assert_allclose(chunk.read_tile(chunk.p_at, CHUNK), p, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(chunk.read_tile(0, dim_k), 0.3 * q * np.exp(through - middle), rtol=1e-9)
+    np.testing.assert_allclose(chunk.read_tile(chunk.k_at, dim_k), k * np.exp(middle - through), rtol=1e-9)
+    np.testing.assert_allclose(chunk.before, np.exp(middle), rtol=1e-9)
+    np.testing.assert_allclose(chunk.behind, np.exp(through[-1] - middle), rtol=1e-9)
+    bits = np.abs(g).reshape(4, 16, dim_k).sum(1).max() / np.log(2.0)
+    assert chunk.mild_bits == pytest.approx(bits)
+
+
+def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, dtype: torch.dtype | None, mild: bool) -> Tensor:
+    """o of [T, K] and [T, V] in fp64, with the operands of every GEMM rounded to `dtype`."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if dtype is None else x.to(dtype).double()
+
+    state, out = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
+    for at in range(0, len(q), CHUNK):
+        q_c, k_c, v_c, b = q[at:][:CHUNK], k[at:][:CHUNK], v[at:][:CHUNK], g[at:][:CHUNK].cumsum(0)
+        if mild:
+            middle = b[CHUNK // 2 - 1]
+            before, behind = middle.exp(), (b[-1] - middle).exp()
+            queries, keys = rounded(q_c * (b - middle).exp()), rounded(k_c * (middle - b).exp())
+            scores = (queries @ keys.T).tril()
+        else:
+            before, behind = torch.ones_like(b[0]), torch.ones_like(b[0])
+            queries, keys = rounded(q_c * b.exp()), rounded(k_c * (b[-1] - b).exp())
+            scores = by_levels(q_c, k_c, b, rounded)
+        state = state * before[:, None]
+        out.append(queries @ rounded(state) + rounded(scores) @ v_c)
+        whole = behind if mild else b[-1].exp()
+        state = (state + keys.T @ v_c) * behind[:, None] if mild else state * whole[:, None] + keys.T @ v_c
+    return torch.cat(out)
+
+
+def by_levels(q: Tensor, k: Tensor, b: Tensor, rounded) -> Tensor:
+    """Scores of a chunk, level by level."""
+    token = torch.arange(CHUNK)
+    scores = torch.diag((rounded(q) * rounded(k)).sum(1))
+    for n in (1, 2, 4, 8, 16, 32):
+        last = b[token // (2 * n) * 2 * n + n - 1]
+        right = (token // n % 2 == 1)[:, None]
+        x = rounded(torch.where(right, q * (b - last).exp(), k * (last - b).exp()))
+        of_level = right & ~right.T & (token[:, None] // (2 * n) == token // (2 * n))
+        scores = scores + torch.where(of_level, x @ x.T, 0.0)
+    return scores
+
+
+def gates(kind: str, limit: float, shape: tuple[int, int]) -> Tensor:
+    """Log gates whose sum over every block of 16 is -limit: all alike, at random, or by one token."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.rand(shape, generator=rng, dtype=torch.float64)
+    if kind == "alike":
+        x = torch.ones_like(x)
+    blocks = x.reshape(-1, 16, shape[1])
+    if kind == "one token":
+        blocks = (blocks == blocks.amax(1, keepdim=True)).double()
+    if kind == "half":  # of the channels do not decay
+        blocks[:, :, ::2] = 0.0
+        blocks[:, 0, ::2] = 1e-9
+    return (-limit * blocks / blocks.sum(1, keepdim=True).clamp_min(1e-3)).reshape(shape)
+
+
+@pytest.mark.parametrize("kind", ["alike", "random", "one token", "half"])
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_both_forms_are_accurate_where_the_choice_changes(name: str, kind: str) -> None:
+    dtype, rng = DTYPES[name], torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(256, 64, generator=rng).to(dtype).double() for _ in range(3))
+    g = gates(kind, MILD_BITS[name] * float(np.log(2.0)), (256, 64))
+    truth = walk(q, k, v, g, None, mild=False)
+    for mild in (False, True):
+        error = (walk(q, k, v, g, dtype, mild) - truth).norm() / truth.norm()
+        assert error < ERRORS[name], (mild, error)
+
+
+@pytest.mark.parametrize("size", [2.0**-8, 2.0**4])
+def test_small_and_large_operands_keep_their_digits(size: float) -> None:
+    """Of fp16, whose range is the smaller one."""
+    rng = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(256, 64, generator=rng, dtype=torch.float64) for _ in range(3))
+    q, k, v = (x.half().double() for x in (q * size, k * size, v))
+    g = gates("random", MILD_BITS["fp16"] * float(np.log(2.0)), (256, 64))
+    truth = walk(q, k, v, g, None, mild=False)
+    errors = [(walk(q, k, v, g, torch.float16, mild) - truth).norm() / truth.norm() for mild in (False, True)]
+    assert errors[1] < 1.3 * errors[0]
