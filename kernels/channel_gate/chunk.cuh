@@ -87,6 +87,10 @@ template <class T, int kDimK> struct GateWarp {
     __device__ __forceinline__ void make_levels_of_block(DType dtype, int tokens) {
         x.by_levels(q(), k(), work(), dtype, tokens - block() * kBlock);
     }
+    // The same where the block's gates are mild.
+    __device__ __forceinline__ void make_block_around_middle(DType dtype, int tokens) {
+        x.around_middle(q(), k(), work(), dtype, tokens - block() * kBlock);
+    }
 
     // Step 2, where P's place is free.
     __device__ __forceinline__ void publish() {

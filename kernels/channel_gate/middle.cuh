@@ -17,10 +17,10 @@
 
 namespace tfla_tk::channel_gate {
 
-// Of all channels of a block: most of the sum of |log2 a| that counts as mild. NOTES: four blocks may reach
-// it, two on each side of the middle. Operands times 2^80 and 2^-80 stay in the range of bf16 with 46 binary
-// digits to spare; those of fp16 lose none of their eleven where q and k are 2^-10 or more.
-template <class T> constexpr float kMildBits = std::is_same_v<T, bf16> ? 40.f : 2.f;
+// The largest sum of |log2 a| on a side of a middle that counts as mild, for every channel: no factor leaves
+// 2^-80 to 2^80. NOTES: so operands of bf16 stay in its range with 46 binary digits to spare; those of fp16
+// lose none of their eleven where q and k are 2^-10 or more.
+template <class T> constexpr float kMildBits = std::is_same_v<T, bf16> ? 80.f : 4.f;
 
 template <class T, int kDimK> struct AroundMiddle {
     using Warp = GateWarp<T, kDimK>;
@@ -32,6 +32,7 @@ template <class T, int kDimK> struct AroundMiddle {
     const Warp& of;
     float a[kTokens][kChannels];
     float total[kChannels], beside[kChannels];  // T of these eight tokens and of the block's others
+    bool block_is_mild;                         // enough to be made around its own middle
     T2 q[kTokens][2], k[kTokens][2];
 
     __device__ __forceinline__ uint32_t half() const { return static_cast<uint32_t>(fresh_laneid()) / 16; }
@@ -157,13 +158,15 @@ template <class T, int kDimK> struct AroundMiddle {
                 total[c] *= a[i][c];
             });
         });
-        bool mild = true;
+        constexpr float kMost = 0.693147181f * kMildBits<T>;
+        bool mild = true, block = true;
         each<0, kChannels>([&](int c) {
-            constexpr float kLog2 = 0.693147181f;
+            block = block && sum[c] <= kMost;
             sum[c] += __shfl_xor_sync(0xffffffff, sum[c], 16);
             beside[c] = __shfl_xor_sync(0xffffffff, total[c], 16);
-            mild = mild && sum[c] <= kMildBits<T> * kLog2;
+            mild = mild && sum[c] <= kMost / 2;  // a side of the chunk's middle has two blocks
         });
+        block_is_mild = __all_sync(0xffffffff, block);
         return mild;
     }
 

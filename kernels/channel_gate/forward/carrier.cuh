@@ -42,7 +42,7 @@ template <class C> struct Carrier {
         const bool shares = cluster_ctas() > 1;
         const int row = task.first_row + chunk * kChunk, boxes = g.gates.boxes();
 #pragma unroll 1
-        for (int n = shares ? chunk + cta_in_cluster() & 1 : 0; n < C::kParts * boxes; n += 1 + shares) {
+        for (int n = shares ? (chunk + cta_in_cluster()) % 2 : 0; n < C::kParts * boxes; n += 1 + shares) {
             const int part = n / boxes, block = n % boxes;
             load_box(g.gates.map,
                      smem.work[use.slot] + part * (kBlocks * kBlockBytes) + g.gates.place_of(block), arrived,

@@ -43,7 +43,10 @@ __device__ inline void make_chunk(const ForwardGlobals& g, ForwardMemory<C>& sme
         middle.scale_operands(g.scale, x.chunk.decay);
         middle.make_scores(meanwhile);
     } else {
-        x.make_levels_of_block(g.gates.dtype, tokens);
+        if (middle.block_is_mild)
+            x.make_block_around_middle(g.gates.dtype, tokens);
+        else
+            x.make_levels_of_block(g.gates.dtype, tokens);
         x.publish();
         x.scale_operands(g.scale);
         x.make_scores(g.scale);

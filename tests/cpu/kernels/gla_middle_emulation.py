@@ -22,7 +22,7 @@ from .gla_emulation import (
 
 TOKENS, CHANNELS = 8, 4  # of a lane
 HALF, CHANNEL = LANE // 16, LANE % 16 * CHANNELS
-MILD_BITS = {"bf16": 40.0, "fp16": 2.0}
+MILD_BITS = {"bf16": 80.0, "fp16": 4.0}  # on a side of a middle
 
 
 class ChunkAroundMiddle(Chunk):
