@@ -44,10 +44,14 @@ template <class T, int kDimK> struct AroundMiddle {
         return tile + half() * (kTokens * kRowBytes) + ((2 * channel()) ^ (16 * i)) + i * kRowBytes;
     }
 
-    // Steps 1 and 2; whether the chunk is mild. tokens: of the block.
-    __device__ __forceinline__ bool is_mild(DType dtype, int tokens) {
+    // Steps 1 and 2; whether the chunk is mild. tokens: of the block. doubtful: the chunk is probably not.
+    __device__ __forceinline__ bool is_mild(DType dtype, int tokens, bool doubtful) {
         load_gates(dtype, tokens);
         const bool mild = sum_gates();
+        // NOTES: what follows is for nothing if the chunk is not mild, and all of it in flight at once if it
+        // is
+        if (doubtful && !__all_sync(0xffffffff, mild)) return of.agree(false);
+        multiply_gates();
         each<0, kTokens>(
             [&](int i) { load_two(q[i], row_of(of.q(), i)), load_two(k[i], row_of(of.k(), i)); });
         if (half() == 0) {
@@ -145,29 +149,32 @@ template <class T, int kDimK> struct AroundMiddle {
             });
     }
 
-    // From log gates to gates, and T of the lane's tokens and of those beside them. Whether the block is
-    // mild.
+    // Whether the block is mild as a part of the chunk; by itself: block_is_mild.
     __device__ __forceinline__ bool sum_gates() {
-        float sum[kChannels];
-        each<0, kChannels>([&](int c) { sum[c] = 0.f, total[c] = 1.f; });
-        each<0, kTokens>([&](int i) {
-            each<0, kChannels>([&](int c) {
-                constexpr float kLog2e = 1.44269504f;
-                sum[c] += fabsf(a[i][c]);
-                a[i][c] = exp2f(a[i][c] * kLog2e);
-                total[c] *= a[i][c];
-            });
-        });
         constexpr float kMost = 0.693147181f * kMildBits<T>;
         bool mild = true, block = true;
+        float sum[kChannels];
+        each<0, kChannels>([&](int c) { sum[c] = fabsf(a[0][c]); });
+        each<1, kTokens>([&](int i) { each<0, kChannels>([&](int c) { sum[c] += fabsf(a[i][c]); }); });
         each<0, kChannels>([&](int c) {
             block = block && sum[c] <= kMost;
             sum[c] += __shfl_xor_sync(0xffffffff, sum[c], 16);
-            beside[c] = __shfl_xor_sync(0xffffffff, total[c], 16);
             mild = mild && sum[c] <= kMost / 2;  // a side of the chunk's middle has two blocks
         });
         block_is_mild = __all_sync(0xffffffff, block);
         return mild;
+    }
+
+    // From log gates to gates, and T of the lane's tokens and of those beside them.
+    __device__ __forceinline__ void multiply_gates() {
+        each<0, kTokens>([&](int i) {
+            each<0, kChannels>([&](int c) {
+                constexpr float kLog2e = 1.44269504f;
+                a[i][c] = exp2f(a[i][c] * kLog2e);
+                total[c] = i == 0 ? a[i][c] : total[c] * a[i][c];
+            });
+        });
+        each<0, kChannels>([&](int c) { beside[c] = __shfl_xor_sync(0xffffffff, total[c], 16); });
     }
 
     // A row of Q (or K) from the factors behind (or before) it, which become those behind (before) its

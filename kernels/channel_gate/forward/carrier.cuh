@@ -36,18 +36,21 @@ template <class C> struct Carrier {
         const Use<C::kScoreSlots> use(chunk);
         semaphore& arrived = smem.gates_arrived[use.slot];
         wait_free(smem.work_free[use.slot], use.phase);
-        expect(arrived, C::kParts * g.gates.part_bytes());
+        if (fresh_laneid() == 0) kittens::tma::expect_bytes(arrived, C::kParts * g.gates.part_bytes());
         meet_neighbour(smem.work_agreed[use.slot], use.phase);
         if (fresh_laneid() != 0) return;
-        const bool shares = cluster_ctas() > 1;
-        const int row = task.first_row + chunk * kChunk, boxes = g.gates.boxes();
+        const int row = task.first_row + chunk * kChunk, boxes = C::kParts * g.gates.boxes();
+        unsigned char* const work = smem.work[use.slot];
+        auto load_part = [&](int n, int part, int block) {
+            if (is_of_neighbour(chunk + n)) return;
+            load_box(g.gates.map, work + part * (kBlocks * kBlockBytes) + g.gates.place_of(block), arrived,
+                     part * kBlockChannels, row + block * kBlock);
+        };
+        if (g.gates.is_float())
+            each<0, C::kParts>([&](int part) { load_part(part, part, 0); });
+        else
 #pragma unroll 1
-        for (int n = shares ? (chunk + cta_in_cluster()) % 2 : 0; n < C::kParts * boxes; n += 1 + shares) {
-            const int part = n / boxes, block = n % boxes;
-            load_box(g.gates.map,
-                     smem.work[use.slot] + part * (kBlocks * kBlockBytes) + g.gates.place_of(block), arrived,
-                     part * kBlockChannels, row + block * kBlock, shares);
-        }
+            for (int n = 0; n < boxes; n++) load_part(n, n / kBlocks, n % kBlocks);
     }
 
     // q and k, in the place of those of an earlier chunk, which the walkers are done with.
@@ -58,23 +61,23 @@ template <class C> struct Carrier {
         const Use<C::kStages> use(chunk);
         auto& to = smem.operands[use.slot];
         semaphore& arrived = smem.arrived[use.slot];
-        const bool ends_early = g.packed() && task.tokens_of(chunk) < kChunk;
-        if (ends_early || cluster_ctas() == 1) {
+        if (ends_early(chunk)) {
             TileLoader<Task> load_tile = loader(0);
             load_tile(to.q, g.q, arrived, 0, task.head, chunk);
             load_tile(to.k, g.k, arrived, 0, task.head, chunk);
             return;
         }
-        expect(arrived, C::Tile::loaded_bytes), expect(arrived, C::Tile::loaded_bytes);
+        if (fresh_laneid() == 0)
+            each<0, 2>([&](int) { kittens::tma::expect_bytes(arrived, C::Tile::loaded_bytes); });
         meet_neighbour(smem.operands_agreed[use.slot], use.phase);
         if (fresh_laneid() != 0) return;
-        constexpr int kPanels = C::Tile::panels;
-#pragma unroll 1
-        for (int n = cta_in_cluster(); n < 2 * kPanels; n += 2) {
-            const int panel = n % kPanels;
-            load_box(n < kPanels ? g.q : g.k, n < kPanels ? to.q.data[panel] : to.k.data[panel], arrived,
-                     panel * kPanelColumns, task.first_row + chunk * kChunk, true);
-        }
+        const int row = task.first_row + chunk * kChunk;
+        each<0, 2 * C::Tile::panels>([&](int n) {
+            const int panel = n / 2;
+            if (is_of_neighbour(n)) return;
+            load_box(n % 2 ? g.k : g.q, n % 2 ? to.k.data[panel] : to.q.data[panel], arrived,
+                     panel * kPanelColumns, row);
+        });
     }
 
     // V, where O of an earlier chunk has been, which this warp has stored.
@@ -82,13 +85,23 @@ template <class C> struct Carrier {
         const Task& task = smem.task;
         if (chunk >= task.chunks) return;
         const int slot = Use<C::kStages>(chunk).slot;
+        semaphore& arrived = smem.values_arrived[slot];
         wait_stores_read();
         __syncwarp();
-        TileLoader<Task> load_tile = loader(1);
+        if (ends_early(chunk)) {
+            TileLoader<Task> load_tile = loader(1);
 #pragma unroll 1
-        for (int i = 0; i < C::kWalkers; i++)
-            load_tile(smem.values[slot][i], g.v, smem.values_arrived[slot], task.column + i * kWalkerColumns,
-                      task.head, chunk);
+            for (int i = 0; i < C::kWalkers; i++)
+                load_tile(smem.values[slot][i], g.v, arrived, task.column + i * kWalkerColumns, task.head,
+                          chunk);
+        } else if (fresh_laneid() == 0) {
+            const int column = task.column, row = task.first_row + chunk * kChunk;
+            const int head = task.head, batch = task.batch;
+            each<0, C::kWalkers>([&](int i) {
+                kittens::tma::expect_bytes(arrived, C::Columns::loaded_bytes);
+                g.v.load_panel(&smem.values[slot][i], arrived, column + i * kWalkerColumns, row, head, batch);
+            });
+        }
     }
 
     // O.
@@ -106,8 +119,12 @@ template <class C> struct Carrier {
     }
 
   private:
-    __device__ static inline void expect(semaphore& arrived, uint32_t bytes) {
-        if (fresh_laneid() == 0) kittens::tma::expect_bytes(arrived, bytes);
+    __device__ inline bool ends_early(int chunk) const {
+        return g.packed() && smem.task.tokens_of(chunk) < kChunk;
+    }
+    // Whether the other CTA of a cluster loads the n-th box.
+    __device__ static inline bool is_of_neighbour(int n) {
+        return cluster_ctas() > 1 && (n + cta_in_cluster()) % 2;
     }
 
     // In a cluster: tells the other CTA that a place is free here, and waits for the same of its own.
@@ -118,10 +135,10 @@ template <class C> struct Carrier {
         wait(agreed, phase);
     }
 
-    __device__ inline void load_box(const TensorMap& map, void* to, semaphore& arrived, int column, int row,
-                                    bool shares) const {
+    __device__ inline void load_box(const TensorMap& map, void* to, semaphore& arrived, int column,
+                                    int row) const {
         const Task& task = smem.task;
-        if (shares)
+        if (cluster_ctas() > 1)
             map.load_panel_to_both(to, arrived, column, row, task.head, task.batch);
         else
             map.load_panel(to, arrived, column, row, task.head, task.batch);

@@ -22,10 +22,11 @@ template <class C> __device__ inline ChunkPlaces places_of(ForwardMemory<C>& sme
             shared_address(smem.decay[scores])};
 }
 
-// What the walkers need of a chunk, by a team; hands it on.
+// What the walkers need of a chunk, by a team; hands it on. mild: whether the team's last chunk was, then
+// whether this one is. meanwhile(): other work of some warps.
 template <class C, class Meanwhile>
 __device__ inline void make_chunk(const ForwardGlobals& g, ForwardMemory<C>& smem, int chunk, int team,
-                                  int warp, Meanwhile meanwhile) {
+                                  int warp, bool& mild, Meanwhile meanwhile) {
     using T = typename C::T;
     const Use<C::kStages> use(chunk);
     const Use<C::kScoreSlots> scores(chunk);
@@ -36,7 +37,7 @@ __device__ inline void make_chunk(const ForwardGlobals& g, ForwardMemory<C>& sme
     GateWarp<T, C::kDimK> x{
         places_of(smem, chunk), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
     AroundMiddle<T, C::kDimK> middle{x};
-    const bool mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock);
+    mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock, !mild);
     if (warp == 0 && fresh_laneid() == 0) smem.mild[scores.slot] = mild;
     if (mild) {
         arrive_warp(smem.work_free[scores.slot]);
@@ -67,6 +68,7 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
     const int duty =
         C::kTeamWarps - 1 - warp;  // of this warp, beside its share: 0 values, 1 operands, 2 gates
     const Carrier<C> carrier{g, smem, team};
+    bool mild = true;
     if (team == 0 && chunks() > 0) {
 #pragma unroll 1
         for (int chunk = 0; chunk < C::kStages - 1; chunk++) {
@@ -78,7 +80,7 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
 #pragma unroll 1
     for (int chunk = team; chunk < chunks(); chunk += C::kTeams) {
         if (C::kSequential) wait_done(smem, chunk - 1);
-        make_chunk(g, smem, chunk, team, warp, [&] {
+        make_chunk(g, smem, chunk, team, warp, mild, [&] {
             if (duty == 0) carrier.load_values(chunk + 1);
             if (duty == 2) carrier.load_gates(chunk + C::kScoreSlots);
         });
