@@ -57,6 +57,10 @@ struct Task {
                 (s.tokens + kChunk - 1) / kChunk,
                 static_cast<int64_t>(s.sequence) * g.heads + head};
     }
+    // The chunk of a walk's step.
+    template <class C> __device__ inline int chunk_of(int step) const {
+        return C::kBackward ? chunks - 1 - step : step;
+    }
     __device__ inline int tokens_of(int chunk) const { return min(tokens - chunk * kChunk, kChunk); }
 };
 

@@ -10,6 +10,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr bool kSequential = kOrder == Schedule::sequential;
+    static constexpr bool kBackward = false;  // in time: the mirror walk
 
     // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
     static constexpr int kParts = GateWarp<T, kDimK>::kParts;  // times 64 channels

@@ -1,45 +1,46 @@
-// The gate warps of the forward. A team makes what the walkers need of a chunk (chunk.cuh) while these are at
-// the one before. The last warp of each team also carries all that comes from and goes to global memory. Per
-// chunk:
-//   1. Wait for q, k and the log gates. The carrier starts the load of V of the next chunk.
-//   2. Levels within the blocks.
-//   3. Wait until the walkers are done with the chunk whose place in P this one takes.
-//   4. Operands, then scores between blocks.
-//   5. Hand the chunk to the walkers.
-//   6. The carrier waits for the walkers' O of the chunk before, stores it, and starts to load q, k and the
-//   log
-//      gates of a later chunk into that place.
+// The gate warps of the forward. A team makes what the walkers need of a chunk while these are at the one
+// before. Its last three warps also carry all that comes from and goes to global memory (carrier.cuh). Per
+// step of the walk:
+//   1. Wait for q, k and the log gates, and until the walkers are done with the step whose place in P this
+//   one
+//      takes.
+//   2. Read the gates; the team agrees on the form.
+//   3. Around the middle (middle.cuh), or operands and scores by levels (chunk.cuh). Under the scores, or
+//   after
+//      them, start the loads of V of the next step and of the log gates of a later one.
+//   4. Hand the chunk to the walkers.
+//   5. Wait for the walkers' O of the step before, store it, and start the loads of q and k of a later one
+//      into its place.
 #pragma once
 
 #include "channel_gate/forward/carrier.cuh"
 
 namespace tfla_tk::channel_gate {
 
-template <class C> __device__ inline ChunkPlaces places_of(ForwardMemory<C>& smem, int chunk) {
-    const int slot = Use<C::kStages>(chunk).slot, scores = Use<C::kScoreSlots>(chunk).slot;
+template <class C> __device__ inline ChunkPlaces places_of(ForwardMemory<C>& smem, int step) {
+    const int slot = Use<C::kStages>(step).slot, scores = Use<C::kScoreSlots>(step).slot;
     return {shared_address(&smem.operands[slot].q), shared_address(&smem.operands[slot].k),
             shared_address(smem.work[scores]), shared_address(&smem.p[scores]),
             shared_address(smem.decay[scores])};
 }
 
-// What the walkers need of a chunk, by a team; hands it on. mild: whether the team's last chunk was, then
+// What the walkers need of a step, by a team; hands it on. mild: whether the team's last chunk was, then
 // whether this one is. meanwhile(): other work of some warps.
 template <class C, class Meanwhile>
-__device__ inline void make_chunk(const ForwardGlobals& g, ForwardMemory<C>& smem, int chunk, int team,
-                                  int warp, bool& mild, Meanwhile meanwhile) {
+__device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem, int step, int team,
+                                 int warp, bool& mild, Meanwhile meanwhile) {
     using T = typename C::T;
-    const Use<C::kStages> use(chunk);
-    const Use<C::kScoreSlots> scores(chunk);
-    wait(smem.gates_arrived[scores.slot], scores.phase);
+    const Use<C::kStages> use(step);
+    const Use<C::kScoreSlots> scores(step);
+    wait(smem.gates_arrived[scores.slot], scores.phase);  // 1
     wait(smem.arrived[use.slot], use.phase);
-    if (!C::kSequential) wait_done(smem, chunk - C::kScoreSlots);
-    const int tokens = smem.task.tokens_of(chunk);
-    GateWarp<T, C::kDimK> x{
-        places_of(smem, chunk), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
+    if (!C::kSequential) wait_done(smem, step - C::kScoreSlots);
+    const int tokens = smem.task.tokens_of(smem.task.template chunk_of<C>(step));
+    GateWarp<T, C::kDimK> x{places_of(smem, step), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
     AroundMiddle<T, C::kDimK> middle{x};
-    mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock, !mild);
+    mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock, !mild);  // 2
     if (warp == 0 && fresh_laneid() == 0) smem.mild[scores.slot] = mild;
-    if (mild) {
+    if (mild) {  // 3
         arrive_warp(smem.work_free[scores.slot]);
         middle.scale_operands(g.scale, x.chunk.decay);
         middle.make_scores(meanwhile);
@@ -56,7 +57,7 @@ __device__ inline void make_chunk(const ForwardGlobals& g, ForwardMemory<C>& sme
         meanwhile();
     }
     fence_async_proxy();
-    arrive_warp(smem.operands_ready[scores.slot]);
+    arrive_warp(smem.operands_ready[scores.slot]);  // 4
 }
 
 // gate_warp: of all teams.
@@ -64,32 +65,31 @@ template <class C>
 __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem, int gate_warp) {
     const int team = C::kTeams == 1 ? 0 : gate_warp / C::kTeamWarps, warp = gate_warp % C::kTeamWarps;
     // NOTES: read anew where it is needed, to save registers
-    auto chunks = [&] { return smem.task.chunks; };
-    const int duty =
-        C::kTeamWarps - 1 - warp;  // of this warp, beside its share: 0 values, 1 operands, 2 gates
+    auto steps = [&] { return smem.task.chunks; };
+    const int duty = C::kTeamWarps - 1 - warp;  // beside its share of the work: 0 V and O, 1 q and k, 2 gates
     const Carrier<C> carrier{g, smem, team};
     bool mild = true;
-    if (team == 0 && chunks() > 0) {
+    if (team == 0 && steps() > 0) {
 #pragma unroll 1
-        for (int chunk = 0; chunk < C::kStages - 1; chunk++) {
-            if (duty == 1) carrier.load_operands(chunk);
-            if (duty == 2) carrier.load_gates(chunk);
+        for (int step = 0; step < C::kStages - 1; step++) {
+            if (duty == 1) carrier.load_operands(step);
+            if (duty == 2) carrier.load_gates(step);
         }
         if (duty == 0) carrier.load_values(0);
     }
 #pragma unroll 1
-    for (int chunk = team; chunk < chunks(); chunk += C::kTeams) {
-        if (C::kSequential) wait_done(smem, chunk - 1);
-        make_chunk(g, smem, chunk, team, warp, mild, [&] {
-            if (duty == 0) carrier.load_values(chunk + 1);
-            if (duty == 2) carrier.load_gates(chunk + C::kScoreSlots);
+    for (int step = team; step < steps(); step += C::kTeams) {
+        if (C::kSequential) wait_done(smem, step - 1);
+        make_step(g, smem, step, team, warp, mild, [&] {
+            if (duty == 0) carrier.load_values(step + 1);
+            if (duty == 2) carrier.load_gates(step + C::kScoreSlots);
         });
-        if (duty == 0) carrier.store(chunk - 1);
-        if (duty == 1) carrier.load_operands(chunk - 1 + C::kStages);
+        if (duty == 0) carrier.store(step - 1);  // 5
+        if (duty == 1) carrier.load_operands(step - 1 + C::kStages);
         __syncwarp();
     }
     if (duty > 0) return;
-    if (team == 0) carrier.store(chunks() - 1);
+    if (team == 0) carrier.store(steps() - 1);
     wait_stores_done();
 }
 

@@ -1,13 +1,16 @@
 // A walker of the forward (walk.cuh). Per chunk:
 //   1. Wait for V and for what the gate warps have made.
-//   2. Round S^T to A operands and issue O^T = S^T (s q e^b)^T.
-//   3. Under it scale S^T by e^{b_L}, a factor per column.
+//   2. Scale S^T by e^m, a factor per column. Round it to A operands and issue O^T = S^T (s q e^{b - m})^T.
+//   3. Under it, by levels, scale S^T by e^{b_L}.
 //   4. Load V^T as A operands.
-//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{b_L - b}).
-//   6. Wait for O, put it where V was; wait for S, and hand over the chunk.
-// The chain from chunk to chunk is S. NOTES: the loop's edge is after step 4, where no GEMM is in flight, and
-// S^T is read in the iteration of the GEMM that has made it: else ptxas waits for all GEMMs before each read
-// (C7517).
+//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{m - b}).
+//   6. Wait for O, put it where V was; wait for S, scale it by e^{b_L - m}, and hand over the chunk.
+// m is b at the middle of a chunk that is made around it (middle.cuh). By levels steps 2 and 6 scale by 1,
+// and the operands are s q e^b and k e^{b_L - b}. Of the mirror walk, backward in time: dS and dV in the
+// places of S and O, dO in that of V, and of what the gate warps have made that of k is read and that of q
+// written, the factors of steps 2 and 6 change places, P is transposed. The chain from chunk to chunk is S.
+// NOTES: the loop's edge is after step 4, where no GEMM is in flight, and S^T is read in the iteration of the
+// GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517).
 #pragma once
 
 #include "channel_gate/forward/config.cuh"
@@ -37,8 +40,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         wait(smem.values_arrived[use.slot], use.phase);
         wait(smem.operands_ready[of_gates.slot], of_gates.phase);
     };
-    // Scales S^T by a factor per column: e^{b_L}, or those before and behind the middle of a mild chunk.
+    // Scales S^T by a factor per column: e^{b_L}, or those before and behind the middle.
     enum Factor { whole, before, behind };
+    constexpr Factor kAtFirst = C::kBackward ? behind : before, kAtLast = C::kBackward ? before : behind;
     auto decay_state = [&](int chunk, Factor factor) {
         const int slot = Use<C::kScoreSlots>(chunk).slot;
         const bool is_used = (load_anew(shared_address(&smem.mild[slot])) != 0) == (factor != whole);
@@ -57,18 +61,19 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // Steps 2 to 4. first: S^T is not of a GEMM.
     auto begin_chunk = [&]<bool first>(int chunk) {
         const int slot = Use<C::kStages>(chunk).slot;
-        const auto queries = Operand128B::rows(&smem.operands[slot].q);
-        decay_state(chunk, before);  // 2
+        const auto& operands = smem.operands[slot];
+        const auto queries = Operand128B::rows(C::kBackward ? &operands.k : &operands.q);
+        decay_state(chunk, kAtFirst);  // 2
         forget(out);
         constexpr bool kOneByOne = first || C::kSequential;
-        each<0, kStateSteps>([&](int k) {  // 2
+        each<0, kStateSteps>([&](int k) {
             auto& fragment = fragments[k % kTokenSteps];
             if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
             convert_fragment(fragment, state, k);
             multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
             if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
         });
-        decay_state(chunk, whole);
+        decay_state(chunk, whole);  // 3
         warpgroup::mma_async_wait<0>();
         pin(out), pin_fragments();
         each<0, kTokenSteps>([&](int j) {  // 4
@@ -78,10 +83,15 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // Steps 5 and 6.
     auto end_chunk = [&](int chunk) {
         const int slot = Use<C::kStages>(chunk).slot;
-        const auto scores = Operand128B::rows(&smem.p[Use<C::kScoreSlots>(chunk).slot]);
-        const auto keys = Operand128B::columns(&smem.operands[slot].k, C::Tile::panel_bytes);
+        const auto& operands = smem.operands[slot];
+        const auto* const p = &smem.p[Use<C::kScoreSlots>(chunk).slot];
+        const auto keys =
+            Operand128B::columns(C::kBackward ? &operands.q : &operands.k, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 5
-            multiply_step<false>(out, fragments[j], scores.at(j * 32), true, j == 0);
+            const uint64_t scores = C::kBackward
+                                        ? Operand128B::columns(p, C::Square::panel_bytes).column_step(j)
+                                        : Operand128B::rows(p).at(j * 32);
+            multiply_step<C::kBackward>(out, fragments[j], scores, true, j == 0);
         });
         wait_if_sequential();
         each<0, kTokenSteps>(
@@ -91,7 +101,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         store_transposed<T>(values_of(slot), out);
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
-        decay_state(chunk, behind);
+        decay_state(chunk, kAtLast);
         fence_async_proxy();
         arrive_warp(smem.done[slot]);
     };
