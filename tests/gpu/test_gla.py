@@ -24,6 +24,7 @@ Tensors = dict[str, Tensor]
 REPEATS = 200
 DIMS = [(64, 64), (128, 128), (128, 256), (128, 384), (128, 512), (64, 128), (128, 64), (64, 256), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
+WIDE = [(256, 64), (256, 512), (144, 128), (208, 192)]  # K in two launches
 GATES = ["usual", "none", "-1e-4", "-50", "-1e3", "mixed", "one channel", "closed", "half closed", "growing"]
 MILD = {torch.bfloat16: 80.0, torch.float16: 4.0}  # kMildBits of channel_gate/middle.cuh
 
@@ -92,7 +93,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [*DIMS, *PADDED, *WIDE], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
     check(draw(dims=dims, dtype=dtype, states=states))
@@ -156,7 +157,9 @@ def test_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize(
+    "dims", [(128, 128), (64, 64), (96, 80), (128, 256), (256, 128)], ids="{0[0]}_{0[1]}".format
+)
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_sequences(dims: tuple[int, int], offsets: torch.dtype, of_gates: torch.dtype) -> None:
     x = draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS))

@@ -112,8 +112,11 @@ template <class C> struct Carrier {
         for (int i = 0; i < C::kWalkers; i++)
             store_chunk(task, g.packed(), g.o, g.o_box, g.o_row, &smem.values[Use<C::kStages>(step).slot][i],
                         chunk_of(step), [&](const TensorMap& map, uint32_t from, int row) {
-                            map.store_panel(from, task.column + i * kWalkerColumns, row, task.head,
-                                            task.batch);
+                            const int column = task.column + i * kWalkerColumns;
+                            if (g.adds)
+                                map.add_panel(from, column, row, task.head, task.batch);
+                            else
+                                map.store_panel(from, column, row, task.head, task.batch);
                         });
     }
 

@@ -43,6 +43,8 @@ struct ForwardGlobals {
     float scale;
     const float* initial;
     float* last;
+    int other_dim_k;
+    bool adds;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };

@@ -65,6 +65,8 @@ template <class C> void launch_forward(const GlaForwardParams& p, cudaStream_t s
         p.scale,
         p.initial,
         p.last,
+        p.other_dim_k,
+        p.adds,
     };
     const auto ctas = static_cast<std::int64_t>(s.cut.segments) * g.heads * g.ctas;
     launch<gla_forward_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, "gla_forward"), C::kThreads,

@@ -106,7 +106,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         arrive_warp(smem.done[slot]);
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    const int64_t state_size = static_cast<int64_t>(g.dim_k + g.other_dim_k) * g.dim_v;
     if (g.initial)
         load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
                               g.dim_v);

@@ -19,7 +19,7 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     return (
         refusals.of_operands(call)
         or _refusal_of_gradients(call)
-        or refusals.of_head_dims(call, max(instances.GLA_TILES), instances.MAX_DIM_V)
+        or refusals.of_head_dims(call, instances.GLA_MAX_DIM_K, instances.MAX_DIM_V)
         or _refusal_of_value_heads(call)
         or refusals.of_count("heads", call.sequences * call.heads)
         or device.supports(call.device, _instances_of, *_key(call, variant))
@@ -56,7 +56,7 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
 
 def _key(call: LinearCall, variant: str | None) -> tuple[int, str]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    return refusals.tile(call.dim_qk), refusals.named_schedule(variant)
+    return min(refusals.tile(call.dim_qk), max(instances.GLA_TILES)), refusals.named_schedule(variant)
 
 
 def _instances_of(dim_k: int, schedule: str) -> list[Instance]:
