@@ -102,7 +102,7 @@ template <class T, int kDimK> struct AroundMiddle {
                                  i > 0);
         });
         warpgroup::mma_commit_group();
-        meanwhile();
+        meanwhile(), __syncwarp();
         warpgroup::mma_async_wait<0>();
         pin(scores);
         store_scores(scores);
