@@ -94,7 +94,7 @@ template <class T, int kDimK> struct GateWarp {
 
     // Step 2, where P's place is free.
     __device__ __forceinline__ void publish() {
-        store_floats(totals() + block() * kDimK * 4 + fresh_laneid() * 8, x.total[0]);
+        store_floats(totals() + block() * kDimK * 4 + x.lane() * 8, x.total[0]);
         if (part() > 0) each<0, 2>([&](int i) { store_floats(partial() + x.lane() * 16 + 512 * i, x.p[i]); });
         meet();
     }

@@ -8,7 +8,8 @@
 // Steps:
 //   1. a = e^g, T of the eight tokens and of the block, and whether the block is mild.
 //   2. Publish T; meet the team, which agrees. If a block is not mild, q, k and g are as they were.
-//   3. From T of the half's two blocks: Q and K in the places of q and k; before, behind. Meet the team.
+//   3. From T of the half's two blocks: Q and K in the places of q and k, their low parts in that of the log
+//      gates; before, behind. Meet the team.
 //   4. A warpgroup makes the scores of 64 / kParts columns, and stores them to P as they are.
 #pragma once
 
@@ -22,7 +23,9 @@ namespace tfla_tk::channel_gate {
 // lose none of their eleven where q and k are 2^-10 or more.
 template <class T> constexpr float kMildBits = std::is_same_v<T, bf16> ? 80.f : 4.f;
 
-template <class T, int kDimK> struct AroundMiddle {
+// kTwoParts: scores are made of Q and K in two parts, high and low ones, of which the walk has the high ones:
+// the error of o is then that of scores made in fp32, three quarters of that with one part.
+template <class T, int kDimK, bool kTwoParts> struct AroundMiddle {
     using Warp = GateWarp<T, kDimK>;
     using T2 = typename Warp::T2;
     static constexpr int kTokens = 8, kChannels = 4;           // of a lane
@@ -35,29 +38,38 @@ template <class T, int kDimK> struct AroundMiddle {
     bool block_is_mild;                         // enough to be made around its own middle
     T2 q[kTokens][2], k[kTokens][2];
 
-    __device__ __forceinline__ uint32_t half() const { return static_cast<uint32_t>(fresh_laneid()) / 16; }
-    __device__ __forceinline__ uint32_t channel() const {  // the first one
-        return static_cast<uint32_t>(fresh_laneid()) % 16 * kChannels;
-    }
-    // of this lane's channels in row `i` of its eight, from the first
-    __device__ __forceinline__ uint32_t row_of(uint32_t tile, int i) const {
-        return tile + half() * (kTokens * kRowBytes) + ((2 * channel()) ^ (16 * i)) + i * kRowBytes;
+    // NOTES: read anew in every step, or ptxas keeps all addresses from one step to the next and spills
+    struct Lane {
+        uint32_t number;
+        __device__ __forceinline__ uint32_t half() const { return number / 16; }  // of the block's tokens
+        __device__ __forceinline__ uint32_t channel() const { return number % 16 * kChannels; }  // the first
+        // Of its channels in the first of its eight rows of a tile; row_of swizzles the others.
+        __device__ __forceinline__ uint32_t offset() const {
+            return half() * (kTokens * kRowBytes) + 2 * channel();
+        }
+    };
+    __device__ __forceinline__ Lane lane() const { return {static_cast<uint32_t>(of.x.lane())}; }
+    // NOTES: with the tile in a uniform register one offset serves all tiles
+    __device__ static __forceinline__ uint32_t row_of(uint32_t tile, uint32_t offset, int i) {
+        return tile + (offset ^ (16 * i)) + i * kRowBytes;
     }
 
     // Steps 1 and 2; whether the chunk is mild. tokens: of the block. doubtful: the chunk is probably not.
     __device__ __forceinline__ bool is_mild(DType dtype, int tokens, bool doubtful) {
         load_gates(dtype, tokens);
         const bool mild = sum_gates();
-        // NOTES: what follows is for nothing if the chunk is not mild, and all of it in flight at once if it
-        // is
+        // NOTES: what follows is for nothing if the chunk is not mild
         if (doubtful && !__all_sync(0xffffffff, mild)) return of.agree(false);
         multiply_gates();
-        each<0, kTokens>(
-            [&](int i) { load_two(q[i], row_of(of.q(), i)), load_two(k[i], row_of(of.k(), i)); });
-        if (half() == 0) {
+        const Lane lane = this->lane();
+        const uint32_t offset = lane.offset();
+        each<0, kTokens>([&](int i) {
+            load_two(q[i], row_of(of.q(), offset, i)), load_two(k[i], row_of(of.k(), offset, i));
+        });
+        if (lane.half() == 0) {
             float block[kChannels];
             each<0, kChannels>([&](int c) { block[c] = total[c] * beside[c]; });
-            store_floats(of.totals() + of.block() * kDimK * 4 + channel() * 4, block);
+            store_floats(of.totals() + of.block() * kDimK * 4 + lane.channel() * 4, block);
         }
         return of.agree(mild);
     }
@@ -65,26 +77,30 @@ template <class T, int kDimK> struct AroundMiddle {
     // Step 3. decay: `before` of all channels, then `behind`.
     __device__ __forceinline__ void scale_operands(float scale, uint32_t decay) {
         const int block = of.block(), number = block / 2 * 2;
+        const Lane lane = this->lane();
         float x[kChannels], y[kChannels], queries[kChannels], keys[kChannels];
-        const uint32_t totals = of.totals() + number * kDimK * 4 + channel() * 4;
+        const uint32_t totals = of.totals() + number * kDimK * 4 + lane.channel() * 4;
         load_floats(x, totals), load_floats(y, totals + kDimK * 4);
         each<0, kChannels>([&](int c) {
             const float both = x[c] * y[c];
             const float up = __fdividef(1.f, block % 3 == 0 ? both : block == 1 ? y[c] : x[c]);
             queries[c] = scale * (block < 2 ? up : block == 2 ? 1.f : x[c]);
             keys[c] = block >= 2 ? up : block == 1 ? 1.f : y[c];
-            if (half() == 1)
+            if (lane.half() == 1)
                 queries[c] *= beside[c];
             else
                 keys[c] *= beside[c];
             x[c] = both;
         });
-        if (block % 2 == 0 && half() == 0)
-            store_floats(decay + (block / 2 * kDimK + of.part() * kBlockChannels + channel()) * 4, x);
-        each<0, kTokens>([&](int i) { scale_row<true>(of.q(), i, q[i], queries, a[i]); });
+        if (block % 2 == 0 && lane.half() == 0)
+            store_floats(decay + (block / 2 * kDimK + of.part() * kBlockChannels + lane.channel()) * 4, x);
+        const uint32_t offset = lane.offset();
+        const uint32_t rows = of.part() * kTileBytes + block * kBlock * kRowBytes;
+        each<0, kTokens>(
+            [&](int i) { scale_row<true>(of.q(), low_queries() + rows, offset, i, q[i], queries, a[i]); });
         each<0, kTokens>([&](int i) {
             const int t = kTokens - 1 - i;
-            scale_row<false>(of.k(), t, k[t], keys, a[t]);
+            scale_row<false>(of.k(), low_keys() + rows, offset, t, k[t], keys, a[t]);
         });
         fence_async_proxy();
         of.meet();
@@ -92,14 +108,20 @@ template <class T, int kDimK> struct AroundMiddle {
 
     // Step 4. meanwhile(): other work of some warps.
     template <class Meanwhile> __device__ __forceinline__ void make_scores(Meanwhile meanwhile) const {
-        const Operand128B queries = rows_at(of.chunk.q);
-        const Operand128B keys = rows_at(of.chunk.k + of.part() * kColumns * kRowBytes);
+        const uint32_t columns = of.part() * kColumns * kRowBytes;
+        const Operand128B queries = rows_at(of.chunk.q), keys = rows_at(of.chunk.k + columns);
+        const Operand128B more_queries = rows_at(low_queries()), more_keys = rows_at(low_keys() + columns);
         rt_fl<16, kColumns> scores;
         forget(scores);
         wgmma_fence();
+        // NOTES: step by step, or ptxas keeps the descriptors of all steps from product to product
         each<0, kDimK / 16>([&](int i) {
-            wgmma_step<T, false>(scores, queries.row_step(kTileBytes, i), keys.row_step(kTileBytes, i),
-                                 i > 0);
+            auto multiply = [&](const Operand128B& x, const Operand128B& y, bool accumulate) {
+                wgmma_step<T, false>(scores, x.row_step(kTileBytes, i), y.row_step(kTileBytes, i),
+                                     accumulate);
+            };
+            if constexpr (kTwoParts) multiply(more_queries, keys, i > 0), multiply(queries, more_keys, true);
+            multiply(queries, keys, kTwoParts || i > 0);
         });
         warpgroup::mma_commit_group();
         meanwhile(), __syncwarp();
@@ -109,6 +131,9 @@ template <class T, int kDimK> struct AroundMiddle {
     }
 
   private:
+    __device__ __forceinline__ uint32_t low_queries() const { return of.chunk.work; }
+    __device__ __forceinline__ uint32_t low_keys() const { return of.chunk.work + Warp::kParts * kTileBytes; }
+
     __device__ static __forceinline__ Operand128B rows_at(uint32_t address) {
         return {(address & 0x3FFFF) >> 4 | 1 << 16};
     }
@@ -122,12 +147,13 @@ template <class T, int kDimK> struct AroundMiddle {
 
     // a = the log gates, in base e. Tokens from `tokens` on do not decay.
     __device__ __forceinline__ void load_gates(DType dtype, int tokens) {
-        const int first = half() * kTokens;
+        const Lane lane = this->lane();
+        const int first = lane.half() * kTokens;
         if (dtype == DType::float32) {
-            const uint32_t words = of.work() + first * kTokenBytes + channel() * 4;
+            const uint32_t words = of.work() + first * kTokenBytes + lane.channel() * 4;
             each<0, kTokens>([&](int i) { load_floats(a[i], words + i * kTokenBytes); });
         } else {
-            const uint32_t words = of.work() + kShortGates + first * kRowBytes + channel() * 2;
+            const uint32_t words = of.work() + kShortGates + first * kRowBytes + lane.channel() * 2;
             const bool is_half = dtype == DType::float16;
             each<0, kTokens>([&](int i) {
                 bf16_2 word[2];
@@ -178,23 +204,25 @@ template <class T, int kDimK> struct AroundMiddle {
     }
 
     // A row of Q (or K) from the factors behind (or before) it, which become those behind (before) its
-    // neighbour.
+    // neighbour. high, low: the block's rows of both parts.
     template <bool kQueries>
-    __device__ __forceinline__ void scale_row(uint32_t tile, int i, const T2 (&x)[2],
-                                              float (&factor)[kChannels],
+    __device__ __forceinline__ void scale_row(uint32_t high, uint32_t low, uint32_t offset, int i,
+                                              const T2 (&x)[2], float (&factor)[kChannels],
                                               const float (&gate)[kChannels]) const {
         if constexpr (kQueries) each<0, kChannels>([&](int c) { factor[c] *= gate[c]; });
-        T2 y[2];
+        T2 y[2], rest[2];
         each<0, 2>([&](int n) {
-            y[n] = from_float2<T2>(to_float2(x[n]) * float2{factor[2 * n], factor[2 * n + 1]});
+            const HighAndLow<T2> both(to_float2(x[n]) * float2{factor[2 * n], factor[2 * n + 1]});
+            y[n] = both.high, rest[n] = both.low;
         });
         if constexpr (!kQueries) each<0, kChannels>([&](int c) { factor[c] *= gate[c]; });
-        store_shared(row_of(tile, i), y);
+        store_shared(row_of(high, offset, i), y);
+        if constexpr (kTwoParts) store_shared(row_of(low, offset, i), rest);
     }
 
     // Rounds this warp's 16 rows; nothing above the diagonal.
     __device__ __forceinline__ void store_scores(const rt_fl<16, kColumns>& scores) const {
-        const int lane = fresh_laneid(), row = of.block() * kBlock + lane / 4;
+        const int lane = of.x.lane(), row = of.block() * kBlock + lane / 4;
         const int column = of.part() * kColumns + lane % 4 * 2;
         const uint32_t to = of.chunk.p + panel_offset(of.block() * kBlock + lane % 16, lane / 16);
         each<0, kColumns / 16>([&](int j) {

@@ -11,6 +11,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr bool kSequential = kOrder == Schedule::sequential;
     static constexpr bool kBackward = false;  // in time: the mirror walk
+    static constexpr bool kTwoParts = true;   // of the operands of scores around a middle
 
     // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
     static constexpr int kParts = GateWarp<T, kDimK>::kParts;  // times 64 channels

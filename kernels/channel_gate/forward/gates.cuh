@@ -7,10 +7,10 @@
 //   2. Read the gates; the team agrees on the form.
 //   3. Around the middle (middle.cuh), or operands and scores by levels (chunk.cuh). Under the scores, or
 //   after
-//      them, start the loads of V of the next step and of the log gates of a later one.
+//      them, start the load of V of the next step.
 //   4. Hand the chunk to the walkers.
-//   5. Wait for the walkers' O of the step before, store it, and start the loads of q and k of a later one
-//      into its place.
+//   5. Start the load of the log gates of a later step. Wait for the walkers' O of the step before, store it,
+//      and start the loads of q and k of a later one into its place.
 #pragma once
 
 #include "channel_gate/forward/carrier.cuh"
@@ -37,11 +37,10 @@ __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem
     if (!C::kSequential) wait_done(smem, step - C::kScoreSlots);
     const int tokens = smem.task.tokens_of(smem.task.template chunk_of<C>(step));
     GateWarp<T, C::kDimK> x{places_of(smem, step), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
-    AroundMiddle<T, C::kDimK> middle{x};
+    AroundMiddle<T, C::kDimK, C::kTwoParts && !C::kBackward> middle{x};
     mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock, !mild);  // 2
     if (warp == 0 && fresh_laneid() == 0) smem.mild[scores.slot] = mild;
     if (mild) {  // 3
-        arrive_warp(smem.work_free[scores.slot]);
         middle.scale_operands(g.scale, x.chunk.decay);
         middle.make_scores(meanwhile);
     } else {
@@ -50,14 +49,14 @@ __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem
         else
             x.make_levels_of_block(g.gates.dtype, tokens);
         x.publish();
+        // NOTES: computed anew, to save a register over the levels
+        x.chunk.decay = shared_address(smem.decay[Use<C::kScoreSlots>(anew(step)).slot]);
         x.scale_operands(g.scale);
         x.make_scores(g.scale);
-        fence_async_proxy();
-        arrive_warp(smem.work_free[scores.slot]);
-        meanwhile();
     }
     fence_async_proxy();
-    arrive_warp(smem.operands_ready[scores.slot]);  // 4
+    arrive_warp(smem.operands_ready[scores.slot]), arrive_warp(smem.work_free[scores.slot]);  // 4
+    if (!mild) meanwhile();
 }
 
 // gate_warp: of all teams.
@@ -82,10 +81,10 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
         if (C::kSequential) wait_done(smem, step - 1);
         make_step(g, smem, step, team, warp, mild, [&] {
             if (duty == 0) carrier.load_values(step + 1);
-            if (duty == 2) carrier.load_gates(step + C::kScoreSlots);
         });
         if (duty == 0) carrier.store(step - 1);  // 5
         if (duty == 1) carrier.load_operands(step - 1 + C::kStages);
+        if (duty == 2) carrier.load_gates(step + C::kScoreSlots);
         __syncwarp();
     }
     if (duty > 0) return;

@@ -1,4 +1,7 @@
-"""channel_gate/middle.cuh in NumPy, lane by lane and without rounding: its addresses, fragments and masks."""
+"""channel_gate/middle.cuh in NumPy, lane by lane: its addresses, fragments and masks.
+
+Nothing is rounded but the high parts of the operands.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,12 @@ HALF, CHANNEL = LANE // 16, LANE % 16 * CHANNELS
 MILD_BITS = {"bf16": 80.0, "fp16": 4.0}  # on a side of a middle
 
 
+def high(x: Array) -> Array:
+    """x with eight binary digits."""
+    digits, exponent = np.frexp(x)
+    return np.ldexp(np.round(digits * 256.0) / 256.0, exponent)
+
+
 class ChunkAroundMiddle(Chunk):
     """A team's work on a chunk of q, k, g [64, K] that is mild."""
 
@@ -34,6 +43,7 @@ class ChunkAroundMiddle(Chunk):
         self.before, self.behind = np.full(self.dim_k, np.nan), np.full(self.dim_k, np.nan)
         lanes = [self._sum_gates(*place) for place in places]
         self.mild_bits = max(x[3] for x in lanes)
+        self.low_q, self.low_k = self.work_at, self.work_at + self.parts * PANEL
         for place, (_, total, beside, _) in zip(places, lanes, strict=True):
             low = HALF == 0
             self.memory.store_wide((self._totals_at(*place))[low], (total * beside)[low])
@@ -81,18 +91,24 @@ class ChunkAroundMiddle(Chunk):
         rows = part * PANEL + block * BLOCK * ROW
         for i in range(TOKENS):
             queries = queries * a[:, i]
-            at = self._row_of(rows, i)
-            self.memory.store(at, self.memory.load(at, CHANNELS) * queries)
+            self._scale_row(self._row_of(rows, i), self._row_of(self.low_q + rows, i), queries)
         for i in reversed(range(TOKENS)):
-            at = self._row_of(self.k_at + rows, i)
-            self.memory.store(at, self.memory.load(at, CHANNELS) * keys)
+            self._scale_row(self._row_of(self.k_at + rows, i), self._row_of(self.low_k + rows, i), keys)
             keys = keys * a[:, i]
+
+    def _scale_row(self, at: Array, at_low: Array, factor: Array) -> None:
+        x = self.memory.load(at, CHANNELS) * factor
+        self.memory.store(at, high(x))
+        self.memory.store(at_low, x - high(x))
 
     def _store_scores_of(self, block: int, part: int) -> None:
         """The accumulator of a warp of wgmma, masked; stmatrix of four."""
         columns = CHUNK // self.parts
-        q, k = self.read_tile(0, self.dim_k), self.read_tile(self.k_at, self.dim_k)
-        scores = q[block * BLOCK :][:BLOCK] @ k[part * columns :][:columns].T
+        q, low_q = (self.read_tile(at, self.dim_k)[block * BLOCK :][:BLOCK] for at in (0, self.low_q))
+        k, low_k = (
+            self.read_tile(at, self.dim_k)[part * columns :][:columns] for at in (self.k_at, self.low_k)
+        )
+        scores = low_q @ k.T + q @ low_k.T + q @ k.T
         to = self.p_at + panel_offset(BLOCK * block + LANE % 16, LANE // 16)
         for j in range(columns // 16):
             for n in range(4):

@@ -24,8 +24,8 @@ def test_ptxas_reports_no_fault(instance: build.Instance, compile_once: Compile)
     }
     dim_k = int(dict(instance.defines)["TFLA_DIM_K"])
     # steps that read the state, of the first chunk and of others; of P V and K^T V, of the last chunk and of
-    # others; of the scores around a chunk's middle
-    assert [kernel.wgmmas for kernel in kernels] == [2 * (dim_k // 16 + 8) + dim_k // 16] * 4
+    # others; of the scores around a chunk's middle, of operands in two parts
+    assert [kernel.wgmmas for kernel in kernels] == [2 * (dim_k // 16 + 8) + 3 * dim_k // 16] * 4
 
 
 @pytest.mark.parametrize("dim_k", GLA_TILES)

@@ -33,9 +33,14 @@ def test_scores_and_operands(dim_k: int, short: bool, tokens: int) -> None:
     through = g.cumsum(0)
     middle = through[CHUNK // 2 - 1]
     p = np.tril(np.einsum("ic,jc,ijc->ij", 0.3 * q, k, np.exp(through[:, None] - through)))
-    np.testing.assert_allclose(chunk.read_tile(chunk.p_at, CHUNK), p, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(chunk.read_tile(0, dim_k), 0.3 * q * np.exp(through - middle), rtol=1e-9)
-    np.testing.assert_allclose(chunk.read_tile(chunk.k_at, dim_k), k * np.exp(middle - through), rtol=1e-9)
+    assert np.linalg.norm(chunk.read_tile(chunk.p_at, CHUNK) - p) < 2.0**-16 * np.linalg.norm(p)
+    for tile, low, expected in (
+        (0, chunk.low_q, 0.3 * q * np.exp(through - middle)),
+        (chunk.k_at, chunk.low_k, k * np.exp(middle - through)),
+    ):
+        found = chunk.read_tile(tile, dim_k)
+        np.testing.assert_allclose(found, expected, rtol=2.0**-8)
+        np.testing.assert_allclose(found + chunk.read_tile(low, dim_k), expected, rtol=1e-9)
     np.testing.assert_allclose(chunk.before, np.exp(middle), rtol=1e-9)
     np.testing.assert_allclose(chunk.behind, np.exp(through[-1] - middle), rtol=1e-9)
     bits = np.abs(g).reshape(4, 16, dim_k).sum(1).max() / np.log(2.0)
@@ -58,8 +63,10 @@ def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, dtype: torch.dtype | None, 
         if form == "chunk":
             middle = b[CHUNK // 2 - 1]
             before, behind = middle.exp(), (b[-1] - middle).exp()
-            queries, keys = rounded(q_c * (b - middle).exp()), rounded(k_c * (middle - b).exp())
-            scores = (queries @ keys.T).tril()
+            x, y = q_c * (b - middle).exp(), k_c * (middle - b).exp()
+            queries, keys = rounded(x), rounded(y)
+            low = rounded(x - queries) @ keys.T + queries @ rounded(y - keys).T
+            scores = (low + queries @ keys.T).tril()
         else:
             before, behind = torch.ones_like(b[0]), torch.ones_like(b[0])
             queries, keys = rounded(q_c * b.exp()), rounded(k_c * (b[-1] - b).exp())
