@@ -201,8 +201,9 @@ def test_no_less_accurate_than_triton() -> None:
 def test_auto_takes_the_kernels() -> None:
     leaves = {name: t.requires_grad_() for name, t in draw().items()}
     assert tfla_tk.which(chunk_gla, **leaves).backend == "tk"
-    large = {name: t.requires_grad_() for name, t in draw(dims=(64, 272)).items()}
-    assert tfla_tk.which(chunk_gla, **large).backend != "tk"
+    for dims in ((64, 272), (144, 64)):
+        large = {name: t.requires_grad_() for name, t in draw(dims=dims).items()}
+        assert tfla_tk.which(chunk_gla, **large).backend != "tk"
 
 
 @pytest.mark.sanitize
