@@ -34,10 +34,10 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
 };
 
-// The mirror walk of the backward. NOTES: with operands in two parts and K = 128 its gate warps spill.
+// The mirror walk of the backward.
 template <class T, int kDim, int kCount, Schedule kOrder>
 struct MirrorConfig : ForwardConfig<T, kDim, kCount, kOrder> {
-    static constexpr bool kBackward = true, kTwoParts = false;
+    static constexpr bool kBackward = true;
 };
 
 struct ForwardGlobals {
@@ -68,6 +68,7 @@ template <class C> struct ForwardMemory {
     float ones[C::kDimK];
     uint32_t lanes[32];        // their numbers
     int mild[C::kScoreSlots];  // whether the chunk is around its middle
+    int steps[C::kGateWarps];  // that a gate warp is at
 
     semaphore arrived[C::kStages];             // q and k of a chunk
     semaphore gates_arrived[C::kScoreSlots];   // log gates

@@ -27,7 +27,7 @@ template <class C> __device__ inline ChunkPlaces places_of(ForwardMemory<C>& sme
 // What the walkers need of a step, by a team; hands it on. mild: whether the team's last chunk was, then
 // whether this one is. meanwhile(): other work of some warps.
 template <class C, class Meanwhile>
-__device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem, int step, int team,
+__device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem, int& step, int team,
                                  int warp, bool& mild, Meanwhile meanwhile) {
     using T = typename C::T;
     const Use<C::kStages> use(step);
@@ -44,18 +44,22 @@ __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem
         middle.scale_operands(g.scale, x.chunk.decay);
         middle.make_scores(meanwhile);
     } else {
+        // NOTES: put away over the levels, to save a register
+        auto kept = [&] { return shared_address(&smem.steps[team * C::kTeamWarps + warp]); };
+        if (fresh_laneid() == 0) store_word(kept(), step);
         if (middle.block_is_mild)
             x.make_block_around_middle(g.gates.dtype, tokens);
         else
             x.make_levels_of_block(g.gates.dtype, tokens);
         x.publish();
-        // NOTES: computed anew, to save a register over the levels
-        x.chunk.decay = shared_address(smem.decay[Use<C::kScoreSlots>(anew(step)).slot]);
+        step = load_anew(kept());
+        x.chunk.decay = shared_address(smem.decay[Use<C::kScoreSlots>(step).slot]);
         x.scale_operands(g.scale);
         x.make_scores(g.scale);
     }
     fence_async_proxy();
-    arrive_warp(smem.operands_ready[scores.slot]), arrive_warp(smem.work_free[scores.slot]);  // 4
+    const int slot = Use<C::kScoreSlots>(step).slot;
+    arrive_warp(smem.operands_ready[slot]), arrive_warp(smem.work_free[slot]);  // 4
     if (!mild) meanwhile();
 }
 
