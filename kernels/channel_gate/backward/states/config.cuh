@@ -125,6 +125,9 @@ template <class C> struct StatesMemory {
     static constexpr int kStages =
         std::min<int>((MAX_SHARED_MEMORY - sizeof(StatesExchange<C>) - kRest) / kOfStage, kMost);
     static_assert(kStages >= C::kTurns);
+    // tiles of 128 bytes a row, where TMA and wgmma expect them
+    static_assert(alignof(Stage) == 1024 && sizeof(StatesStage<C, true>) % 1024 == 0);
+    static_assert(alignof(StatesColumns<C>) == 1024 && sizeof(typename C::Values) % 1024 == 0);
 
     Stage stages[kStages];  // blocks
     StatesExchange<C> exchange;
