@@ -71,6 +71,21 @@ def draw(
     return found
 
 
+def draw_beside_mild(times: float | None, tokens: int, dim_k: int, dtype: torch.dtype) -> Tensors:
+    """Sums over sides of eight tokens, or over blocks of 16, beside what counts as mild; None: by turns."""
+    x = draw(1, 512, dims=(dim_k, 128), dtype=dtype)
+    most = MILD[dtype] * 0.693147 / (1 if tokens == 8 else 2)
+    sides = torch.rand_like(x["g"]).reshape(1, -1, tokens, 2, dim_k)
+    sides *= -most / sides.sum(2, keepdim=True)
+    if times is None:
+        hard = torch.arange(sides.shape[1], device="cuda") // (64 // tokens) % 2 == 1
+        sides *= torch.where(hard, 1.5, 0.5)[None, :, None, None, None]
+    else:
+        sides *= times
+    x["g"] = sides.reshape(x["g"].shape)
+    return x
+
+
 def pack(x: Tensors, offsets: torch.dtype = torch.int64) -> Tensors:
     """Of LENGTHS."""
     x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", offsets)
@@ -117,18 +132,7 @@ def test_gates(gates: str, dim_k: int, dtype: torch.dtype) -> None:
 def test_gates_where_the_form_of_scores_changes(
     times: float | None, tokens: int, dim_k: int, dtype: torch.dtype
 ) -> None:
-    """Sums over sides of eight tokens, or over blocks of 16, beside what counts as mild; None: by turns."""
-    x = draw(1, 512, dims=(dim_k, 128), dtype=dtype)
-    most = MILD[dtype] * 0.693147 / (1 if tokens == 8 else 2)
-    sides = torch.rand_like(x["g"]).reshape(1, -1, tokens, 2, dim_k)
-    sides *= -most / sides.sum(2, keepdim=True)
-    if times is None:
-        hard = torch.arange(sides.shape[1], device="cuda") // (64 // tokens) % 2 == 1
-        sides *= torch.where(hard, 1.5, 0.5)[None, :, None, None, None]
-    else:
-        sides *= times
-    x["g"] = sides.reshape(x["g"].shape)
-    check(x)
+    check(draw_beside_mild(times, tokens, dim_k, dtype))
 
 
 @pytest.mark.parametrize("dims", [(128, 256), (128, 384), (64, 512)], ids="{0[0]}_{0[1]}".format)

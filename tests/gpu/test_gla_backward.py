@@ -13,7 +13,7 @@ from tfla_tk import chunk_gla
 from . import memory
 from .conftest import forget_calls
 from .memory import LENGTHS, uninitialised_memory_is_nan
-from .test_gla import GATES, PADDED, REPEATS, Tensors, assert_equal, draw, dtype, pack
+from .test_gla import GATES, PADDED, REPEATS, Tensors, assert_equal, draw, draw_beside_mild, dtype, pack
 from .test_scalar_decay import assert_accurate, exact
 from .test_scalar_decay import run as run_function
 from .test_scalar_decay import train as train_function
@@ -58,6 +58,28 @@ def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None
 @pytest.mark.parametrize("gates", GATES)
 def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(1, 500, dims=dims, dtype=dtype, gates=gates))
+
+
+@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("tokens", [8, 16], ids=["blocks", "chunk"])
+@pytest.mark.parametrize("times", [0.99, 1.01, None], ids=["mild", "hard", "by turns"])
+def test_gates_where_the_form_of_scores_changes(
+    times: float | None, tokens: int, dim_k: int, dtype: torch.dtype
+) -> None:
+    check(draw_beside_mild(times, tokens, dim_k, dtype))
+
+
+@pytest.mark.parametrize("dims", [(128, 256), (64, 256)], ids="{0[0]}_{0[1]}".format)
+def test_slices_of_v_are_those_alone(dims: tuple[int, int]) -> None:
+    """dv, bitwise, of packed sequences: neighbouring slices load q, k and g for each other."""
+    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS), gates="mixed"))
+    given = [torch.randn_like(t) for t in run(x).values()]
+    found = train(x, given=given)
+    for of in (slice(0, 128), slice(128, 256)):
+        part = {**x, "v": x["v"][..., of], "initial_state": x["initial_state"][..., of].contiguous()}
+        alone = train(part, given=[t[..., of] for t in given])
+        for name in ("dv", "dinitial_state"):
+            assert torch.equal(found[name][..., of], alone[name])
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])

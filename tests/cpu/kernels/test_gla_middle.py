@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from .gla_emulation import CHUNK
+from tfla_tk import reference
+
+from .gla_emulation import CHUNK, Chunk
 from .gla_middle_emulation import MILD_BITS, ChunkAroundMiddle
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,6 +47,39 @@ def test_scores_and_operands(dim_k: int, short: bool, tokens: int) -> None:
     np.testing.assert_allclose(chunk.behind, np.exp(through[-1] - middle), rtol=1e-9)
     bits = np.abs(g).reshape(4, 16, dim_k).sum(1).max() / np.log(2.0)
     assert chunk.mild_bits == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("form", [Chunk, ChunkAroundMiddle])
+@pytest.mark.parametrize("dim_k", [64, 128])
+def test_the_mirror_reads_the_same_chunk(dim_k: int, form: type[Chunk]) -> None:
+    """forward/walker.cuh with kBackward: what it makes of a chunk's operands, scores and factors."""
+    rng = np.random.default_rng(dim_k)
+    q, k, g = (rng.standard_normal((CHUNK, dim_k)) for _ in range(3))
+    g = -np.log1p(np.exp(-g))
+    do, d_last = rng.standard_normal((CHUNK, 32)), rng.standard_normal((dim_k, 32))
+    chunk = form(q, k, g, 0.3, False, CHUNK)
+    chunk.run()
+    operands = [chunk.read_tile(at, dim_k) for at in (0, chunk.k_at)]
+    if isinstance(chunk, ChunkAroundMiddle):
+        factors = chunk.behind, np.ones(dim_k), chunk.before
+    else:
+        factors = np.ones(dim_k), chunk.decay, np.ones(dim_k)
+    at_first, whole, at_last = (x[:, None] for x in factors)
+    state = at_first * d_last
+    dv = operands[1] @ state + chunk.read_tile(chunk.p_at, CHUNK).T @ do
+    state = at_last * (whole * state + operands[0].T @ do)
+
+    def tensor(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x)[None, :, None]
+
+    expected = reference.gla_backward(
+        *map(tensor, (q, k, do, g, do)),
+        torch.from_numpy(d_last)[None, None],
+        scale=0.3,
+        initial_state=torch.zeros(1, 1, dim_k, 32, dtype=torch.float64),
+    )
+    for found, wanted in ((dv, expected.dv[0, :, 0]), (state, expected.dh0[0, 0])):
+        assert np.linalg.norm(found - wanted.numpy()) < 3e-3 * np.linalg.norm(found)
 
 
 # How scores are made: levels; blocks of 16 around their middle, then levels; the chunk around its own.
