@@ -86,9 +86,9 @@ template <class T> struct BlockOfWarp {
         });
     }
 
-    // q F and k G of blocks of two, of eight tokens, from rows of q and k; the operand of level 1 into first
-    // rows.
-    template <int first>
+    // q F and k G of blocks of two, of eight tokens, from rows of q and k. kStore: the operand of level 1
+    // into first rows.
+    template <int first, bool kStore = true>
     __device__ __forceinline__ void load_operands(uint32_t q, uint32_t k, uint32_t work) {
         const int lane = this->lane();
         each<first / 2, first / 2 + 4>([&](int i) {
@@ -98,8 +98,10 @@ template <class T> struct BlockOfWarp {
             const T2 kl = load_pair_of<T2>(at<kRowBytes>(k, lane, l));
             const T2 kr = load_pair_of<T2>(at<kRowBytes>(k, lane, r));
             qf[l] = to_float2(ql) * total[l], qf[r] = to_float2(qr) * total[r];
-            store_pair_of(at<kTokenBytes>(work, lane, l), kl);
-            store_rounded<T2>(at<kTokenBytes>(work, lane, r), qf[r]);
+            if constexpr (kStore) {
+                store_pair_of(at<kTokenBytes>(work, lane, l), kl);
+                store_rounded<T2>(at<kTokenBytes>(work, lane, r), qf[r]);
+            }
             kg[l] = to_float2(kl) * total[r], kg[r] = to_float2(kr);
             qf[r] = qf[r] * total[l], total[l] = total[l] * total[r];
         });
@@ -189,6 +191,40 @@ template <class T> struct BlockOfWarp {
         const float2 below = multiply_eight<kTokenBytes>(second + 8 * kTokenBytes, second);
         p[0][2] = below.x, p[0][3] = below.y, p[1][0] = p[1][1] = 0.f;
         join<8, 0, kBlock>();
+    }
+
+    // q F, k G and T of blocks of eight, of eight tokens, and the operands around the middle of the 16: with
+    // m = b at its end of the first eight, q e^{b - m} into first rows, k e^{m - b} into second ones.
+    template <int first>
+    __device__ __forceinline__ void load_eight_around_middle(uint32_t q, uint32_t k, uint32_t work,
+                                                             DType dtype, int tokens) {
+        load_gates<first>(work, dtype, tokens), __syncwarp();
+        load_operands<first, false>(q, k, work), join<2, first>(), join<4, first>();
+        const int lane = this->lane();
+        const float2 up{__fdividef(1.f, total[first].x), __fdividef(1.f, total[first].y)};
+        each<first, first + 8>([&](int t) {
+            store_rounded<T2>(at<kTokenBytes>(work, lane, t), first == 0 ? qf[t] * up : qf[t]);
+            store_rounded<T2>(at<kTokenBytes>(work + kSecondRow, lane, t), first == 0 ? kg[t] : kg[t] * up);
+        });
+    }
+
+    // The same as by_levels, of a block whose gates are mild on both sides of its middle: one product.
+    __device__ __forceinline__ void around_middle(uint32_t q, uint32_t k, uint32_t work, DType dtype,
+                                                  int tokens) {
+        load_eight_around_middle<0>(q, k, work, dtype, tokens);
+        load_eight_around_middle<8>(q, k, work, dtype, tokens), __syncwarp();
+        join<8, 0, kBlock>();
+        const uint32_t a_rows = rows_of_a<kTokenBytes>(work),
+                       b_rows = rows_of_b<kTokenBytes>(work + kSecondRow);
+        each<0, 4>([&](int i) {
+            const Pair a(a_rows ^ i * 32), b(b_rows ^ i * 32);
+            each<0, 2>([&](int n) { multiply_16(p[n], a, b, n, i > 0); });
+        });
+        const int lane = this->lane(), row = lane / 4, column = lane % 4 * 2;
+        each<0, 2>([&](int e) {  // nothing above the diagonal
+            if (row < column + e) p[0][e] = p[1][2 + e] = 0.f;
+            p[1][e] = 0.f;
+        });
     }
 };
 

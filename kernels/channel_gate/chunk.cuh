@@ -64,15 +64,38 @@ template <class T, int kDimK> struct GateWarp {
             asm volatile("bar.sync 2, %0;\n" ::"n"(32 * kWarps) : "memory");
     }
 
+    // meet(), and whether `so` was for all threads.
+    __device__ __forceinline__ bool agree(bool so) const {
+        __syncwarp();
+        int all;
+#define TFLA_AGREE(barrier)                                                               \
+    asm volatile(                                                                         \
+        "{.reg .pred one, all; setp.ne.s32 one, %1, 0;\n"                                 \
+        "barrier.cta.red.and.pred all, " #barrier ", %2, one; selp.s32 %0, 1, 0, all;}\n" \
+        : "=r"(all)                                                                       \
+        : "r"(static_cast<int>(so)), "n"(32 * kWarps)                                     \
+        : "memory")
+        if (team == 0)
+            TFLA_AGREE(1);
+        else
+            TFLA_AGREE(2);
+#undef TFLA_AGREE
+        return __any_sync(0xffffffff, all);
+    }
+
     // Step 1. tokens: of the chunk.
     __device__ __forceinline__ void make_levels_of_block(DType dtype, int tokens) {
         x.by_levels(q(), k(), work(), dtype, tokens - block() * kBlock);
     }
+    // The same where the block's gates are mild.
+    __device__ __forceinline__ void make_block_around_middle(DType dtype, int tokens) {
+        x.around_middle(q(), k(), work(), dtype, tokens - block() * kBlock);
+    }
 
     // Step 2, where P's place is free.
     __device__ __forceinline__ void publish() {
-        store_floats(totals() + block() * kDimK * 4 + fresh_laneid() * 8, x.total[0]);
-        if (part() > 0) each<0, 2>([&](int i) { store_floats(partial() + x.lane() * 16 + 512 * i, x.p[i]); });
+        store_floats(totals() + block() * kDimK * 4 + x.lane() * 8, x.total[0]);
+        if (part() > 0) each<0, 2>([&](int i) { store_four(partial() + x.lane() * 16 + 512 * i, x.p[i]); });
         meet();
     }
 
@@ -120,7 +143,7 @@ template <class T, int kDimK> struct GateWarp {
     __device__ __forceinline__ void add_partial() {
         each<0, 2>([&](int i) {
             float more[4];
-            load_floats(more, partial() + x.lane() * 16 + 512 * i);
+            load_four(more, partial() + x.lane() * 16 + 512 * i);
             each<0, 4>([&](int e) { x.p[i][e] += more[e]; });
         });
     }

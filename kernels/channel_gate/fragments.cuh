@@ -74,12 +74,15 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
     asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(address) : "memory");
     return x;
 }
+__device__ __forceinline__ void store_word(uint32_t address, uint32_t x) {
+    asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(x) : "memory");
+}
 template <class T2> __device__ __forceinline__ T2 load_pair_of(uint32_t address) {
     const uint32_t x = load_word(address);
     return reinterpret_cast<const T2&>(x);
 }
 template <class T2> __device__ __forceinline__ void store_pair_of(uint32_t address, T2 x) {
-    asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(address), "r"(reinterpret_cast<uint32_t&>(x)) : "memory");
+    store_word(address, reinterpret_cast<uint32_t&>(x));
 }
 template <class T2> __device__ __forceinline__ void store_rounded(uint32_t address, float2 x) {
     store_pair_of(address, from_float2<T2>(x));
@@ -93,13 +96,15 @@ __device__ __forceinline__ float2 load_floats(uint32_t address) {
 __device__ __forceinline__ void store_floats(uint32_t address, float2 x) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
 }
-__device__ __forceinline__ void load_floats(float (&x)[4], uint32_t address) {
+// NOTES: not overloads of the above: braces around two numbers would choose the array, and write zeros behind
+// them.
+__device__ __forceinline__ void load_four(float (&x)[4], uint32_t address) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
                  : "r"(address)
                  : "memory");
 }
-__device__ __forceinline__ void store_floats(uint32_t address, const float (&x)[4]) {
+__device__ __forceinline__ void store_four(uint32_t address, const float (&x)[4]) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
                  "f"(x[3])
                  : "memory");

@@ -29,19 +29,12 @@ struct LogGates {
 
     __device__ inline bool is_float() const { return dtype == DType::float32; }
 
-    // Of a chunk into the memory of the blocks, kParts times 64 channels, by one thread.
-    template <int kParts>
-    __device__ inline void load(void* work, semaphore& arrived, int row, int head, int batch) const {
-        constexpr uint32_t kPartBytes = kBlocks * kBlockBytes;
-        char* const first = static_cast<char*>(work);
-        kittens::tma::expect_bytes(arrived, kParts * (is_float() ? kPartBytes : kPartBytes / 2));
-#pragma unroll 1
-        for (int part = 0; part < kParts; part++)
-#pragma unroll 1
-            for (int block = 0; block < (is_float() ? 1 : kBlocks); block++)
-                map.load_panel(
-                    first + part * kPartBytes + block * kBlockBytes + (is_float() ? 0 : kShortGates), arrived,
-                    part * kBlockChannels, row + block * kBlock, head, batch);
+    // Of 64 channels of a chunk: how many boxes and bytes they are, where one of them begins in the memory of
+    // the blocks.
+    __device__ inline int boxes() const { return is_float() ? 1 : kBlocks; }
+    __device__ inline uint32_t part_bytes() const { return kBlocks * kBlockBytes / (is_float() ? 1 : 2); }
+    __device__ inline uint32_t place_of(int box) const {
+        return is_float() ? 0 : box * kBlockBytes + kShortGates;
     }
 };
 

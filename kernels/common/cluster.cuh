@@ -52,12 +52,16 @@ __device__ inline int of_first_cta(const int& own) {
     return value;
 }
 
+// Arrives on the barrier of CTA `cta`, which may be this one. By one thread.
+__device__ inline void arrive_in_cta(const kittens::semaphore& own, int cta) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address_in_cta(&own, cta))
+                 : "memory");
+}
+
 // arrive_warp on the barrier of CTA `cta`, which may be this one. NOTES: the release has CTA scope, since one
 // of cluster scope costs a MEMBAR.GPU. That suffices for readers, whose wgmmas are done, but not for writers.
 __device__ inline void arrive_warp_in_cta(const kittens::semaphore& own, int cta) {
-    if (arrives_for_warp())
-        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address_in_cta(&own, cta))
-                     : "memory");
+    if (arrives_for_warp()) arrive_in_cta(own, cta);
 }
 
 // Starts a copy of `bytes` of shared memory to the same address in another CTA, where they complete

@@ -18,9 +18,11 @@ from .linear import REPEATS, Normal, Tensors, assert_equal, check_forward, draw_
 from .linear import run as run_function
 from .memory import LENGTHS, uninitialised_memory_is_nan
 
-DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
+DIMS = [(64, 64), (128, 128), (128, 256), (128, 384), (128, 512), (64, 128), (128, 64), (64, 256), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
+WIDE = [(256, 64), (256, 512), (144, 128), (208, 192)]  # K in two launches
 GATES = ["usual", "none", "-1e-4", "-50", "-1e3", "mixed", "one channel", "closed", "half closed", "growing"]
+MILD = {torch.bfloat16: 80.0, torch.float16: 4.0}  # kMildBits of channel_gate/middle.cuh
 
 run = partial(run_function, function=chunk_gla)
 
@@ -60,11 +62,26 @@ def draw(
     return found
 
 
+def draw_beside_mild(times: float | None, tokens: int, dim_k: int, dtype: torch.dtype) -> Tensors:
+    """Sums over sides of eight tokens, or over blocks of 16, beside what counts as mild; None: by turns."""
+    x = draw(1, 512, dims=(dim_k, 128), dtype=dtype)
+    most = MILD[dtype] * 0.693147 / (1 if tokens == 8 else 2)
+    sides = torch.rand_like(x["g"]).reshape(1, -1, tokens, 2, dim_k)
+    sides *= -most / sides.sum(2, keepdim=True)
+    if times is None:
+        hard = torch.arange(sides.shape[1], device="cuda") // (64 // tokens) % 2 == 1
+        sides *= torch.where(hard, 1.5, 0.5)[None, :, None, None, None]
+    else:
+        sides *= times
+    x["g"] = sides.reshape(x["g"].shape)
+    return x
+
+
 def check(x: Tensors, **options: Any) -> None:
     check_forward(x, chunk_gla, **options)
 
 
-@pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [*DIMS, *PADDED, *WIDE], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
     check(draw(dims=dims, dtype=dtype, states=states))
@@ -82,6 +99,27 @@ def test_gates(gates: str, dim_k: int, dtype: torch.dtype) -> None:
     check(draw(1, 500, dims=(dim_k, 128), dtype=dtype, gates=gates))
 
 
+@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("tokens", [8, 16], ids=["blocks", "chunk"])
+@pytest.mark.parametrize("times", [0.99, 1.01, None], ids=["mild", "hard", "by turns"])
+def test_gates_where_the_form_of_scores_changes(
+    times: float | None, tokens: int, dim_k: int, dtype: torch.dtype
+) -> None:
+    check(draw_beside_mild(times, tokens, dim_k, dtype))
+
+
+@pytest.mark.parametrize("dims", [(128, 256), (128, 384), (64, 512)], ids="{0[0]}_{0[1]}".format)
+def test_slices_of_v_are_those_alone(dims: tuple[int, int]) -> None:
+    """Bitwise, of packed sequences: neighbouring slices load q, k and g for each other."""
+    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS), gates="mixed"))
+    found = run(x)
+    for first in range(0, dims[1], 128):
+        of = slice(first, first + 128)
+        alone = run({**x, "v": x["v"][..., of], "initial_state": x["initial_state"][..., of].contiguous()})
+        assert torch.equal(found["o"][..., of], alone["o"])
+        assert torch.equal(found["final_state"][..., of], alone["final_state"])
+
+
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 128)], ids="{0[0]}_{0[1]}".format)
 def test_dtypes_of_gates(dims: tuple[int, int], of_gates: torch.dtype, dtype: torch.dtype) -> None:
@@ -96,7 +134,9 @@ def test_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize(
+    "dims", [(128, 128), (64, 64), (96, 80), (128, 256), (256, 128)], ids="{0[0]}_{0[1]}".format
+)
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_sequences(dims: tuple[int, int], offsets: torch.dtype, of_gates: torch.dtype) -> None:
     x = draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS))
@@ -131,16 +171,20 @@ def test_any_layout(layout: str) -> None:
     assert_equal(run(x), plain)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("gates", ["usual", "mixed"])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format
+)
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_schedules_agree(schedule: str, dims: tuple[int, int]) -> None:
-    x = draw(1, 500, dims=dims)
+def test_schedules_agree(schedule: str, dims: tuple[int, int], gates: str) -> None:
+    x = draw(1, 500, dims=dims, gates=gates)
     assert_equal(run(x, f"tk:{schedule}"), run(x))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
-def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
-    x = draw(2, 700, 4, dims, gates="mixed")
+@pytest.mark.parametrize("gates", ["usual", "mixed"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format)
+def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], gates: str) -> None:
+    x = draw(2, 700, 4, dims, gates=gates)
     first = run(x)
     for _ in range(REPEATS):
         assert_equal(run(x), first)
@@ -175,7 +219,8 @@ def test_a_nan_gate_is_seen_by_its_channel_from_its_token_on() -> None:
     x = draw(1, 200, 1)
     x["g"] = x["g"].clone()
     x["g"][0, 130, 0, 7] = torch.nan
-    found, expected = run(x), run({**x, "g": x["g"].nan_to_num(0.0)})
+    # -inf: or the chunk's scores would be of another form, equal but for rounding
+    found, expected = run(x), run({**x, "g": x["g"].nan_to_num(-torch.inf)})
     assert torch.equal(found["o"][:, :128], expected["o"][:, :128])
     assert found["o"][:, 130:].isnan().all()
     channels = torch.arange(128, device="cuda") != 7
@@ -220,11 +265,12 @@ def test_auto_takes_the_kernels() -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format
+    "dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (64, 256)], ids="{0[0]}_{0[1]}".format
 )
-def test_small_launches(dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize("gates", ["usual", "mixed"])
+def test_small_launches(dims: tuple[int, int], gates: str) -> None:
     """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
     forget_calls()
-    found = run(draw(1, 570, 1, dims))
+    found = run(draw(1, 570, 1, dims, gates=gates))
     torch.cuda.synchronize()
     assert all(t.isfinite().all() for t in found.values())

@@ -12,13 +12,11 @@ from tfla_tk import chunk_gla
 
 from . import memory
 from .conftest import forget_calls
+from .linear import REPEATS, Tensors, assert_accurate, assert_equal, exact, pack
+from .linear import run as run_function
+from .linear import train as train_function
 from .memory import LENGTHS, uninitialised_memory_is_nan
-from .test_gla import GATES, PADDED, REPEATS, Tensors, assert_equal, draw, dtype, pack
-from .test_scalar_decay import assert_accurate, exact
-from .test_scalar_decay import run as run_function
-from .test_scalar_decay import train as train_function
-
-__all__ = ["dtype"]  # a fixture
+from .test_gla import GATES, PADDED, draw, draw_beside_mild
 
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 256)]
 SMALL_PADDED = [dims for dims in PADDED if dims[1] <= 256]
@@ -58,6 +56,28 @@ def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None
 @pytest.mark.parametrize("gates", GATES)
 def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(1, 500, dims=dims, dtype=dtype, gates=gates))
+
+
+@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("tokens", [8, 16], ids=["blocks", "chunk"])
+@pytest.mark.parametrize("times", [0.99, 1.01, None], ids=["mild", "hard", "by turns"])
+def test_gates_where_the_form_of_scores_changes(
+    times: float | None, tokens: int, dim_k: int, dtype: torch.dtype
+) -> None:
+    check(draw_beside_mild(times, tokens, dim_k, dtype))
+
+
+@pytest.mark.parametrize("dims", [(128, 256), (64, 256)], ids="{0[0]}_{0[1]}".format)
+def test_slices_of_v_are_those_alone(dims: tuple[int, int]) -> None:
+    """dv, bitwise, of packed sequences: neighbouring slices load q, k and g for each other."""
+    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS), gates="mixed"))
+    given = [torch.randn_like(t) for t in run(x).values()]
+    found = train(x, given=given)
+    for of in (slice(0, 128), slice(128, 256)):
+        part = {**x, "v": x["v"][..., of], "initial_state": x["initial_state"][..., of].contiguous()}
+        alone = train(part, given=[t[..., of] for t in given])
+        for name in ("dv", "dinitial_state"):
+            assert torch.equal(found[name][..., of], alone[name])
 
 
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
@@ -201,8 +221,9 @@ def test_no_less_accurate_than_triton() -> None:
 def test_auto_takes_the_kernels() -> None:
     leaves = {name: t.requires_grad_() for name, t in draw().items()}
     assert tfla_tk.which(chunk_gla, **leaves).backend == "tk"
-    large = {name: t.requires_grad_() for name, t in draw(dims=(64, 272)).items()}
-    assert tfla_tk.which(chunk_gla, **large).backend != "tk"
+    for dims in ((64, 272), (144, 64)):
+        large = {name: t.requires_grad_() for name, t in draw(dims=dims).items()}
+        assert tfla_tk.which(chunk_gla, **large).backend != "tk"
 
 
 @pytest.mark.sanitize

@@ -20,9 +20,9 @@ struct ChannelShape {
 // by chunks, b the cumulative sum of g in the chunk, b_L that over all of it:
 //   O = s (q e^b) S + P V      P = s tril(sum_c q_ic k_jc e^{b_ic - b_jc})      S <- e^{b_L} S + (k e^{b_L -
 //   b})^T V
-// K <= the instance's, K and V multiples of 16. Exact for gates <= 0, -inf among them; for positive ones as
-// long as e^(sum of g over a chunk) and its products with q and k stay finite in fp32, and these in the
-// operands' type.
+// K <= the instance's (of one launch), K and V multiples of 16. Exact for gates <= 0, -inf among them; for
+// positive ones as long as e^(sum of g over a chunk) and its products with q and k stay finite in fp32, and
+// these in the operands' type.
 struct GlaForwardParams {
     ChannelShape shape;
     Operand q, k, v, o;
@@ -32,6 +32,9 @@ struct GlaForwardParams {
     float* last;           // the same, or null: not wanted
     float scale;           // s, any finite number
     int walkers;           // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+    // O is a sum over K, so that launches one after the other may take some channels each:
+    int other_dim_k;  // channels of the others: rows of the states between those of two heads
+    bool adds;        // O is added to what is there
 };
 
 // Throws std::runtime_error on a refused launch.

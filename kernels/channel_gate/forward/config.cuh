@@ -1,6 +1,7 @@
 // Tiles, roles of the warps and shared memory of the forward.
 #pragma once
 
+#include "channel_gate/middle.cuh"
 #include "channel_gate/walk.cuh"
 
 namespace tfla_tk::channel_gate {
@@ -9,9 +10,11 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr bool kSequential = kOrder == Schedule::sequential;
-    static constexpr bool kBackward = false;  // in time: the mirror walk
+    static constexpr bool kBackward = false;  // in time
+    static constexpr bool kTwoParts = true;   // of the operands of scores around a middle
 
     // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
+    static constexpr int kParts = GateWarp<T, kDimK>::kParts;  // times 64 channels
     static constexpr int kTeamWarps = GateWarp<T, kDimK>::kWarps, kTeams = 8 / kTeamWarps;
     static constexpr int kGateWarps = kTeams * kTeamWarps;
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
@@ -31,6 +34,12 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
 };
 
+// The mirror walk of the backward.
+template <class T, int kDim, int kCount, Schedule kOrder>
+struct MirrorConfig : ForwardConfig<T, kDim, kCount, kOrder> {
+    static constexpr bool kBackward = true;
+};
+
 struct ForwardGlobals {
     TensorMap q, k, v;  // boxes of a chunk
     LogGates gates;
@@ -41,6 +50,8 @@ struct ForwardGlobals {
     float scale;
     const float* initial;
     float* last;
+    int other_dim_k;
+    bool adds;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
@@ -53,29 +64,38 @@ template <class C> struct ForwardMemory {
     alignas(1024) unsigned char work[C::kScoreSlots][C::kTeamWarps * kBlockBytes];
     typename C::Columns values[C::kStages][C::kWalkers];  // then O, until it is stored
     typename C::Square p[C::kScoreSlots];
-    float decay[C::kScoreSlots][C::kDimK];
-    uint32_t lanes[32];  // their numbers
+    float decay[C::kScoreSlots][2][C::kDimK];  // by levels e^{b_L}; else those before and behind the middle
+    float ones[C::kDimK];
+    uint32_t lanes[32];        // their numbers
+    int mild[C::kScoreSlots];  // whether the chunk is around its middle
+    int steps[C::kGateWarps];  // that a gate warp is at
 
-    semaphore arrived[C::kStages];             // q, k and log gates of a chunk
+    semaphore arrived[C::kStages];             // q and k of a chunk
+    semaphore gates_arrived[C::kScoreSlots];   // log gates
     semaphore values_arrived[C::kStages];      // V
     semaphore work_free[C::kScoreSlots];       // by the gate warps of a chunk
+    semaphore operands_agreed[C::kStages];     // by the other CTA of a cluster: places of q and k are free
+    semaphore work_agreed[C::kScoreSlots];     // there, those of log gates
     semaphore operands_ready[C::kScoreSlots];  // by them: what the walkers need
     semaphore done[C::kStages];                // by the walkers: O is there, all else of the chunk is free
-    semaphore tail_landed[C::kTeams];          // of each team's loading warp
+    semaphore tail_landed[C::kTeams][2];       // of each team's warps that load q and k, and V
     Task task;
 
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 3;  // q, k, log gates
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(arrived[i], kTiles);
+            init_semaphore(arrived[i], 2);
+            init_semaphore(operands_agreed[i], 1);
             init_semaphore(values_arrived[i], C::kWalkers);
             init_warp_barrier(done[i], 4 * C::kWalkers);
         }
         for (int i = 0; i < C::kScoreSlots; i++) {
+            init_semaphore(gates_arrived[i], 1);
+            init_semaphore(work_agreed[i], 1);
             init_warp_barrier(work_free[i], C::kTeamWarps);
             init_warp_barrier(operands_ready[i], C::kTeamWarps);
         }
-        for (auto& landed : tail_landed) init_semaphore(landed, 1);
+        for (auto& of_team : tail_landed)
+            for (auto& landed : of_team) init_semaphore(landed, 1);
         publish_barriers();
     }
 
@@ -85,6 +105,7 @@ template <class C> struct ForwardMemory {
         auto* const scores = reinterpret_cast<uint4*>(p);
         for (int i = threadIdx.x; i < sizeof(p) / sizeof(uint4); i += C::kThreads) scores[i] = {0, 0, 0, 0};
         if (threadIdx.x < 32) lanes[threadIdx.x] = threadIdx.x;
+        if (threadIdx.x < C::kDimK) ones[threadIdx.x] = 1.f;
         fence_async_proxy();
     }
 };

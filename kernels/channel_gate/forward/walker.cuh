@@ -1,15 +1,16 @@
 // A walker of the forward (walk.cuh). Per chunk:
 //   1. Wait for V and for what the gate warps have made.
-//   2. Round S^T to A operands and issue O^T = S^T (s q e^b)^T.
-//   3. Under it scale S^T by e^{b_L}, a factor per column.
+//   2. Scale S^T by e^m, a factor per column. Round it to A operands and issue O^T = S^T (s q e^{b - m})^T.
+//   3. Under it, by levels, scale S^T by e^{b_L}.
 //   4. Load V^T as A operands.
-//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{b_L - b}).
-//   6. Wait for O, put it where V was; wait for S, and hand over the chunk.
-// Of the mirror walk, backward in time: dS and dV in the places of S and O, dO in that of V, and of what the
-// gate warps have made k e^{b_L - b} is read and s q e^b written, P is transposed.
-// The chain from chunk to chunk is S. NOTES: the loop's edge is after step 4, where no GEMM is in flight, and
-// S^T is read in the iteration of the GEMM that has made it: else ptxas waits for all GEMMs before each read
-// (C7517).
+//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{m - b}).
+//   6. Wait for O, put it where V was; wait for S, scale it by e^{b_L - m}, and hand over the chunk.
+// m is b at the middle of a chunk that is made around it (middle.cuh). By levels steps 2 and 6 scale by 1,
+// and the operands are s q e^b and k e^{b_L - b}. Of the mirror walk, backward in time: dS and dV in the
+// places of S and O, dO in that of V, and of what the gate warps have made that of k is read and that of q
+// written, the factors of steps 2 and 6 change places, P is transposed. The chain from chunk to chunk is S.
+// NOTES: the loop's edge is after step 4, where no GEMM is in flight, and S^T is read in the iteration of the
+// GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517).
 #pragma once
 
 #include "channel_gate/forward/config.cuh"
@@ -39,9 +40,14 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         wait(smem.values_arrived[use.slot], use.phase);
         wait(smem.operands_ready[of_gates.slot], of_gates.phase);
     };
-    auto decay_state = [&](int chunk) {  // 3
-        const uint32_t decay =
-            shared_address(&smem.decay[Use<C::kScoreSlots>(chunk).slot]) + 8 * (fresh_laneid() % 4);
+    // Scales S^T by a factor per column: e^{b_L}, or those before and behind the middle.
+    enum Factor { whole, before, behind };
+    constexpr Factor kAtFirst = C::kBackward ? behind : before, kAtLast = C::kBackward ? before : behind;
+    auto decay_state = [&](int chunk, Factor factor) {
+        const int slot = Use<C::kScoreSlots>(chunk).slot;
+        const bool is_used = (load_anew(shared_address(&smem.mild[slot])) != 0) == (factor != whole);
+        const uint32_t decay = shared_address(is_used ? smem.decay[slot][factor == behind] : smem.ones) +
+                               8 * (fresh_laneid() % 4);
         each<0, 2 * kStateSteps>([&](int i) {
             float2 e;  // NOTES: volatile, or ptxas loads all factors first, in registers of their own
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(e.x), "=f"(e.y) : "r"(decay + 32 * i));
@@ -57,16 +63,17 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         const int slot = Use<C::kStages>(chunk).slot;
         const auto& operands = smem.operands[slot];
         const auto queries = Operand128B::rows(C::kBackward ? &operands.k : &operands.q);
+        decay_state(chunk, kAtFirst);  // 2
         forget(out);
         constexpr bool kOneByOne = first || C::kSequential;
-        each<0, kStateSteps>([&](int k) {  // 2
+        each<0, kStateSteps>([&](int k) {
             auto& fragment = fragments[k % kTokenSteps];
             if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
             convert_fragment(fragment, state, k);
             multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
             if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
         });
-        decay_state(chunk);
+        decay_state(chunk, whole);  // 3
         warpgroup::mma_async_wait<0>();
         pin(out), pin_fragments();
         each<0, kTokenSteps>([&](int j) {  // 4
@@ -94,11 +101,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         store_transposed<T>(values_of(slot), out);
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
+        decay_state(chunk, kAtLast);
         fence_async_proxy();
         arrive_warp(smem.done[slot]);
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    const int64_t state_size = static_cast<int64_t>(g.dim_k + g.other_dim_k) * g.dim_v;
     if (g.initial)
         load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
                               g.dim_v);

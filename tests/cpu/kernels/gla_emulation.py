@@ -17,26 +17,36 @@ FRAGMENT_ROW, FRAGMENT_COLUMN = LANE // 4, LANE % 4 * 2
 
 
 class Memory:
-    """Shared memory that holds numbers of two and of four bytes; a write of one size spoils the other."""
+    """Shared memory that holds numbers of two and of four bytes; a write of one size spoils the other.
+
+    Accesses are aligned to their size, of 16 bytes at most.
+    """
 
     def __init__(self, size: int) -> None:
         self.short, self.wide = np.full(size // 2, np.nan), np.full(size // 4, np.nan)
 
     def store(self, address: Array, x: Array) -> None:
         """Numbers of two bytes, one behind the other: x [..., n] at address [...]."""
-        place = np.asarray(address)[..., None] // 2 + np.arange(x.shape[-1])
+        place = self._numbers(address, 2, x.shape[-1])
         self.short[place], self.wide[place // 2] = x, np.nan
 
     def load(self, address: Array, count: int = 2) -> Array:
-        return self.short[np.asarray(address)[..., None] // 2 + np.arange(count)]
+        return self.short[self._numbers(address, 2, count)]
 
     def store_wide(self, address: Array, x: Array) -> None:
-        place = np.asarray(address)[..., None] // 4 + np.arange(x.shape[-1])
+        place = self._numbers(address, 4, x.shape[-1])
         self.wide[place] = x
         self.short[2 * place] = self.short[2 * place + 1] = np.nan
 
     def load_wide(self, address: Array, count: int = 2) -> Array:
-        return self.wide[np.asarray(address)[..., None] // 4 + np.arange(count)]
+        return self.wide[self._numbers(address, 4, count)]
+
+    def _numbers(self, address: Array, size: int, count: int) -> Array:
+        """Which of the numbers of `size` bytes: `count` of them at each address."""
+        found = np.asarray(address)[..., None]
+        unit = min(size * count, 16)
+        assert not np.any(found % unit), f"misaligned to {unit} bytes: {np.unique(found[found % unit > 0])}"
+        return found // size + np.arange(count)
 
     def matrices(self, rows: Array) -> list[Array]:
         """ldmatrix of four: [32] addresses of rows to the two numbers of every lane."""
@@ -102,14 +112,15 @@ class Block:
                 g = self.memory.load_wide(self.work + 8 * LANE + t * TOKEN)
             self.total[t] = np.exp(g) if t < tokens else 1.0
 
-    def load_operands(self, first: int) -> None:
+    def load_operands(self, first: int, store: bool = True) -> None:
         for left in range(first, first + 8, 2):
             right = left + 1
             q = [self.memory.load(self.at(self.q, t, ROW)) for t in (left, right)]
             k = [self.memory.load(self.at(self.k, t, ROW)) for t in (left, right)]
             self.qf[left], self.qf[right] = q[0] * self.total[left], q[1] * self.total[right]
-            self.memory.store(self.at(self.work, left, TOKEN), k[0])
-            self.memory.store(self.at(self.work, right, TOKEN), self.qf[right])
+            if store:
+                self.memory.store(self.at(self.work, left, TOKEN), k[0])
+                self.memory.store(self.at(self.work, right, TOKEN), self.qf[right])
             self.kg[left], self.kg[right] = k[0] * self.total[right], k[1]
             self.qf[right] *= self.total[left]
             self.total[left] *= self.total[right]
@@ -168,11 +179,44 @@ class Block:
         self.p[1, :, :2] = 0.0
         self.join(8, 0, BLOCK)
 
+    def around_middle(self, short: bool, tokens: int) -> None:
+        for first in (0, 8):
+            self.load_gates(first, short, tokens)
+            self.load_operands(first, store=False)
+            self.join(2, first)
+            self.join(4, first)
+            up = 1.0 / self.total[first]
+            for t in range(first, first + 8):
+                x, y = (self.qf[t] * up, self.kg[t]) if first == 0 else (self.qf[t], self.kg[t] * up)
+                self.memory.store(self.at(self.work, t, TOKEN), x)
+                self.memory.store(self.at(self.work + ROW, t, TOKEN), y)
+        self.join(8, 0, BLOCK)
+        a_rows, b_rows = self.rows_of_a(self.work), self.rows_of_b(self.work + ROW)
+        self.p[:] = 0.0
+        for i in range(4):
+            a, b = (self.memory.matrices(rows ^ (i * 32)) for rows in (a_rows, b_rows))
+            for n in range(2):
+                multiply_16(self.p[n], a, b[2 * n : 2 * n + 2])
+        for e in range(2):
+            above = FRAGMENT_COLUMN + e > FRAGMENT_ROW
+            self.p[0, above, e] = self.p[1, above, 2 + e] = 0.0
+            self.p[1, :, e] = 0.0
+
 
 class Chunk:
-    """chunk.cuh: a team's work on a chunk of q, k, g [64, K]."""
+    """chunk.cuh: a team's work on a chunk of q, k, g [64, K]; mild: blocks whose gates are."""
 
-    def __init__(self, q: Array, k: Array, g: Array, scale: float, short: bool, tokens: int) -> None:
+    def __init__(
+        self,
+        q: Array,
+        k: Array,
+        g: Array,
+        scale: float,
+        short: bool,
+        tokens: int,
+        mild: tuple[int, ...] = (),
+    ) -> None:
+        self.mild = mild
         self.dim_k, self.scale, self.short, self.tokens = q.shape[1], scale, short, tokens
         self.parts = self.dim_k // 64
         self.k_at = self.parts * PANEL
@@ -220,7 +264,8 @@ class Chunk:
         rows = part * PANEL + block * BLOCK * ROW
         work = self.work_at + (part * BLOCKS + block) * BLOCK_BYTES
         x = Block(self.memory, rows, self.k_at + rows, work)
-        x.by_levels(self.short, self.tokens - block * BLOCK)
+        make = x.around_middle if block in self.mild else x.by_levels
+        make(self.short, self.tokens - block * BLOCK)
         return x
 
     def _totals(self, block: int, part: int) -> Array:

@@ -8,21 +8,24 @@ import pytest
 from .gla_emulation import CHUNK, Chunk
 
 
+@pytest.mark.parametrize("mild", [(), (2,), (0, 1, 3)], ids=["levels", "one mild", "three mild"])
 @pytest.mark.parametrize("tokens", [CHUNK, 37, 1])
 @pytest.mark.parametrize("short", [False, True], ids=["fp32", "16 bits"])
 @pytest.mark.parametrize("dim_k", [64, 128])
-def test_scores_and_operands(dim_k: int, short: bool, tokens: int) -> None:
-    """Tokens past the end have k = 0 and gates that are not looked at."""
+def test_scores_and_operands(dim_k: int, short: bool, tokens: int, mild: tuple[int, ...]) -> None:
+    """Tokens past the end have k = 0 and gates that are not looked at; mild: blocks around their middle."""
     rng = np.random.default_rng(dim_k + tokens)
     q, k, g = (rng.standard_normal((CHUNK, dim_k)) for _ in range(3))
     g = -np.log1p(np.exp(-g))
     g[rng.random(g.shape) < 0.1], g[rng.random(g.shape) < 0.1] = -50.0, 0.0
     g[:, 3], g[tokens // 2, 5] = -np.inf, -1e3
+    for block in mild:
+        g[16 * block :][:16] = np.maximum(g[16 * block :][:16], -2.0)
     q[tokens:] = k[tokens:] = 0.0
     given = g.copy()
     given[tokens:], g[tokens:] = np.nan, 0.0
     scale = 0.3
-    chunk = Chunk(q, k, given, scale, short, tokens)
+    chunk = Chunk(q, k, given, scale, short, tokens, mild)
     chunk.run()
 
     def decay(i: int, j: int) -> np.ndarray:

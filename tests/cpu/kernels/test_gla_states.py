@@ -8,6 +8,7 @@ import torch
 
 from tfla_tk import reference
 
+from .gla_emulation import Memory
 from .gla_states_emulation import Walk
 
 
@@ -48,3 +49,12 @@ def test_gradients(tokens: int, dim_v: int, short: bool) -> None:
         wanted = getattr(expected, name)[0, :, 0].numpy()
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=name)
     np.testing.assert_allclose(right.state, expected.dh0[0, 0].numpy(), atol=1e-9)
+
+
+@pytest.mark.parametrize(("address", "count"), [(4, 2), (8, 4), (24, 8)])
+def test_misaligned_accesses_are_caught(address: int, count: int) -> None:
+    memory, at = Memory(64), np.array(address)
+    with pytest.raises(AssertionError, match="misaligned"):
+        memory.load_wide(at, count)
+    with pytest.raises(AssertionError, match="misaligned"):
+        memory.store_wide(at, np.zeros(count))

@@ -107,9 +107,10 @@ template <class C> struct StatesStage<C, false> : StatesStage<C, true> {
 };
 
 constexpr int kOutRow = 68;  // floats; NOTES: a walker's stores meet no bank twice
+static_assert(kOutRow * sizeof(float) % 16 == 0);
 
 // What a walker and its gate warps tell each other, by gate warp; and a gate warp keeps.
-template <class C> struct StatesExchange {
+template <class C> struct alignas(16) StatesExchange {
     float out[C::kGateWarps][kBlock][kOutRow];      // what readers see of the state, before their gates
     float products[C::kGateWarps][kBlock][kBlock];  // of the values of readers and writers
     float carry[C::kGateWarps][kBlockChannels];     // the sum of q dq - k dk from this block on
@@ -124,10 +125,13 @@ template <class C> struct StatesMemory {
     static constexpr int kStages =
         std::min<int>((MAX_SHARED_MEMORY - sizeof(StatesExchange<C>) - kRest) / kOfStage, kMost);
     static_assert(kStages >= C::kTurns);
+    // tiles of 128 bytes a row, where TMA and wgmma expect them
+    static_assert(alignof(Stage) == 1024 && sizeof(StatesStage<C, true>) % 1024 == 0);
+    static_assert(alignof(StatesColumns<C>) == 1024 && sizeof(typename C::Values) % 1024 == 0);
 
     Stage stages[kStages];  // blocks
     StatesExchange<C> exchange;
-    float decay[kStages][C::kWalkers][kBlockChannels];  // e^{b_L}
+    alignas(16) float decay[kStages][C::kWalkers][kBlockChannels];  // e^{b_L}
 
     semaphore arrived[kStages];               // all tiles of a block
     semaphore written[kStages][C::kWalkers];  // by the gate warp: writers and decay are ready

@@ -87,8 +87,8 @@ template <class C> struct GateWarpOfBlock {
         });
         const uint32_t place = products + lane / 4 * (kBlock * 4) + lane % 4 * 8;
         each<0, 4>([&](int i) {
-            store_floats(place + i % 2 * (8 * kBlock * 4) + i / 2 * 32,
-                         {c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]});
+            const float2 x{c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]};
+            store_floats(place + i % 2 * (8 * kBlock * 4) + i / 2 * 32, x);
         });
         __syncwarp();
     }
@@ -123,7 +123,7 @@ template <class C> struct GateWarpOfBlock {
         float2 sums[2] = {{0.f, 0.f}, {0.f, 0.f}};  // NOTES: shorter chains
         each<kFirst / 4, kLast / 4 + 1>([&](int i) {
             float x[4];
-            load_floats(x, products + r * (kBlock * 4) + 16 * i);
+            load_four(x, products + r * (kBlock * 4) + 16 * i);
             each<0, 4>([&](int e) {
                 const int w = 4 * i + e;
                 if (w < kFirst || w > kLast) return;
@@ -182,7 +182,8 @@ __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, 
         if (channel < g.dim_k)
             carry = *reinterpret_cast<const float2*>(&g.flows[task.state * g.dim_k + channel]);
     }
-    store_floats(shared_address(&smem.exchange.carry[own][column]), {carry.x + sum.x, carry.y + sum.y});
+    const float2 from_here{carry.x + sum.x, carry.y + sum.y};
+    store_floats(shared_address(&smem.exchange.carry[own][column]), from_here);
     arrive_warp(smem.carry_ready[own]);
     return carry;
 }

@@ -1,10 +1,11 @@
 """Gated linear attention by the ThunderKittens kernels, on the current stream; the protocol is that of
 `ops.linear`.
 
-The forward is one kernel, a walk over the chunks of every sequence, head and slice of V. The backward is
-three walks: its mirror, backward in time, for dv and the initial state's gradient; and two over the states of
-every sequence, head and slice of K, forward in time for dq, and backward in time for dk and dg, which needs
-q dq of the other one. Nothing of the forward is kept but its inputs.
+The forward is one kernel, a walk over the chunks of every sequence, head and slice of V, launched once for
+every 128 channels of K: the first writes o, the others add theirs. The backward is three walks: its mirror,
+backward in time, for dv and the initial state's gradient; and two over the states of every sequence, head and
+slice of K, forward in time for dq, and backward in time for dk and dg, which needs q dq of the other one.
+Nothing of the forward is kept but its inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream, multiprocessors
+from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, current_stream, multiprocessors
 from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
@@ -25,6 +26,7 @@ from tfla_tk.core.memo import Memo
 
 _WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
 _TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
+_LAUNCH_DIM_K = max(instances.GLA_TILES)  # channels of one launch of the forward, at most
 
 
 def forward(
@@ -128,22 +130,33 @@ class Forward:
         self._shape = shape = Shape.of(core)
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state = output_final_state
-        kernel = build.load(instances.gla("forward", shape.dim_k, named_schedule(core.schedule)))
+        dim_k = min(shape.dim_k, _LAUNCH_DIM_K)
+        kernel = build.load(instances.gla("forward", dim_k, named_schedule(core.schedule)))
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         o = operand_at(o_at, torch.empty_like(core.v, device="meta"))
-        self._launches = Launches.of(
-            kernel,
-            [
-                kernel.forward(
-                    shape.with_offsets(offsets_at), q, k, v, o, g, DTYPES[core.g.dtype],
-                    initial_at, last_at, core.scale, shape.walkers,
-                ),
-            ],
-        )  # fmt: skip
+
+        def launch(first: int) -> Any:
+            """Of channels from `first` on."""
+            dim = min(shape.dim_k - first, _LAUNCH_DIM_K)
+
+            def channels(x: Operand, of: torch.dtype) -> Operand:
+                return x[0] + first * of.itemsize, *x[1:]
+
+            def rows(at: int) -> int:
+                return at and at + first * shape.dim_v * torch.float32.itemsize
+
+            return kernel.forward(
+                shape._replace(dim_k=dim).with_offsets(offsets_at),
+                channels(q, core.q.dtype), channels(k, core.k.dtype), v, o,
+                channels(g, core.g.dtype), DTYPES[core.g.dtype],
+                rows(initial_at), rows(last_at), core.scale, shape.walkers, shape.dim_k - dim, first > 0,
+            )  # fmt: skip
+
+        self._launches = Launches.of(kernel, [launch(n) for n in range(0, shape.dim_k, _LAUNCH_DIM_K)])
 
     def __call__(self, core: GLACore) -> tuple[Tensor, MaybeTensor]:
         """`forward` of these tensors."""

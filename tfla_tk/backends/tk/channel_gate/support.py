@@ -18,7 +18,7 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     refusals.check_schedule(variant, SCHEDULES)
     return (
         refusals.of_operands(call)
-        or refusals.of_head_dims(call, max(instances.GLA_TILES), instances.MAX_DIM_V)
+        or refusals.of_head_dims(call, instances.GLA_MAX_DIM_K, instances.MAX_DIM_V)
         or _refusal_of_gradients(call)
         or _refusal_of_value_heads(call)
         or refusals.of_count("heads", call.sequences * call.heads)
@@ -27,14 +27,19 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
 
 
 def _refusal_of_gradients(call: LinearCall) -> Support | None:
-    largest = max(instances.GLA_STATES_TILES)
-    if not call.requires_grad or call.dim_v <= largest:
+    if not call.requires_grad:
         return None
-    return Support(
-        False,
-        f"a gradient is recorded with V = {call.dim_v}, the backward takes up to {largest}",
-        "split V, call under torch.no_grad(), or use 'triton' or 'reference'",
-    )
+    for name, dim, tiles in (
+        ("K", call.dim_qk, instances.GLA_TILES),
+        ("V", call.dim_v, instances.GLA_STATES_TILES),
+    ):
+        if dim > max(tiles):
+            return Support(
+                False,
+                f"a gradient is recorded with {name} = {dim}, the backward takes up to {max(tiles)}",
+                f"split {name}, call under torch.no_grad(), or use 'triton' or 'reference'",
+            )
+    return None
 
 
 def _refusal_of_value_heads(call: LinearCall) -> Support | None:
@@ -57,8 +62,8 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
 
 def _key(call: LinearCall, variant: str | None) -> tuple[int, int, str, bool]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-    return *tiles, refusals.named_schedule(variant), call.requires_grad
+    dim_k = min(refusals.tile(call.dim_qk), max(instances.GLA_TILES))
+    return dim_k, refusals.tile(call.dim_v), refusals.named_schedule(variant), call.requires_grad
 
 
 def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> list[Instance]:

@@ -1,0 +1,82 @@
+// The kernel of the forward, of its mirror too, and its launch. A CTA walks the chunks of a (sequence, head,
+// 64 or 128 columns of V):
+//   gate warps  make of q, k and the log gates, a chunk ahead, the operands of the walk and the scores P, in
+//               shared memory; some of them load and store (gates.cuh, carrier.cuh)
+//   walkers     one or two, the state in registers (walker.cuh)
+#pragma once
+
+#include <stdexcept>
+
+#include "channel_gate/forward/gates.cuh"
+#include "channel_gate/forward/walker.cuh"
+#include "common/launch.cuh"
+
+namespace tfla_tk::channel_gate {
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void gla_walk_kernel(const __grid_constant__ ForwardGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
+    const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+    smem.init_tiles();
+    if (!begin_task<C>(g, smem, blockIdx.x, [&] {
+            g.q.prefetch(), g.k.prefetch(), g.gates.map.prefetch(), g.v.prefetch(), g.o.prefetch();
+        }))
+        return;
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
+    if (warp < C::kGateWarps) {
+        set_registers<C::kGateRegisters, C::kThreads, 1>();
+        run_gates(g, smem, warp);
+    } else {
+        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
+        walk_forward(g, smem, (warp - C::kGateWarps) / 4);
+    }
+    if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
+}
+
+template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stream) {
+    constexpr auto kName = C::kBackward ? "gla_mirror" : "gla_forward";
+    const ChannelShape& s = p.shape;
+    const DeviceGuard guard(s.device, kName);
+    auto map = [&](const Operand& x, int dim, int box_rows) {
+        return TensorMap(x, s.batch, s.heads, s.seq, dim, box_rows, s.half);
+    };
+    const int gate_rows = p.g_dtype == DType::float32 ? kChunk : kBlock;
+    constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    const ForwardGlobals g{
+        map(p.q, s.dim_k, kChunk),
+        map(p.k, s.dim_k, kChunk),
+        map(p.v, s.dim_v, kChunk),
+        {TensorMap::rows(p.g, s.batch, s.heads, s.seq, s.dim_k, gate_rows, p.g_dtype), p.g_dtype},
+        map(p.o, s.dim_v, kChunk),
+        map(p.o, s.dim_v, kBoxRows),
+        map(p.o, s.dim_v, 1),
+        s.cut,
+        s.heads,
+        s.seq,
+        s.dim_k,
+        s.dim_v,
+        (s.dim_v + kColumns - 1) / kColumns,
+        p.scale,
+        p.initial,
+        p.last,
+        p.other_dim_k,
+        p.adds,
+    };
+    const auto ctas = static_cast<std::int64_t>(s.cut.segments) * g.heads * g.ctas;
+    launch<gla_walk_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, kName), C::kThreads, s.device,
+                                                         stream, kName, g.ctas % 2 == 0 ? 2 : 1);
+}
+
+// Config: ForwardConfig, or what is derived from it.
+template <template <class, int, int, Schedule> class Config, int kDimK, Schedule kOrder>
+void run_walk(const GlaForwardParams& p, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    auto run = [&]<class T>() {
+        p.walkers == 1 ? launch_walk<Config<T, kDimK, 1, kOrder>>(p, s)
+                       : launch_walk<Config<T, kDimK, 2, kOrder>>(p, s);
+    };
+    p.shape.half ? run.template operator()<kittens::half>() : run.template operator()<kittens::bf16>();
+}
+
+}  // namespace tfla_tk::channel_gate

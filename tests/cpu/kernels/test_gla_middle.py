@@ -1,0 +1,173 @@
+"""Chunks of GLA around their middle: lane by lane, and with rounding where the choice of the form changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tfla_tk import reference
+
+from .gla_emulation import CHUNK, Chunk
+from .gla_middle_emulation import MILD_BITS, ChunkAroundMiddle
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ERRORS = {"bf16": 4.5e-3, "fp16": 6e-4}  # relative Frobenius
+
+
+@pytest.mark.parametrize("tokens", [CHUNK, 37, 1])
+@pytest.mark.parametrize("short", [False, True], ids=["fp32", "16 bits"])
+@pytest.mark.parametrize("dim_k", [64, 128])
+def test_scores_and_operands(dim_k: int, short: bool, tokens: int) -> None:
+    """Tokens past the end have k = 0 and gates that are not looked at."""
+    rng = np.random.default_rng(dim_k + tokens)
+    q, k, g = (rng.standard_normal((CHUNK, dim_k)) for _ in range(3))
+    g = -np.log1p(np.exp(-g))
+    g[rng.random(g.shape) < 0.1], g[:, 3], g[tokens // 2, 5], g[0, 6] = 0.0, 0.0, -9.0, 0.5
+    q[tokens:] = k[tokens:] = 0.0
+    given = g.copy()
+    given[tokens:], g[tokens:] = np.nan, 0.0
+    chunk = ChunkAroundMiddle(q, k, given, 0.3, short, tokens)
+    chunk.run()
+    through = g.cumsum(0)
+    middle = through[CHUNK // 2 - 1]
+    p = np.tril(np.einsum("ic,jc,ijc->ij", 0.3 * q, k, np.exp(through[:, None] - through)))
+    assert np.linalg.norm(chunk.read_tile(chunk.p_at, CHUNK) - p) < 2.0**-16 * np.linalg.norm(p)
+    for tile, low, expected in (
+        (0, chunk.low_q, 0.3 * q * np.exp(through - middle)),
+        (chunk.k_at, chunk.low_k, k * np.exp(middle - through)),
+    ):
+        found = chunk.read_tile(tile, dim_k)
+        np.testing.assert_allclose(found, expected, rtol=2.0**-8)
+        np.testing.assert_allclose(found + chunk.read_tile(low, dim_k), expected, rtol=1e-9)
+    np.testing.assert_allclose(chunk.before, np.exp(middle), rtol=1e-9)
+    np.testing.assert_allclose(chunk.behind, np.exp(through[-1] - middle), rtol=1e-9)
+    bits = np.abs(g).reshape(4, 16, dim_k).sum(1).max() / np.log(2.0)
+    assert chunk.mild_bits == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("form", [Chunk, ChunkAroundMiddle])
+@pytest.mark.parametrize("dim_k", [64, 128])
+def test_the_mirror_reads_the_same_chunk(dim_k: int, form: type[Chunk]) -> None:
+    """forward/walker.cuh with kBackward: what it makes of a chunk's operands, scores and factors."""
+    rng = np.random.default_rng(dim_k)
+    q, k, g = (rng.standard_normal((CHUNK, dim_k)) for _ in range(3))
+    g = -np.log1p(np.exp(-g))
+    do, d_last = rng.standard_normal((CHUNK, 32)), rng.standard_normal((dim_k, 32))
+    chunk = form(q, k, g, 0.3, False, CHUNK)
+    chunk.run()
+    operands = [chunk.read_tile(at, dim_k) for at in (0, chunk.k_at)]
+    if isinstance(chunk, ChunkAroundMiddle):
+        factors = chunk.behind, np.ones(dim_k), chunk.before
+    else:
+        factors = np.ones(dim_k), chunk.decay, np.ones(dim_k)
+    at_first, whole, at_last = (x[:, None] for x in factors)
+    state = at_first * d_last
+    dv = operands[1] @ state + chunk.read_tile(chunk.p_at, CHUNK).T @ do
+    state = at_last * (whole * state + operands[0].T @ do)
+
+    def tensor(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x)[None, :, None]
+
+    expected = reference.gla_backward(
+        *map(tensor, (q, k, do, g, do)),
+        torch.from_numpy(d_last)[None, None],
+        scale=0.3,
+        initial_state=torch.zeros(1, 1, dim_k, 32, dtype=torch.float64),
+    )
+    for found, wanted in ((dv, expected.dv[0, :, 0]), (state, expected.dh0[0, 0])):
+        assert np.linalg.norm(found - wanted.numpy()) < 3e-3 * np.linalg.norm(found)
+
+
+# How scores are made: levels; blocks of 16 around their middle, then levels; the chunk around its own.
+FORMS = ("levels", "blocks", "chunk")
+
+
+def walk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, dtype: torch.dtype | None, form: str) -> Tensor:
+    """o of [T, K] and [T, V] in fp64, with the operands of every GEMM rounded to `dtype`."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x if dtype is None else x.to(dtype).double()
+
+    state, out = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
+    for at in range(0, len(q), CHUNK):
+        q_c, k_c, v_c, b = q[at:][:CHUNK], k[at:][:CHUNK], v[at:][:CHUNK], g[at:][:CHUNK].cumsum(0)
+        if form == "chunk":
+            middle = b[CHUNK // 2 - 1]
+            before, behind = middle.exp(), (b[-1] - middle).exp()
+            x, y = q_c * (b - middle).exp(), k_c * (middle - b).exp()
+            queries, keys = rounded(x), rounded(y)
+            low = rounded(x - queries) @ keys.T + queries @ rounded(y - keys).T
+            scores = (low + queries @ keys.T).tril()
+        else:
+            before, behind = torch.ones_like(b[0]), torch.ones_like(b[0])
+            queries, keys = rounded(q_c * b.exp()), rounded(k_c * (b[-1] - b).exp())
+            scores = by_levels(q_c, k_c, b, rounded, 1 if form == "levels" else 16)
+        state = state * before[:, None]
+        out.append(queries @ rounded(state) + rounded(scores) @ v_c)
+        state = state if form == "chunk" else state * b[-1].exp()[:, None]
+        state = (state + keys.T @ v_c) * behind[:, None]
+    return torch.cat(out)
+
+
+def by_levels(q: Tensor, k: Tensor, b: Tensor, rounded: Callable[[Tensor], Tensor], first: int) -> Tensor:
+    """Scores of a chunk, from level `first` on; below it, of blocks around their middle."""
+    token = torch.arange(CHUNK)
+    if first == 1:
+        scores = torch.diag((rounded(q) * rounded(k)).sum(1))
+    else:
+        middle = b[token // first * first + first // 2 - 1]
+        x, y = rounded(q * (b - middle).exp()), rounded(k * (middle - b).exp())
+        scores = torch.where(token[:, None] // first == token // first, (x @ y.T), 0.0).tril()
+    for n in (m for m in (1, 2, 4, 8, 16, 32) if m >= first):
+        last = b[token // (2 * n) * 2 * n + n - 1]
+        right = (token // n % 2 == 1)[:, None]
+        x = rounded(torch.where(right, q * (b - last).exp(), k * (last - b).exp()))
+        of_level = right & ~right.T & (token[:, None] // (2 * n) == token // (2 * n))
+        scores = scores + torch.where(of_level, x @ x.T, 0.0)
+    return scores
+
+
+def gates(kind: str, limit: float, tokens: int, shape: tuple[int, int]) -> Tensor:
+    """Log gates whose sum over every `tokens` is -limit; half: of the channels, 0 in the others."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.rand(shape, generator=rng, dtype=torch.float64)
+    if kind == "alike":
+        x = torch.ones_like(x)
+    sides = x.reshape(-1, tokens, shape[1])
+    if kind == "one token":
+        sides = (sides == sides.amax(1, keepdim=True)).double()
+    sides = -limit * sides / sides.sum(1, keepdim=True)
+    if kind == "half":
+        sides[:, :, ::2] = 0.0
+    return sides.reshape(shape)
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("kind", ["alike", "random", "one token", "half"])
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_all_forms_are_accurate_where_the_choice_changes(name: str, kind: str, tokens: int) -> None:
+    """The most that counts as mild, in sides of eight tokens (of blocks) and of two blocks (of the chunk)."""
+    dtype, rng = DTYPES[name], torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(256, 64, generator=rng).to(dtype).double() for _ in range(3))
+    limit = MILD_BITS[name] * float(np.log(2.0)) / (1 if tokens == 8 else 2)
+    g = gates(kind, limit, tokens, (256, 64))
+    truth = walk(q, k, v, g, None, "levels")
+    for form in FORMS[: 2 if tokens == 8 else 3]:
+        error = (walk(q, k, v, g, dtype, form) - truth).norm() / truth.norm()
+        assert error < ERRORS[name], (form, error)
+
+
+@pytest.mark.parametrize("size", [2.0**-8, 2.0**4])
+def test_small_and_large_operands_keep_their_digits(size: float) -> None:
+    """Of fp16, whose range is the smaller one."""
+    rng = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(256, 64, generator=rng, dtype=torch.float64) for _ in range(3))
+    q, k, v = (x.half().double() for x in (q * size, k * size, v))
+    g = gates("random", MILD_BITS["fp16"] * float(np.log(2.0)) / 2, 16, (256, 64))
+    truth = walk(q, k, v, g, None, "levels")
+    errors = {form: (walk(q, k, v, g, torch.float16, form) - truth).norm() / truth.norm() for form in FORMS}
+    assert max(errors.values()) < 1.3 * errors["levels"], errors
