@@ -17,6 +17,7 @@ SANITIZER ?= memcheck
 COMMIT ?=
 # The results that README.md and docs/results.md show, and how a command adds to the results of its GPU.
 RECORD := bench/results/h200.json
+H100_RECORD := bench/results/h100_80gb_hbm3.json
 ON_RECORD = --update-results $(if $(COMMIT),--commit $(COMMIT))
 
 FIND_PYTHON = for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
@@ -77,6 +78,7 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 .PHONY: tables
 tables: $(STAMP) ## write the tables of README.md and docs/results.md, and the plots, from the results on record
 	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md
+	@$(PY) -m tfla_tk.bench readme $(H100_RECORD) docs/results-h100.md
 	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
 		--dtype bf16
 	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_sweep_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
