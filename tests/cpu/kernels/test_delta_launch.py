@@ -205,3 +205,7 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(of_states.values()) == [2, 2, 2, 1, 2]
     assert shape_of(8, 8192, dim=64).states_walkers == 1
     assert [shape_of(n, 8192).walkers for n in (1, 8)] == [1, 2]
+    for count in (1, 8):
+        fixed = shape_of(count, 1000)._replace(batch_invariant=True)
+        assert (fixed.walkers, fixed.states_walkers) == (2, 2)
+        assert fixed._replace(dim_k=64, dim_v=64).states_walkers == 1

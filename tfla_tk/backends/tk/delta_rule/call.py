@@ -38,6 +38,7 @@ class Shape(NamedTuple):
     device: int
     packed_64bit: bool
     packed: bool
+    batch_invariant: bool = False
 
     @staticmethod
     def of(core: DeltaRuleCore) -> Shape:
@@ -57,6 +58,7 @@ class Shape(NamedTuple):
             device=core.q.get_device(),
             packed_64bit=offsets is not None and offsets.dtype == torch.int64,
             packed=offsets is not None,
+            batch_invariant=core.batch_invariant,
         )
 
     def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
@@ -111,8 +113,10 @@ class Shape(NamedTuple):
 
     def _walkers(self, dim: int, segments: int, of_chunk: dict[int, int]) -> int:
         """Of walks whose walkers share a head dim: two share what they load, one alone is done earlier where
-        there are few CTAs."""
+        there are few CTAs. Their instances sum in other orders, so an option fixes the number."""
         columns = -(-dim // WALKER_COLUMNS)
+        if self.batch_invariant:
+            return min(columns, 2)
 
         def cycles(walkers: int) -> int:
             ctas = segments * self.heads * -(-columns // walkers)
@@ -156,6 +160,7 @@ def layout(core: DeltaRuleCore) -> Any:
         initial_state is not None,
         None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
         core.scale,
+        core.batch_invariant,
         core.schedule,
     )
 
