@@ -129,7 +129,7 @@ class Shape(NamedTuple):
         beside = max(_WALKED, _MADE_BESIDE * pairs / idle)
         if beside >= _WALKED + _MADE_BEFORE * pairs / every:
             return 0
-        return min(idle, pairs * self.slots)
+        return min(idle, self.batch * self.heads * self.slots)
 
     @property
     def states_walkers(self) -> int:

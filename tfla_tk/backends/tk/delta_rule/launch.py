@@ -5,11 +5,11 @@ the walk over the chunks. Where the walk leaves multiprocessors idle, one launch
 run beside the walk. A training call keeps the walk's writes U', [B, T, HV, V], and the states at the borders
 between the segments of the backward's walks over the states.
 
-The backward makes A and P again, in the same way, and walks over the chunks backward in time, which gives dv and the sums of
-dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the part of dk from
-what a token erases, backward in time dk. The gradient of g follows from their sums. These two are cut into
-segments, which begin with the states that the forward has left at the borders between them, and the first
-walk of the backward their gradients.
+The backward makes A and P again, in the same way, and walks over the chunks backward in time, which gives dv
+and the sums of dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
+part of dk from what a token erases, backward in time dk. The gradient of g follows from their sums. These two
+are cut into segments, which begin with the states that the forward has left at the borders between them, and
+the first walk of the backward their gradients.
 
 These hold up to 128 columns of V. For more, the first of the walks leaves U = beta U', too, and the gradients
 of q and k are those of two plain linear attentions with a scalar decay over the same states, whose kernels
