@@ -6,6 +6,8 @@
 //                   columns of V):
 //     producer      loads q, k, dO, U', A, P; scans the gates; stores dV, and U where it is wanted
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
+// Where the walk leaves multiprocessors idle, one launch has both of these: delta_mirror_with_makers
+// (chunk_matrices/makers.cuh).
 // dq, dk and dg follow from dO, U' or U and dV by the walks of states/, for large V by those of
 // scalar_gate/backward, and then
 //   delta_combine   adds up what these leave per head of v

@@ -28,7 +28,7 @@ std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, cons
     return prepared<&delta_mirror>(DeltaMirrorParams{
         shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), operand(u), gate(g),
         gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last),
-        pointer(d_initial), pointer(borders), scale, walkers, makers, pointer(matrices[2])});
+        pointer(d_initial), pointer(borders), scale, walkers, makers, reinterpret_cast<int*>(matrices[2])});
 }
 
 std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,

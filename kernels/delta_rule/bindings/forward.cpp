@@ -20,10 +20,10 @@ std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, con
                                 const GateTuple& g, const GateTuple& beta, const MatricesTuple& matrices,
                                 std::int64_t initial, std::int64_t last, std::int64_t borders, float scale,
                                 int walkers, int makers) {
-    return prepared<&delta_forward>(
-        DeltaForwardParams{shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes),
-                           gate(g), gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(initial),
-                           pointer(last), pointer(borders), scale, walkers, makers, pointer(matrices[2])});
+    return prepared<&delta_forward>(DeltaForwardParams{
+        shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes), gate(g), gate(beta),
+        pointer(matrices[0]), pointer(matrices[1]), pointer(initial), pointer(last), pointer(borders), scale,
+        walkers, makers, reinterpret_cast<int*>(matrices[2])});
 }
 
 }  // namespace

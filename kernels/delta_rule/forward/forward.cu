@@ -6,6 +6,8 @@
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
 //     producer      loads q, k, v, A, P; scans the gates; stores O, and U' where the backward wants it
 //     walkers       one or two, the state in registers (forward/walker.cuh)
+// Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
+// (chunk_matrices/makers.cuh).
 // Equations: bindings/params.h and docs/delta-rule.md.
 #include <stdexcept>
 
