@@ -20,7 +20,7 @@ SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums 
 _CYCLES = {1: 1830, 2: 2770}
 _STATES_CYCLES = {1: 6100, 2: 8200}
 # microseconds of a chunk of one walker, and of A and P of a chunk on a multiprocessor, before the walk and
-# beside it
+# beside it; the last one is an estimate: four chunks at a time, five before the walk
 _WALKED, _MADE_BEFORE, _MADE_BESIDE = 1.56, 1.88, 2.2
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 NO_GATE: Gate = (0, 0, 0, 0, 0)
