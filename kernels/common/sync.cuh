@@ -196,6 +196,7 @@ enum class NamedBarrier : int {
     norm_published = 4,
     read_turn = 5,  // and 6: one per state warpgroup
     scores_written = 7,
+    matrices = 8,  // and 9 to 11: one per maker of the delta rule
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {

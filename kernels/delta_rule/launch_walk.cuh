@@ -53,7 +53,9 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
             s.dim_k,
             s.dim_v,
             (s.dim_v + kColumns - 1) / kColumns,
-            scale};
+            scale,
+            p.made,
+            slots_of(s)};
 }
 
 inline dim3 walk_grid(const WalkGlobals& g, const char* name) {

@@ -39,6 +39,8 @@ struct WalkGlobals {
     int heads, group, seq, dim_k, dim_v;
     int ctas;  // per sequence and head
     float scale;
+    const int* made;  // [batch * heads, slots], not 0 once A and P are there; null without makers
+    int slots;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
@@ -80,6 +82,17 @@ __device__ inline bool is_border(int chunk) { return chunk % kSegmentChunks == 0
 template <class Globals> __device__ inline auto* border_state(const Globals& g, const Task& task, int chunk) {
     const int slot = task.first_border + chunk / kSegmentChunks - 1;
     return g.borders + (static_cast<int64_t>(slot) * g.heads + task.head) * g.dim_k * g.dim_v;
+}
+
+// Waits until a chunk's matrices are made, by one warp, which may load them then.
+__device__ inline void wait_made(const WalkGlobals& g, const Task& task, int chunk) {
+    if (fresh_laneid() == 0) {
+        const int head = task.batch * g.heads + task.head;
+        const int* const made = g.made + head * g.slots + task.first_slot + chunk;
+        while (acquire_from_device(made) == 0) __nanosleep(32);
+        fence_async_global();
+    }
+    __syncwarp();
 }
 
 // Loads A and P of a chunk, by one thread, which has expected their bytes.

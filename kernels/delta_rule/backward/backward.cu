@@ -6,6 +6,8 @@
 //                   columns of V):
 //     producer      loads q, k, dO, U', A, P; scans the gates; stores dV, and U where it is wanted
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
+// Where the walk leaves multiprocessors idle, one launch has both of these: delta_mirror_with_makers
+// (chunk_matrices/makers.cuh).
 // dq, dk and dg follow from dO, U' or U and dV by the walks of states/, for large V by those of
 // scalar_gate/backward, and then
 //   delta_combine   adds up what these leave per head of v
@@ -26,13 +28,12 @@
 
 namespace tfla_tk::delta_rule {
 
+// The block-th CTA of the walk.
 template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
+__device__ inline void run_walk(const MirrorGlobals& g, unsigned char* shared_memory, int block) {
     auto& smem = *reinterpret_cast<MirrorMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x,
+    if (!begin_task<C>(g, smem, block,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
@@ -44,10 +45,29 @@ __global__ __launch_bounds__(C::kThreads,
             scan_gates(g, smem);
         else if (warp - 2 < C::kWalkers)
             load_columns_and_store_gradients(g, smem, warp - 2);
-    } else {
+    } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         walk_mirror(g, smem, warpgroup_id - 1);
-    }
+    } else if constexpr (C::kIdleWarpgroups > 0)
+        set_registers<C::kIdleRegisters, C::kThreads, 1>();
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads,
+                             1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    run_walk<C>(g, shared_memory, blockIdx.x);
+}
+
+// The walk beside makers (chunk_matrices/makers.cuh).
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void delta_mirror_with_makers_kernel(
+    const __grid_constant__ WithMakers<MirrorGlobals> g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    if (blockIdx.x >= g.makers.ctas)
+        run_walk<C>(g.walk, shared_memory, blockIdx.x - g.makers.ctas);
+    else
+        run_makers<C>(g.makers, shared_memory, blockIdx.x);
 }
 
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
@@ -71,14 +91,22 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         p.d_last,
         p.d_initial,
     };
-    launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
-                                                            p.shape.device, stream, "delta_mirror");
+    if constexpr (C::kMakers > 0)
+        launch_with_makers<delta_mirror_with_makers_kernel<C>, C, MirrorMemory<C>>(g, p, true, stream,
+                                                                                   "delta_mirror");
+    else
+        launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
+                                                                p.shape.device, stream, "delta_mirror");
 }
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    p.walkers == 1 ? launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream)
-                   : launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
+    if (p.makers > 0)
+        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+    else if (p.walkers == 1)
+        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
+    else
+        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
 }
 
 }  // namespace tfla_tk::delta_rule

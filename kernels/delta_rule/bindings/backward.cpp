@@ -6,7 +6,7 @@ namespace tfla_tk {
 
 void place(DeltaMirrorParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.u, x.g, x.beta, x.a, x.p);
-    at.all(x.dbeta, x.d_last, x.d_initial, x.borders);
+    at.all(x.dbeta, x.d_last, x.d_initial, x.borders, x.made);
 }
 
 void place(DeltaCombineParams& x, const Addresses& at) {
@@ -22,12 +22,13 @@ using namespace tfla_tk;
 std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                const OperandTuple& dout, const OperandTuple& writes, const OperandTuple& dv,
                                const OperandTuple& u, const GateTuple& g, const GateTuple& beta,
-                               const Pair& matrices, std::int64_t dbeta, std::int64_t d_last,
-                               std::int64_t d_initial, std::int64_t borders, float scale, int walkers) {
+                               const MatricesTuple& matrices, std::int64_t dbeta, std::int64_t d_last,
+                               std::int64_t d_initial, std::int64_t borders, float scale, int walkers,
+                               int makers) {
     return prepared<&delta_mirror>(DeltaMirrorParams{
         shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), operand(u), gate(g),
         gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last),
-        pointer(d_initial), pointer(borders), scale, walkers});
+        pointer(d_initial), pointer(borders), scale, walkers, makers, reinterpret_cast<int*>(matrices[2])});
 }
 
 std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
@@ -49,6 +50,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
           py::arg("dv"), py::arg("u"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
           py::arg("d_last"), py::arg("d_initial"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),
+          py::arg("makers"),
           "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none.");
     m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_right"),
           py::arg("dk_left"), py::arg("dk_strict"), py::arg("dq"), py::arg("dk"),

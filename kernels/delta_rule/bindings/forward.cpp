@@ -6,7 +6,7 @@ namespace tfla_tk {
 
 void place(DeltaForwardParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.writes, x.g, x.beta, x.a, x.p, x.initial, x.last);
-    at(x.borders);
+    at.all(x.borders, x.made);
 }
 
 }  // namespace tfla_tk
@@ -17,13 +17,13 @@ using namespace tfla_tk;
 
 std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                 const OperandTuple& v, const OperandTuple& o, const OperandTuple& writes,
-                                const GateTuple& g, const GateTuple& beta, const Pair& matrices,
+                                const GateTuple& g, const GateTuple& beta, const MatricesTuple& matrices,
                                 std::int64_t initial, std::int64_t last, std::int64_t borders, float scale,
-                                int walkers) {
-    return prepared<&delta_forward>(
-        DeltaForwardParams{shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes),
-                           gate(g), gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(initial),
-                           pointer(last), pointer(borders), scale, walkers});
+                                int walkers, int makers) {
+    return prepared<&delta_forward>(DeltaForwardParams{
+        shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes), gate(g), gate(beta),
+        pointer(matrices[0]), pointer(matrices[1]), pointer(initial), pointer(last), pointer(borders), scale,
+        walkers, makers, reinterpret_cast<int*>(matrices[2])});
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     def_matrices<false>(m);
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
-          py::arg("last"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),
+          py::arg("last"), py::arg("borders"), py::arg("scale"), py::arg("walkers"), py::arg("makers"),
           "Prepares the walk over the chunks; writes, initial, last and borders with address 0: not wanted, "
           "zero.");
 }

@@ -53,6 +53,8 @@ struct DeltaForwardParams {
     float* borders;        // S at the borders between segments, or null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
+    int makers;   // CTAs that make A and P meanwhile, for walks of one walker; 0: they are made before
+    int* made;    // workspace of the makers, [batch * heads, slots]
 };
 
 // The mirror of that walk, backward in time; A and P as made for the backward. With dS the gradient of the
@@ -70,7 +72,8 @@ struct DeltaMirrorParams {
     float* d_initial;  // [N, heads, K, V], null where there is none
     float* borders;    // dS at the borders between segments, or null: not wanted
     float scale;
-    int walkers;
+    int walkers, makers;
+    int* made;
 };
 
 // The gradients of q and k from what the walks for dq and dk leave per head of v, summed over the heads that

@@ -10,7 +10,8 @@ namespace tfla_tk {
 
 // cut (5), batch, heads, seq, dim_k, dim_v, group, half, device
 using ShapeTuple = std::array<std::int64_t, 13>;
-using Pair = std::array<std::int64_t, 2>;  // addresses of A and P
+using Pair = std::array<std::int64_t, 2>;           // addresses of A and P
+using MatricesTuple = std::array<std::int64_t, 3>;  // and of the flags of makers, 0 for none
 
 inline DeltaShape shape(const ShapeTuple& x) {
     auto number = [&](int place) { return static_cast<int>(x[place]); };

@@ -1,96 +1,10 @@
-// Of every chunk and head of v the matrices A and P (bindings/params.h): what the walks need of q, k and the
-// gates and what no chunk before it changes.
-//
-// A CTA of one warpgroup, of which a multiprocessor holds five, makes those of one chunk and head:
-//   1. Load q and k; two warps scan the log decay and load beta.
-//   2. K K^T and Q K^T, in flight together.
-//   3. P = s e^{b_i - b_j} Q K^T, rounded; L = e^{b_i - b_j} K K^T, times beta, to shared memory.
-//   4. A = (I + L)^{-1} (triangular_inverse.cuh), rounded.
-//   5. Store both tiles.
+// A and P of all chunks and heads of v, in parallel. A CTA of one warpgroup, of which a multiprocessor holds
+// five, makes those of one chunk and head.
 #pragma once
 
-#include "common/sync.cuh"
-#include "common/tiles.cuh"
-#include "common/tma.cuh"
-#include "common/warp.cuh"
-#include "common/wgmma.cuh"
-#include "delta_rule/bindings/params.h"
-#include "delta_rule/chunk_matrices/triangular_inverse.cuh"
-#include "delta_rule/gates.cuh"
-#include "delta_rule/scores.cuh"
-#include "sequence/segments.cuh"
+#include "delta_rule/chunk_matrices/chunk.cuh"
 
 namespace tfla_tk::delta_rule {
-
-using namespace kittens;
-
-struct MatricesGlobals {
-    TensorMap q, k;  // boxes of a chunk
-    TensorMap a, p;
-    Gate g, beta;
-    Cut cut;  // every chunk is one segment
-    int heads, group, seq, slots;
-    float scale;
-    bool beta_on_rows;
-
-    __device__ inline bool packed() const { return cut.offsets != nullptr; }
-};
-
-template <class T, int kDimK> struct MatricesMemory {
-    using Tile = PanelTile<T, kChunk, kDimK>;
-    using Square = PanelTile<T, kChunk, kChunk>;
-    struct Inputs {
-        Tile queries, keys;
-    };
-    struct Results {
-        Square a, p;
-        TriangularMatrix matrix;
-    };
-    union {
-        Inputs in;
-        Results out;  // once the GEMMs have read the inputs
-    };
-    alignas(16) float2 log2_decay[kChunk];            // b, as high and low part
-    float row_factor[kChunk], column_factor[kChunk];  // beta or 1
-    int row, head;                                    // of the results in their tensors
-    semaphore arrived;
-};
-
-// The gates of the chunk, by two warps.
-template <class Memory>
-__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const Segment& chunk,
-                                        int batch, int head, int warp) {
-    const int lane = fresh_laneid();
-    if (warp == 0) {
-        const float2 log_decay = load_log_decay(g.g, batch, head, chunk.first_row, 0, chunk.tokens);
-        write_log2_decay(smem.log2_decay, lane, cumulative_log2_decay(log_decay));
-    } else if (warp == 1) {
-        const float2 beta = GateRows(g.beta, batch, head, chunk.first_row).pair(0, chunk.tokens, 0.f);
-        const float2 ones{1.f, 1.f};
-        write_pair(smem.row_factor, 2 * lane, g.beta_on_rows ? beta : ones);
-        write_pair(smem.column_factor, 2 * lane, g.beta_on_rows ? ones : beta);
-    }
-}
-
-// Rounds the inverse to a tile: two threads take a row. Zero right of the diagonal and past the last token.
-template <class T, class Square>
-__device__ inline void round_inverse(Square& tile, const TriangularMatrix& m, int tokens) {
-    using T2 = typename base_types::packing<T>::packed_type;
-    const int row = threadIdx.x / 2, first_unit = threadIdx.x % 2 * 4;
-#pragma unroll
-    for (int unit = first_unit; unit < first_unit + 4; unit++) {
-        T2 x[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const int column = 8 * unit + 2 * n;
-            const float2 pair = *reinterpret_cast<const float2*>(&m.data[row][column]);
-            const bool inside = row < tokens;
-            x[n] = from_float2<T2>(
-                {inside && column <= row ? pair.x : 0.f, inside && column + 1 <= row ? pair.y : 0.f});
-        }
-        store_shared(shared_address(&tile) + panel_offset(row, unit), x);
-    }
-}
 
 template <class T, int kDimK>
 __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_constant__ MatricesGlobals g) {
@@ -100,60 +14,20 @@ __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_con
     const int warp = threadIdx.x / 32;
     const int head = blockIdx.x % g.heads, index = blockIdx.x / g.heads;
 
-    const Segment chunk = find_segment(g.cut, g.seq, index);
-    if (chunk.tokens <= 0) return;
-    const int batch = g.packed() ? 0 : chunk.sequence;
+    const Segment found = find_segment(g.cut, g.seq, index);
+    if (found.tokens <= 0) return;
+    const ChunkOfHead chunk{g.packed() ? 0 : found.sequence, head, found.first_row, found.tokens,
+                            g.packed() ? index : found.number};
     if (threadIdx.x == 0) {
-        smem.row = (g.packed() ? index : chunk.number) * kChunk, smem.head = batch * g.heads + head;
         init_semaphore(smem.arrived, 1);
         publish_barriers();
-        tma::expect_bytes(smem.arrived, 2 * Memory::Tile::loaded_bytes);
-        load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, head / g.group, batch);
-        load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, head / g.group, batch);
+        load_inputs(g, smem, chunk);
     }
-    load_chunk_gates(g, smem, chunk, batch, head, warp);
+    load_chunk_gates(g, smem, chunk, warp);
     __syncthreads();
-
-    rt_fl<16, kChunk> of_keys, of_queries;
-    wait(smem.arrived, 0);
-    issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
-    issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
-    warpgroup::mma_async_wait<0>();
-    pin(of_keys), pin(of_queries);
-    __syncthreads();  // the results replace the inputs
-
-    const int first_row = 16 * warp + fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
-#pragma unroll
-    for (int j = 0; j < kChunk / 16; j++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int row = first_row + 8 * (k % 2), column = first_column + 16 * j + 8 * (k / 2);
-            float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
-            const float2 b = smem.log2_decay[row];
-            const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
-            const float row_factor = smem.row_factor[row];
-            const float2 factor = *reinterpret_cast<const float2*>(&smem.column_factor[column]);
-            auto gated = [&](float& of_keys, float& of_queries, float2 before, float factor, int column) {
-                const float gate = exp2f((b.x - before.x) + (b.y - before.y));
-                const bool seen = column <= row && row < chunk.tokens, strictly = column < row;
-                of_keys = seen && strictly ? row_factor * factor * gate * of_keys : 0.f;
-                of_queries = seen ? g.scale * factor * gate * of_queries : 0.f;
-            };
-            gated(keys.x, queries.x, {before.x, before.y}, factor.x, column);
-            gated(keys.y, queries.y, {before.z, before.w}, factor.y, column + 1);
-            *reinterpret_cast<float2*>(&smem.out.matrix.data[row][column]) = keys;
-        }
-    store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
-    invert_unit_lower(smem.out.matrix, warp, fresh_laneid());
-    round_inverse<T>(smem.out.a, smem.out.matrix, chunk.tokens);
-    fence_async_proxy();
-    __syncthreads();
+    make_matrices<T, kDimK>(smem, chunk.tokens, g.scale, 0, warp, [] { __syncthreads(); });
     if (threadIdx.x == 0) {
-        // NOTES: reread, to save registers
-        const int row = load_anew(shared_address(&smem.row)), head = load_anew(shared_address(&smem.head));
-        g.a.store_panel(shared_address(&smem.out.a), 0, row, head, 0);
-        g.p.store_panel(shared_address(&smem.out.p), 0, row, head, 0);
-        commit_stores();
+        store_matrices(g, smem);
         wait_stores_done();
     }
 }

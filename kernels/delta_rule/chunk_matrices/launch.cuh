@@ -1,35 +1,56 @@
-// Host side of the chunk matrices.
+// Host side of the chunk matrices: their own launch, and that of a walk with makers.
 #pragma once
+
+#include <algorithm>
 
 #include "common/launch.cuh"
 #include "delta_rule/chunk_matrices/kernel.cuh"
+#include "delta_rule/chunk_matrices/makers.cuh"
 #include "delta_rule/launch_walk.cuh"
 
 namespace tfla_tk::delta_rule {
 
-template <class T, int kDimK> void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
+// beta_on_rows: as in DeltaMatricesParams, whose other arguments the walks' have, too.
+template <class Params> MatricesGlobals matrices_globals(const Params& p, bool beta_on_rows) {
     const DeltaShape& s = p.shape;
-    const DeviceGuard guard(s.device, "delta_matrices");
     const OperandMaps maps(s);
     Cut chunks = s.cut;  // every chunk is a segment
     const int slots = slots_of(s);
     chunks.segment_chunks = 1, chunks.segments = s.cut.offsets ? slots : s.cut.sequences * slots;
-    const MatricesGlobals g{maps.of_keys(p.q),
-                            maps.of_keys(p.k),
-                            maps.of_matrices(p.a),
-                            maps.of_matrices(p.p),
-                            p.g,
-                            p.beta,
-                            chunks,
-                            s.heads,
-                            s.group,
-                            s.seq,
-                            slots,
-                            p.scale,
-                            p.beta_on_rows};
+    return {maps.of_keys(p.q),
+            maps.of_keys(p.k),
+            maps.of_matrices(p.a),
+            maps.of_matrices(p.p),
+            p.g,
+            p.beta,
+            chunks,
+            s.heads,
+            s.group,
+            s.seq,
+            slots,
+            p.scale,
+            beta_on_rows};
+}
+
+template <class T, int kDimK> void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
+    const DeviceGuard guard(p.shape.device, "delta_matrices");
+    const MatricesGlobals g = matrices_globals(p, p.beta_on_rows);
+    const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads;
     launch<delta_matrices_kernel<T, kDimK>, sizeof(MatricesMemory<T, kDimK>)>(
-        g, grid_of(static_cast<std::int64_t>(chunks.segments) * s.heads, 1, "delta_matrices"), 128, s.device,
-        stream, "delta_matrices");
+        g, grid_of(ctas, 1, "delta_matrices"), 128, p.shape.device, stream, "delta_matrices");
+}
+
+// Launches a walk with p.makers CTAs of makers in front. backward: it is the mirror.
+template <auto kKernel, class C, class Memory, class Walk, class Params>
+void launch_with_makers(const Walk& walk, const Params& p, bool backward, cudaStream_t stream,
+                        const char* name) {
+    const MakersGlobals makers{matrices_globals(p, backward), p.made, p.makers, backward};
+    const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * makers.slots;
+    check_launch(cudaMemsetAsync(p.made, 0, flags * sizeof(*p.made), stream), name);
+    dim3 grid = walk_grid(walk, name);
+    grid.x += p.makers;
+    constexpr int kBytes = std::max(sizeof(Memory), sizeof(MakersMemory<C>));
+    launch<kKernel, kBytes>(WithMakers<Walk>{walk, makers}, grid, C::kThreads, p.shape.device, stream, name);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -111,26 +111,27 @@ template <int kBlock, int kColumns> struct MergedRows {
     }
 };
 
-// In place, by the four warps of a CTA. The matrix is strictly lower triangular: its unit diagonal is
-// implied.
-__device__ inline void invert_unit_lower(TriangularMatrix& m, int warp, int lane) {
-    __syncthreads();
+// In place, by the four warps of a warpgroup, which wait for each other in meet(). The matrix is strictly
+// lower triangular: its unit diagonal is implied.
+template <class Meet>
+__device__ inline void invert_unit_lower(TriangularMatrix& m, int warp, int lane, Meet meet) {
+    meet();
     invert_diagonal_block(m, 16 * warp, lane);
-    __syncthreads();
+    meet();
     {  // 16 to 32: two merges, 8 of 16 columns for each warp
         const int first = warp / 2 * 32, column = warp % 2 * 8;
         const MergedRows<16, 8> merged(m, first, 0, column, lane);
-        __syncthreads();
+        meet();
         merged.store(m, first, 0, column, lane);
     }
-    __syncthreads();
+    meet();
     {  // 32 to 64: 16 of 32 rows and 16 of 32 columns for each warp
         const int row = warp / 2 * 16, column = warp % 2 * 16;
         const MergedRows<32, 16> merged(m, 0, row, column, lane);
-        __syncthreads();
+        meet();
         merged.store(m, 0, row, column, lane);
     }
-    __syncthreads();
+    meet();
 }
 
 }  // namespace tfla_tk::delta_rule

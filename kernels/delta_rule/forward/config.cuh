@@ -5,16 +5,18 @@
 
 namespace tfla_tk::delta_rule {
 
-template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfig {
+// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none
+template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0> struct ForwardConfig {
     using T = Type;
-    static constexpr int kDimK = kDim, kWalkers = kCount;
+    static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr int kThreads = 128 * (kWalkers + 1);
+    static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
     static constexpr int kStages = 3;  // chunks in shared memory
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
-    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
-                  65536 / kThreads / 8 * 8 * (kWalkers + 1));
+    static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
+                  65536 / kThreads / 8 * 8 * kWarpgroups);
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;

@@ -6,6 +6,8 @@
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
 //     producer      loads q, k, v, A, P; scans the gates; stores O, and U' where the backward wants it
 //     walkers       one or two, the state in registers (forward/walker.cuh)
+// Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
+// (chunk_matrices/makers.cuh).
 // Equations: bindings/params.h and docs/delta-rule.md.
 #include <stdexcept>
 
@@ -22,13 +24,12 @@
 
 namespace tfla_tk::delta_rule {
 
+// The block-th CTA of the walk.
 template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void delta_forward_kernel(const __grid_constant__ ForwardGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
+__device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_memory, int block) {
     auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x,
+    if (!begin_task<C>(g, smem, block,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
@@ -40,10 +41,29 @@ __global__ __launch_bounds__(C::kThreads,
             scan_gates(g, smem);
         else if (warp - 2 < C::kWalkers)
             load_values_and_store_outputs(g, smem, warp - 2);
-    } else {
+    } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         walk_forward(g, smem, warpgroup_id - 1);
-    }
+    } else if constexpr (C::kIdleWarpgroups > 0)
+        set_registers<C::kIdleRegisters, C::kThreads, 1>();
+}
+
+template <class C>
+__global__ __launch_bounds__(C::kThreads,
+                             1) void delta_forward_kernel(const __grid_constant__ ForwardGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    run_walk<C>(g, shared_memory, blockIdx.x);
+}
+
+// The walk beside makers (chunk_matrices/makers.cuh).
+template <class C>
+__global__ __launch_bounds__(C::kThreads, 1) void delta_forward_with_makers_kernel(
+    const __grid_constant__ WithMakers<ForwardGlobals> g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
+    if (blockIdx.x >= g.makers.ctas)
+        run_walk<C>(g.walk, shared_memory, blockIdx.x - g.makers.ctas);
+    else
+        run_makers<C>(g.makers, shared_memory, blockIdx.x);
 }
 
 template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t stream) {
@@ -64,14 +84,22 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         p.initial,
         p.last,
     };
-    launch<delta_forward_kernel<C>, sizeof(ForwardMemory<C>)>(g, walk_grid(g, "delta_forward"), C::kThreads,
-                                                              p.shape.device, stream, "delta_forward");
+    if constexpr (C::kMakers > 0)
+        launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, false, stream,
+                                                                                     "delta_forward");
+    else
+        launch<delta_forward_kernel<C>, sizeof(ForwardMemory<C>)>(
+            g, walk_grid(g, "delta_forward"), C::kThreads, p.shape.device, stream, "delta_forward");
 }
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    p.walkers == 1 ? launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream)
-                   : launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
+    if (p.makers > 0)
+        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+    else if (p.walkers == 1)
+        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
+    else
+        launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
 }
 
 }  // namespace tfla_tk::delta_rule

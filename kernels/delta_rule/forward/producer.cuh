@@ -15,6 +15,7 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
         const auto [slot, phase] = Use<C::kStages>(chunk);
         ForwardStage<C>& stage = smem.stages[slot];
         semaphore& arrived = smem.arrived[slot];
+        if constexpr (C::kMakers > 0) wait_made(g, task, chunk);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);

@@ -21,11 +21,11 @@ ARGUMENTS = {
     "matrices": ("shape", "q", "k", *GATES, "matrices", "scale"),
     "forward": (
         *("shape", "q", "k", "v", "o", "writes", *GATES, "matrices"),
-        *("initial", "last", "borders", "scale", "walkers"),
+        *("initial", "last", "borders", "scale", "walkers", "makers"),
     ),
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", "u", *GATES, "matrices"),
-        *("dbeta", "d_last", "d_initial", "borders", "scale", "walkers"),
+        *("dbeta", "d_last", "d_initial", "borders", "scale", "walkers", "makers"),
     ),
     "combine": ("shape", "dq_of_heads", "dk_right", "dk_left", "dk_strict", "dq", "dk"),
     "left": (
@@ -144,8 +144,25 @@ class Kernel:
 
     def compute_matrices(self, x: Arguments) -> None:
         assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
+        assert len(x.of.matrices) == 2
+
+    def check_makers(self, x: Arguments) -> None:
+        """Of a walk: it has flags where it has makers, and A and P of a launch before it where not."""
+        a, p, flags = x.of.matrices
+        assert (x.of.makers > 0) == (flags != 0)
+        if x.of.makers == 0:
+            before = self.launches[-2]
+            assert (before.name, before.matrices) == ("matrices", (a, p))
+            return
+        assert x.of.walkers == 1
+        slots = -(-x.seq // CHUNK) + (x.cut[2] if x.cut[0] else 0)
+        numbers = x.batch * x.heads * slots * CHUNK**2
+        made = tensor_at(x.address(flags), torch.int32, (x.batch * x.heads, slots))
+        assert x.address(p) == x.address(a) + 2 * numbers and x.address(flags) == x.address(p) + 2 * numbers
+        made.fill_(1)
 
     def compute_forward(self, x: Arguments) -> None:
+        self.check_makers(x)
         assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)
@@ -169,6 +186,7 @@ class Kernel:
                 last[number] = state
 
     def compute_mirror(self, x: Arguments) -> None:
+        self.check_makers(x)
         assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         dout, writes, dv = (x.operand(y, x.dim_v) for y in (x.of.dout, x.of.writes, x.of.dv))

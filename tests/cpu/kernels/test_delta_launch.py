@@ -99,24 +99,36 @@ def check(core: DeltaRuleCore, keep: bool = True) -> None:
             assert found[place] is None
 
 
+@pytest.mark.parametrize("makers", [False, True], ids=["before", "beside"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("gate", [False, True], ids=["ungated", "gated"])
 @pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
-def test_tensors_and_sizes(group: int, gate: bool, packed: bool, state: bool, kernel: Kernel) -> None:
+def test_tensors_and_sizes(
+    group: int,
+    gate: bool,
+    packed: bool,
+    state: bool,
+    makers: bool,
+    kernel: Kernel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With A and P made before the walks, where these leave no multiprocessor idle, and beside them."""
+    if not makers:
+        monkeypatch.setattr(call, "multiprocessors", lambda device: 1)
     core = draw(group=group, gate=gate, packed=packed, state=state)
     check(core)
     check(core, keep=False)
     names = [x.name for x in kernel.launches]
     backward = [
-        "matrices",
+        *["matrices"] * (not makers),
         "mirror",
         "left",
         "right",
         *["mlstm_bwd_gates"] * gate,
         *["combine"] * (group > 1),
     ]
-    forward = ["matrices", "forward"]
+    forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
 
 
@@ -209,3 +221,16 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
         fixed = shape_of(count, 1000)._replace(batch_invariant=True)
         assert (fixed.walkers, fixed.states_walkers) == (2, 2)
         assert fixed._replace(dim_k=64, dim_v=64).states_walkers == 1
+
+
+def test_makers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the multiprocessors that walks of one walker leave idle, where these make A and P in time."""
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    found = {heads: shape_of(1, 8192, heads=heads).makers for heads in (1, 16, 32, 40, 48, 66, 80)}
+    assert found == {1: 128, 16: 100, 32: 68, 40: 52, 48: 0, 66: 0, 80: 0}
+    assert shape_of(4, 4096, dim=64).makers == 68 and shape_of(8, 8192).makers == 0
+    assert shape_of(3, 300, packed=True, heads=4).makers == 32  # no more than there are slots
+    assert shape_of(1, 1, heads=2).makers == 2
+    for heads in range(1, 200):
+        shape = shape_of(1, 8192, heads=heads)
+        assert shape.makers == 0 or (shape.walkers == 1 and shape.makers + 2 * heads <= 132)

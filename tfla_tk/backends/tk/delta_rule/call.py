@@ -19,6 +19,9 @@ SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums 
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
 _CYCLES = {1: 1830, 2: 2770}
 _STATES_CYCLES = {1: 6100, 2: 8200}
+# microseconds of a chunk of one walker, and of A and P of a chunk on a multiprocessor, before the walk and
+# beside it; the last one is an estimate: four chunks at a time, five before the walk
+_WALKED, _MADE_BEFORE, _MADE_BESIDE = 1.56, 1.88, 2.2
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 
@@ -102,9 +105,33 @@ class Shape(NamedTuple):
         return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
 
     @property
+    def matrices_size(self) -> int:
+        """Of A and P of every chunk and the flags of makers behind them, in 16-bit numbers."""
+        flags = self.batch * self.heads * self.slots if self.makers else 0
+        return self.matrix_bytes + 2 * flags
+
+    def matrices_at(self, address: int) -> tuple[int, int, int]:
+        """A, P and the flags of makers, 0 without these, in one allocation."""
+        flags = address + 2 * self.matrix_bytes if self.makers else 0
+        return address, address + self.matrix_bytes, flags
+
+    @property
     def walkers(self) -> int:
         """Of a CTA of the walks of the forward and of its mirror."""
         return self._walkers(self.dim_v, self.sequences, _CYCLES)
+
+    @property
+    def makers(self) -> int:
+        """CTAs that make A and P beside the walks of the forward and of its mirror, on multiprocessors that
+        these leave idle; 0 where A and P are done earlier by a launch before the walk."""
+        pairs, every = self.sequences * self.heads, multiprocessors(self.device)
+        idle = every - pairs * -(-self.dim_v // WALKER_COLUMNS)
+        if self.walkers > 1 or idle <= 0:
+            return 0
+        beside = max(_WALKED, _MADE_BESIDE * pairs / idle)
+        if beside >= _WALKED + _MADE_BEFORE * pairs / every:
+            return 0
+        return min(idle, self.batch * self.heads * self.slots)
 
     @property
     def states_walkers(self) -> int:

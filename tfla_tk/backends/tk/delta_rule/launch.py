@@ -1,14 +1,15 @@
 """The delta rule by the ThunderKittens kernels, on the current stream; the protocol is that of `ops.linear`.
 
 The forward has two kernels: of every chunk in parallel what depends on q, k and the gates alone, A and P, and
-the walk over the chunks. A training call keeps the walk's writes U', [B, T, HV, V], and the states at the
-borders between the segments of the backward's walks over the states.
+the walk over the chunks. Where the walk leaves multiprocessors idle, one launch has both: makers of A and P
+run beside the walk. A training call keeps the walk's writes U', [B, T, HV, V], and the states at the borders
+between the segments of the backward's walks over the states.
 
-The backward makes A and P again and walks over the chunks backward in time, which gives dv and the sums of
-dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the part of dk from
-what a token erases, backward in time dk. The gradient of g follows from their sums. These two are cut into
-segments, which begin with the states that the forward has left at the borders between them, and the first
-walk of the backward their gradients.
+The backward makes A and P again, in the same way, and walks over the chunks backward in time, which gives dv
+and the sums of dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
+part of dk from what a token erases, backward in time dk. The gradient of g follows from their sums. These two
+are cut into segments, which begin with the states that the forward has left at the borders between them, and
+the first walk of the backward their gradients.
 
 These hold up to 128 columns of V. For more, the first of the walks leaves U = beta U', too, and the gradients
 of q and k are those of two plain linear attentions with a scalar decay over the same states, whose kernels
@@ -127,11 +128,12 @@ class Forward:
 
     def __init__(self, core: DeltaRuleCore, like: Tensor, *, output_final_state: bool, keep: bool) -> None:
         self._shape = shape = Shape.of(core)
+        self._matrices_size = shape.matrices_size
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state, self._keep = output_final_state, keep
         kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
-        matrices = _matrices_at(addresses.next(), shape)
+        matrices = shape.matrices_at(addresses.next())
         o_at, writes_at = addresses.next(), addresses.next(given=keep)
         last_at = addresses.next(given=output_final_state)
         borders_at = addresses.next(given=keep and shape.has_borders)
@@ -140,21 +142,17 @@ class Forward:
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
         o = Result.like(like, "meta").written
         writes = operand_at(writes_at, torch.empty(core.v.shape, device="meta")) if keep else _NO_OPERAND
-        self._launches = Launches.of(
-            kernel,
-            [
-                kernel.matrices(of, q, k, *gates, matrices, core.scale),
-                kernel.forward(
-                    of, q, k, v, operand_at(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
-                    borders_at, core.scale, shape.walkers,
-                ),
-            ],
+        walk = kernel.forward(
+            of, q, k, v, operand_at(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
+            borders_at, core.scale, shape.walkers, shape.makers,
         )  # fmt: skip
+        before = [] if shape.makers else [kernel.matrices(of, q, k, *gates, matrices[:2], core.scale)]
+        self._launches = Launches.of(kernel, [*before, walk])
 
     def __call__(self, core: DeltaRuleCore, like: Tensor) -> tuple[Tensor, MaybeTensor, Kept | None]:
         """`forward` of these tensors."""
         v, o = core.v, Result.like(like)
-        matrices = v.new_empty(self._shape.matrix_bytes)  # two matrices of 16-bit numbers
+        matrices = v.new_empty(self._matrices_size)
         writes = v.new_empty(v.shape) if self._keep else None
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         borders = self._shape.new_borders(v) if self._keep else None
@@ -175,10 +173,11 @@ class Mirror:
     def __init__(self, core: DeltaRuleCore, like: Tensor, do: Tensor, dht: MaybeTensor) -> None:
         self._shape = shape = Shape.of(core)
         parts = -(-shape.dim_v // SUM_COLUMNS)
+        self._matrices_size = shape.matrices_size
         self._sums_shape = (parts, shape.batch, shape.heads, shape.seq)
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
-        matrices = _matrices_at(addresses.next(), shape)
+        matrices = shape.matrices_at(addresses.next())
         do_at, writes_at, dv_at = (addresses.next() for _ in range(3))
         self._keeps_u = not walks_states(shape.dim_v)
         u_at, sums_at = addresses.next(given=self._keeps_u), addresses.next()
@@ -190,24 +189,20 @@ class Mirror:
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
         dense = torch.empty(core.v.shape, device="meta")
         u = operand_at(u_at, dense) if self._keeps_u else _NO_OPERAND
-        self._launches = Launches.of(
-            kernel,
-            [
-                kernel.matrices(of, q, k, *gates, matrices, core.scale),
-                kernel.mirror(
-                    of, q, k, operand_at(do_at, do), operand_at(writes_at, dense),
-                    operand_at(dv_at, Result.like(like, "meta").written), u, *gates,
-                    matrices, sums_at, dht_at, dh0_at, borders_at, core.scale, shape.walkers,
-                ),
-            ],
+        walk = kernel.mirror(
+            of, q, k, operand_at(do_at, do), operand_at(writes_at, dense),
+            operand_at(dv_at, Result.like(like, "meta").written), u, *gates,
+            matrices, sums_at, dht_at, dh0_at, borders_at, core.scale, shape.walkers, shape.makers,
         )  # fmt: skip
+        before = [] if shape.makers else [kernel.matrices(of, q, k, *gates, matrices[:2], core.scale)]
+        self._launches = Launches.of(kernel, [*before, walk])
 
     def __call__(
         self, core: DeltaRuleCore, like: Tensor, writes: Tensor, do: Tensor, dht: MaybeTensor
     ) -> tuple[Result, MaybeTensor, Tensor, MaybeTensor, MaybeTensor]:
         """dv, U for scalar_gate's walks, the parts of dbeta [parts, B, HV, T], dh0 and dS at the borders."""
         v, initial = core.v, core.initial_state
-        matrices = v.new_empty(self._shape.matrix_bytes)
+        matrices = v.new_empty(self._matrices_size)
         dv, u = Result.like(like), v.new_empty(v.shape) if self._keeps_u else None
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
@@ -312,11 +307,6 @@ def _sum_of_parts(parts: Tensor) -> Tensor:
     if parts[0].numel() == 1:
         return torch.sum(torch.cat((parts, parts), dim=-1), dim=0)[..., :1]
     return torch.sum(parts, dim=0)
-
-
-def _matrices_at(address: int, shape: Shape) -> tuple[int, int]:
-    """A and P in one allocation."""
-    return address, address + shape.matrix_bytes
 
 
 _forwards: Memo[Forward] = Memo()
