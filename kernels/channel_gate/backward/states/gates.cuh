@@ -2,15 +2,17 @@
 // busy with one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels
 // of all tokens. Per block:
 //   1. Wait for its tiles. a = e^g of every token.
-//   2. Writers, scaled, in place: k times the product of a behind the token (left), s q times that up to and
-//      with it (right). Hand them to the walker, with the product over the block.
+//   2. Writers, scaled: k times the product of a behind the token (left), s q times that up to and with it
+//      (right). They are in two parts, high + low: the high ones in place, the low ones in the place of the
+//      gates. Hand them to the walker, with the product over the block.
 //   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
 //   4. Wait for what the readers see of the state. Reader after reader, away from where the walk comes from:
 //      writers fade by one token's gate, the reader's own joins them, their products with its row of step 3
 //      are added up in fp32. So no factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
-//      all blocks behind, which the warp of the step before hands on, joins last.
+//      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
+//      token meet no gate, so q dq and k dk are without their product.
 //   7. Store, and hand over the block's place. Of the first walker's warps each also loads the block that
 //      comes into that place.
 #pragma once
@@ -58,6 +60,7 @@ template <class C> struct GateWarpOfBlock {
             constexpr float kLog2e = 1.44269504f;
             a[t] = {exp2f(a[t].x * kLog2e), exp2f(a[t].y * kLog2e)};
         });
+        __syncwarp();  // low parts of other lanes go to the same place
     }
 
     // Step 2.
@@ -68,7 +71,9 @@ template <class C> struct GateWarpOfBlock {
             const int t = kBlock - 1 - token(n);
             if constexpr (!C::kIsLeft) product = product * a[t];
             const float2 by = C::kIsLeft ? product : product * scale;
-            store_rounded<T2>(column_of(writers, t), writer[t] * by);
+            const HighAndLow<T2> parts(writer[t] * by);
+            store_pair_of(column_of(writers, t), parts.high);
+            store_pair_of(column_of(gates, t), parts.low);
             if constexpr (C::kIsLeft) product = product * a[t];
         });
         store_floats(decay + 8 * lane, product);
@@ -116,8 +121,8 @@ template <class C> struct GateWarpOfBlock {
     }
 
   private:
-    // What reader r, the n-th one, sees of the block's writers, without s.
-    template <int n> __device__ __forceinline__ float2 sum_writers() const {
+    // What reader r, the n-th one, sees of the block's writers, without s: of all but its own, and of that.
+    template <int n> __device__ __forceinline__ void sum_writers(float2& of_others, float2& of_own) const {
         constexpr int r = token(n);
         constexpr int kFirst = C::kIsLeft ? 0 : r, kLast = C::kIsLeft ? r : kBlock - 1;
         float2 sums[2] = {{0.f, 0.f}, {0.f, 0.f}};  // NOTES: shorter chains
@@ -127,11 +132,15 @@ template <class C> struct GateWarpOfBlock {
             each<0, 4>([&](int e) {
                 const int w = 4 * i + e;
                 if (w < kFirst || w > kLast) return;
+                if (w == r) {
+                    of_own = writer[w] * x[e];
+                    return;
+                }
                 float2& sum = sums[e % 2];
                 sum = {sum.x + x[e] * writer[w].x, sum.y + x[e] * writer[w].y};
             });
         });
-        return {sums[0].x + sums[1].x, sums[0].y + sums[1].y};
+        of_others = {sums[0].x + sums[1].x, sums[0].y + sums[1].y};
     }
 
     template <int n>
@@ -144,13 +153,15 @@ template <class C> struct GateWarpOfBlock {
         }
         const float2 seen = load_floats(out + r * (kOutRow * 4) + 8 * lane);
         const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
-        const float2 of_state = through * seen, of_block = sum_writers<n>();
-        const float2 x = C::kIsLeft
-                             ? float2{scale * (of_state.x + of_block.x), scale * (of_state.y + of_block.y)}
-                             : float2{of_state.x + scale * of_block.x, of_state.y + scale * of_block.y};
-        store_rounded<T2>(column_of(readers, r), x);
+        const float2 of_state = through * seen;
+        float2 of_others, of_own;
+        sum_writers<n>(of_others, of_own);
+        const float of_block = C::kIsLeft ? 1.f : scale, of_all = C::kIsLeft ? scale : 1.f;
+        const float2 x{of_state.x + of_block * of_others.x, of_state.y + of_block * of_others.y};
+        const float2 result{x.x + of_block * of_own.x, x.y + of_block * of_own.y};
+        store_rounded<T2>(column_of(readers, r), result * of_all);
         if (wants_sums) {
-            const float2 product = own * x;
+            const float2 product = own * (x * of_all);
             if constexpr (C::kIsLeft) {
                 store_floats(floats_of(gates, r), product);
             } else {
