@@ -25,6 +25,7 @@ from .gla_emulation import (
 
 CHANNELS = 64
 PANEL, FLOAT_ROW, OUT_ROW = BLOCK * ROW, 256, 68 * 4  # bytes
+HALF = BLOCK // 2
 ANCHOR = 8 * 64  # tokens from one to the next
 
 
@@ -168,17 +169,19 @@ class Unit:
 
     def make_results(self, scale: float) -> Array:
         """Returns the sums of q dq - k dk over the block (right), as a lane has them."""
-        through, total = np.ones((32, 2)), np.zeros((32, 2))
+        through, of_half, total = np.ones((32, 2)), np.ones((32, 2)), np.zeros((32, 2))
         for n in range(BLOCK):
             r = self.token(n)
             if self.left or n > 0:
                 fade = self.a[r if self.left else r + 1]
                 through = through * fade
-                for m in range(n):
+                if n >= HALF:
+                    of_half = of_half * fade
+                for m in range(n // HALF * HALF, n):
                     self.writer[self.token(m)] *= fade
             seen = self.memory.load_wide(self.at.out + r * OUT_ROW + 8 * LANE)
             own = self.memory.load(self.column_of(self.at.readers, r))
-            others, itself = self._sum_writers(r)
+            others, itself = self._sum_writers(r, of_half)
             of_block, of_all = (1.0, scale) if self.left else (scale, 1.0)
             x = through * seen + of_block * others
             result = (x + of_block * itself) * of_all
@@ -191,10 +194,10 @@ class Unit:
                 self.memory.store_wide(self.floats_of(self.at.inflow, r), total)
         return total
 
-    def _sum_writers(self, r: int) -> tuple[Array, Array]:
+    def _sum_writers(self, r: int, of_half: Array) -> tuple[Array, Array]:
         """Of all but the reader's own, and of that."""
         first, last = (0, r) if self.left else (r, BLOCK - 1)
-        others, own = np.zeros((32, 2)), np.zeros((32, 2))
+        others, own = np.zeros((2, 32, 2)), np.zeros((32, 2))  # others: of both halves
         for i in range(first // 4, last // 4 + 1):
             x = self.memory.load_wide(np.array(self.at.products + r * 64 + 16 * i), 4)
             for e in range(4):
@@ -202,8 +205,8 @@ class Unit:
                 if w == r:
                     own = x[e] * self.writer[w]
                 elif first <= w <= last:
-                    others += x[e] * self.writer[w]
-        return others, own
+                    others[self.token(w) // HALF] += x[e] * self.writer[w]
+        return others[1] + of_half * others[0], own
 
     def store_sums(self, carry: Array, short: bool) -> None:
         for t in range(BLOCK):

@@ -8,7 +8,8 @@
 //   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
 //   4. Wait for what the readers see of the state. Reader after reader, away from where the walk comes from:
 //      writers fade by one token's gate, the reader's own joins them, their products with its row of step 3
-//      are added up in fp32. So no factor exceeds 1 and none is a quotient.
+//      are added up in fp32. Those of the first half fade no further than its end, their sum does. So no
+//      factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
@@ -100,8 +101,8 @@ template <class C> struct GateWarpOfBlock {
 
     // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
     __device__ __forceinline__ float2 make_results(float scale, bool wants_sums) {
-        float2 through{1.f, 1.f}, sum{0.f, 0.f};
-        make_result<0>(through, sum, scale, wants_sums);
+        float2 through{1.f, 1.f}, of_half{1.f, 1.f}, sum{0.f, 0.f};
+        make_result<0>(through, of_half, sum, scale, wants_sums);
         return sum;
     }
 
@@ -121,11 +122,15 @@ template <class C> struct GateWarpOfBlock {
     }
 
   private:
+    static constexpr int kHalf = kBlock / 2;  // of the block, as the walk meets it
+
     // What reader r, the n-th one, sees of the block's writers, without s: of all but its own, and of that.
-    template <int n> __device__ __forceinline__ void sum_writers(float2& of_others, float2& of_own) const {
+    // of_half: the gates between the first half, whose writers have faded up to its last token, and r.
+    template <int n>
+    __device__ __forceinline__ void sum_writers(float2 of_half, float2& of_others, float2& of_own) const {
         constexpr int r = token(n);
         constexpr int kFirst = C::kIsLeft ? 0 : r, kLast = C::kIsLeft ? r : kBlock - 1;
-        float2 sums[2] = {{0.f, 0.f}, {0.f, 0.f}};  // NOTES: shorter chains
+        float2 sums[2][2] = {};  // of both halves; NOTES: two of each, shorter chains
         each<kFirst / 4, kLast / 4 + 1>([&](int i) {
             float x[4];
             load_four(x, products + r * (kBlock * 4) + 16 * i);
@@ -136,26 +141,35 @@ template <class C> struct GateWarpOfBlock {
                     of_own = writer[w] * x[e];
                     return;
                 }
-                float2& sum = sums[e % 2];
+                float2& sum = sums[(C::kIsLeft ? w : kBlock - 1 - w) / kHalf][e % 2];
                 sum = {sum.x + x[e] * writer[w].x, sum.y + x[e] * writer[w].y};
             });
         });
-        of_others = {sums[0].x + sums[1].x, sums[0].y + sums[1].y};
+        auto of = [&](int half) {
+            return float2{sums[half][0].x + sums[half][1].x, sums[half][0].y + sums[half][1].y};
+        };
+        of_others = of(0);
+        if constexpr (n >= kHalf) {
+            const float2 near = of(1);
+            of_others = {near.x + of_half.x * of_others.x, near.y + of_half.y * of_others.y};
+        }
     }
 
     template <int n>
-    __device__ __forceinline__ void make_result(float2& through, float2& sum, float scale, bool wants_sums) {
+    __device__ __forceinline__ void make_result(float2& through, float2& of_half, float2& sum, float scale,
+                                                bool wants_sums) {
         constexpr int r = token(n);
         if constexpr (C::kIsLeft || n > 0) {
             const float2 fade = a[C::kIsLeft ? r : r + 1];
             through = through * fade;
-            each<0, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
+            if constexpr (n >= kHalf) of_half = of_half * fade;
+            each<n / kHalf * kHalf, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
         }
         const float2 seen = load_floats(out + r * (kOutRow * 4) + 8 * lane);
         const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
         const float2 of_state = through * seen;
         float2 of_others, of_own;
-        sum_writers<n>(of_others, of_own);
+        sum_writers<n>(of_half, of_others, of_own);
         const float of_block = C::kIsLeft ? 1.f : scale, of_all = C::kIsLeft ? scale : 1.f;
         const float2 x{of_state.x + of_block * of_others.x, of_state.y + of_block * of_others.y};
         const float2 result{x.x + of_block * of_own.x, x.y + of_block * of_own.y};
@@ -170,7 +184,7 @@ template <class C> struct GateWarpOfBlock {
                 store_floats(floats_of(inflow, r), sum);
             }
         }
-        if constexpr (n + 1 < kBlock) make_result<n + 1>(through, sum, scale, wants_sums);
+        if constexpr (n + 1 < kBlock) make_result<n + 1>(through, of_half, sum, scale, wants_sums);
     }
 };
 
