@@ -26,6 +26,7 @@ from .gla_emulation import (
 CHANNELS = 64
 PANEL, FLOAT_ROW, OUT_ROW = BLOCK * ROW, 256, 68 * 4  # bytes
 HALF = BLOCK // 2
+CLOSED = 2.0**-30  # a gate that lets through less
 ANCHOR = 8 * 64  # tokens from one to the next
 
 
@@ -208,13 +209,17 @@ class Unit:
                     others[self.token(w) // HALF] += x[e] * self.writer[w]
         return others[1] + of_half * others[0], own
 
-    def store_sums(self, carry: Array, short: bool) -> None:
-        for t in range(BLOCK):
-            x = self.memory.load_wide(self.floats_of(self.at.inflow, t)) + carry
+    def store_sums(self, carry: Array, short: bool) -> Array:
+        """Returns what of the carry is left for the tokens before the block."""
+        for n in range(BLOCK):
+            t = self.token(n)
+            x = self.memory.load_wide(self.floats_of(self.at.inflow, t))
+            carry = np.where(self.a[t] < CLOSED, -x, carry)
             if short:
-                self.memory.store(self.at.gates + 4 * LANE + t * ROW, x)
+                self.memory.store(self.at.gates + 4 * LANE + t * ROW, x + carry)
             else:
-                self.memory.store_wide(self.floats_of(self.at.gates, t), x)
+                self.memory.store_wide(self.floats_of(self.at.gates, t), x + carry)
+        return carry
 
 
 @dataclass
@@ -269,8 +274,7 @@ class Walk:
             self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
             total = x.make_results(self.scale)
             if not self.left:
-                x.store_sums(carry, self.short)
-                carry = carry + total
+                carry = x.store_sums(carry, self.short) + total
             count = rows.stop - rows.start
             self.result[rows] = x.read_panel(x.at.readers)[:count]
             self.sums[rows] = x.read_rows(x.at.gates, self.short and not self.left)[:count]

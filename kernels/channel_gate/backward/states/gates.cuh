@@ -13,7 +13,8 @@
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
-//      token meet no gate, so q dq and k dk are without their product.
+//      token meet no gate, so q dq and k dk are without their product. Where a gate is closed, no gradient
+//      flows through it: the sum begins anew with 0.
 //   7. Store, and hand over the block's place. Of the first walker's warps each also loads the block that
 //      comes into that place.
 #pragma once
@@ -21,6 +22,10 @@
 #include "channel_gate/backward/states/loader.cuh"
 
 namespace tfla_tk::channel_gate {
+
+// What a gate that counts as closed lets through. Sums in fp32 do not resolve the flow of gradient through
+// it.
+constexpr float kClosed = 0x1p-30f;
 
 template <class C> struct GateWarpOfBlock {
     using T = typename C::T;
@@ -32,6 +37,7 @@ template <class C> struct GateWarpOfBlock {
     uint32_t of_readers, of_writers;
     uint32_t out, products, decay;
     int lane;
+    uint32_t closed;  // right: two bits per token, of this lane's channels
     float2 a[kBlock], writer[kBlock];
 
     // Reader r sees writer w: r >= w (left), r <= w (right). The n-th reader of the walk.
@@ -78,6 +84,7 @@ template <class C> struct GateWarpOfBlock {
             if constexpr (C::kIsLeft) product = product * a[t];
         });
         store_floats(decay + 8 * lane, product);
+        if constexpr (!C::kIsLeft) find_closed(product);
     }
 
     // Step 3: products[r][w].
@@ -106,10 +113,20 @@ template <class C> struct GateWarpOfBlock {
         return sum;
     }
 
+    // Step 6: the same sum over all tokens behind the block, for the first token in it and those before it.
+    __device__ __forceinline__ float2 through_block(float2 carry) const {
+        if (any_closed())
+            each<0, kBlock>([&](int n) { close(carry, token(n), load_floats(floats_of(inflow, token(n)))); });
+        return carry;
+    }
+
     // Step 6: the gradients of the gates, in their place. carry: the sum over all tokens behind the block.
     __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
-        each<0, kBlock>([&](int t) {
+        const bool any = any_closed();
+        each<0, kBlock>([&](int n) {
+            const int t = token(n);
             const float2 x = load_floats(floats_of(inflow, t));
+            if (any) close(carry, t, x);
             const float2 y{x.x + carry.x, x.y + carry.y};
             const uint32_t short_place = gates + 4 * lane + t * kRowBytes;
             if (dtype == DType::float32)
@@ -122,6 +139,21 @@ template <class C> struct GateWarpOfBlock {
     }
 
   private:
+    // product: of the block's gates. NOTES: that of few blocks is so small, so the rest is skipped.
+    __device__ __forceinline__ void find_closed(float2 product) {
+        closed = 0;
+        if (__any_sync(0xffffffff, product.x < kClosed || product.y < kClosed))
+            each<0, kBlock>([&](int t) {
+                closed |= (a[t].x < kClosed ? 1u : 0u) << 2 * t | (a[t].y < kClosed ? 2u : 0u) << 2 * t;
+            });
+    }
+    __device__ __forceinline__ bool any_closed() const { return __any_sync(0xffffffff, closed != 0); }
+
+    // At a closed gate of token t: what makes 0 of `sum`, of the block from t on.
+    __device__ __forceinline__ void close(float2& carry, int t, float2 sum) const {
+        carry = {closed >> 2 * t & 1 ? -sum.x : carry.x, closed >> 2 * t & 2 ? -sum.y : carry.y};
+    }
+
     static constexpr int kHalf = kBlock / 2;  // of the block, as the walk meets it
 
     // What reader r, the n-th one, sees of the block's writers, without s: of all but its own, and of that.
@@ -192,7 +224,7 @@ template <class C> struct GateWarpOfBlock {
 // warp of the next step with it.
 template <class C>
 __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, int walker, int step,
-                                 float2 sum) {
+                                 const GateWarpOfBlock<C>& x, float2 sum) {
     const StatesTask& task = smem.task;
     const int lane = fresh_laneid(), column = 2 * lane, own = gate_warp_of<C>(walker, step);
     float2 carry{0.f, 0.f};
@@ -207,7 +239,7 @@ __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, 
         if (channel < g.dim_k)
             carry = *reinterpret_cast<const float2*>(&g.flows[task.state * g.dim_k + channel]);
     }
-    const float2 from_here{carry.x + sum.x, carry.y + sum.y};
+    const float2 past = x.through_block(carry), from_here{past.x + sum.x, past.y + sum.y};
     store_floats(shared_address(&smem.exchange.carry[own][column]), from_here);
     arrive_warp(smem.carry_ready[own]);
     return carry;
@@ -257,8 +289,8 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         const float2 sum = x.make_results(g.scale, g.needs_dg);
         arrive_warp(smem.out_free[gate_warp]);
         if constexpr (!C::kIsLeft)
-            if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, sum), g.g_dtype);  // 6
-        fence_async_proxy();                                                               // 7
+            if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, x, sum), g.g_dtype);  // 6
+        fence_async_proxy();                                                                  // 7
         __syncwarp();
         const int block = task.template block_of<C>(step), column = task.column + walker * kWalkerColumns;
         store_block(g, task, g.result, x.readers, kRowBytes, column, block);
