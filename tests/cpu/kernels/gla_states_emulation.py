@@ -1,6 +1,7 @@
-"""channel_gate/backward/states in NumPy, a gate warp lane by lane and without rounding; walkers by matrices.
+"""channel_gate/backward/states in NumPy, a gate warp lane by lane; walkers by matrices.
 
-What wgmma and TMA read and write of a panel is taken from the panel's layout.
+Numbers are those of fp64, or operands and results are rounded as the kernels round them. What wgmma and TMA
+read and write of a panel is taken from the panel's layout.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from .gla_emulation import (
     BLOCK,
@@ -23,7 +25,29 @@ from .gla_emulation import (
 
 CHANNELS = 64
 PANEL, FLOAT_ROW, OUT_ROW = BLOCK * ROW, 256, 68 * 4  # bytes
+HALF = BLOCK // 2
+CLOSED = 2.0**-30  # a gate that lets through less
 ANCHOR = 8 * 64  # tokens from one to the next
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """To a dtype of 16 bits; None: none."""
+
+    dtype: torch.dtype | None = None
+
+    def __call__(self, x: Array) -> Array:
+        return x if self.dtype is None else torch.from_numpy(x).to(self.dtype).double().numpy()
+
+    def parts(self, x: Array) -> tuple[Array, Array]:
+        """High and low."""
+        high = self(x)
+        return high, self(x - high)
+
+    def of_both(self, x: Array) -> Array:
+        """The sum of both parts."""
+        high, low = self.parts(x)
+        return high + low
 
 
 @dataclass
@@ -51,8 +75,8 @@ class Places:
 class Unit:
     """gates.cuh: a warp's block of 16 tokens and 64 channels."""
 
-    def __init__(self, left: bool, dim_v: int) -> None:
-        self.left = left
+    def __init__(self, left: bool, dim_v: int, rounding: Rounding) -> None:
+        self.left, self.rounding = left, rounding
         self.at = Places(-(-dim_v // 64))
         self.memory = Memory(self.at.size)
         self.a = np.full((BLOCK, 32, 2), np.nan)
@@ -124,7 +148,9 @@ class Unit:
             if not self.left:
                 product = product * self.a[t]
             by = product if self.left else product * scale
-            self.memory.store(self.column_of(self.at.writers, t), self.writer[t] * by)
+            high, low = self.rounding.parts(self.writer[t] * by)
+            self.memory.store(self.column_of(self.at.writers, t), high)
+            self.memory.store(self.column_of(self.at.gates, t), low)
             if self.left:
                 product = product * self.a[t]
         return product.reshape(CHANNELS)
@@ -144,19 +170,24 @@ class Unit:
 
     def make_results(self, scale: float) -> Array:
         """Returns the sums of q dq - k dk over the block (right), as a lane has them."""
-        through, total = np.ones((32, 2)), np.zeros((32, 2))
+        through, of_half, total = np.ones((32, 2)), np.ones((32, 2)), np.zeros((32, 2))
         for n in range(BLOCK):
             r = self.token(n)
             if self.left or n > 0:
                 fade = self.a[r if self.left else r + 1]
                 through = through * fade
-                for m in range(n):
+                if n >= HALF:
+                    of_half = of_half * fade
+                for m in range(n // HALF * HALF, n):
                     self.writer[self.token(m)] *= fade
             seen = self.memory.load_wide(self.at.out + r * OUT_ROW + 8 * LANE)
             own = self.memory.load(self.column_of(self.at.readers, r))
-            of_state, of_block = through * seen, self._sum_writers(r)
-            x = scale * (of_state + of_block) if self.left else of_state + scale * of_block
-            self.memory.store(self.column_of(self.at.readers, r), x)
+            others, itself = self._sum_writers(r, of_half)
+            of_block, of_all = (1.0, scale) if self.left else (scale, 1.0)
+            x = through * seen + of_block * others
+            result = (x + of_block * itself) * of_all
+            self.memory.store(self.column_of(self.at.readers, r), self.rounding(result))
+            x = x * of_all
             if self.left:
                 self.memory.store_wide(self.floats_of(self.at.gates, r), own * x)
             else:
@@ -164,24 +195,31 @@ class Unit:
                 self.memory.store_wide(self.floats_of(self.at.inflow, r), total)
         return total
 
-    def _sum_writers(self, r: int) -> Array:
+    def _sum_writers(self, r: int, of_half: Array) -> tuple[Array, Array]:
+        """Of all but the reader's own, and of that."""
         first, last = (0, r) if self.left else (r, BLOCK - 1)
-        found = np.zeros((32, 2))
+        others, own = np.zeros((2, 32, 2)), np.zeros((32, 2))  # others: of both halves
         for i in range(first // 4, last // 4 + 1):
             x = self.memory.load_wide(np.array(self.at.products + r * 64 + 16 * i), 4)
             for e in range(4):
                 w = 4 * i + e
-                if first <= w <= last:
-                    found += x[e] * self.writer[w]
-        return found
+                if w == r:
+                    own = x[e] * self.writer[w]
+                elif first <= w <= last:
+                    others[self.token(w) // HALF] += x[e] * self.writer[w]
+        return others[1] + of_half * others[0], own
 
-    def store_sums(self, carry: Array, short: bool) -> None:
-        for t in range(BLOCK):
-            x = self.memory.load_wide(self.floats_of(self.at.inflow, t)) + carry
+    def store_sums(self, carry: Array, short: bool) -> Array:
+        """Returns what of the carry is left for the tokens before the block."""
+        for n in range(BLOCK):
+            t = self.token(n)
+            x = self.memory.load_wide(self.floats_of(self.at.inflow, t))
+            carry = np.where(self.a[t] < CLOSED, -x, carry)
             if short:
-                self.memory.store(self.at.gates + 4 * LANE + t * ROW, x)
+                self.memory.store(self.at.gates + 4 * LANE + t * ROW, x + carry)
             else:
-                self.memory.store_wide(self.floats_of(self.at.gates, t), x)
+                self.memory.store_wide(self.floats_of(self.at.gates, t), x + carry)
+        return carry
 
 
 @dataclass
@@ -201,6 +239,7 @@ class Walk:
     sums: Array
     anchors: dict[int, Array]
     flow: Array | None = None
+    rounding: Rounding = Rounding()
 
     def run(self, q: Array, k: Array, g: Array, v: Array, do: Array) -> None:
         readers, writers = (q, k) if self.left else (k, q)
@@ -211,7 +250,7 @@ class Walk:
         for step in range(blocks):
             block = step if self.left else blocks - 1 - step
             rows = slice(BLOCK * block, min(BLOCK * (block + 1), tokens))
-            x = Unit(self.left, dim_v)
+            x = Unit(self.left, dim_v, self.rounding)
             for place, tile in (
                 (x.at.readers, readers),
                 (x.at.writers, writers),
@@ -227,17 +266,15 @@ class Walk:
             x.multiply_values(dim_v)
             end = BLOCK * (block + 1)
             if self.left and block and BLOCK * block % ANCHOR == 0:
-                self.anchors[BLOCK * block] = self.state.copy()
+                self.anchors[BLOCK * block] = self.rounding(self.state)
             if not self.left and end < tokens and end % ANCHOR == 0:
                 carry = (self.anchors[end] * self.state).sum(1).reshape(32, 2)
-            x.store_out(_padded(of_readers[rows]) @ self.state.T)
-            self.state = decay[:, None] * self.state + x.read_panel(x.at.writers).T @ _padded(
-                of_writers[rows]
-            )
+            x.store_out(_padded(of_readers[rows]) @ self.rounding.of_both(self.state).T)
+            written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
+            self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
             total = x.make_results(self.scale)
             if not self.left:
-                x.store_sums(carry, self.short)
-                carry = carry + total
+                carry = x.store_sums(carry, self.short) + total
             count = rows.stop - rows.start
             self.result[rows] = x.read_panel(x.at.readers)[:count]
             self.sums[rows] = x.read_rows(x.at.gates, self.short and not self.left)[:count]

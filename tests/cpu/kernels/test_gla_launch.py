@@ -38,6 +38,7 @@ class Kernel:
     def __init__(self) -> None:
         self.instances: list[Instance] = []
         self.launches: list[SimpleNamespace] = []
+        self.of_anchors: list[tuple[int, ...]] = []  # shapes that anchor_bytes was asked for
 
     def load(self, instance: Instance) -> Kernel:
         self.instances.append(instance)
@@ -55,6 +56,7 @@ class Kernel:
         return prepare
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
+        self.of_anchors.append(shape)
         return ANCHOR_BYTES
 
     def Launches(self, handles: list[SimpleNamespace]) -> SimpleNamespace:
@@ -325,6 +327,14 @@ def test_backward(dtype: torch.dtype, of_gates: torch.dtype, state: bool, kernel
         for with_dht in (True, False):
             check_backward(core, needs_gates, with_dht)
     assert [x.name for x in kernel.launches] == ["mirror", "left", "right"] * 4
+
+
+def test_anchors_are_asked_for_with_the_offsets(kernel: Kernel) -> None:
+    """Packed sequences have more slots for them."""
+    for offsets in (None, torch.int64):
+        check_backward(draw(offsets=offsets))
+    assert [shape[0] != 0 for shape in kernel.of_anchors] == [False, True]
+    assert [shape[0] for shape in kernel.of_anchors] == [x.shape[0] for x in kernel.launches[::3]]
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=str)

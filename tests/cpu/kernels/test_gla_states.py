@@ -9,7 +9,34 @@ import torch
 from tfla_tk import reference
 
 from .gla_emulation import Memory
-from .gla_states_emulation import Walk
+from .gla_states_emulation import Rounding, Walk
+
+Arrays = dict[str, np.ndarray]
+
+
+def run(x: Arrays, scale: float, short: bool = False, rounding: Rounding | None = None) -> tuple[Walk, Walk]:
+    """The walk forward in time and the other one, of x: q, k, g, v, do, initial, d_last."""
+    rounding = rounding or Rounding()
+    operands = (x["q"], x["k"], x["g"], x["v"], x["do"])
+
+    def empty() -> np.ndarray:
+        return np.full_like(x["g"], np.nan)
+
+    left = Walk(True, scale, short, x["initial"], empty(), empty(), {}, rounding=rounding)
+    left.run(*operands)
+    flow = (left.state * rounding.of_both(x["d_last"])).sum(1)
+    right = Walk(False, scale, short, x["d_last"], empty(), left.sums, left.anchors, flow, rounding)
+    right.run(*operands)
+    return left, right
+
+
+def expected(x: Arrays, scale: float) -> tuple[Arrays, np.ndarray]:
+    """dq, dk and dg, and the initial state's gradient."""
+    tokens = (torch.from_numpy(x[name])[None, :, None] for name in ("q", "k", "v", "g", "do"))
+    initial, d_last = (torch.from_numpy(x[name])[None, None] for name in ("initial", "d_last"))
+    found = reference.gla_backward(*tokens, d_last, scale=scale, initial_state=initial)
+    grads = {name: getattr(found, name)[0, :, 0].numpy() for name in ("dq", "dk", "dg")}
+    return grads, found.dh0[0, 0].numpy()
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 37, 530])
@@ -25,30 +52,54 @@ def test_gradients(tokens: int, dim_v: int, short: bool) -> None:
     g[kind < 0.02], g[(kind > 0.02) & (kind < 0.3)], g[kind > 0.98] = -50.0, 0.0, -1e-4
     g[:, 3], g[tokens // 2, 5] = -np.inf, -1e3
     scale = 0.3
-
-    def tensor(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x)[None, :, None]
-
-    def state(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x)[None, None]
-
-    expected = reference.gla_backward(
-        *map(tensor, (q, k, v, g, do)), state(d_last), scale=scale, initial_state=state(initial)
-    )
-
-    def empty() -> np.ndarray:
-        return np.full_like(g, np.nan)
-
-    left = Walk(True, scale, short, initial, empty(), empty(), {})
-    left.run(q, k, g, v, do)
-    flow = (left.state * d_last).sum(1)
-    right = Walk(False, scale, short, d_last, empty(), left.sums, left.anchors, flow)
-    right.run(q, k, g, v, do)
+    x = {"q": q, "k": k, "g": g, "v": v, "do": do, "initial": initial, "d_last": d_last}
+    left, right = run(x, scale, short)
+    grads, d_initial = expected(x, scale)
     assert len(left.anchors) == tokens // 513
     for found, name in ((left.result, "dq"), (right.result, "dk"), (right.sums, "dg")):
-        wanted = getattr(expected, name)[0, :, 0].numpy()
-        np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=name)
-    np.testing.assert_allclose(right.state, expected.dh0[0, 0].numpy(), atol=1e-9)
+        np.testing.assert_allclose(found, grads[name], atol=1e-9, err_msg=name)
+    np.testing.assert_allclose(right.state, d_initial, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("gates", "tokens"), [("usual", 300), ("usual", 700), ("half closed", 300)])
+def test_the_error_of_dg(gates: str, tokens: int, dtype: torch.dtype) -> None:
+    """q dq and k dk cancel: of a state and writers in one part, 1.5 eps would be left."""
+    x, rounding = draw(gates, tokens, dtype), Rounding(dtype)
+    left, right = run(x, 0.125, rounding=rounding)
+    grads, _ = expected(x, 0.125)
+    errors = {
+        name: np.linalg.norm(found - grads[name]) / np.linalg.norm(grads[name])
+        for found, name in ((left.result, "dq"), (right.result, "dk"), (right.sums, "dg"))
+    }
+    eps = torch.finfo(dtype).eps
+    limits = {"dq": eps / 3, "dk": eps / 3, "dg": eps / 5}
+    assert all(errors[name] <= limit for name, limit in limits.items()), (errors, limits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gates", ["closed", "-1e3", "-50"])
+def test_nothing_is_left_of_dg_behind_closed_gates(gates: str, dtype: torch.dtype) -> None:
+    x = draw(gates, 100, dtype)
+    _, right = run(x, 0.125, rounding=Rounding(dtype))
+    assert not right.sums.any()
+
+
+def draw(gates: str, tokens: int, dtype: torch.dtype) -> Arrays:
+    """Operands that the dtype holds."""
+    rng = np.random.default_rng(tokens)
+    sizes = {"q": (tokens, 64), "k": (tokens, 64), "v": (tokens, 64), "do": (tokens, 64)}
+    x = {name: Rounding(dtype)(rng.standard_normal(size)) for name, size in sizes.items()}
+    x |= {name: rng.standard_normal((64, 64)) for name in ("initial", "d_last")}
+    usual, chosen = -np.log1p(np.exp(-rng.standard_normal((tokens, 64)) - 2)), rng.random((tokens, 64))
+    x["g"] = {
+        "usual": usual,
+        "half closed": np.where(chosen > 0.5, -np.inf, 0.0),
+        "closed": np.full_like(usual, -np.inf),
+        "-1e3": np.full_like(usual, -1e3),
+        "-50": np.full_like(usual, -50.0),
+    }[gates]
+    return x
 
 
 @pytest.mark.parametrize(("address", "count"), [(4, 2), (8, 4), (24, 8)])

@@ -17,10 +17,12 @@ __device__ inline uint4* anchor_units(const StatesGlobals& g, const StatesTask& 
     return g.anchors + place * (C::kDimV / 16 * 32) + fresh_laneid();
 }
 
-template <class Fragment, int kCount>
-__device__ inline void store_anchor(uint4* units, const Fragment (&state)[kCount]) {
-    each<0, kCount>(
-        [&](int k) { units[32 * k] = reinterpret_cast<const uint4&>(state[k].tiles[0][0].data); });
+template <class C, class State> __device__ inline void store_anchor(uint4* units, const State& state) {
+    rt<typename C::T, 16, 16> rounded;
+    each<0, State::width>([&](int k) {
+        convert_fragment(rounded, state, k);
+        units[32 * k] = reinterpret_cast<const uint4&>(rounded.tiles[0][0].data);
+    });
 }
 
 // A warp's 16 flows, from an anchor's part and the state's gradient, to shared memory.
@@ -43,18 +45,22 @@ __device__ inline void store_flow(const uint4* units, const State& gradient, flo
     });
 }
 
-// A warp's 16 flows over the sequence's end, from the last state and its gradient [K, V].
-template <class State>
+// A warp's 16 flows over the sequence's end, from the last state and its gradient [K, V]. NOTES: the right
+// walk reads that gradient in two parts, and so do these: behind closed gates nothing is left of the two.
+template <class C, class State>
 __device__ inline void store_last_flow(const StatesGlobals& g, const StatesTask& task, State& state,
                                        const float* gradient, int column) {
+    using T2 = typename base_types::packing<typename C::T>::packed_type;
     float sums[2] = {0.f, 0.f};
     const int lane = fresh_laneid(), row = column + lane / 4;
     each<0, 4 * State::width>([&](int i) {
         const int n = i % 2, r = row + 8 * n, c = i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
         if (r >= g.dim_k || c >= g.dim_v) return;
         const float2 x = state.tiles[0][i / 4].data[i % 4];
-        const float2 y = *reinterpret_cast<const float2*>(&gradient[static_cast<int64_t>(r) * g.dim_v + c]);
-        sums[n] += x.x * y.x + x.y * y.y;
+        const HighAndLow<T2> parts(
+            *reinterpret_cast<const float2*>(&gradient[static_cast<int64_t>(r) * g.dim_v + c]));
+        const float2 high = to_float2(parts.high), low = to_float2(parts.low);
+        sums[n] += x.x * (high.x + low.x) + x.y * (high.y + low.y);
     });
     each<0, 2>([&](int n) {
         const float sum = quad_sum(sums[n]);

@@ -93,9 +93,11 @@ constexpr uint32_t kFloatRow = kBlockChannels * sizeof(float);
 
 // 64 columns of K of a block.
 template <class C> struct StatesColumns {
-    typename C::Columns readers;                        // then the result, until it is stored
-    typename C::Columns writers;                        // then as they are written to the state
-    alignas(1024) float gates[kBlock][kBlockChannels];  // or numbers of 16 bits; then q dq, or dg
+    typename C::Columns readers;  // then the result, until it is stored
+    typename C::Columns writers;  // then the high parts of what is written to the state
+    // Or numbers of 16 bits; then the low parts of what is written to the state; then q dq, or dg.
+    alignas(1024) float gates[kBlock][kBlockChannels];
+    static_assert(sizeof(gates) >= sizeof(writers));
 };
 
 template <class C, bool kIsLeft> struct StatesStage {

@@ -2,15 +2,19 @@
 // busy with one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels
 // of all tokens. Per block:
 //   1. Wait for its tiles. a = e^g of every token.
-//   2. Writers, scaled, in place: k times the product of a behind the token (left), s q times that up to and
-//      with it (right). Hand them to the walker, with the product over the block.
+//   2. Writers, scaled: k times the product of a behind the token (left), s q times that up to and with it
+//      (right). They are in two parts, high + low: the high ones in place, the low ones in the place of the
+//      gates. Hand them to the walker, with the product over the block.
 //   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
 //   4. Wait for what the readers see of the state. Reader after reader, away from where the walk comes from:
 //      writers fade by one token's gate, the reader's own joins them, their products with its row of step 3
-//      are added up in fp32. So no factor exceeds 1 and none is a quotient.
+//      are added up in fp32. Those of the first half fade no further than its end, their sum does. So no
+//      factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
-//      all blocks behind, which the warp of the step before hands on, joins last.
+//      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
+//      token meet no gate, so q dq and k dk are without their product. Where a gate is closed, no gradient
+//      flows through it: the sum begins anew with 0.
 //   7. Store, and hand over the block's place. Of the first walker's warps each also loads the block that
 //      comes into that place.
 #pragma once
@@ -18,6 +22,10 @@
 #include "channel_gate/backward/states/loader.cuh"
 
 namespace tfla_tk::channel_gate {
+
+// What a gate that counts as closed lets through. Sums in fp32 do not resolve the flow of gradient through
+// it.
+constexpr float kClosed = 0x1p-30f;
 
 template <class C> struct GateWarpOfBlock {
     using T = typename C::T;
@@ -29,6 +37,7 @@ template <class C> struct GateWarpOfBlock {
     uint32_t of_readers, of_writers;
     uint32_t out, products, decay;
     int lane;
+    uint32_t closed;  // right: two bits per token, of this lane's channels
     float2 a[kBlock], writer[kBlock];
 
     // Reader r sees writer w: r >= w (left), r <= w (right). The n-th reader of the walk.
@@ -58,6 +67,7 @@ template <class C> struct GateWarpOfBlock {
             constexpr float kLog2e = 1.44269504f;
             a[t] = {exp2f(a[t].x * kLog2e), exp2f(a[t].y * kLog2e)};
         });
+        __syncwarp();  // low parts of other lanes go to the same place
     }
 
     // Step 2.
@@ -68,10 +78,13 @@ template <class C> struct GateWarpOfBlock {
             const int t = kBlock - 1 - token(n);
             if constexpr (!C::kIsLeft) product = product * a[t];
             const float2 by = C::kIsLeft ? product : product * scale;
-            store_rounded<T2>(column_of(writers, t), writer[t] * by);
+            const HighAndLow<T2> parts(writer[t] * by);
+            store_pair_of(column_of(writers, t), parts.high);
+            store_pair_of(column_of(gates, t), parts.low);
             if constexpr (C::kIsLeft) product = product * a[t];
         });
         store_floats(decay + 8 * lane, product);
+        if constexpr (!C::kIsLeft) find_closed(product);
     }
 
     // Step 3: products[r][w].
@@ -95,15 +108,25 @@ template <class C> struct GateWarpOfBlock {
 
     // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
     __device__ __forceinline__ float2 make_results(float scale, bool wants_sums) {
-        float2 through{1.f, 1.f}, sum{0.f, 0.f};
-        make_result<0>(through, sum, scale, wants_sums);
+        float2 through{1.f, 1.f}, of_half{1.f, 1.f}, sum{0.f, 0.f};
+        make_result<0>(through, of_half, sum, scale, wants_sums);
         return sum;
+    }
+
+    // Step 6: the same sum over all tokens behind the block, for the first token in it and those before it.
+    __device__ __forceinline__ float2 through_block(float2 carry) const {
+        if (any_closed())
+            each<0, kBlock>([&](int n) { close(carry, token(n), load_floats(floats_of(inflow, token(n)))); });
+        return carry;
     }
 
     // Step 6: the gradients of the gates, in their place. carry: the sum over all tokens behind the block.
     __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
-        each<0, kBlock>([&](int t) {
+        const bool any = any_closed();
+        each<0, kBlock>([&](int n) {
+            const int t = token(n);
             const float2 x = load_floats(floats_of(inflow, t));
+            if (any) close(carry, t, x);
             const float2 y{x.x + carry.x, x.y + carry.y};
             const uint32_t short_place = gates + 4 * lane + t * kRowBytes;
             if (dtype == DType::float32)
@@ -116,41 +139,75 @@ template <class C> struct GateWarpOfBlock {
     }
 
   private:
-    // What reader r, the n-th one, sees of the block's writers, without s.
-    template <int n> __device__ __forceinline__ float2 sum_writers() const {
+    // product: of the block's gates. NOTES: that of few blocks is so small, so the rest is skipped.
+    __device__ __forceinline__ void find_closed(float2 product) {
+        closed = 0;
+        if (__any_sync(0xffffffff, product.x < kClosed || product.y < kClosed))
+            each<0, kBlock>([&](int t) {
+                closed |= (a[t].x < kClosed ? 1u : 0u) << 2 * t | (a[t].y < kClosed ? 2u : 0u) << 2 * t;
+            });
+    }
+    __device__ __forceinline__ bool any_closed() const { return __any_sync(0xffffffff, closed != 0); }
+
+    // At a closed gate of token t: what makes 0 of `sum`, of the block from t on.
+    __device__ __forceinline__ void close(float2& carry, int t, float2 sum) const {
+        carry = {closed >> 2 * t & 1 ? -sum.x : carry.x, closed >> 2 * t & 2 ? -sum.y : carry.y};
+    }
+
+    static constexpr int kHalf = kBlock / 2;  // of the block, as the walk meets it
+
+    // What reader r, the n-th one, sees of the block's writers, without s: of all but its own, and of that.
+    // of_half: the gates between the first half, whose writers have faded up to its last token, and r.
+    template <int n>
+    __device__ __forceinline__ void sum_writers(float2 of_half, float2& of_others, float2& of_own) const {
         constexpr int r = token(n);
         constexpr int kFirst = C::kIsLeft ? 0 : r, kLast = C::kIsLeft ? r : kBlock - 1;
-        float2 sums[2] = {{0.f, 0.f}, {0.f, 0.f}};  // NOTES: shorter chains
+        float2 sums[2][2] = {};  // of both halves; NOTES: two of each, shorter chains
         each<kFirst / 4, kLast / 4 + 1>([&](int i) {
             float x[4];
             load_four(x, products + r * (kBlock * 4) + 16 * i);
             each<0, 4>([&](int e) {
                 const int w = 4 * i + e;
                 if (w < kFirst || w > kLast) return;
-                float2& sum = sums[e % 2];
+                if (w == r) {
+                    of_own = writer[w] * x[e];
+                    return;
+                }
+                float2& sum = sums[(C::kIsLeft ? w : kBlock - 1 - w) / kHalf][e % 2];
                 sum = {sum.x + x[e] * writer[w].x, sum.y + x[e] * writer[w].y};
             });
         });
-        return {sums[0].x + sums[1].x, sums[0].y + sums[1].y};
+        auto of = [&](int half) {
+            return float2{sums[half][0].x + sums[half][1].x, sums[half][0].y + sums[half][1].y};
+        };
+        of_others = of(0);
+        if constexpr (n >= kHalf) {
+            const float2 near = of(1);
+            of_others = {near.x + of_half.x * of_others.x, near.y + of_half.y * of_others.y};
+        }
     }
 
     template <int n>
-    __device__ __forceinline__ void make_result(float2& through, float2& sum, float scale, bool wants_sums) {
+    __device__ __forceinline__ void make_result(float2& through, float2& of_half, float2& sum, float scale,
+                                                bool wants_sums) {
         constexpr int r = token(n);
         if constexpr (C::kIsLeft || n > 0) {
             const float2 fade = a[C::kIsLeft ? r : r + 1];
             through = through * fade;
-            each<0, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
+            if constexpr (n >= kHalf) of_half = of_half * fade;
+            each<n / kHalf * kHalf, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
         }
         const float2 seen = load_floats(out + r * (kOutRow * 4) + 8 * lane);
         const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
-        const float2 of_state = through * seen, of_block = sum_writers<n>();
-        const float2 x = C::kIsLeft
-                             ? float2{scale * (of_state.x + of_block.x), scale * (of_state.y + of_block.y)}
-                             : float2{of_state.x + scale * of_block.x, of_state.y + scale * of_block.y};
-        store_rounded<T2>(column_of(readers, r), x);
+        const float2 of_state = through * seen;
+        float2 of_others, of_own;
+        sum_writers<n>(of_half, of_others, of_own);
+        const float of_block = C::kIsLeft ? 1.f : scale, of_all = C::kIsLeft ? scale : 1.f;
+        const float2 x{of_state.x + of_block * of_others.x, of_state.y + of_block * of_others.y};
+        const float2 result{x.x + of_block * of_own.x, x.y + of_block * of_own.y};
+        store_rounded<T2>(column_of(readers, r), result * of_all);
         if (wants_sums) {
-            const float2 product = own * x;
+            const float2 product = own * (x * of_all);
             if constexpr (C::kIsLeft) {
                 store_floats(floats_of(gates, r), product);
             } else {
@@ -159,7 +216,7 @@ template <class C> struct GateWarpOfBlock {
                 store_floats(floats_of(inflow, r), sum);
             }
         }
-        if constexpr (n + 1 < kBlock) make_result<n + 1>(through, sum, scale, wants_sums);
+        if constexpr (n + 1 < kBlock) make_result<n + 1>(through, of_half, sum, scale, wants_sums);
     }
 };
 
@@ -167,7 +224,7 @@ template <class C> struct GateWarpOfBlock {
 // warp of the next step with it.
 template <class C>
 __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, int walker, int step,
-                                 float2 sum) {
+                                 const GateWarpOfBlock<C>& x, float2 sum) {
     const StatesTask& task = smem.task;
     const int lane = fresh_laneid(), column = 2 * lane, own = gate_warp_of<C>(walker, step);
     float2 carry{0.f, 0.f};
@@ -182,7 +239,7 @@ __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, 
         if (channel < g.dim_k)
             carry = *reinterpret_cast<const float2*>(&g.flows[task.state * g.dim_k + channel]);
     }
-    const float2 from_here{carry.x + sum.x, carry.y + sum.y};
+    const float2 past = x.through_block(carry), from_here{past.x + sum.x, past.y + sum.y};
     store_floats(shared_address(&smem.exchange.carry[own][column]), from_here);
     arrive_warp(smem.carry_ready[own]);
     return carry;
@@ -232,8 +289,8 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         const float2 sum = x.make_results(g.scale, g.needs_dg);
         arrive_warp(smem.out_free[gate_warp]);
         if constexpr (!C::kIsLeft)
-            if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, sum), g.g_dtype);  // 6
-        fence_async_proxy();                                                               // 7
+            if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, x, sum), g.g_dtype);  // 6
+        fence_async_proxy();                                                                  // 7
         __syncwarp();
         const int block = task.template block_of<C>(step), column = task.column + walker * kWalkerColumns;
         store_block(g, task, g.result, x.readers, kRowBytes, column, block);

@@ -1,15 +1,16 @@
 // A walker of the walks over the states: a warpgroup that owns 64 columns of K. It holds the state of these
-// (64 x V) in fp32 and computes what readers see of it transposed. Per block of 16 tokens:
-//   1. Round the state to A operands. At an anchor the left walk leaves it there, the right one finds the
-//   flow
-//      of gradient.
-//   2. Wait for the gate warp's writers and scale the state by the block's decay, a factor per row. NOTES:
-//      before the first GEMM: ptxas does not follow a GEMM's accumulators over the loop's edge while another
-//      GEMM is in flight (C7517).
-//   3. Issue out^T = state values^T, with the values of the readers and the rounded state.
-//   4. Issue state += writers^T values.
-//   5. Wait for out and hand it to the gate warp.
-//   6. Wait for the state; hand over the block's place.
+// (64 x V) in fp32 and computes what readers see of it transposed. All that is rounded on the way from the
+// state or to it is in two parts, high + low, and so are its GEMMs: dg is a difference of sums that cancel
+// but for rounding. Per block of 16 tokens:
+//   1. out^T = state values^T with the values of the readers, over the first half of V. NOTES: operands of
+//      both halves at once would not leave registers. At an anchor the left walk leaves the state there, the
+//      right one finds the flow of gradient.
+//   2. The state's second half to operands. Wait for the gate warp's writers and scale the state by the
+//      block's decay, a factor per row. NOTES: before the second half's first GEMM: ptxas does not follow a
+//      GEMM's accumulators over the loop's edge while another GEMM is in flight (C7517).
+//   3. Issue out^T += state values^T over the second half, and state += writers^T values.
+//   4. Wait for both. Hand out to the gate warp, which then may write where the low parts of writers are, and
+//      hand over the block's place.
 #pragma once
 
 #include "channel_gate/backward/states/anchors.cuh"
@@ -22,6 +23,15 @@ template <class State> __device__ inline void decay_rows(State& state, float2 de
         float2& x = state.tiles[0][i / 4].data[i % 4];
         const float by = i % 2 ? decay.y : decay.x;
         scale_in_place(x, {by, by});
+    });
+}
+
+// 16 columns of a state as two A operands, whose sum they are.
+template <class A, class State>
+__device__ inline void split_fragment(A& high, A& low, const State& state, int column_tile) {
+    each<0, 4>([&](int k) {
+        const HighAndLow<typename A::dtype> parts(state.tiles[0][column_tile].data[k]);
+        high.tiles[0][0].data[k] = parts.high, low.tiles[0][0].data[k] = parts.low;
     });
 }
 
@@ -42,10 +52,10 @@ template <class C>
 __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
     using T = typename C::T;
     using Values = typename C::Values;
-    constexpr int kStateSteps = C::kDimV / 16, kStages = StatesMemory<C>::kStages;
+    constexpr int kStateSteps = C::kDimV / 16, kHalf = kStateSteps / 2, kStages = StatesMemory<C>::kStages;
     rt_fl<16, C::kDimV> state;
     rt_fl<16, kBlock> out;
-    rt<T, 16, 16> rounded[kStateSteps];
+    rt<T, 16, 16> high[kHalf], low[kHalf];  // of half of the state
 
     const StatesTask& task = smem.task;
     const int first_column = 16 * warpgroup::warpid();  // of the walker's
@@ -54,38 +64,55 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     auto walk_block = [&](int step) {
         const int slot = Use<kStages>(step).slot, block = task.template block_of<C>(step);
         auto& stage = smem.stages[slot];
-        each<0, kStateSteps>([&](int k) { convert_fragment(rounded[k], state, k), pin(rounded[k]); });  // 1
         if (g.needs_dg && column() < g.dim_k) {
             if (C::kIsLeft && task.is_anchor(block))
-                store_anchor(anchor_units<C>(g, task, block, column() / 16), rounded);
+                store_anchor<C>(anchor_units<C>(g, task, block, column() / 16), state);
             if (!C::kIsLeft && task.is_anchor(block + 1))
                 store_flow<C>(anchor_units<C>(g, task, block + 1, column() / 16), state,
                               &smem.exchange.flow[walker][first_column]);
         }
+        const auto readers = Operand128B::rows(&stage.of_readers);
+        auto round_half = [&](int half) {
+            each<0, kHalf>([&](int k) {
+                split_fragment(high[k], low[k], state, half * kHalf + k);
+                pin(high[k]), pin(low[k]);
+            });
+        };
+        auto read_half = [&](int half) {
+            each<0, kHalf>([&](int k) {
+                const uint64_t values = readers.row_step(Values::panel_bytes, half * kHalf + k);
+                multiply_step<false>(out, high[k], values, half + k > 0, k == 0);
+                wgmma_step<false>(out, low[k], 0, values);
+            });
+        };
+        round_half(0);  // 1
+        forget(out);
+        read_half(0);
+        warpgroup::mma_commit_group();
+        warpgroup::mma_async_wait<0>();
+        pin(out), pin_all(high), pin_all(low);
+        round_half(1);  // 2
         const Use<kStages> use(step);
-        wait(smem.written[slot][walker], use.phase);  // 2
+        wait(smem.written[slot][walker], use.phase);
         const int lane = fresh_laneid();
         const float* const decay = &smem.decay[slot][walker][first_column + lane / 4];
         decay_rows(state, {decay[0], decay[8]});
         pin(state);
-        const auto readers = Operand128B::rows(&stage.of_readers);  // 3
-        forget(out);
-        each<0, kStateSteps>([&](int k) {
-            multiply_step<false>(out, rounded[k], readers.row_step(Values::panel_bytes, k), k > 0, k == 0);
-        });
-        const auto writers = Operand128B::columns(&stage.columns[walker].writers, 0);  // 4
+        read_half(1);  // 3
+        auto& columns = stage.columns[walker];
         const auto values = Operand128B::columns(&stage.of_writers, Values::panel_bytes);
-        wgmma_fence();
-        kittens::detail::wgmma::base<float, T, C::kDimV, 1, 1>::st_st(state, writers.at(0), values.at(0), 1);
+        auto write = [&](const void* writers) {
+            kittens::detail::wgmma::base<float, T, C::kDimV, 1, 1>::st_st(
+                state, Operand128B::columns(writers, 0).at(0), values.at(0), 1);
+        };
+        write(&columns.writers), write(&columns.gates);
         warpgroup::mma_commit_group();
-        warpgroup::mma_async_wait<1>();  // 5
-        pin(out), pin_all(rounded);
+        warpgroup::mma_async_wait<0>();  // 4
+        pin(out), pin_all(high), pin_all(low), pin(state);
         const int gate_warp = gate_warp_of<C>(walker, step);
         wait_free(smem.out_free[gate_warp], Use<C::kTurns>(step).phase);
         store_out(shared_address(&smem.exchange.out[gate_warp]) + first_column * 4, out, lane);
         arrive_warp(smem.out_ready[gate_warp]);
-        warpgroup::mma_async_wait<0>();  // 6
-        pin(state);
         arrive_warp(smem.free[slot]);
     };
 
@@ -102,7 +129,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         walk_block(step);
     }
     if (C::kIsLeft && g.needs_dg && g.d_last)
-        store_last_flow(g, task, state, g.d_last + task.state * state_size, column());
+        store_last_flow<C>(g, task, state, g.d_last + task.state * state_size, column());
 }
 
 }  // namespace tfla_tk::channel_gate

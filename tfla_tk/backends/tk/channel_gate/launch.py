@@ -184,7 +184,6 @@ class Backward:
         self._has_inflow = needs_dg and core.g.dtype != torch.float32  # else it is where dg is
         mirror = build.load(instances.gla("backward", shape.dim_k, named_schedule(core.schedule)))
         states = build.load(instances.gla_states(shape.dim_v))
-        self._anchor_bytes = states.anchor_bytes(shape.with_offsets(0)) if needs_dg else 0
         self._has_flows = needs_dg and dht is not None
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
@@ -200,6 +199,7 @@ class Backward:
         inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta")) if inflow_at else dg
         gates = (inflow, dg, (dht_at, flows_at, anchors_at)) if needs_dg else None
         of, dtype = shape.with_offsets(offsets_at), DTYPES[core.g.dtype]
+        self._anchor_bytes = states.anchor_bytes(of) if needs_dg else 0
         operands, options = (q, k, v, dout, g, dtype), (core.scale, shape.walkers_of_states)
         self._launches = Launches.of(
             mirror,
