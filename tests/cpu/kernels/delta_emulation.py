@@ -97,6 +97,7 @@ class Kernel:
     Attributes:
         segment: tokens of a segment of the walks over the states.
         begun: where these began: walk, sequence, first token of the segment.
+        anchor_shapes: what the size of the anchors was asked for.
     """
 
     def __init__(self, segment: int) -> None:
@@ -104,6 +105,7 @@ class Kernel:
         self.instances: list[Instance] = []
         self.launches: list[SimpleNamespace] = []
         self.begun: list[tuple[str, int, int]] = []
+        self.anchor_shapes: list[tuple[int, ...]] = []
 
     def load(self, instance: Instance) -> Kernel:
         self.instances.append(instance)
@@ -121,6 +123,7 @@ class Kernel:
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
         assert len(shape) == 13
+        self.anchor_shapes.append(shape)
         return ANCHOR_BYTES
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:

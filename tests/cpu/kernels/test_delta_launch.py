@@ -119,6 +119,9 @@ def test_tensors_and_sizes(
     core = draw(group=group, gate=gate, packed=packed, state=state)
     check(core)
     check(core, keep=False)
+    # packed chunks have other slots
+    assert [of[0] != 0 for of in kernel.anchor_shapes] == [packed] * len(kernel.anchor_shapes)
+    assert bool(kernel.anchor_shapes) == gate
     names = [x.name for x in kernel.launches]
     backward = [
         *["matrices"] * (not makers),

@@ -118,7 +118,7 @@ class States:
         if needs_dg:
             around = build.load(instances.for_scalar_decay(instances.mlstm_bwd()))
             workspace_bytes = around.mlstm_bwd_gates_workspace_bytes(shape.heads, shape.sequences)
-            offsets = Sums.of(shape, kernel.anchor_bytes(shape.with_offsets(0)), workspace_bytes)
+            offsets = Sums.of(shape, kernel.anchor_bytes(of), workspace_bytes)
             self._sums_size = offsets.bytes // FLOAT
             sums = offsets.at(sums_at)
             of_walks = [sums.of_walk(number) for number in range(2)]
