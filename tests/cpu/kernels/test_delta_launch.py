@@ -154,9 +154,23 @@ def check_raw(core: DeltaRuleCore, keep: bool = True) -> None:
             if x is None:
                 assert y.numel() == 0, name
             else:
-                # sums over the tokens, whose terms have either sign
-                largest = 1e-1 if name in ("A_log", "dt_bias") else 2e-2
-                assert x.dtype == y.dtype and x.stride() == y.stride() and error(x, y) < largest, name
+                assert x.dtype == y.dtype and x.stride() == y.stride(), name
+                assert name in ("A_log", "dt_bias") or error(x, y) < 2e-2, name
+        if needs_gates and core.A_log is not None:
+            check_sums(core, *found[3:7:2], found[6])
+
+
+def check_sums(
+    core: DeltaRuleCore, dg: Tensor | None, da_log: Tensor | None, ddt_bias: Tensor | None
+) -> None:
+    """The gradients of A_log and dt_bias, from that of g: their own errors add up over the tokens."""
+    assert core.g is not None and dg is not None and da_log is not None
+    biased = core.g if core.dt_bias is None else core.g + core.dt_bias
+    slope = torch.nn.functional.softplus(biased) / torch.sigmoid(biased)
+    assert error(da_log, (slope * dg).sum((0, 1))) < 1e-4
+    assert (ddt_bias is None) == (core.dt_bias is None)
+    if ddt_bias is not None:
+        assert error(ddt_bias, dg.sum((0, 1))) < 5e-3
 
 
 RAW = [flags for flags in itertools.product((False, True), repeat=3) if any(flags)]
