@@ -7,7 +7,7 @@
 namespace tfla_tk {
 
 // Tokens, of all rows of the batch in a row, of a block for the gates, and of a part of their sums.
-constexpr int kInputTokens = 32;
+constexpr int kInputTokens = 16;
 
 // What the raw inputs are made into:
 //   of q and k    y = x r with r = (sum x^2 + 1e-6)^{-1/2}, rounded to their type

@@ -24,8 +24,7 @@ template <class Params> struct InputsGlobals {
 template <int kDimK> struct RowGroup {
     static constexpr int kColumns = 8;  // of a lane
     static constexpr int kLanes = kDimK / kColumns;
-    static constexpr int kGroups = kInputThreads / kLanes;  // of a block
-    static constexpr int kRows = kGroups;                   // that a block has at once
+    static constexpr int kRows = kInputThreads / kLanes;  // that a block has at once
 
     const DeltaShape& shape;
     int column;
@@ -107,7 +106,7 @@ struct Sigmoids {
     float of, of_minus;
 
     __device__ inline explicit Sigmoids(float x) {
-        const float e = exp_of(-fabsf(x)), large = __frcp_rn(1.f + e), small = e * large;
+        const float e = exp_of(-fabsf(x)), large = 1.f / (1.f + e), small = e * large;
         of = x < 0.f ? small : large, of_minus = x < 0.f ? large : small;
     }
 };

@@ -124,7 +124,7 @@ class Kernel:
         begun: where these began: walk, sequence, first token of the segment.
     """
 
-    INPUT_TOKENS = 32  # of a part of the sums for A_log and dt_bias
+    INPUT_TOKENS = 16  # of a part of the sums for A_log and dt_bias
 
     def __init__(self, segment: int) -> None:
         self.segment = segment
