@@ -5,32 +5,21 @@
 
 namespace tfla_tk::delta_rule {
 
-// r (dy - y (y.dy)) of a lane's columns.
-template <class T, int kDimK> __device__ inline uint4 gradient_of_row(const uint4& x, const uint4& dy) {
-    using T2 = typename kittens::base_types::packing<T>::packed_type;
-    using Group = RowGroup<kDimK>;
-    const float r = rsqrtf(Group::sum(dot<T2>(x, x)) + kNormEps);
-    const float along = r * (r * Group::sum(dot<T2>(x, dy)));
-    uint4 found;
-    const T2 *const of_x = reinterpret_cast<const T2*>(&x), *const of_dy = reinterpret_cast<const T2*>(&dy);
-    T2* const rounded = reinterpret_cast<T2*>(&found);
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        const float2 u = to_float2(of_x[n]), v = to_float2(of_dy[n]);
-        rounded[n] = from_float2<T2>({r * (v.x - along * u.x), r * (v.y - along * u.y)});
-    }
-    return found;
-}
-
 template <class T, int kDimK>
 __device__ inline void differentiate_rows(const DeltaInputsBackwardParams& p, int block) {
-    using Group = RowGroup<kDimK>;
-    const Group group(p.shape);
-    const RowPlace place(p.shape, static_cast<int64_t>(block) * Group::kRows + Group::number(), group.column);
-    const uint4 q = place.load<T>(p.q), dq = place.load<T>(p.dq);
-    const uint4 k = place.load<T>(p.k), dk = place.load<T>(p.dk);
-    place.store<T>(p.dq, gradient_of_row<T, kDimK>(q, dq));
-    place.store<T>(p.dk, gradient_of_row<T, kDimK>(k, dk));
+    using Lane = Row<T, kDimK>;
+    const Lane row(p.shape, block);
+    const LaneUnits q = row.load(p.q), dq = row.load(p.dq);
+    const LaneUnits k = row.load(p.k), dk = row.load(p.dk);
+    auto gradient = [](const LaneUnits& x, const LaneUnits& dy) {
+        const float r = rsqrtf(Lane::dot_product(x, x) + kNormEps);
+        const float along = r * (r * Lane::dot_product(x, dy));
+        return Lane::map(x, dy, [&](float2 x, float2 dy) {
+            return float2{r * (dy.x - along * x.x), r * (dy.y - along * x.y)};
+        });
+    };
+    row.store(p.dq, gradient(q, dq));
+    row.store(p.dk, gradient(k, dk));
 }
 
 __device__ inline void store_gate(const Gate& gate, int64_t offset, float x) {
@@ -98,7 +87,7 @@ __global__ __launch_bounds__(kInputThreads) void delta_inputs_backward_kernel(
 
 template <class T, int kDimK>
 void run_inputs_backward(const DeltaInputsBackwardParams& p, cudaStream_t stream) {
-    launch_inputs<delta_inputs_backward_kernel<T, kDimK>, RowGroup<kDimK>::kRows>(
+    launch_inputs<delta_inputs_backward_kernel<T, kDimK>, Row<T, kDimK>::kRows>(
         p, p.dq.data != nullptr, p.d_strength != nullptr || p.d_log_decay != nullptr, stream,
         "delta_inputs_backward");
 }

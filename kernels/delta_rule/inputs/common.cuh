@@ -20,47 +20,68 @@ template <class Params> struct InputsGlobals {
     int gate_blocks;
 };
 
-// Rows of q and k: 16 bytes per lane, a group of lanes per row.
-template <int kDimK> struct RowGroup {
-    static constexpr int kColumns = 8;  // of a lane
-    static constexpr int kLanes = kDimK / kColumns;
-    static constexpr int kRows = kInputThreads / kLanes;  // that a block has at once
-
-    const DeltaShape& shape;
-    int column;
-
-    __device__ inline explicit RowGroup(const DeltaShape& shape)
-        : shape(shape), column(static_cast<int>(threadIdx.x) % kLanes * kColumns) {}
-
-    __device__ static inline int number() { return static_cast<int>(threadIdx.x) / kLanes; }
-    __device__ static inline float sum(float x) {
-#pragma unroll
-        for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffff, x, step);
-        return x;
-    }
+// What a lane has of a row: eight numbers of its first half and eight of its second half.
+struct LaneUnits {
+    uint4 of[2];
 };
 
-// Where a lane's columns of a row are, for the operands whose heads are those of q and k.
-struct RowPlace {
-    bool exists;  // this lane has columns, and there is such a row
-    int64_t batch, token, head;
-    int column;
+// A row of q and k, or of what has their heads, that a group of lanes has.
+template <class T, int kDimK> struct Row {
+    using T2 = typename kittens::base_types::packing<T>::packed_type;
+    static constexpr int kLanes = kDimK / 16;
+    static constexpr int kRows = kInputThreads / kLanes;  // of a block
 
-    __device__ inline RowPlace(const DeltaShape& s, int64_t row, int column) : column(column) {
+    bool exists;
+    int64_t batch, token, head;
+    int column, columns;
+
+    __device__ inline Row(const DeltaShape& s, int block) : columns(s.dim_k) {
+        const int thread = threadIdx.x;
+        const int64_t row = static_cast<int64_t>(block) * kRows + thread / kLanes;
         const unsigned heads = s.heads / s.group, seq = s.seq, index = static_cast<unsigned>(row);
         const unsigned of_tokens = index / heads;
         head = index % heads, token = of_tokens % seq, batch = of_tokens / seq;
-        exists = column < s.dim_k && row < static_cast<int64_t>(s.batch) * seq * heads;
+        exists = row < static_cast<int64_t>(s.batch) * seq * heads;
+        column = thread % kLanes * 8;
     }
-    __device__ inline int64_t offset(const Operand& x) const {
-        return batch * x.batch_stride + token * x.row_stride + head * x.head_stride + column;
+    __device__ inline LaneUnits load(const Operand& x) const {
+        LaneUnits found{};
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (has(half)) found.of[half] = *place(x, half);
+        return found;
     }
-    template <class T> __device__ inline uint4 load(const Operand& x) const {
-        if (!exists) return {0, 0, 0, 0};
-        return *reinterpret_cast<const uint4*>(static_cast<const T*>(x.data) + offset(x));
+    __device__ inline void store(const Operand& x, const LaneUnits& units) const {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (has(half)) *place(x, half) = units.of[half];
     }
-    template <class T> __device__ inline void store(const Operand& x, const uint4& bits) const {
-        if (exists) *reinterpret_cast<uint4*>(static_cast<T*>(x.data) + offset(x)) = bits;
+    __device__ static inline float dot_product(const LaneUnits& x, const LaneUnits& y) {
+        float sum = dot<T2>(x.of[0], y.of[0]) + dot<T2>(x.of[1], y.of[1]);
+#pragma unroll
+        for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+        return sum;
+    }
+    // f(x, y) of every two neighbours of x and of y.
+    template <class F> __device__ static inline LaneUnits map(const LaneUnits& x, const LaneUnits& y, F f) {
+        LaneUnits found;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const T2* const of_x = reinterpret_cast<const T2*>(&x.of[half]);
+            const T2* const of_y = reinterpret_cast<const T2*>(&y.of[half]);
+            T2* const rounded = reinterpret_cast<T2*>(&found.of[half]);
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                rounded[n] = from_float2<T2>(f(to_float2(of_x[n]), to_float2(of_y[n])));
+        }
+        return found;
+    }
+
+  private:
+    __device__ inline bool has(int half) const { return exists && column + half * (kDimK / 2) < columns; }
+    __device__ inline uint4* place(const Operand& x, int half) const {
+        const int64_t offset = batch * x.batch_stride + token * x.row_stride + head * x.head_stride;
+        return reinterpret_cast<uint4*>(static_cast<T*>(x.data) + offset + column + half * (kDimK / 2));
     }
 };
 
