@@ -409,17 +409,6 @@ def test_torch_compile() -> None:
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
-def test_raw_inputs(dtype: torch.dtype) -> None:
-    """The norm, the sigmoid and the gate by the flags of fla's layers."""
-    x = draw(2, 200, 2, 4, dtype=dtype)
-    x |= {"k": 3 * x["k"], "g": 4 * x["g"] + 2, "beta": 4 * x["beta"] - 2}
-    heads = x["v"].shape[2]
-    x |= {"A_log": torch.linspace(-1, 0.5, heads).cuda(), "dt_bias": torch.linspace(0.5, -2, heads).cuda()}
-    flags = ["use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"]
-    flags.append("allow_neg_eigval")
-    check(x, **dict.fromkeys(flags, True))
-
-
 def test_no_less_accurate_than_triton() -> None:
     x = draw(2, 500, states=False)
     truth = run(exact(x), "reference", chunk_gated_delta_rule)["o"]

@@ -11,6 +11,7 @@
 // dq, dk and dg follow from dO, U' or U and dV by the walks of states/, for large V by those of
 // scalar_gate/backward, and then
 //   delta_combine   adds up what these leave per head of v
+//   delta_inputs_backward  turns gradients into those of raw inputs (inputs/backward.cuh)
 // Equations: bindings/params.h and docs/delta-rule.md.
 #include <stdexcept>
 
@@ -20,6 +21,7 @@
 #include "delta_rule/backward/producer.cuh"
 #include "delta_rule/backward/walker.cuh"
 #include "delta_rule/chunk_matrices/launch.cuh"
+#include "delta_rule/inputs/backward.cuh"
 #include "delta_rule/launch_walk.cuh"
 
 #ifndef TFLA_DIM_K
@@ -129,6 +131,12 @@ void delta_combine(const DeltaCombineParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::launch_combine<kittens::half>(params, s)
                       : delta_rule::launch_combine<kittens::bf16>(params, s);
+}
+
+void delta_inputs_backward(const DeltaInputsBackwardParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::run_inputs_backward<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::run_inputs_backward<kittens::bf16, TFLA_DIM_K>(params, s);
 }
 
 }  // namespace tfla_tk

@@ -1,5 +1,6 @@
 // pybind11 module of one instance of the delta rule's backward. Its functions prepare launches. Arguments are
 // integers: prepared addresses (prepared_launches.h), strides, sizes. No Torch header.
+#include "delta_rule/bindings/params_inputs.h"
 #include "delta_rule/bindings/tuples.h"
 
 namespace tfla_tk {
@@ -11,6 +12,11 @@ void place(DeltaMirrorParams& x, const Addresses& at) {
 
 void place(DeltaCombineParams& x, const Addresses& at) {
     at.all(x.dq_of_heads, x.dk_right, x.dk_left, x.dk_strict, x.dq, x.dk);
+}
+
+void place(DeltaInputsBackwardParams& x, const Addresses& at) {
+    at.all(x.q, x.k, x.dq, x.dk, x.beta, x.g, x.a_log, x.dt_bias, x.d_strength, x.d_log_decay);
+    at.all(x.d_beta, x.d_g, x.sums);
 }
 
 }  // namespace tfla_tk
@@ -40,6 +46,18 @@ std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_
                                                        operand(dk), shape(of)});
 }
 
+std::unique_ptr<Launch> inputs_backward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
+                                        const OperandTuple& dq, const OperandTuple& dk, const GateTuple& beta,
+                                        const GateTuple& g, const GateTuple& a_log, const GateTuple& dt_bias,
+                                        std::int64_t d_strength, std::int64_t d_log_decay,
+                                        const GateTuple& d_beta, const GateTuple& d_g, std::int64_t sums,
+                                        bool twice) {
+    return prepared<&delta_inputs_backward>(
+        DeltaInputsBackwardParams{shape(of), operand(q), operand(k), operand(dq), operand(dk), gate(beta),
+                                  gate(g), gate(a_log), gate(dt_bias), pointer(d_strength),
+                                  pointer(d_log_decay), gate(d_beta), gate(d_g), pointer(sums), twice});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
@@ -55,4 +73,10 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_right"),
           py::arg("dk_left"), py::arg("dk_strict"), py::arg("dq"), py::arg("dk"),
           "Prepares the sums over the heads of v that share one of q and k.");
+    m.attr("INPUT_TOKENS") = kInputTokens;
+    m.def("inputs_backward", &inputs_backward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dq"),
+          py::arg("dk"), py::arg("beta"), py::arg("g"), py::arg("a_log"), py::arg("dt_bias"),
+          py::arg("d_strength"), py::arg("d_log_decay"), py::arg("d_beta"), py::arg("d_g"), py::arg("sums"),
+          py::arg("twice"),
+          "Prepares what makes the gradients of raw inputs, those of q and k in place; address 0: not made.");
 }

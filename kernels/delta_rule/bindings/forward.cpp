@@ -1,5 +1,6 @@
 // pybind11 module of one instance of the delta rule's forward. Its functions prepare launches. Arguments are
 // integers: prepared addresses (prepared_launches.h), strides, sizes. No Torch header.
+#include "delta_rule/bindings/params_inputs.h"
 #include "delta_rule/bindings/tuples.h"
 
 namespace tfla_tk {
@@ -7,6 +8,10 @@ namespace tfla_tk {
 void place(DeltaForwardParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.writes, x.g, x.beta, x.a, x.p, x.initial, x.last);
     at.all(x.borders, x.made);
+}
+
+void place(DeltaInputsParams& x, const Addresses& at) {
+    at.all(x.q, x.k, x.unit_q, x.unit_k, x.beta, x.g, x.a_log, x.dt_bias, x.strength, x.log_decay);
 }
 
 }  // namespace tfla_tk
@@ -26,6 +31,15 @@ std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, con
         walkers, makers, reinterpret_cast<int*>(matrices[2])});
 }
 
+std::unique_ptr<Launch> inputs(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
+                               const OperandTuple& unit_q, const OperandTuple& unit_k, const GateTuple& beta,
+                               const GateTuple& g, const GateTuple& a_log, const GateTuple& dt_bias,
+                               std::int64_t strength, std::int64_t log_decay, bool twice) {
+    return prepared<&delta_inputs>(
+        DeltaInputsParams{shape(of), operand(q), operand(k), operand(unit_q), operand(unit_k), gate(beta),
+                          gate(g), gate(a_log), gate(dt_bias), pointer(strength), pointer(log_decay), twice});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TFLA_MODULE, m) {
@@ -38,4 +52,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("last"), py::arg("borders"), py::arg("scale"), py::arg("walkers"), py::arg("makers"),
           "Prepares the walk over the chunks; writes, initial, last and borders with address 0: not wanted, "
           "zero.");
+    m.def("inputs", &inputs, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("unit_q"),
+          py::arg("unit_k"), py::arg("beta"), py::arg("g"), py::arg("a_log"), py::arg("dt_bias"),
+          py::arg("strength"), py::arg("log_decay"), py::arg("twice"),
+          "Prepares what makes the inputs of raw ones; address 0: not to be made.");
 }

@@ -1,6 +1,7 @@
 // Forward of the delta rule and the gated delta rule.
 //
-// Two kernels:
+// Two kernels, and one in front of them for raw inputs:
+//   delta_inputs    the norm of q and k, the sigmoid of beta, the log decay (inputs/forward.cuh)
 //   delta_matrices  of every chunk and head, in parallel, what depends on q, k and the gates alone: the
 //                   triangular inverse A and the scores P (chunk_matrices/kernel.cuh)
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
@@ -16,6 +17,7 @@
 #include "delta_rule/forward/config.cuh"
 #include "delta_rule/forward/producer.cuh"
 #include "delta_rule/forward/walker.cuh"
+#include "delta_rule/inputs/forward.cuh"
 #include "delta_rule/launch_walk.cuh"
 
 #ifndef TFLA_DIM_K
@@ -116,6 +118,12 @@ void delta_forward(const DeltaForwardParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::run_forward<kittens::half>(params, s)
                       : delta_rule::run_forward<kittens::bf16>(params, s);
+}
+
+void delta_inputs(const DeltaInputsParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::run_inputs<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::run_inputs<kittens::bf16, TFLA_DIM_K>(params, s);
 }
 
 }  // namespace tfla_tk

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla_tk import reference
 from tfla_tk.build import Instance
 from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 
@@ -26,6 +27,14 @@ ARGUMENTS = {
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", "u", *GATES, "matrices"),
         *("dbeta", "d_last", "d_initial", "borders", "scale", "walkers", "makers"),
+    ),
+    "inputs": (
+        *("shape", "q", "k", "unit_q", "unit_k", "beta", "g", "a_log", "dt_bias"),
+        *("strength", "log_decay", "twice"),
+    ),
+    "inputs_backward": (
+        *("shape", "q", "k", "dq", "dk", "beta", "g", "a_log", "dt_bias"),
+        *("d_strength", "d_log_decay", "d_beta", "d_g", "sums", "twice"),
     ),
     "combine": ("shape", "dq_of_heads", "dk_right", "dk_left", "dk_strict", "dq", "dk"),
     "left": (
@@ -65,16 +74,32 @@ class Arguments:
 
     def keys(self, x: tuple[int, ...]) -> Tensor:
         """[B, T, HV, K] of a tensor whose heads are shared."""
-        of_heads = self.operand(x, self.dim_k, self.heads // self.group)
-        return of_heads.repeat_interleave(self.group, 2).float()
+        return self.rows(x).repeat_interleave(self.group, 2).float()
+
+    def rows(self, x: tuple[int, ...]) -> Tensor:
+        """[B, T, H, K] of a tensor whose heads are shared."""
+        return self.operand(x, self.dim_k, self.heads // self.group)
 
     def gate(self, x: tuple[int, ...]) -> Tensor:
         """[B, T, HV]; zeros without an address."""
+        return self.written_gate(x).float() if x[0] else torch.zeros(self.batch, self.seq, self.heads)
+
+    def written_gate(self, x: tuple[int, ...]) -> Tensor:
+        """The same, in its own dtype and place."""
         at, batch, head, row, dtype = x
         size = (self.batch, self.seq, self.heads)
+        return tensor_at(self.address(at), OF_CODE[dtype], size, batch, row, head)
+
+    def of_heads(self, x: tuple[int, ...]) -> Tensor:
+        """[HV]; zeros without an address."""
+        at, _, head, _, dtype = x
         if at == 0:
-            return torch.zeros(size)
-        return tensor_at(self.address(at), OF_CODE[dtype], size, batch, row, head).float()
+            return torch.zeros(self.heads)
+        return tensor_at(self.address(at), OF_CODE[dtype], (self.heads,), head).float()
+
+    def tokens(self, at: int) -> Tensor:
+        """fp32 [B, T, HV]."""
+        return self.floats(at, self.batch, self.seq, self.heads)
 
     def floats(self, at: int, *size: int) -> Tensor:
         return tensor_at(self.address(at), torch.float32, size)
@@ -99,6 +124,8 @@ class Kernel:
         begun: where these began: walk, sequence, first token of the segment.
         anchor_shapes: what the size of the anchors was asked for.
     """
+
+    INPUT_TOKENS = 16  # of a part of the sums for A_log and dt_bias
 
     def __init__(self, segment: int) -> None:
         self.segment = segment
@@ -144,6 +171,33 @@ class Kernel:
             return start // self.segment, x.seq // self.segment
         own = (x.seq - 1) // self.segment
         return number * own, own * x.cut[2]
+
+    def compute_inputs(self, x: Arguments) -> None:
+        for given, unit in ((x.of.q, x.of.unit_q), (x.of.k, x.of.unit_k)):
+            assert (given[0] == 0) == (unit[0] == 0)
+            if unit[0]:
+                x.rows(unit).copy_(reference.l2_norm(x.rows(given)))
+        if x.of.strength:
+            x.tokens(x.of.strength).copy_(reference.writing_strength(x.gate(x.of.beta), x.of.twice))
+        if x.of.log_decay:
+            made = reference.delta_log_decay(x.gate(x.of.g), x.of_heads(x.of.a_log), x.of_heads(x.of.dt_bias))
+            x.tokens(x.of.log_decay).copy_(made)
+
+    def compute_inputs_backward(self, x: Arguments) -> None:
+        for given, gradient in ((x.of.q, x.of.dq), (x.of.k, x.of.dk)):
+            if gradient[0]:
+                d_unit = x.rows(gradient)
+                d_unit.copy_(reference.l2_norm_backward(x.rows(given), d_unit.clone()))
+        if x.of.d_strength:
+            d_beta, d_strength = x.written_gate(x.of.d_beta), x.tokens(x.of.d_strength)
+            d_beta.copy_(reference.writing_strength_backward(x.gate(x.of.beta), d_strength, x.of.twice))
+        if x.of.d_log_decay:
+            log_decay = x.gate(x.of.g), x.of_heads(x.of.a_log), x.of_heads(x.of.dt_bias)
+            dg, da_log, ddt_bias = reference.delta_log_decay_backward(*log_decay, x.tokens(x.of.d_log_decay))
+            x.written_gate(x.of.d_g).copy_(dg)
+            sums = x.floats(x.of.sums, 2, -(-x.batch * x.seq // self.INPUT_TOKENS), x.heads)
+            sums.zero_()
+            sums[0, 0], sums[1, -1] = da_log, ddt_bias
 
     def compute_matrices(self, x: Arguments) -> None:
         assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, reference
-from tfla_tk.backends.tk.delta_rule import call, launch, states
+from tfla_tk.backends.tk.delta_rule import call, inputs, launch, states
 from tfla_tk.backends.tk.delta_rule.call import SEGMENT_TOKENS, Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
@@ -30,11 +30,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """Whose segments are one chunk."""
     found = Kernel(CHUNK)
     monkeypatch.setattr(build, "load", found.load)
-    for module in (launch, states):
+    for module in (inputs, launch, states):
         monkeypatch.setattr(module, "current_stream", lambda device: 7)
     for module, memo in ((launch, "_forwards"), (launch, "_mirrors"), (launch, "_combines")):
         monkeypatch.setattr(module, memo, Memo())
-    monkeypatch.setattr(states, "_states", Memo())
+    for module, memo in ((states, "_states"), (inputs, "_inputs"), (inputs, "_gradients")):
+        monkeypatch.setattr(module, memo, Memo())
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
     monkeypatch.setattr(call, "SEGMENT_TOKENS", CHUNK)
@@ -133,6 +134,96 @@ def test_tensors_and_sizes(
     ]
     forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
+
+
+# Raw inputs
+
+
+def raw(core: DeltaRuleCore, norm: bool, strength: bool, decay: bool) -> DeltaRuleCore:
+    """The call with inputs that such flags are for."""
+    heads = core.v.shape[2]
+    if norm:
+        core = core._replace(q=3 * core.q, k=5 * core.k, qk_l2norm=True)
+        core.k[:, 3] = 0
+    if strength:
+        beta = (4 * core.beta - 2).bfloat16()
+        core = core._replace(beta=beta, beta_sigmoid=True, neg_eigval=True)
+    if decay:
+        assert core.g is not None
+        a_log, dt_bias = torch.linspace(-1, 0.5, heads), torch.linspace(0.5, -2, 2 * heads)[::2].bfloat16()
+        core = core._replace(g=4 * core.g + 2, A_log=a_log, dt_bias=dt_bias)
+    return core
+
+
+def check_raw(core: DeltaRuleCore, keep: bool = True) -> None:
+    """Both directions against the op on a CPU, which is the reference."""
+    o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
+    expected = torch.ops.tfla_tk.delta_rule_fwd(*core, True)
+    assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 5e-3
+    given = expected[1], torch.randn_like(o), torch.randn_like(expected[1])
+    for needs_gates in (False, True):
+        found = launch.backward(core, kept, *given, needs_gates=needs_gates)
+        options = core[9:]
+        truth = torch.ops.tfla_tk.delta_rule_bwd(*core[:9], *given, *options, needs_gates)
+        for name, x, y in zip(core._fields, found, truth, strict=False):
+            if x is None:
+                assert y.numel() == 0, name
+            else:
+                assert x.dtype == y.dtype and x.stride() == y.stride(), name
+                assert name in ("A_log", "dt_bias") or error(x, y) < 2e-2, name
+        if needs_gates and core.A_log is not None:
+            check_sums(core, *found[3:7:2], found[6])
+
+
+def check_sums(
+    core: DeltaRuleCore, dg: Tensor | None, da_log: Tensor | None, ddt_bias: Tensor | None
+) -> None:
+    """The gradients of A_log and dt_bias, from that of g: their own errors add up over the tokens."""
+    assert core.g is not None and dg is not None and da_log is not None
+    biased = core.g if core.dt_bias is None else core.g + core.dt_bias
+    slope = torch.nn.functional.softplus(biased) / torch.sigmoid(biased)
+    assert error(da_log, (slope * dg).sum((0, 1))) < 1e-4
+    assert (ddt_bias is None) == (core.dt_bias is None)
+    if ddt_bias is not None:
+        assert error(ddt_bias, dg.sum((0, 1))) < 5e-3
+
+
+RAW = [flags for flags in itertools.product((False, True), repeat=3) if any(flags)]
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("flags", RAW)
+def test_raw_inputs(flags: tuple[bool, bool, bool], packed: bool, group: int, kernel: Kernel) -> None:
+    core = raw(draw((48, 32), group=group, packed=packed, tokens=70), *flags)
+    check_raw(core)
+    names = [x.name for x in kernel.launches]
+    assert names.count("inputs") == 3  # of the forward, and again in every backward
+    assert names.count("inputs_backward") == 1 + any(flags[:2])  # none for gates without gradients
+    assert names[0] == "inputs" and names[-1] == "inputs_backward"
+    check_raw(core, keep=False)
+
+
+def test_raw_inputs_without_decay_or_bias(kernel: Kernel) -> None:
+    check_raw(raw(draw(gate=False, tokens=70), True, True, False))
+    check_raw(raw(draw(tokens=70), False, False, True)._replace(dt_bias=None))
+
+
+def test_raw_inputs_of_any_layout(kernel: Kernel) -> None:
+    """Rows that are not aligned, and dense tensors whose last dimension is not the innermost one."""
+    core = raw(draw(tokens=70), True, True, True)
+    assert core.g is not None
+    odd = torch.cat([core.q, core.q[..., :1]], -1)[..., :-1]
+    turned = core.k.transpose(1, 3).contiguous().transpose(1, 3)
+    gates = {name: x.mT.contiguous().mT for name, x in (("g", core.g), ("beta", core.beta))}
+    check_raw(core._replace(q=odd, k=turned, **gates))
+
+
+def test_raw_inputs_are_prepared_once_for_each_kind(kernel: Kernel) -> None:
+    core = raw(draw(tokens=70), True, True, True)
+    for one in (core, core, core._replace(neg_eigval=False), core._replace(dt_bias=None), core):
+        check_raw(one)
+    assert len(inputs._inputs) == 3 and len(inputs._gradients) == 6
 
 
 def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:

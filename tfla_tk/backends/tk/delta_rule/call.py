@@ -161,8 +161,8 @@ def readable(core: DeltaRuleCore) -> DeltaRuleCore:
         as_operand(core.v),
         core.g,
         core.beta,
-        None,
-        None,
+        core.A_log,
+        core.dt_bias,
         as_state(core.initial_state),
         None if offsets is None else offsets.contiguous(),
         *core[9:],
@@ -172,7 +172,7 @@ def readable(core: DeltaRuleCore) -> DeltaRuleCore:
 
 def layout(core: DeltaRuleCore) -> Any:
     """All that the launches of a call depend on but for addresses."""
-    q, k, v, g, beta, _, _, initial_state, cu_seqlens = core[:9]
+    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens = core[:9]
     return (
         q.get_device(),
         q.dtype,
@@ -184,10 +184,13 @@ def layout(core: DeltaRuleCore) -> Any:
         None if g is None else (g.stride(), g.dtype),
         beta.stride(),
         beta.dtype,
+        None if a_log is None else (a_log.stride(), a_log.dtype),
+        None if dt_bias is None else (dt_bias.stride(), dt_bias.dtype),
         initial_state is not None,
         None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
         core.scale,
         core.batch_invariant,
+        core[10:13],
         core.schedule,
     )
 

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk.delta_rule import inputs
 from tfla_tk.backends.tk.delta_rule.call import (
     SUM_COLUMNS,
     Shape,
     gate_at,
     layout,
     number,
-    readable,
 )
 from tfla_tk.backends.tk.delta_rule.states import Through, walk_states
 from tfla_tk.backends.tk.delta_rule.support import walks_states
@@ -65,7 +65,8 @@ def forward(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    like, core = core.v, readable(core)
+    like = core.v
+    _, core = inputs.made(core)
     key = (output_final_state, keep, like.stride(), layout(core))
     prepared = _forwards.get(key)
     if prepared is None:
@@ -83,14 +84,29 @@ def backward(
     *,
     needs_gates: bool,
 ) -> Gradients:
-    """dq, dk, dv, dg, dbeta, None for A_log and dt_bias, dh0.
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    given = core
-    core, do, dht = readable(core), as_operand(do), as_state(dht)
+    given, made = inputs.made(core)
+    found = _backward(given, made, kept, final_state, do, dht, needs_gates=needs_gates)
+    return inputs.gradients(core, found, needs_gates=needs_gates)
+
+
+def _backward(
+    given: DeltaRuleCore,
+    core: DeltaRuleCore,
+    kept: Kept | None,
+    final_state: MaybeTensor,
+    do: Tensor,
+    dht: MaybeTensor,
+    *,
+    needs_gates: bool,
+) -> Gradients:
+    """`backward` of what the inputs have been made into."""
+    do, dht = as_operand(do), as_state(dht)
     if kept is None:
         _, _, kept = forward(core, output_final_state=False, keep=True)
     assert kept is not None

@@ -9,7 +9,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.support import SUPPORTED, Support
 
 # what the kernels make themselves of the raw inputs
-NATIVE: frozenset[str] = frozenset()
+NATIVE = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
 SCHEDULES = ("auto", *instances.DELTA_SCHEDULES)
 
 

@@ -1,0 +1,202 @@
+"""Raw inputs of the delta rule on the GPU: the norm, the sigmoid and the gate by its functions' flags."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule
+from tfla_tk.backends.tk import delta
+from tfla_tk.backends.tk.delta_rule import support
+
+from .linear import REPEATS, Tensors, assert_equal, check_both, draw_cotangents, pack, run, train
+from .memory import LENGTHS, uninitialised_memory_is_nan
+from .test_delta_rule import draw
+
+FLAGS = {
+    "qk_l2norm": ("use_qk_l2norm_in_kernel",),
+    "beta_sigmoid": ("use_beta_sigmoid_in_kernel", "allow_neg_eigval"),
+    "gate": ("use_gate_in_kernel",),
+}
+ALL = tuple(FLAGS)
+SOME = [found for count in (1, 2, 3) for found in itertools.combinations(FLAGS, count)]
+
+
+def options_of(made: tuple[str, ...]) -> dict[str, Any]:
+    return dict.fromkeys((flag for name in made for flag in FLAGS[name]), True)
+
+
+def draw_raw(*args: Any, made: tuple[str, ...] = ALL, **options: Any) -> Tensors:
+    """Inputs that such flags are for."""
+    x = draw(*args, **options)
+    if "qk_l2norm" in made:
+        x |= {"q": 0.5 * x["q"], "k": 3 * x["k"]}
+    if "beta_sigmoid" in made:
+        x["beta"] = 4 * x["beta"] - 2
+    if "gate" in made:
+        heads = x["v"].shape[2]
+        x["g"] = 4 * x["g"] + 2
+        x["A_log"] = torch.linspace(-1, 0.5, heads).cuda()
+        x["dt_bias"] = torch.linspace(0.5, -2, heads).cuda()
+    return x
+
+
+def both(x: Tensors, **options: Any) -> Tensors:
+    of_function = {"function": chunk_gated_delta_rule, **options}
+    return run(x, **of_function) | train(x, **of_function)
+
+
+@pytest.mark.parametrize("made", SOME, ids="+".join)
+def test_every_flag(made: tuple[str, ...], dtype: torch.dtype) -> None:
+    check_both(draw_raw(2, 200, 2, 4, made=made, dtype=dtype), chunk_gated_delta_rule, **options_of(made))
+
+
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (16, 32), (48, 80), (96, 192), (112, 64)], ids="{0[0]}_{0[1]}".format
+)
+def test_all_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check_both(draw_raw(2, 200, 3, dims=dims, dtype=dtype), chunk_gated_delta_rule, **options_of(ALL))
+
+
+@pytest.mark.parametrize("seq", [1, 31, 33, 1000])
+@pytest.mark.parametrize("heads", [1, 33])
+def test_any_length_and_heads(seq: int, heads: int) -> None:
+    check_both(draw_raw(1, seq, heads, dims=(64, 64)), chunk_gated_delta_rule, **options_of(ALL))
+
+
+@pytest.mark.parametrize("value_heads", [2, 6])
+def test_packed_sequences(value_heads: int) -> None:
+    x = pack(draw_raw(1, sum(LENGTHS), 2, value_heads, sequences=len(LENGTHS)))
+    check_both(x, chunk_gated_delta_rule, **options_of(ALL))
+
+
+def test_without_decay(dtype: torch.dtype) -> None:
+    x = draw_raw(2, 200, made=("qk_l2norm",), dtype=dtype)
+    del x["g"]
+    check_both(x, chunk_delta_rule, **options_of(("qk_l2norm",)))
+
+
+def test_gates_of_16_bits_without_bias() -> None:
+    x = draw_raw(2, 200)
+    del x["dt_bias"]
+    x |= {name: x[name].bfloat16() for name in ("g", "beta", "A_log")}
+    check_both(x, chunk_gated_delta_rule, **options_of(ALL))
+
+
+def test_rows_of_norm_zero() -> None:
+    """Of which nothing is read or written; their gradients are 1000 times those of the normalised rows."""
+    x = draw_raw(1, 300)
+    x["q"][:, 10:200:20] = 0
+    x["k"][:, 17:200:20] = 0
+    few = {name: 1.5e-2 for name in ("dq", "dk")}
+    check_both(x, chunk_gated_delta_rule, few, **options_of(ALL))
+
+
+def test_gates_far_from_zero() -> None:
+    """Where the softplus is its argument, and where it and the sigmoid vanish."""
+    x = draw_raw(1, 300)
+    x["g"][:, ::3] = -30
+    x["g"][:, 1::30] = 25
+    x["beta"][:, ::5] = -20
+    x["beta"][:, 1::5] = 20
+    check_both(x, chunk_gated_delta_rule, **options_of(ALL))
+
+
+@pytest.mark.parametrize("made", SOME, ids="+".join)
+def test_no_other_than_by_torch(
+    made: tuple[str, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the rounding of q and k, of which a few differ in their last bit."""
+    x = draw_raw(2, 300, 2, 4, made=made, dtype=dtype)
+    found = both(x, **options_of(made))
+    assert set(FLAGS) == support.NATIVE
+    monkeypatch.setattr(delta, "NATIVE", frozenset())
+    delta_rule._path.plans.clear()
+    expected = both(x, **options_of(made))
+    delta_rule._path.plans.clear()
+    usual = 4e-3 if dtype == torch.bfloat16 else 1e-3
+    # sums over the tokens, whose terms have either sign
+    limits = dict.fromkeys(expected, usual) | {"dA_log": 5 * usual, "ddt_bias": 5 * usual}
+    for name, t in expected.items():
+        assert found[name].dtype == t.dtype and found[name].stride() == t.stride(), name
+        assert (found[name] - t).float().norm() <= limits[name] * t.float().norm(), name
+
+
+def test_any_layout() -> None:
+    """Views whose rows are aligned are read in place, others are copied."""
+    x = draw_raw()
+    plain = both(x, **options_of(ALL))
+    for name in ("q", "k"):
+        columns = x[name].shape[-1] + (8 if name == "q" else 1)
+        wide = x[name].new_zeros(*x[name].shape[:-1], columns)
+        x[name] = wide[..., : x[name].shape[-1]].copy_(x[name])
+    for name in ("g", "beta"):
+        x[name] = x[name].mT.contiguous().mT
+    for name in ("A_log", "dt_bias"):
+        x[name] = torch.stack([x[name], x[name]], -1)[:, 0]
+    assert_equal(both(x, **options_of(ALL)), plain)
+
+
+def test_every_repeat_is_bitwise_equal() -> None:
+    x = draw_raw(2, 700, 2, 4)
+    first = both(x, **options_of(ALL))
+    for _ in range(REPEATS):
+        assert_equal(both(x, **options_of(ALL)), first)
+
+
+def test_results_are_written_whole() -> None:
+    x = pack(draw_raw(1, sum(LENGTHS), 2, 4, (96, 80), sequences=len(LENGTHS)))
+    expected = both(x, **options_of(ALL))
+    with uninitialised_memory_is_nan():
+        found = both(x, **options_of(ALL))
+    assert_equal(found, expected)
+
+
+def test_gates_without_gradients() -> None:
+    x = draw_raw(2, 300)
+    expected = train(x, function=chunk_gated_delta_rule, **options_of(ALL))
+    given = draw_cotangents(run(x, function=chunk_gated_delta_rule, **options_of(ALL)), x["q"].dtype)
+    names = ("q", "k", "v", "beta")
+    leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
+    outputs = chunk_gated_delta_rule(**leaves, output_final_state=True, **options_of(ALL))
+    grads = torch.autograd.grad(outputs, [leaves[name] for name in names], given)
+    assert_equal(
+        {f"d{name}": grad for name, grad in zip(names, grads, strict=True)},
+        {f"d{name}": expected[f"d{name}"] for name in names},
+    )
+
+
+def test_torch_compile() -> None:
+    x = draw_raw(1, 200)
+    expected = both(x, **options_of(ALL))
+    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True)
+    of_compiled = {"function": compiled, **options_of(ALL)}
+    assert_equal(run(x, **of_compiled) | train(x, **of_compiled), expected)
+
+
+def test_training_adds_no_memory_but_that_of_normalised_rows() -> None:
+    """Between forward and backward nothing is kept but what a call of made inputs keeps."""
+
+    def kept(**options: Any) -> int:
+        x = {name: t.detach().requires_grad_() for name, t in draw_raw(1, 4096, 4, states=False).items()}
+        if not options:
+            del x["A_log"], x["dt_bias"]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        o, _ = chunk_gated_delta_rule(**x, **options, backend="tk")
+        found = torch.cuda.memory_allocated() - before
+        o.sum().backward()
+        return found
+
+    assert kept(**options_of(ALL)) == kept()
+
+
+@pytest.mark.sanitize
+def test_small_launches() -> None:
+    x = draw_raw(1, 70, 1, 3, (48, 64))
+    found = both(x, **options_of(ALL))
+    torch.cuda.synchronize()
+    assert all(t.isfinite().all() for t in found.values())

@@ -1,0 +1,223 @@
+"""The inputs of the delta rule from raw ones, and the gradients of these: a kernel in front of the forward,
+one behind the backward.
+
+The forward's kernel makes in one launch what the flags ask for: q and k of norm 1, rounded to their dtype,
+the sigmoid of beta and the log decay in fp32. The backward makes them again by the same kernel, so that
+between the two there are the raw inputs alone, which autograd has anyway. Kept, the normalised q and k would
+take 4 K bytes per token and head for as long; the peak of the backward itself is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla_tk import build
+from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Shape, gate_at, layout, number, readable
+from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
+from tfla_tk.backends.tk.prepared import Launches, Result, operand_at, starts
+from tfla_tk.backends.tk.refusals import named_schedule
+from tfla_tk.build import instances
+from tfla_tk.calls.delta_rule import DeltaRuleCore
+from tfla_tk.core.layout import DTYPES, MaybeTensor, as_dtype
+from tfla_tk.core.memo import Memo
+
+_NO_OPERAND: Operand = (0, 0, 0, 0)
+
+
+class Wanted(NamedTuple):
+    """What is to be made of a call's inputs."""
+
+    norm: bool
+    strength: bool
+    decay: bool
+
+    @staticmethod
+    def of(core: DeltaRuleCore) -> Wanted:
+        """By the flags."""
+        return Wanted(core.qk_l2norm, core.beta_sigmoid, core.g is not None and core.A_log is not None)
+
+
+def made(core: DeltaRuleCore) -> tuple[DeltaRuleCore, DeltaRuleCore]:
+    """The call with what its inputs are made into: as gradients are to be like it, and as kernels read it."""
+    read = readable(core)
+    wanted = Wanted.of(core)
+    if not any(wanted):
+        return core, read
+    key = _key(core, read)
+    inputs = _inputs.get(key)
+    if inputs is None:
+        inputs = Inputs(core, read, wanted)
+        _inputs.keep(key, inputs)
+    changes = inputs(core, read)
+    return core._replace(**changes), read._replace(**changes)
+
+
+def gradients(
+    core: DeltaRuleCore, found: tuple[MaybeTensor, ...], *, needs_gates: bool
+) -> tuple[MaybeTensor, ...]:
+    """The gradients of a call's inputs, from those of what they are made into, which are written over."""
+    wanted = Wanted.of(core)
+    wanted = wanted._replace(decay=wanted.decay and needs_gates)
+    if not any(wanted):
+        return found
+    read = readable(core)
+    key = _key(core, read), wanted
+    gradients = _gradients.get(key)
+    if gradients is None:
+        gradients = Gradients(core, read, found, wanted)
+        _gradients.keep(key, gradients)
+    return gradients(core, read, found)
+
+
+class Inputs:
+    """What is made of the inputs of calls whose tensors lie alike.
+
+    Args:
+        given: q and k as the made ones lie like them, where a TMA descriptor can address these.
+        core: as `readable` leaves it.
+    """
+
+    def __init__(self, given: DeltaRuleCore, core: DeltaRuleCore, wanted: Wanted) -> None:
+        shape, self._wanted = Shape.of(core), wanted
+        self._device = shape.device
+        kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
+        at, addresses = number(core)
+        of_units = [(addresses.next(given=wanted.norm), x) for x in (given.q, given.k)]
+        unit_q, unit_k = (
+            operand_at(address, Result.like(x, "meta").written) if address else _NO_OPERAND
+            for address, x in of_units
+        )
+        strength, log_decay = addresses.next(given=wanted.strength), addresses.next(given=wanted.decay)
+        q, k, gates = _raw(at, core, wanted)
+        self._launches = Launches.of(
+            kernel,
+            [
+                kernel.inputs(
+                    shape.with_offsets(0), q, k, unit_q, unit_k, *gates, strength, log_decay, core.neg_eigval
+                )
+            ],
+        )
+
+    def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore) -> dict[str, Any]:
+        """The fields of the call that change."""
+        changes: dict[str, Any] = {}
+        q = k = strength = log_decay = None
+        if self._wanted.norm:
+            q, k = Result.like(given.q).written, Result.like(given.k).written
+            changes |= {"q": q, "k": k, "qk_l2norm": False}
+        if self._wanted.strength:
+            strength = _floats_like(core.beta)
+            changes |= {"beta": strength, "beta_sigmoid": False, "neg_eigval": False}
+        if self._wanted.decay:
+            assert core.g is not None
+            log_decay = _floats_like(core.g)
+            changes |= {"g": log_decay, "A_log": None, "dt_bias": None}
+        self._launches.run(starts(*core[:9], q, k, strength, log_decay), current_stream(self._device))
+        return changes
+
+
+class Gradients:
+    """The gradients of the raw inputs of calls whose tensors lie alike.
+
+    Args:
+        given: the call as its gradients are like. core: as `readable` leaves it.
+        found: the gradients of what the inputs are made into.
+    """
+
+    def __init__(
+        self, given: DeltaRuleCore, core: DeltaRuleCore, found: tuple[MaybeTensor, ...], wanted: Wanted
+    ) -> None:
+        shape, self._wanted = Shape.of(core), wanted
+        self._device = shape.device
+        kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
+        parts = -(-shape.batch * shape.seq // kernel.INPUT_TOKENS)
+        self._sums_shape = (2, parts, shape.heads)
+        at, addresses = number(core)
+        of_q, of_k = (addresses.next(given=wanted.norm) for _ in range(2))
+        d_strength, d_beta = (addresses.next(given=wanted.strength) for _ in range(2))
+        d_log_decay, d_g, sums = (addresses.next(given=wanted.decay) for _ in range(3))
+        dq, dk = (
+            operand_at(address, x) if wanted.norm and x is not None else _NO_OPERAND
+            for address, x in ((of_q, found[0]), (of_k, found[1]))
+        )
+        q, k, gates = _raw(at, core, wanted)
+        written = (
+            gate_at(d_beta, torch.empty_like(given.beta, device="meta")) if wanted.strength else NO_GATE,
+            gate_at(d_g, torch.empty_like(given.g, device="meta"))
+            if wanted.decay and given.g is not None
+            else NO_GATE,
+        )
+        self._launches = Launches.of(
+            kernel,
+            [
+                kernel.inputs_backward(
+                    shape.with_offsets(0), q, k, dq, dk, *gates, d_strength, d_log_decay, *written, sums,
+                    core.neg_eigval,
+                )
+            ],
+        )  # fmt: skip
+
+    def __call__(
+        self, given: DeltaRuleCore, core: DeltaRuleCore, found: tuple[MaybeTensor, ...]
+    ) -> tuple[MaybeTensor, ...]:
+        """All gradients of the call."""
+        dq, dk, dv, d_log_decay, d_strength, *_, dh0 = found
+        dg, dbeta, sums = d_log_decay, d_strength, None
+        if self._wanted.strength:
+            dbeta = torch.empty_like(given.beta)
+        if self._wanted.decay:
+            assert given.g is not None
+            dg, sums = torch.empty_like(given.g), core.v.new_empty(self._sums_shape, dtype=torch.float32)
+        # those that the kernel leaves alone have numbers, too, which no launch looks at
+        self._launches.run(
+            starts(*core[:9], dq, dk, d_strength, dbeta, d_log_decay, dg, sums), current_stream(self._device)
+        )
+        if self._wanted.norm:
+            dq, dk = _like(given.q, dq), _like(given.k, dk)
+        da_log, ddt_bias = (
+            None if x is None or sums is None else as_dtype(torch.sum(sums[place], dim=0), x.dtype)
+            for place, x in enumerate((given.A_log, given.dt_bias))
+        )
+        return dq, dk, dv, dg, dbeta, da_log, ddt_bias, dh0
+
+
+def _raw(
+    at: Any, core: DeltaRuleCore, wanted: Wanted
+) -> tuple[Operand, Operand, tuple[Gate, Gate, Gate, Gate]]:
+    """q and k, and beta, g, A_log and dt_bias, at prepared addresses; none where nothing is made of them."""
+    q, k = (
+        operand_at(*x) if wanted.norm else _NO_OPERAND for x in ((at.q, core.q), (at.k, core.k))
+    )  # fmt: skip
+    beta = gate_at(at.beta, core.beta) if wanted.strength else NO_GATE
+    if not wanted.decay:
+        return q, k, (beta, NO_GATE, NO_GATE, NO_GATE)
+    of_heads = _per_head(at.A_log, core.A_log), _per_head(at.dt_bias, core.dt_bias)
+    return q, k, (beta, gate_at(at.g, core.g), *of_heads)
+
+
+def _per_head(address: Any, x: MaybeTensor) -> Gate:
+    """x [HV]."""
+    return NO_GATE if x is None else (address, 0, x.stride(0), 0, DTYPES[x.dtype])
+
+
+def _floats_like(x: Tensor) -> Tensor:
+    """Uninitialised, fp32 and contiguous, of x's size."""
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _like(given: Tensor, gradient: MaybeTensor) -> MaybeTensor:
+    """The gradient as it is, where it lies like what was given, else a copy that does."""
+    assert gradient is not None
+    result = Result.like(given, "meta")
+    return gradient if result.written is result.result else torch.empty_like(given).copy_(gradient)
+
+
+def _key(given: DeltaRuleCore, core: DeltaRuleCore) -> Any:
+    return layout(core), given.q.stride(), given.k.stride()
+
+
+_inputs: Memo[Inputs] = Memo()
+_gradients: Memo[Gradients] = Memo()
