@@ -96,13 +96,17 @@ def test_rows_of_norm_zero() -> None:
 
 
 def test_gates_far_from_zero() -> None:
-    """Where the softplus is its argument, and where it and the sigmoid vanish."""
+    """Where the softplus is its argument, and where it and the sigmoid vanish.
+
+    dA_log and ddt_bias are sums over few tokens then: of the errors of dg in bf16, little averages out.
+    """
     x = draw_raw(1, 300)
     x["g"][:, ::3] = -30
     x["g"][:, 1::30] = 25
     x["beta"][:, ::5] = -20
     x["beta"][:, 1::5] = 20
-    check_both(x, chunk_gated_delta_rule, **options_of(ALL))
+    wider = {"dA_log": 4e-2, "ddt_bias": 4e-2}
+    check_both(x, chunk_gated_delta_rule, wider, **options_of(ALL))
 
 
 @pytest.mark.parametrize("made", SOME, ids="+".join)

@@ -138,7 +138,9 @@ def test_segments(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("betas", ["usual", "up to two"])
 def test_gates_at_borders(gates: str, betas: str) -> None:
     """Flows of gradient over a border between segments, large ones and none."""
-    wider = OF_ERASED_STATES if (gates, betas) == ("slow", "up to two") else None
+    # over many tokens that hardly decay, rounded keys and values add up
+    of_long = OF_ERASED_STATES | {"dq": 1e-2, "dk": 1.1e-2}
+    wider = of_long if (gates, betas) == ("slow", "up to two") else None
     check(draw(1, SEGMENT + 1000, gates=gates, betas=betas), wider=wider)
 
 
