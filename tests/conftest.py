@@ -33,6 +33,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-sass-summary", action="store_true", help="record what is compiled (make sass-summary)"
     )
+    parser.addoption(
+        "--every-kernel",
+        action="store_true",
+        help="compile unchanged kernels too, not a third of them by turns",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -96,15 +96,36 @@ def cache_key(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens)
         BuildError: A source cannot be read, or includes what a macro names.
     """
     parts: list[object] = [
-        [instance.name, instance.source, sorted(instance.defines)],
-        [[name, digest] for name, digest in _source_digests(instance)],
-        kittens.identity,
+        *_sources_of(instance, kittens),
         [COMMON_FLAGS, DEVICE_FLAGS, LINK_FLAGS],
         [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)],
         toolchain.identity,
         pybind11.__version__,
         sysconfig.get_config_var("SOABI"),
     ]
+    return _digest_of(parts)
+
+
+def source_key(instance: Instance, kittens: ThunderKittens) -> str:
+    """A key of what an instance is compiled from, the same on every machine.
+
+    That is `cache_key` without the compilers, the environment's flags and Python.
+
+    Raises:
+        BuildError: A source cannot be read, or includes what a macro names.
+    """
+    return _digest_of([*_sources_of(instance, kittens), [COMMON_FLAGS, DEVICE_FLAGS]])
+
+
+def _sources_of(instance: Instance, kittens: ThunderKittens) -> list[object]:
+    return [
+        [instance.name, instance.source, sorted(instance.defines)],
+        [[name, digest] for name, digest in _source_digests(instance)],
+        kittens.identity,
+    ]
+
+
+def _digest_of(parts: list[object]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -7,8 +7,10 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tfla_tk import build
+from tfla_tk.build.cache import source_key
 from tfla_tk.build.locking import file_lock
 
 from .compiled import GATED, Compiled
@@ -20,6 +22,8 @@ What the compiler makes of every kernel that the compile gate looks at; `make sa
 From ptxas: registers per thread, bytes of stack frame, of spills (stores and loads), of static shared memory.
 From the SASS: instructions, wgmmas, waits for them; what stands between the first wgmma of a group and the
 wait for all (u-exp2 to u-tma); how often it all stands in the program; behind the name the shapes of wgmmas.
+The key behind an instance's name is that of its sources: the tests compile what has changed, and a third of
+the rest by turns.
 """
 _UNDER = {"u-exp2": "MUFU.EX2", "u-fmul": "FMUL", "u-stsm": "STSM", "u-tma": ("UTMASTG", "UTMAREDG")}
 _IN_ALL = {
@@ -36,7 +40,7 @@ _IN_ALL = {
     "atom": ("ATOM", "RED"),
 }
 _COLUMNS = ("regs", "stack", "spill", "smem", "instr", "wgmma", "waits", *_UNDER, *_IN_ALL)
-_SECTION = re.compile(r"^\[(.+)\]$")
+_SECTION = re.compile(r"^\[(\S+)\](?: (\w+))?$")
 _ENTRY = re.compile(
     r"Compiling entry function '(\S+)'.*?"
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
@@ -102,33 +106,52 @@ def _demangled(symbols: list[str]) -> list[str]:
     return [re.sub(r"\((\w+)\)(\d+)", r"\1:\2", name).rpartition("(")[0] for name in plain]
 
 
-def read() -> tuple[str, dict[str, list[str]]]:
-    """The compiler's version, and the lines of every instance."""
-    recorded, sections, rows = "", dict[str, list[str]](), list[str]()
+class Section(NamedTuple):
+    """Of an instance: the key of its sources, and a line for each kernel."""
+
+    key: str
+    rows: list[str]
+
+
+def key_of(instance: build.Instance) -> str:
+    """Of the sources of an instance as they are."""
+    return source_key(instance, build.find_thunderkittens(clone=False))
+
+
+def is_unchanged(instance: build.Instance) -> bool:
+    """Whether the record holds what this compiler makes of these sources."""
+    recorded, sections = read()
+    known = sections.get(instance.name)
+    return known is not None and recorded == compiler() and known.key == key_of(instance)
+
+
+def read() -> tuple[str, dict[str, Section]]:
+    """The compiler's version, and the section of every instance."""
+    recorded, sections, rows = "", dict[str, Section](), list[str]()
     for line in PATH.read_text().splitlines() if PATH.exists() else []:
         if line.startswith("compiler: "):
             recorded = line.removeprefix("compiler: ")
         elif match := _SECTION.match(line):
-            rows = sections.setdefault(match[1], [])
+            rows = sections.setdefault(match[1], Section(match[2] or "", [])).rows
         elif line and recorded:
             rows.append(line)
     return recorded, sections
 
 
-def write(name: str, rows: list[str], lock: Path) -> None:
+def write(instance: build.Instance, rows: list[str], lock: Path) -> None:
     """Record an instance, and drop those that there are no more; worker processes share the lock."""
     with file_lock(lock):
         recorded, sections = read()
         if recorded != compiler():
             sections = {}
-        sections[name] = rows
+        sections[instance.name] = Section(key_of(instance), rows)
         text = [_HEAD, columns(), "", f"compiler: {compiler()}"]
         for known in sorted({instance.name for instance in GATED} & sections.keys()):
-            text += ["", f"[{known}]", *sections[known]]
+            text += ["", f"[{known}] {sections[known].key}", *sections[known].rows]
         PATH.write_text("\n".join(text) + "\n")
 
 
 def instructions_on_record() -> dict[str, int]:
     """Of every instance, all its kernels together: about as many as its compilation takes time."""
     column = _COLUMNS.index("instr")
-    return {name: sum(int(row.split()[column]) for row in rows) for name, rows in read()[1].items()}
+    return {name: sum(int(row.split()[column]) for row in known.rows) for name, known in read()[1].items()}

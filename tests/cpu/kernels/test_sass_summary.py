@@ -28,15 +28,16 @@ def test_what_is_compiled_is_on_record(
     build.check_ptxas_log(compiled.ptxas_log, instance.name)
     rows = summary.rows_of(compiled)
     if pytestconfig.getoption("write_sass_summary"):
-        summary.write(instance.name, rows, compiler.folder / "summary.lock")
+        summary.write(instance, rows, compiler.folder / "summary.lock")
         return
     recorded, sections = summary.read()
     if recorded != summary.compiler():
         pytest.skip(f"the record is for {recorded}, this is {summary.compiler()}")
-    known = sections.get(instance.name, [])
-    if rows != known:
-        changed = difflib.unified_diff(known, rows, "recorded", "compiled", n=0, lineterm="")
+    known = sections.get(instance.name, summary.Section("", []))
+    if rows != known.rows:
+        changed = difflib.unified_diff(known.rows, rows, "recorded", "compiled", n=0, lineterm="")
         pytest.fail("\n".join([f"{instance.name}: {HOW}", f" {summary.columns()}", *changed]), pytrace=False)
+    assert known.key == summary.key_of(instance), f"the record is of other sources: {HOW}"
 
 
 def test_the_record_has_every_instance() -> None:

@@ -300,7 +300,7 @@ def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: in
 
 @functools.cache
 def _instance(
-    dim_qk: int, dim_v: int, schedule: str, decay: bool, narrow: bool
+    dim_qk: int, dim_v: int, schedule: str, decay: bool = False, narrow: bool = False
 ) -> tuple[build.Instance, int]:
     """The kernel instance and in how many slices of V its CTAs share a head."""
     instance = instances.mlstm_fwd(
