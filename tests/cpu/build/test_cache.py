@@ -79,6 +79,10 @@ EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
 }
 
 
+# not in the key of the sources
+OF_THE_MACHINE = {"compiler", "nvcc's environment", "Python's ABI", "pybind11"}
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_the_key_changes_with(
     edit: str,
@@ -90,10 +94,15 @@ def test_the_key_changes_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments: dict[str, Any] = {"instance": toy, "toolchain": toolchain, "kittens": kittens}
-    before = cache.cache_key(**arguments)
+
+    def source_key() -> str:
+        return cache.source_key(arguments["instance"], arguments["kittens"])
+
+    before, of_sources = cache.cache_key(**arguments), source_key()
     assert before == cache.cache_key(**arguments)
     EDITS[edit](arguments, kernel_sources, monkeypatch)
     assert cache.cache_key(**arguments) != before
+    assert (source_key() == of_sources) == (edit in OF_THE_MACHINE)
 
 
 def test_the_key_ignores_other_families_and_places(
