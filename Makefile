@@ -100,9 +100,9 @@ sass: $(STAMP) ## write cubin, SASS and ptxas log of every kernel to build/sass
 	@$(PY) -m tfla_tk build --sass build/sass $(ARGS)
 
 .PHONY: sass-summary
-sass-summary: $(STAMP) ## record registers, wgmmas and waits of every kernel, for a reviewer to compare
+sass-summary: $(STAMP) ## run the compile gate on every kernel and record registers, wgmmas and waits
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --quiet --write-sass-summary $(ARGS) \
-		tests/cpu/kernels/test_sass_summary.py
+		tests/cpu/kernels
 
 .PHONY: ncu
 ncu: $(STAMP) ## profile the comparison with Nsight Compute into build/ncu (ARGS choose the shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections import Counter
@@ -118,6 +119,7 @@ def key_of(instance: build.Instance) -> str:
     return source_key(instance, build.find_thunderkittens(clone=False))
 
 
+@functools.cache
 def is_unchanged(instance: build.Instance) -> bool:
     """Whether the record holds what this compiler makes of these sources."""
     recorded, sections = read()
