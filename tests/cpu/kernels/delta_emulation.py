@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.build import Instance
 from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 
 from .addresses import CHUNK, bounds_at, sequences_of, tensor_at
+from .stand_in import PreparedLaunches
 
 PART = 16  # columns of a part of the sums
 OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
@@ -116,7 +116,7 @@ def sequences_in(x: Arguments) -> Any:
             yield row, number, sequence.start, sequence.end
 
 
-class Kernel:
+class Kernel(PreparedLaunches):
     """Stands for the modules of all instances.
 
     Attributes:
@@ -125,28 +125,14 @@ class Kernel:
         anchor_shapes: what the size of the anchors was asked for.
     """
 
+    ARGUMENTS = ARGUMENTS
     INPUT_TOKENS = 16  # of a part of the sums for A_log and dt_bias
 
     def __init__(self, segment: int) -> None:
+        super().__init__()
         self.segment = segment
-        self.instances: list[Instance] = []
-        self.launches: list[SimpleNamespace] = []
         self.begun: list[tuple[str, int, int]] = []
         self.anchor_shapes: list[tuple[int, ...]] = []
-
-    def load(self, instance: Instance) -> Kernel:
-        self.instances.append(instance)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ARGUMENTS:
-            raise AttributeError(name)
-
-        def prepare(*arguments: Any) -> SimpleNamespace:
-            named = dict(zip(ARGUMENTS[name], arguments, strict=True))
-            return SimpleNamespace(handle=SimpleNamespace(name=name, **named))
-
-        return prepare
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
         assert len(shape) == 13
@@ -156,14 +142,8 @@ class Kernel:
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
 
-    def Launches(self, handles: list[SimpleNamespace]) -> SimpleNamespace:
-        def run(starts: list[int], stream: int) -> None:
-            assert stream == 7
-            for handle in handles:
-                self.launches.append(handle)
-                getattr(self, f"compute_{handle.name}")(Arguments(handle, starts))
-
-        return SimpleNamespace(run=run)
+    def compute(self, launch: SimpleNamespace, starts: list[int]) -> None:
+        getattr(self, f"compute_{launch.name}")(Arguments(launch, starts))
 
     def slots(self, x: Arguments, number: int, start: int) -> tuple[int, int]:
         """The slot of a sequence's first border, and how many slots there are."""

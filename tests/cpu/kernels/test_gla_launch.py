@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tfla_tk import build, reference
 from tfla_tk.backends.tk.channel_gate import launch, support
-from tfla_tk.build import Instance
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 from tfla_tk.core.memo import Memo
 
 from .addresses import tensor_at
+from .stand_in import PreparedLaunches
 
 B, T, H = 2, 150, 3
 OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
@@ -32,41 +32,21 @@ ARGUMENTS["left"] = ARGUMENTS["right"] = (
 ANCHOR_BYTES = 48  # anything
 
 
-class Kernel:
-    """Stands for the module of an instance: computes the reference of what lies at the addresses."""
+class Kernel(PreparedLaunches):
+    """Computes the reference of what lies at the addresses."""
+
+    ARGUMENTS = ARGUMENTS
 
     def __init__(self) -> None:
-        self.instances: list[Instance] = []
-        self.launches: list[SimpleNamespace] = []
+        super().__init__()
         self.of_anchors: list[tuple[int, ...]] = []  # shapes that anchor_bytes was asked for
-
-    def load(self, instance: Instance) -> Kernel:
-        self.instances.append(instance)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """A function that prepares a launch."""
-        if name not in ARGUMENTS:
-            raise AttributeError(name)
-
-        def prepare(*arguments: Any) -> SimpleNamespace:
-            given = dict(zip(ARGUMENTS[name], arguments, strict=True))
-            return SimpleNamespace(handle=SimpleNamespace(name=name, **given))
-
-        return prepare
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
         self.of_anchors.append(shape)
         return ANCHOR_BYTES
 
-    def Launches(self, handles: list[SimpleNamespace]) -> SimpleNamespace:
-        def run(starts: list[int], stream: int) -> None:
-            assert stream == 7
-            for handle in handles:
-                self.launches.append(handle)
-                compute(handle, starts)
-
-        return SimpleNamespace(run=run)
+    def compute(self, launch: SimpleNamespace, starts: list[int]) -> None:
+        compute(launch, starts)
 
 
 class Call:

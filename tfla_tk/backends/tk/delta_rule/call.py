@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk.delta_rule.support import walks_states
-from tfla_tk.backends.tk.operands import Gate, as_operand, as_state, multiprocessors
+from tfla_tk.backends.tk.operands import Gate, Operand, as_operand, as_state, multiprocessors
 from tfla_tk.backends.tk.prepared import Addresses
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
@@ -24,6 +24,7 @@ _STATES_CYCLES = {1: 6100, 2: 8200}
 _WALKED, _MADE_BEFORE, _MADE_BESIDE = 1.56, 1.88, 2.2
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 NO_GATE: Gate = (0, 0, 0, 0, 0)
+NO_OPERAND: Operand = (0, 0, 0, 0)
 
 
 class Shape(NamedTuple):

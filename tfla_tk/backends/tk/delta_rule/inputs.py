@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Shape, gate_at, layout, number, readable
+from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at, layout, number, readable
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
 from tfla_tk.backends.tk.prepared import Launches, Result, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
@@ -23,8 +23,6 @@ from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DTYPES, MaybeTensor, as_dtype
 from tfla_tk.core.memo import Memo
-
-_NO_OPERAND: Operand = (0, 0, 0, 0)
 
 
 class Wanted(NamedTuple):
@@ -87,7 +85,7 @@ class Inputs:
         at, addresses = number(core)
         of_units = [(addresses.next(given=wanted.norm), x) for x in (given.q, given.k)]
         unit_q, unit_k = (
-            operand_at(address, Result.like(x, "meta").written) if address else _NO_OPERAND
+            operand_at(address, Result.like(x, "meta").written) if address else NO_OPERAND
             for address, x in of_units
         )
         strength, log_decay = addresses.next(given=wanted.strength), addresses.next(given=wanted.decay)
@@ -140,7 +138,7 @@ class Gradients:
         d_strength, d_beta = (addresses.next(given=wanted.strength) for _ in range(2))
         d_log_decay, d_g, sums = (addresses.next(given=wanted.decay) for _ in range(3))
         dq, dk = (
-            operand_at(address, x) if wanted.norm and x is not None else _NO_OPERAND
+            operand_at(address, x) if wanted.norm and x is not None else NO_OPERAND
             for address, x in ((of_q, found[0]), (of_k, found[1]))
         )
         q, k, gates = _raw(at, core, wanted)
@@ -189,7 +187,7 @@ def _raw(
 ) -> tuple[Operand, Operand, tuple[Gate, Gate, Gate, Gate]]:
     """q and k, and beta, g, A_log and dt_bias, at prepared addresses; none where nothing is made of them."""
     q, k = (
-        operand_at(*x) if wanted.norm else _NO_OPERAND for x in ((at.q, core.q), (at.k, core.k))
+        operand_at(*x) if wanted.norm else NO_OPERAND for x in ((at.q, core.q), (at.k, core.k))
     )  # fmt: skip
     beta = gate_at(at.beta, core.beta) if wanted.strength else NO_GATE
     if not wanted.decay:

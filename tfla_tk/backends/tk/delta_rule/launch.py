@@ -33,6 +33,7 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import inputs
 from tfla_tk.backends.tk.delta_rule.call import (
+    NO_OPERAND,
     SUM_COLUMNS,
     Shape,
     gate_at,
@@ -41,7 +42,7 @@ from tfla_tk.backends.tk.delta_rule.call import (
 )
 from tfla_tk.backends.tk.delta_rule.states import Through, walk_states
 from tfla_tk.backends.tk.delta_rule.support import walks_states
-from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, current_stream
+from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.backends.tk.scalar_gate import backward as scalar_gate
@@ -51,8 +52,6 @@ from tfla_tk.core.layout import Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
 
 Gradients: TypeAlias = tuple[MaybeTensor, ...]
-
-_NO_OPERAND: Operand = (0, 0, 0, 0)
 
 
 def forward(
@@ -157,7 +156,7 @@ class Forward:
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
         o = Result.like(like, "meta").written
-        writes = operand_at(writes_at, torch.empty(core.v.shape, device="meta")) if keep else _NO_OPERAND
+        writes = operand_at(writes_at, torch.empty(core.v.shape, device="meta")) if keep else NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
             borders_at, core.scale, shape.walkers, shape.makers,
@@ -204,7 +203,7 @@ class Mirror:
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
         dense = torch.empty(core.v.shape, device="meta")
-        u = operand_at(u_at, dense) if self._keeps_u else _NO_OPERAND
+        u = operand_at(u_at, dense) if self._keeps_u else NO_OPERAND
         walk = kernel.mirror(
             of, q, k, operand_at(do_at, do), operand_at(writes_at, dense),
             operand_at(dv_at, Result.like(like, "meta").written), u, *gates,
@@ -309,7 +308,7 @@ def _combine(
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         addresses = Addresses()
         prepared = (
-            operand_at(address, x) if x is not None else _NO_OPERAND
+            operand_at(address, x) if x is not None else NO_OPERAND
             for x, address in ((x, addresses.next(given=x is not None)) for x in operands)
         )
         launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *prepared)])
