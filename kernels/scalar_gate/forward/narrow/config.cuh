@@ -20,9 +20,10 @@ struct Tiling {
 // One row per (K, slice of V). The comment names the limiting resource.
 constexpr Tiling tiling(int dim_qk, int v_slice) {
     if (dim_qk == 128 && v_slice == 256)
-        return {4, 2, 4, 1, {40, 160, 152}};                  // registers: the state takes 128
-    if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};   // smem: one CTA per SM
-    if (v_slice == 256) return {4, 2, 4, 1, {48, 232, 224}};  // smem: two CTAs do not fit
+        return {4, 2, 4, 1, {40, 160, 152}};  // registers: the state takes 128
+    if (dim_qk == 128 && v_slice == 64) return {8, 4, 4, 1, {48, 152, 152}};  // smem: one CTA per SM
+    if (dim_qk == 128) return {4, 2, 4, 1, {48, 152, 152}};                   // smem: one CTA per SM
+    if (v_slice == 256) return {4, 2, 4, 1, {48, 232, 224}};                  // smem: two CTAs do not fit
     if (v_slice == 128) return {4, 2, 4, 1, {48, 168, 168}};  // registers: two CTAs do not fit
     return {4, 2, 4, 2, {48, 80, 112}};                       // registers: 65536 / (2 CTAs * 384 threads)
 }
