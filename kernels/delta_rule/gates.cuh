@@ -56,6 +56,9 @@ struct alignas(16) TokenFactors {
     __device__ inline void write(int lane, float2 x) {
         write_pair(data, lane / 8 * 16 + lane % 4 * 4 + lane / 4 % 2 * 2, x);
     }
+    __device__ inline float of(int token) const {
+        return data[token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2];
+    }
     // Of this lane's columns of the j-th 16: column pairs 0 and 1.
     struct Columns {
         float2 of[2];

@@ -1,11 +1,14 @@
 // A walker of the left walk (walker.cuh), forward in time: dq and the left part of dk. Per chunk:
 //   1. Round S to A operands, leave it at an anchor, then scale it by its decay.
 //   2. Issue the products of the scores and S dO^T; under the latter make the scores.
-//   3. Issue S dV^T. Wait for the other walker's scores and for S dO^T; scale it by s e^b.
+//   3. Issue S dV^T. Wait for the other walker's scores, then scale this walker's part of U' in place by
+//      beta e^{b_L - b}. Wait for S dO^T; scale it by s e^b.
 //   4. Issue dq^T += K^T P^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T M^T.
-//   5. Round beta e^{b_L - b} K^T to A operands and issue S += K^T U'.
+//   5. Wait for the other walker's part and issue S += K^T (beta e^{b_L - b} U').
 //   6. Wait for dq and left; their sums per token, and themselves in the places of q and k.
 //   7. Wait for S; hand the stage over.
+// NOTES: the operands of step 5 are those of the forward, rounded alike. So S is the forward's, in which each
+// token has made up for the errors of those before it. Else the errors of all tokens add up.
 #pragma once
 
 #include "delta_rule/backward/states/walker.cuh"
@@ -18,7 +21,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
     typename W::State state;  // S
     typename W::Tokens scores, dq, left;
-    typename W::Fragment read[std::max(kStateSteps, kTokenSteps)];  // S, rounded; then beta e^{b_L - b} K^T
+    typename W::Fragment read[kStateSteps];  // S, rounded
     typename W::Factors keys;
 
     const StatesTask& task = smem.task;
@@ -49,7 +52,8 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
             W::round_reads_or_erasures(tiles, scores, gates, g.scale, false);
         }
         W::read_state(left, read, stage.dv);  // 3
-        share_scores<C>();
+        meet_walkers<C>();
+        scale_rows<C>(stage.writes, gates.update);
         W::load(keys, columns.keys);
         W::template wait_but<kStateSteps>();
         pin(dq);
@@ -66,14 +70,14 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         W::add_rows(dq, keys, tiles.reads);  // 4
         W::template wait_but<kTokenSteps>();
         pin(left);
-        each<0, kStateSteps>([&](int k) { pin(read[k]); });
+        pin_all(read);
         W::scale(left, gates.read, -1.f);
         through.add(of_erasures);
         W::add_rows(left, keys, tiles.erasures);
-        W::scale(read, keys, gates.update, 1.f);  // 5
-        W::add_to_state(state, read, stage.writes, true);
+        meet_walkers<C>();  // 5
+        W::add_to_state(state, keys, stage.writes, true);
         W::template wait_but<kTokenSteps>();  // 6
-        pin(dq), pin(left), pin_all(keys);
+        pin(dq), pin(left);
         if (task.whole && column() < g.dim_k)
             store_sums(g, task, chunk, column() / 16, fresh_laneid(), through, [&](int j, int k) {
                 const float2 x = of_reads(j, k), y = of_erasures(j, k);
@@ -84,8 +88,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
         warpgroup::mma_async_wait<0>();  // 7
-        pin(state);
-        each<0, kTokenSteps>([&](int j) { pin(read[j]); });
+        pin(state), pin_all(keys);
         arrive_warp(smem.free[slot]);
     };
 

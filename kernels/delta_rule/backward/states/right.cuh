@@ -51,7 +51,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
             warpgroup::mma_async_wait<0>();
             W::round_reads_or_erasures(tiles, scores, gates, g.scale, false);
         }
-        share_scores<C>();  // 3
+        meet_walkers<C>();  // 3
         W::load(queries, columns.queries), W::load(keys, columns.keys);
         warpgroup::mma_async_wait<0>();
         pin(right), pin_all(read);
