@@ -17,6 +17,7 @@ namespace tfla_tk::channel_gate {
 
 enum class StateWalk { left, right };
 
+constexpr int kSliceOfV = 256;  // of one of several launches
 constexpr int kBlocksOfAnchor = kAnchorChunks * kChunk / kBlock;
 
 template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesConfig {
@@ -26,6 +27,7 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     // Gate warps per walker, which take turns: each is at every kTurns-th block.
     static constexpr int kTurns = kWalkers == 1 && kDimV <= 128 ? 8 : 4;
     static constexpr int kGateWarps = kTurns * kWalkers;
+    static constexpr bool kTakesSlices = kDimV == kSliceOfV;  // of V, see slices.cuh
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker's
     // CTA has enough for all. A warp more, to load, would leave too few of them: it takes as many from each
@@ -52,14 +54,20 @@ struct StatesGlobals {
     int heads, seq, dim_k, dim_v;
     int ctas;          // per sequence and head
     int anchor_slots;  // per head
+    int block_slots;   // likewise, of `sums`
     const float* entering;
     const float* d_last;
     float* flows;
     uint4* anchors;
     float scale;
     bool needs_dg;
+    int row_of_state;        // columns of all slices of V
+    void* sums;              // SumsOfBlock
+    bool is_first, is_last;  // of the launches for slices of V
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
+    template <class C> __device__ inline bool adds() const { return C::kTakesSlices && !is_first; }
+    template <class C> __device__ inline bool makes_results() const { return !C::kTakesSlices || is_last; }
     __device__ inline int parts() const { return (dim_k + 15) / 16; }  // of anchors
     __device__ inline bool float_gates() const { return g_dtype == DType::float32; }
     // Of a block's gates of 64 channels.

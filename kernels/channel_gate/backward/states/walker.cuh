@@ -116,9 +116,10 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         arrive_warp(smem.free[slot]);
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
     if (g.entering)
-        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v,
+                   g.row_of_state);
     else
         warp::zero(state);
     pin(state);
