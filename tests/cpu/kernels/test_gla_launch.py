@@ -153,6 +153,8 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
         write(of.state(x.d_initial), found.dh0)
         return
     v = of.values(x.v)
+    if x.slice is not None:  # sums are rounded once they are complete
+        q, k, v, do, g = (t.float() for t in (q, k, v, do, g))
     inflow, d_last = None, of.state(x.entering) if x.name == "right" else None
     if x.gates is not None:
         inflow_at, dg_at, (d_last_at, flows_at, anchors_at) = x.gates
