@@ -199,7 +199,7 @@ template <class C> struct GateWarpOfBlock {
             if constexpr (n >= kHalf) of_half = of_half * fade;
             each<n / kHalf * kHalf, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
         }
-        const float2 seen = load_floats(out + r * (kOutRow * 4) + 8 * lane);
+        const float2 seen = load_floats(out + out_row<C>(r) + ((8 * lane) ^ out_swizzle<C>(r)));
         const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
         const float2 of_state = through * seen;
         float2 of_others, of_own;
@@ -288,7 +288,7 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         x.gates = shared_address(&columns.gates);
         if constexpr (!C::kIsLeft) x.inflow = shared_address(&stage.inflow[walker]);
         x.of_readers = shared_address(&stage.of_readers), x.of_writers = shared_address(&stage.of_writers);
-        x.out = shared_address(&smem.exchange.out[gate_warp]);
+        x.out = C::kOutInPlace ? x.gates : shared_address(&smem.exchange.out[gate_warp]);
         x.products = shared_address(&smem.exchange.products[gate_warp]);
         x.decay = shared_address(&smem.decay[slot][walker]);
         x.lane = fresh_laneid();
