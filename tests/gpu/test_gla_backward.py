@@ -19,7 +19,7 @@ from .memory import LENGTHS, uninitialised_memory_is_nan
 from .test_gla import GATES, PADDED, draw, draw_beside_mild
 
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 256)]
-SMALL_PADDED = [dims for dims in PADDED if dims[1] <= 256]
+WIDE = [(256, 128), (192, 256), (128, 384), (256, 512), (96, 320), (144, 272)]  # slices of K, of V, of both
 
 run = partial(run_function, function=chunk_gla)
 train = partial(train_function, function=chunk_gla)
@@ -31,7 +31,7 @@ def check(x: Tensors, **options: float) -> None:
     assert_accurate(found, truth, x["q"].dtype, size=x["v"].numel() ** 0.5)
 
 
-@pytest.mark.parametrize("dims", [*DIMS, *SMALL_PADDED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [*DIMS, *PADDED, *WIDE], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
     check(draw(dims=dims, dtype=dtype, states=states))
@@ -77,6 +77,43 @@ def test_slices_of_v_are_those_alone(dims: tuple[int, int]) -> None:
         part = {**x, "v": x["v"][..., of], "initial_state": x["initial_state"][..., of].contiguous()}
         alone = train(part, given=[t[..., of] for t in given])
         for name in ("dv", "dinitial_state"):
+            assert torch.equal(found[name][..., of], alone[name])
+
+
+@pytest.mark.parametrize("dims", WIDE, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+def test_wide_heads_of_packed_sequences(of_gates: torch.dtype, dims: tuple[int, int]) -> None:
+    x = draw(1, sum(LENGTHS), 3, dims, sequences=len(LENGTHS), gates="mixed")
+    x["g"] = x["g"].to(of_gates)
+    check(pack(x))
+
+
+@pytest.mark.parametrize("dims", WIDE, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
+def test_wide_heads_beyond_anchors(states: bool, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(2, 1100, 2, dims, dtype, states=states))
+
+
+@pytest.mark.parametrize("gates", ["closed", "half closed", "one channel", "-1e3", "none"])
+def test_wide_heads_with_gates_of_any_size(gates: str, dtype: torch.dtype) -> None:
+    check(draw(1, 600, dims=(192, 320), dtype=dtype, gates=gates))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (256, 512)], ids="{0[0]}_{0[1]}".format)
+def test_no_gradient_flows_through_closed_gates(dims: tuple[int, int]) -> None:
+    assert not train(draw(1, 600, dims=dims, gates="closed"))["dg"].any()
+
+
+def test_the_channels_of_wide_keys_are_those_alone() -> None:
+    """dq, dk and dg of a slice of K, bitwise, need no others."""
+    x = draw(1, 600, 3, (256, 512), gates="mixed")
+    given = [torch.randn_like(t) for t in run(x).values()]
+    found = train(x, given=given)
+    for of in (slice(0, 128), slice(128, 256)):
+        part = {**x, **{name: x[name][..., of] for name in ("q", "k", "g")}}
+        part["initial_state"] = x["initial_state"][:, :, of].contiguous()
+        alone = train(part, given=[given[0], given[1][:, :, of].contiguous()], scale=256**-0.5)
+        for name in ("dq", "dk", "dg"):
             assert torch.equal(found[name][..., of], alone[name])
 
 
@@ -162,9 +199,18 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], heads: int) -> Non
         assert_equal(train(x), first)
 
 
+@pytest.mark.parametrize("dims", [(256, 512), (144, 272)], ids="{0[0]}_{0[1]}".format)
+def test_every_repeat_of_wide_heads_is_bitwise_equal(dims: tuple[int, int]) -> None:
+    x = draw(2, 700, 4, dims, gates="mixed")
+    first = train(x)
+    for _ in range(REPEATS):
+        assert_equal(train(x), first)
+
+
+@pytest.mark.parametrize("dims", [(96, 80), (192, 320)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
-def test_outputs_are_written_whole(of_gates: torch.dtype) -> None:
-    x = pack(draw(1, sum(LENGTHS), dims=(96, 80), sequences=len(LENGTHS)))
+def test_outputs_are_written_whole(of_gates: torch.dtype, dims: tuple[int, int]) -> None:
+    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS)))
     x["g"] = x["g"].to(of_gates)
     expected = train(x)
     with uninitialised_memory_is_nan():
@@ -221,14 +267,13 @@ def test_no_less_accurate_than_triton() -> None:
 def test_auto_takes_the_kernels() -> None:
     leaves = {name: t.requires_grad_() for name, t in draw().items()}
     assert tfla_tk.which(chunk_gla, **leaves).backend == "tk"
-    for dims in ((64, 272), (144, 64)):
-        large = {name: t.requires_grad_() for name, t in draw(dims=dims).items()}
-        assert tfla_tk.which(chunk_gla, **large).backend != "tk"
+    wide = {name: t.requires_grad_() for name, t in draw(dims=(256, 512)).items()}
+    assert tfla_tk.which(chunk_gla, **wide).backend == "tk"
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("heads", [1, 140])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192), (144, 272)], ids="{0[0]}_{0[1]}".format)
 def test_small_launches(dims: tuple[int, int], heads: int) -> None:
     """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
     forget_calls()

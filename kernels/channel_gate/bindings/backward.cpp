@@ -18,10 +18,10 @@ using namespace tfla_tk;
 std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& g,
                                int g_dtype, std::int64_t d_last, std::int64_t d_initial, float scale,
-                               int walkers) {
+                               int walkers, int other_dim_k, bool adds) {
     return prepared<&gla_mirror>(GlaForwardParams{
         shape(of), operand(q), operand(k), operand(dout), operand(dv), operand(g),
-        static_cast<DType>(g_dtype), pointer(d_last), pointer(d_initial), scale, walkers, 0, false});
+        static_cast<DType>(g_dtype), pointer(d_last), pointer(d_initial), scale, walkers, other_dim_k, adds});
 }
 
 }  // namespace
@@ -32,6 +32,6 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     export_launches(m);
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("dv"),
           py::arg("g"), py::arg("g_dtype"), py::arg("d_last"), py::arg("d_initial"), py::arg("scale"),
-          py::arg("walkers"),
+          py::arg("walkers"), py::arg("other_dim_k"), py::arg("adds"),
           "Prepares the walk from the last chunk to the first; d_last and d_initial: 0 for none.");
 }

@@ -36,9 +36,16 @@ struct GlaStatesParams {
     float scale;            // s, any finite number
     int walkers;            // warpgroups of a CTA that own 64 columns of K each: 1 or 2
     bool needs_dg;          // else inflow, dg, d_last, flows and anchors are not looked at
+    // Results are of sums over V, so that launches one after the other, of an instance of 256 columns, may
+    // take a slice of V each: v, dout, entering, d_last and anchors are of a slice then. The last one makes
+    // the results; of flows, those after the first add theirs.
+    int other_dim_v;         // columns of the others, between two rows of the states
+    void* sums;              // of gla_sums_bytes: what the walk hands from slice to slice; null: one launch
+    bool is_first, is_last;  // slice
 };
 
-std::int64_t gla_anchor_bytes(const ChannelShape& shape);
+std::int64_t gla_anchor_bytes(const ChannelShape& shape);  // of a slice of V
+std::int64_t gla_sums_bytes(const ChannelShape& shape);
 
 // All throw std::runtime_error on a refused launch.
 void gla_left(const GlaStatesParams& params, void* stream);

@@ -15,6 +15,7 @@ from tfla_tk import (
     UnsupportedError,
     batch_invariant,
     chunk_gated_delta_rule,
+    chunk_gla,
     chunk_simple_gla,
     is_batch_invariant,
     mlstm_chunkwise,
@@ -169,6 +170,20 @@ def test_the_delta_rule() -> None:
             _, found = dispatch.OPERATORS[call].describe(**arguments_of(chunk_gated_delta_rule, draw()))
         tensors = [draw().get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
         core = ops._read(found, "auto", (), [*tensors, None, None, None])
+        assert core.batch_invariant is value
+
+
+def test_gla(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfla_tk.ops import gla as ops
+
+    from .test_gla import draw
+
+    for value in (True, False):
+        x = draw()
+        with batch_invariant(value):
+            _, found = dispatch.OPERATORS[chunk_gla.__name__].describe(**arguments_of(chunk_gla, x))
+        tensors = [x.get(name) for name in ("q", "k", "v", "g")]
+        core = ops._core(found, "auto", [*tensors, None, None, None])
         assert core.batch_invariant is value
 
 

@@ -6,7 +6,7 @@ read and write of a panel is taken from the panel's layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -195,6 +195,24 @@ class Unit:
                 self.memory.store_wide(self.floats_of(self.at.inflow, r), total)
         return total
 
+    # slices.cuh
+
+    def leave_sums(self) -> tuple[Array, Array]:
+        """A lane's two channels of what readers see, of every token, and its eight products."""
+        out = [self.memory.load_wide(self.at.out + t * OUT_ROW + 8 * LANE) for t in range(BLOCK)]
+        products = [self.memory.load_wide(self.at.products + 512 * n + 16 * LANE, 4) for n in range(2)]
+        return np.stack(out), np.stack(products)
+
+    def add_out(self, others: Array) -> None:
+        for t in range(BLOCK):
+            at = self.at.out + t * OUT_ROW + 8 * LANE
+            self.memory.store_wide(at, self.memory.load_wide(at) + others[t])
+
+    def add_products(self, others: Array) -> None:
+        for n in range(2):
+            at = self.at.products + 512 * n + 16 * LANE
+            self.memory.store_wide(at, self.memory.load_wide(at, 4) + others[n])
+
     def _sum_writers(self, r: int, of_half: Array) -> tuple[Array, Array]:
         """Of all but the reader's own, and of that."""
         first, last = (0, r) if self.left else (r, BLOCK - 1)
@@ -229,6 +247,7 @@ class Walk:
     Attributes:
         state: [64, V], S or dS. result: dq or dk. sums: q dq, or dg.
         flow: what the left walk leaves for the other one's begin, [64].
+        is_first, is_last: of the launches for slices of V. handed: by block, from slice to slice.
     """
 
     left: bool
@@ -240,6 +259,9 @@ class Walk:
     anchors: dict[int, Array]
     flow: Array | None = None
     rounding: Rounding = Rounding()
+    is_first: bool = True
+    is_last: bool = True
+    handed: dict[int, tuple[Array, ...]] = field(default_factory=dict)
 
     def run(self, q: Array, k: Array, g: Array, v: Array, do: Array) -> None:
         readers, writers = (q, k) if self.left else (k, q)
@@ -252,26 +274,35 @@ class Walk:
             rows = slice(BLOCK * block, min(BLOCK * (block + 1), tokens))
             x = Unit(self.left, dim_v, self.rounding)
             for place, tile in (
-                (x.at.readers, readers),
+                (x.at.readers, readers if self.is_last else np.full_like(readers, np.nan)),
                 (x.at.writers, writers),
                 (x.at.of_readers, of_readers),
                 (x.at.of_writers, of_writers),
             ):
                 x.store_panels(place, _padded(tile[rows]))
             x.store_rows(x.at.gates, _padded(g[rows]), self.short)
-            if not self.left:
+            if not self.left and self.is_last:
                 x.store_rows(x.at.inflow, _padded(self.sums[rows]))
             x.load_gates(self.short)
             decay = x.scale_writers(self.scale)
             x.multiply_values(dim_v)
+            if not self.is_first:
+                x.add_products(self.handed[block][1])
             end = BLOCK * (block + 1)
             if self.left and block and BLOCK * block % ANCHOR == 0:
                 self.anchors[BLOCK * block] = self.rounding(self.state)
             if not self.left and end < tokens and end % ANCHOR == 0:
                 carry = (self.anchors[end] * self.state).sum(1).reshape(32, 2)
+                if not self.is_first:
+                    carry = carry + self.handed[block][2]
             x.store_out(_padded(of_readers[rows]) @ self.rounding.of_both(self.state).T)
             written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
             self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
+            if not self.is_first:
+                x.add_out(self.handed[block][0])
+            if not self.is_last:
+                self.handed[block] = (*x.leave_sums(), carry)
+                continue
             total = x.make_results(self.scale)
             if not self.left:
                 carry = x.store_sums(carry, self.short) + total

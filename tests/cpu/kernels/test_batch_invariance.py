@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import launch as gla
+from tfla_tk.backends.tk.channel_gate import call as gla
 from tfla_tk.backends.tk.delta_rule import launch as delta
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward

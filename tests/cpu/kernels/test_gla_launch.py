@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, reference
-from tfla_tk.backends.tk.channel_gate import launch, support
+from tfla_tk.backends.tk.channel_gate import backward, call, launch, support
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 from tfla_tk.core.memo import Memo
+from tfla_tk.core.support import SUPPORTED
 
 from .addresses import tensor_at
 from .stand_in import PreparedLaunches
@@ -26,8 +27,10 @@ ARGUMENTS = {
     "mirror": ("shape", "q", "k", "do", "dv", "g", "g_dtype", "d_last", "d_initial", "scale", "walkers"),
 }
 ARGUMENTS["forward"] += ("other_dim_k", "adds")
+ARGUMENTS["mirror"] += ("other_dim_k", "adds")
 ARGUMENTS["left"] = ARGUMENTS["right"] = (
     *("shape", "q", "k", "v", "do", "g", "g_dtype", "result", "gates", "entering", "scale", "walkers"),
+    "slice",
 )
 ANCHOR_BYTES = 48  # anything
 
@@ -40,10 +43,16 @@ class Kernel(PreparedLaunches):
     def __init__(self) -> None:
         super().__init__()
         self.of_anchors: list[tuple[int, ...]] = []  # shapes that anchor_bytes was asked for
+        self.of_sums: list[tuple[int, ...]] = []  # likewise sums_bytes
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
         self.of_anchors.append(shape)
         return ANCHOR_BYTES
+
+    def sums_bytes(self, shape: tuple[int, ...]) -> int:
+        self.of_sums.append(shape)
+        batch, heads, seq, dim_k = shape[5:9]
+        return 2 * 4 * batch * heads * seq * dim_k
 
     def compute(self, launch: SimpleNamespace, starts: list[int]) -> None:
         compute(launch, starts)
@@ -58,6 +67,8 @@ class Call:
         self.batch, self.heads, self.seq, self.dim_k, self.dim_v = sizes
         self.dtype = torch.float16 if half else torch.bfloat16
         assert segments == self.sequences and 64 * chunks > self.seq
+        self.slice: tuple[int, int, bool, bool] | None = getattr(x, "slice", None)
+        self.is_first, self.is_last = self.slice[2:] if self.slice else (True, True)
 
     def address(self, prepared: int) -> int:
         start = self.starts[(prepared >> ADDRESS_BITS) - 1]
@@ -86,13 +97,27 @@ class Call:
         return tensor_at(self.address(at), torch.float32, shape) if at else None
 
     def state(self, at: int) -> Tensor | None:
-        """Of a launch's channels, between those of others."""
+        """Of a launch's channels and columns, between those of others."""
         if not at:
             return None
-        of_head = (self.dim_k + getattr(self.x, "other_dim_k", 0)) * self.dim_v
+        row = self.dim_v + (self.slice[0] if self.slice else 0)
+        of_head = (self.dim_k + getattr(self.x, "other_dim_k", 0)) * row
         shape = (self.sequences, self.heads, self.dim_k, self.dim_v)
-        strides = (self.heads * of_head, of_head, self.dim_v, 1)
+        strides = (self.heads * of_head, of_head, row, 1)
         return tensor_at(self.address(at), torch.float32, shape, *strides)
+
+    def sum_up(self, *parts: Tensor) -> list[Tensor]:
+        """The sums over V up to and with this slice's, which are left for the next one."""
+        if self.slice is None:
+            return [part.float() for part in parts]
+        shape = (2, self.batch, self.seq, self.heads, self.dim_k)
+        sums = tensor_at(self.address(self.slice[1]), torch.float32, shape)
+        found = [
+            part.float() if self.is_first else old + part for old, part in zip(sums, parts, strict=False)
+        ]
+        for old, new in zip(sums, found, strict=False):
+            old.copy_(torch.nan if self.is_last else new)  # nothing else may be needed of them
+        return found
 
     def options(self) -> dict[str, Any]:
         dtype, at = torch.int64 if self.wide else torch.int32, self.offsets
@@ -108,56 +133,69 @@ def write(to: Tensor | None, x: Tensor | None) -> None:
 
 def compute(x: SimpleNamespace, starts: list[int]) -> None:
     """What a launch leaves. The walks over the states hand on what tells which inputs they were given."""
-    call = Call(x, starts)
-    options = call.options()
+    of = Call(x, starts)
+    options = of.options()
     if x.name == "forward":
-        q, k, v = call.keys(x.q), call.keys(x.k), call.values(x.v)
-        options |= {"initial_state": call.state(x.initial), "output_final_state": True}
-        o, last = reference.gla_chunkwise(q, k, v, call.gates(), **options)
-        written = call.values(x.o)
+        q, k, v = of.keys(x.q), of.keys(x.k), of.values(x.v)
+        options |= {"initial_state": of.state(x.initial), "output_final_state": True}
+        o, last = reference.gla_chunkwise(q, k, v, of.gates(), **options)
+        written = of.values(x.o)
         written.copy_(written + o if x.adds else o)
-        write(call.state(x.last), last)
+        write(of.state(x.last), last)
         return
-    q, k, do, g = call.keys(x.q), call.keys(x.k), call.values(x.do), call.gates()
-    initial = torch.zeros(call.sequences, call.heads, call.dim_k, call.dim_v)
+    q, k, do, g = of.keys(x.q), of.keys(x.k), of.values(x.do), of.gates()
+    initial = torch.zeros(of.sequences, of.heads, of.dim_k, of.dim_v)
     if x.name == "mirror":  # of these gradients alone, neither depends on v or the first state
-        d_last = call.state(x.d_last)
+        d_last = of.state(x.d_last)
         found = reference.gla_backward(q, k, do, g, do, d_last, initial_state=initial, **options)
-        write(call.values(x.dv), found.dv)
-        write(call.state(x.d_initial), found.dh0)
+        dv = of.values(x.dv)
+        dv.copy_(dv + found.dv if x.adds else found.dv)
+        write(of.state(x.d_initial), found.dh0)
         return
-    v = call.values(x.v)
-    inflow, d_last = None, call.state(x.entering) if x.name == "right" else None
+    v = of.values(x.v)
+    if x.slice is not None:  # sums are rounded once they are complete
+        q, k, v, do, g = (t.float() for t in (q, k, v, do, g))
+    inflow, d_last = None, of.state(x.entering) if x.name == "right" else None
     if x.gates is not None:
         inflow_at, dg_at, (d_last_at, flows_at, anchors_at) = x.gates
-        inflow = call.tensor(inflow_at, call.dim_k, torch.float32)
-        dg = call.tensor(dg_at, call.dim_k, OF_CODE[x.g_dtype])
-        flows, d_last = call.numbers(flows_at, call.dim_k), call.state(d_last_at)
-        anchors = tensor_at(call.address(anchors_at), torch.uint8, (ANCHOR_BYTES,))
+        inflow = of.tensor(inflow_at, of.dim_k, torch.float32)
+        dg = of.tensor(dg_at, of.dim_k, OF_CODE[x.g_dtype])
+        flows, d_last = of.numbers(flows_at, of.dim_k), of.state(d_last_at)
+        anchors = tensor_at(of.address(anchors_at), torch.uint8, (ANCHOR_BYTES,))
     if x.name == "left":
-        entering = call.state(x.entering)
+        entering = of.state(x.entering)
         found = reference.gla_backward(q, k, v, g, do, d_last, initial_state=entering, **options)
-        write(call.keys(x.result), found.dq)
+        dq, dg = of.sum_up(found.dq, found.dg)
         if x.gates is not None:
-            inflow.copy_(found.dg)
             anchors.fill_(7)
-            write(flows, torch.full((), 3.0))
+            if flows is not None:
+                flows.copy_(3.0 if of.is_first else flows + 3.0)
+        if of.is_last:
+            write(of.keys(x.result), dq)
+            if x.gates is not None:
+                inflow.copy_(dg)
         return
     found = reference.gla_backward(q, k, v, g, do, d_last, **options)
-    write(call.keys(x.result), found.dk)
+    (dk,) = of.sum_up(found.dk)
     if x.gates is not None:  # of the left walk's, in place or not
-        assert anchors.eq(7).all() and (flows is None or flows.eq(3.0).all())
-        dg.copy_(inflow.clone())
+        assert anchors.eq(7).all()
+        of_slices = 1 if of.slice is None else -(-(of.dim_v + of.slice[0]) // 256)
+        assert flows is None or flows.eq(3.0 * of_slices).all()
+    if of.is_last:
+        write(of.keys(x.result), dk)
+        if x.gates is not None:
+            dg.copy_(inflow.clone())
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
     monkeypatch.setattr(build, "load", found.load)
-    monkeypatch.setattr(launch, "current_stream", lambda device: 7)
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    for module in (launch, backward):
+        monkeypatch.setattr(module, "current_stream", lambda device: 7)
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_forwards", Memo())
-    monkeypatch.setattr(launch, "_backwards", Memo())
+    monkeypatch.setattr(backward, "_backwards", Memo())
     return found
 
 
@@ -168,6 +206,7 @@ def draw(
     offsets: torch.dtype | None = None,
     state: bool = True,
     schedule: str = "auto",
+    batch_invariant: bool = False,
 ) -> GLACore:
     generator = torch.Generator().manual_seed(0)
 
@@ -180,7 +219,7 @@ def draw(
     cu_seqlens = None if offsets is None else torch.tensor([0, 70, 70, 134, B * T], dtype=offsets)
     g = torch.nn.functional.logsigmoid(g).to(of_gates)
     initial = normal(rows, H, *dims) if state else None
-    return GLACore(q.to(dtype), k.to(dtype), v, g, initial, cu_seqlens, 0.3, schedule)
+    return GLACore(q.to(dtype), k.to(dtype), v, g, initial, cu_seqlens, 0.3, batch_invariant, schedule)
 
 
 def check(core: GLACore, output_final_state: bool = True) -> None:
@@ -284,11 +323,13 @@ def check_backward(core: GLACore, needs_gates: bool = True, with_dht: bool = Tru
         (dv, expected.dv, core.v),
     ):
         assert found is not None
-        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-5)
+        is_sum = found is dv and core.q.shape[3] > 128  # of rounded ones
+        rtol, atol = (2e-2, 0.2) if is_sum else (1e-2, 1e-4)
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
         assert found.dtype == like.dtype
     if needs_gates:
         assert dg is not None
-        torch.testing.assert_close(dg, expected.dg, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(dg, expected.dg, rtol=1e-2, atol=1e-3)
         assert dg.dtype == core.g.dtype
     else:
         assert dg is None
@@ -353,15 +394,96 @@ def test_a_backward_like_another_is_prepared_once(kernel: Kernel) -> None:
 def test_walkers_of_states(dims: tuple[int, int], heads: int, expected: int, kernel: Kernel) -> None:
     """Two where they have to share multiprocessors, and have registers for it."""
     q, v = (torch.empty(1, 1, heads, dim, device="meta") for dim in dims)
-    core = GLACore(q, q, v, q, None, None, 1.0, "auto")
-    assert launch.Shape.of(core).walkers_of_states == expected
+    core = GLACore(q, q, v, q, None, None, 1.0, False, "auto")
+    assert call.Shape.of(core).walkers_of_states == expected
 
 
-@pytest.mark.parametrize(("dims", "reason"), [((64, 272), "V = 272"), ((144, 64), "K = 144")])
-def test_gradients_of_larger_heads_are_refused(dims: tuple[int, int], reason: str) -> None:
-    call: Any = SimpleNamespace(
-        device=torch.device("cuda"), dtype=torch.bfloat16, requires_grad=True, dim_qk=dims[0], dim_v=dims[1]
+def test_the_option_fixes_the_walkers_of_states(kernel: Kernel) -> None:
+    for dims, expected in (((128, 128), 2), ((192, 64), 2), ((64, 128), 1), ((128, 256), 1)):
+        for batch, heads in ((1, 1), (1, 66), (1, 67), (40, 16)):
+            q, v = (torch.empty(batch, 1, heads, dim, device="meta") for dim in dims)
+            core = GLACore(q, q, v, q, None, None, 1.0, True, "auto")
+            assert call.Shape.of(core).walkers_of_states == expected
+
+
+def test_calls_with_and_without_the_option_are_prepared_apart(kernel: Kernel) -> None:
+    for batch_invariant in (False, True, False, True):
+        check_backward(draw(dims=(128, 64), batch_invariant=batch_invariant))
+    assert [x.walkers for x in kernel.launches if x.name != "mirror"] == [1, 1, 2, 2] * 2
+    assert len(kernel.instances) == 4
+
+
+WIDE = [(256, 128), (192, 256), (128, 384), (256, 512), (96, 320), (144, 272)]
+
+
+@pytest.mark.parametrize("offsets", [None, torch.int64], ids=str)
+@pytest.mark.parametrize("dims", WIDE, ids="{0[0]}_{0[1]}".format)
+def test_the_backward_of_wide_heads(
+    dims: tuple[int, int], offsets: torch.dtype | None, kernel: Kernel
+) -> None:
+    """dv is a sum over slices of K, all else is of sums over slices of V."""
+    check_backward(draw(dims=dims, offsets=offsets))
+    of_k = (
+        [(128, dims[0] - 128, False), (dims[0] - 128, 128, True)] if dims[0] > 128 else [(dims[0], 0, False)]
     )
-    verdict = support.supports_gla(call)
+    mirrors = [x for x in kernel.launches if x.name == "mirror"]
+    assert [(x.shape[8], x.other_dim_k, x.adds) for x in mirrors] == of_k
+    for walk in ("left", "right"):
+        found = [
+            (x.shape[8:10], x.slice and (x.slice[0], *x.slice[2:])) for x in kernel.launches if x.name == walk
+        ]
+        if dims[1] <= 256:
+            assert found == [(dims, None)]
+        else:
+            rest = dims[1] - 256
+            expected = [((dims[0], 256), (rest, True, False)), ((dims[0], rest), (256, False, True))]
+            assert found == expected
+    names = {instance.name for instance in kernel.instances}
+    assert names == {"gla_backward_k128_overlapped", f"gla_states_v{256 if dims[1] > 128 else 128}"}
+
+
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("needs_gates", "with_dht"), [(True, False), (False, True)])
+def test_slices_of_v_without_states_or_gates(
+    needs_gates: bool, with_dht: bool, of_gates: torch.dtype, kernel: Kernel
+) -> None:
+    check_backward(draw(dims=(64, 272), of_gates=of_gates, state=False), needs_gates, with_dht)
+
+
+def test_slices_of_v_have_anchors_of_their_own(kernel: Kernel) -> None:
+    check_backward(draw(dims=(64, 512)))
+    of_left, of_right = ([x for x in kernel.launches if x.name == name] for name in ("left", "right"))
+    at = [x.gates[2][2] for x in of_left]
+    assert at == [x.gates[2][2] for x in of_right]
+    assert at[1] - at[0] == ANCHOR_BYTES
+    assert len({x.slice[1] for x in (*of_left, *of_right)}) == 1  # the sums
+
+
+@pytest.mark.parametrize("dims", [(256, 512), (144, 272)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_gradients_are_served_for_all_heads_of_the_forward(
+    dims: tuple[int, int], requires_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(support.device, "supports", lambda *of: asked.append(of) or SUPPORTED)
+    of_call: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, requires_grad=requires_grad, dim_qk=dims[0],
+        dim_v=dims[1], heads=2, value_heads=2, sequences=3,
+    )  # fmt: skip
+    assert support.supports_gla(of_call).ok
+    ((_, instances_of, *key),) = asked
+    names = [instance.name for instance in instances_of(*key)]
+    states = ["gla_backward_k128_overlapped", "gla_states_v256"] if requires_grad else []
+    assert names == ["gla_forward_k128_overlapped", *states]
+
+
+@pytest.mark.parametrize("dims", [(272, 64), (64, 528), (72, 64)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_other_head_dims_are_refused(dims: tuple[int, int], requires_grad: bool) -> None:
+    of_call: Any = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.bfloat16, requires_grad=requires_grad, dim_qk=dims[0],
+        dim_v=dims[1],
+    )  # fmt: skip
+    verdict = support.supports_gla(of_call)
     assert not verdict.ok
-    assert "gradient" in verdict.reason and reason in verdict.reason
+    assert f"K = {dims[0]}, V = {dims[1]}" in verdict.reason

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,20 +16,38 @@ from .gla_states_emulation import Rounding, Walk
 Arrays = dict[str, np.ndarray]
 
 
-def run(x: Arrays, scale: float, short: bool = False, rounding: Rounding | None = None) -> tuple[Walk, Walk]:
-    """The walk forward in time and the other one, of x: q, k, g, v, do, initial, d_last."""
+def run(
+    x: Arrays, scale: float, short: bool = False, rounding: Rounding | None = None, slice_of_v: int = 0
+) -> tuple[Walk, Walk]:
+    """The walk forward in time and the other one, of x: q, k, g, v, do, initial, d_last.
+
+    slice_of_v: columns of V of a launch, 0 for all; returns the last ones.
+    """
     rounding = rounding or Rounding()
-    operands = (x["q"], x["k"], x["g"], x["v"], x["do"])
+    dim_v = x["v"].shape[1]
+    slices = [slice(n, n + (slice_of_v or dim_v)) for n in range(0, dim_v, slice_of_v or dim_v)]
+    ends = [{"is_first": n == 0, "is_last": n == len(slices) - 1, "handed": {}} for n in range(len(slices))]
+    for this, following in itertools.pairwise(ends):
+        following["handed"] = this["handed"]
+
+    def operands(of: slice) -> tuple[np.ndarray, ...]:
+        return x["q"], x["k"], x["g"], x["v"][:, of], x["do"][:, of]
 
     def empty() -> np.ndarray:
         return np.full_like(x["g"], np.nan)
 
-    left = Walk(True, scale, short, x["initial"], empty(), empty(), {}, rounding=rounding)
-    left.run(*operands)
-    flow = (left.state * rounding.of_both(x["d_last"])).sum(1)
-    right = Walk(False, scale, short, x["d_last"], empty(), left.sums, left.anchors, flow, rounding)
-    right.run(*operands)
-    return left, right
+    lefts, flow = [], np.zeros(64)
+    for of, end in zip(slices, ends, strict=True):
+        left = Walk(True, scale, short, x["initial"][:, of], empty(), empty(), {}, rounding=rounding, **end)
+        left.run(*operands(of))
+        flow = flow + (left.state * rounding.of_both(x["d_last"][:, of])).sum(1)
+        lefts.append(left)
+    sums = lefts[-1].sums
+    for of, end, left in zip(slices, ends, lefts, strict=True):
+        at = (x["d_last"][:, of], empty(), sums, left.anchors, flow, rounding)
+        right = Walk(False, scale, short, *at, **end)
+        right.run(*operands(of))
+    return lefts[-1], right
 
 
 def expected(x: Arrays, scale: float) -> tuple[Arrays, np.ndarray]:
@@ -59,6 +79,17 @@ def test_gradients(tokens: int, dim_v: int, short: bool) -> None:
     for found, name in ((left.result, "dq"), (right.result, "dk"), (right.sums, "dg")):
         np.testing.assert_allclose(found, grads[name], atol=1e-9, err_msg=name)
     np.testing.assert_allclose(right.state, d_initial, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_slices_of_v(dtype: torch.dtype | None) -> None:
+    """What launches hand on makes the results of all of V, beyond an anchor."""
+    x = draw("usual", 600, dtype or torch.bfloat16)
+    whole, by_slices = (run(x, 0.125, rounding=Rounding(dtype), slice_of_v=n) for n in (0, 32))
+    for found, expected in zip(by_slices, whole, strict=True):
+        for name in ("result", "sums"):
+            error = np.linalg.norm(getattr(found, name) - getattr(expected, name))
+            assert error < (1e-12 if dtype is None else 1e-3) * np.linalg.norm(getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

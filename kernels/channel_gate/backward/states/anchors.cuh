@@ -58,13 +58,15 @@ __device__ inline void store_last_flow(const StatesGlobals& g, const StatesTask&
         if (r >= g.dim_k || c >= g.dim_v) return;
         const float2 x = state.tiles[0][i / 4].data[i % 4];
         const HighAndLow<T2> parts(
-            *reinterpret_cast<const float2*>(&gradient[static_cast<int64_t>(r) * g.dim_v + c]));
+            *reinterpret_cast<const float2*>(&gradient[static_cast<int64_t>(r) * g.row_of_state + c]));
         const float2 high = to_float2(parts.high), low = to_float2(parts.low);
         sums[n] += x.x * (high.x + low.x) + x.y * (high.y + low.y);
     });
     each<0, 2>([&](int n) {
         const float sum = quad_sum(sums[n]);
-        if (lane % 4 == 0 && row + 8 * n < g.dim_k) g.flows[task.state * g.dim_k + row + 8 * n] = sum;
+        if (lane % 4 != 0 || row + 8 * n >= g.dim_k) return;
+        float& flow = g.flows[task.state * g.dim_k + row + 8 * n];
+        flow = g.template adds<C>() ? flow + sum : sum;
     });
 }
 

@@ -13,10 +13,19 @@
 #include "channel_gate/bindings/params_backward.h"
 #include "channel_gate/walk.cuh"
 
+// Variants, to compare them: whether the right walk has `out` in the place of the gates; the most stages.
+#ifndef TFLA_OUT_IN_PLACE
+#define TFLA_OUT_IN_PLACE 0
+#endif
+#ifndef TFLA_MOST_STAGES
+#define TFLA_MOST_STAGES 99
+#endif
+
 namespace tfla_tk::channel_gate {
 
 enum class StateWalk { left, right };
 
+constexpr int kSliceOfV = 256;  // of one of several launches
 constexpr int kBlocksOfAnchor = kAnchorChunks * kChunk / kBlock;
 
 template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesConfig {
@@ -26,6 +35,9 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     // Gate warps per walker, which take turns: each is at every kTurns-th block.
     static constexpr int kTurns = kWalkers == 1 && kDimV <= 128 ? 8 : 4;
     static constexpr int kGateWarps = kTurns * kWalkers;
+    static constexpr bool kTakesSlices = kDimV == kSliceOfV;  // of V, see slices.cuh
+    // Whether what readers see of the state takes the place of the gates. There the left walk has q dq.
+    static constexpr bool kOutInPlace = TFLA_OUT_IN_PLACE && !kIsLeft && !kTakesSlices;
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker's
     // CTA has enough for all. A warp more, to load, would leave too few of them: it takes as many from each
@@ -52,14 +64,20 @@ struct StatesGlobals {
     int heads, seq, dim_k, dim_v;
     int ctas;          // per sequence and head
     int anchor_slots;  // per head
+    int block_slots;   // likewise, of `sums`
     const float* entering;
     const float* d_last;
     float* flows;
     uint4* anchors;
     float scale;
     bool needs_dg;
+    int row_of_state;        // columns of all slices of V
+    void* sums;              // SumsOfBlock
+    bool is_first, is_last;  // of the launches for slices of V
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
+    template <class C> __device__ inline bool adds() const { return C::kTakesSlices && !is_first; }
+    template <class C> __device__ inline bool makes_results() const { return !C::kTakesSlices || is_last; }
     __device__ inline int parts() const { return (dim_k + 15) / 16; }  // of anchors
     __device__ inline bool float_gates() const { return g_dtype == DType::float32; }
     // Of a block's gates of 64 channels.
@@ -111,9 +129,19 @@ template <class C> struct StatesStage<C, false> : StatesStage<C, true> {
 constexpr int kOutRow = 68;  // floats; NOTES: a walker's stores meet no bank twice
 static_assert(kOutRow * sizeof(float) % 16 == 0);
 
+// Where a token's row of `out` begins, and what its bytes are swizzled by. NOTES: in place of the gates there
+// is no room between rows, so that a walker's stores meet no bank twice by the swizzle.
+template <class C> __device__ constexpr uint32_t out_row(int token) {
+    return token * (C::kOutInPlace ? kFloatRow : kOutRow * 4);
+}
+template <class C> __device__ constexpr uint32_t out_swizzle(int token) {
+    return C::kOutInPlace ? token / 2 % 4 * 32 : 0;
+}
+
 // What a walker and its gate warps tell each other, by gate warp; and a gate warp keeps.
 template <class C> struct alignas(16) StatesExchange {
-    float out[C::kGateWarps][kBlock][kOutRow];      // what readers see of the state, before their gates
+    // what readers see of the state, before their gates
+    float out[C::kOutInPlace ? 1 : C::kGateWarps][kBlock][kOutRow];
     float products[C::kGateWarps][kBlock][kBlock];  // of the values of readers and writers
     float carry[C::kGateWarps][kBlockChannels];     // the sum of q dq - k dk from this block on
     float flow[C::kWalkers][kBlockChannels];        // the same behind a block, at an anchor
@@ -121,7 +149,7 @@ template <class C> struct alignas(16) StatesExchange {
 
 template <class C> struct StatesMemory {
     using Stage = StatesStage<C, C::kIsLeft>;
-    static constexpr int kMost = C::kTurns + 4,
+    static constexpr int kMost = std::min(C::kTurns + 4, TFLA_MOST_STAGES),
                          kRest = 2048;  // kRest: bytes of barriers and task, and a margin
     static constexpr int kOfStage = sizeof(Stage) + C::kWalkers * kBlockChannels * sizeof(float);
     static constexpr int kStages =

@@ -6,10 +6,11 @@
 //      (right). They are in two parts, high + low: the high ones in place, the low ones in the place of the
 //      gates. Hand them to the walker, with the product over the block.
 //   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
-//   4. Wait for what the readers see of the state. Reader after reader, away from where the walk comes from:
-//      writers fade by one token's gate, the reader's own joins them, their products with its row of step 3
-//      are added up in fp32. Those of the first half fade no further than its end, their sum does. So no
-//      factor exceeds 1 and none is a quotient.
+//   4. Wait for what the readers see of the state. Of a slice of V, add what earlier launches have left; a
+//      launch before the last one leaves the sums, and goes on with the hand-over of 7. Reader after reader,
+//      away from where the walk comes from: writers fade by one token's gate, the reader's own joins them,
+//      their products with its row of step 3 are added up in fp32. Those of the first half fade no further
+//      than its end, their sum does. So no factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
@@ -20,6 +21,7 @@
 #pragma once
 
 #include "channel_gate/backward/states/loader.cuh"
+#include "channel_gate/backward/states/slices.cuh"
 
 namespace tfla_tk::channel_gate {
 
@@ -197,7 +199,7 @@ template <class C> struct GateWarpOfBlock {
             if constexpr (n >= kHalf) of_half = of_half * fade;
             each<n / kHalf * kHalf, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
         }
-        const float2 seen = load_floats(out + r * (kOutRow * 4) + 8 * lane);
+        const float2 seen = load_floats(out + out_row<C>(r) + ((8 * lane) ^ out_swizzle<C>(r)));
         const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
         const float2 of_state = through * seen;
         float2 of_others, of_own;
@@ -220,6 +222,17 @@ template <class C> struct GateWarpOfBlock {
     }
 };
 
+// The flow of gradient over an anchor, that over a block's end, of this lane's channels.
+template <class C>
+__device__ inline float2 flow_over_anchor(const StatesGlobals& g, StatesMemory<C>& smem, int walker,
+                                          int block) {
+    const int lane = fresh_laneid();
+    const float2 flow = load_floats(shared_address(&smem.exchange.flow[walker][2 * lane]));
+    if (!g.template adds<C>()) return flow;
+    const float2 others = SumsOfBlock::of(g, smem.task, block).flow[lane];
+    return {flow.x + others.x, flow.y + others.y};
+}
+
 // The sum of q dq - k dk over all tokens behind a step's block; `sum`, that over the block, goes on to the
 // warp of the next step with it.
 template <class C>
@@ -232,8 +245,8 @@ __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, 
         const int before = gate_warp_of<C>(walker, step - 1);
         wait(smem.carry_ready[before], Use<C::kTurns>(step - 1).phase);
         carry = load_floats(shared_address(&smem.exchange.carry[before][column]));
-        if (task.is_anchor(task.template block_of<C>(step) + 1))
-            carry = load_floats(shared_address(&smem.exchange.flow[walker][column]));
+        if (const int block = task.template block_of<C>(step); task.is_anchor(block + 1))
+            carry = flow_over_anchor(g, smem, walker, block);
     } else if (g.flows) {
         const int channel = task.column + walker * kWalkerColumns + column;
         if (channel < g.dim_k)
@@ -275,7 +288,7 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         x.gates = shared_address(&columns.gates);
         if constexpr (!C::kIsLeft) x.inflow = shared_address(&stage.inflow[walker]);
         x.of_readers = shared_address(&stage.of_readers), x.of_writers = shared_address(&stage.of_writers);
-        x.out = shared_address(&smem.exchange.out[gate_warp]);
+        x.out = C::kOutInPlace ? x.gates : shared_address(&smem.exchange.out[gate_warp]);
         x.products = shared_address(&smem.exchange.products[gate_warp]);
         x.decay = shared_address(&smem.decay[slot][walker]);
         x.lane = fresh_laneid();
@@ -284,15 +297,31 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         x.scale_writers(g.scale);  // 2
         fence_async_proxy();
         arrive_warp(smem.written[slot][walker]);
-        x.multiply_values();                                          // 3
+        const int block = task.template block_of<C>(step);
+        SumsOfLane others;
+        if (g.template adds<C>()) others.load(SumsOfBlock::of(g, task, block));
+        x.multiply_values();  // 3
+        if (g.template adds<C>()) others.add_products(x.products);
         wait(smem.out_ready[gate_warp], Use<C::kTurns>(step).phase);  // 4
+        if (g.template adds<C>()) others.add_out(x.out);
+        if (!g.template makes_results<C>()) {
+            auto& sums = SumsOfBlock::of(g, task, block);
+            SumsOfLane::leave(sums, x.out, x.products);
+            if (!C::kIsLeft && g.needs_dg && task.is_anchor(block + 1))
+                sums.flow[fresh_laneid()] = flow_over_anchor(g, smem, walker, block);
+            arrive_warp(smem.out_free[gate_warp]);
+            fence_async_proxy();
+            arrive_warp(smem.free[slot]);
+            if (walker == 0) load_step(g, smem, step + kStages);
+            continue;
+        }
         const float2 sum = x.make_results(g.scale, g.needs_dg);
         arrive_warp(smem.out_free[gate_warp]);
         if constexpr (!C::kIsLeft)
             if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, x, sum), g.g_dtype);  // 6
         fence_async_proxy();                                                                  // 7
         __syncwarp();
-        const int block = task.template block_of<C>(step), column = task.column + walker * kWalkerColumns;
+        const int column = task.column + walker * kWalkerColumns;
         store_block(g, task, g.result, x.readers, kRowBytes, column, block);
         if (g.needs_dg) {
             if constexpr (C::kIsLeft)

@@ -5,11 +5,13 @@
 
 namespace tfla_tk::channel_gate {
 
-// Of a block, with needs_dg or not.
+// Of a block, with needs_dg or not. Readers and inflow are for results alone.
 template <class C> __device__ inline uint32_t bytes_of_block(const StatesGlobals& g) {
     const uint32_t gates = kBlock * g.gate_row_bytes();
-    const uint32_t inflow = !C::kIsLeft && g.needs_dg ? kBlock * kFloatRow : 0;
-    return 2 * C::Values::loaded_bytes + C::kWalkers * (2 * C::Columns::loaded_bytes + gates + inflow);
+    const bool makes_results = g.template makes_results<C>();
+    const uint32_t inflow = !C::kIsLeft && g.needs_dg && makes_results ? kBlock * kFloatRow : 0;
+    const uint32_t columns = (makes_results ? 2 : 1) * C::Columns::loaded_bytes;
+    return 2 * C::Values::loaded_bytes + C::kWalkers * (columns + gates + inflow);
 }
 
 // By one thread.
@@ -25,6 +27,7 @@ __device__ inline void load_block(const StatesGlobals& g, StatesMemory<C>& smem,
         const int column = task.column + i * kWalkerColumns;
         g.gates.load_panel(columns.gates, landed, column, row, task.head, task.batch);
         load_panels(columns.writers, g.writers, landed, column, row, task.head, task.batch);
+        if (!g.template makes_results<C>()) continue;
         load_panels(columns.readers, g.readers, landed, column, row, task.head, task.batch);
         if constexpr (!C::kIsLeft)
             if (g.needs_dg)

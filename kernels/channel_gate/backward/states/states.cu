@@ -74,12 +74,17 @@ template <class C> StatesGlobals states_globals(const GlaStatesParams& p) {
         s.dim_v,
         (s.dim_k + kColumns - 1) / kColumns,
         anchor_slots(slots_of(s)),
+        slots_of(s) * kBlocks,
         p.entering,
         p.d_last,
         p.flows,
         static_cast<uint4*>(p.anchors),
         p.scale,
         p.needs_dg,
+        s.dim_v + p.other_dim_v,
+        p.sums,
+        p.is_first,
+        p.is_last,
     };
 }
 
@@ -87,6 +92,8 @@ template <class C> void launch_states(const GlaStatesParams& p, cudaStream_t str
     constexpr auto kName = C::kIsLeft ? "gla_left" : "gla_right";
     if (p.shape.dim_v > C::kDimV)
         throw std::runtime_error(std::string(kName) + ": V is larger than the tile");
+    if (!(C::kTakesSlices && p.sums) && !(p.is_first && p.is_last))
+        throw std::runtime_error(std::string(kName) + ": slices of V want a tile of 256 and sums");
     const DeviceGuard guard(p.shape.device, kName);
     const StatesGlobals g = states_globals<C>(p);
     const auto ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.ctas;
@@ -114,6 +121,13 @@ std::int64_t gla_anchor_bytes(const ChannelShape& s) {
     const std::int64_t anchors = anchor_slots(channel_gate::slots_of(s));
     const std::int64_t parts = (s.dim_k + 15) / 16, bytes_of_part = 2 * 16 * TFLA_DIM_V;
     return anchors * s.batch * s.heads * parts * bytes_of_part;
+}
+
+std::int64_t gla_sums_bytes(const ChannelShape& s) {
+    using namespace channel_gate;
+    const std::int64_t blocks = slots_of(s) * kBlocks,
+                       columns = (s.dim_k + kWalkerColumns - 1) / kWalkerColumns;
+    return blocks * s.batch * s.heads * columns * sizeof(SumsOfBlock);
 }
 
 void gla_left(const GlaStatesParams& params, void* stream) {

@@ -35,16 +35,21 @@ __device__ inline void split_fragment(A& high, A& low, const State& state, int c
     });
 }
 
-// The transpose of a warp's 16 rows of out^T, from the column of this lane's first row on.
-__device__ inline void store_out(uint32_t rows, const rt_fl<16, kBlock>& out, int lane) {
-    const uint32_t address = rows + (lane % 4 * 2 * kOutRow + lane / 4) * 4;
-    auto store = [&](int token, int column, float x) {
-        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address + (token * kOutRow + column) * 4), "f"(x)
+// The transpose of a warp's 16 rows of out^T, which are columns from `first_column` on.
+template <class C>
+__device__ inline void store_out(uint32_t rows, const rt_fl<16, kBlock>& out, int first_column, int lane) {
+    const int first_token = lane % 4 * 2;  // and the next one, and eight behind
+    const uint32_t address = rows + out_row<C>(first_token) + lane / 4 * 4;
+    auto store = [&](int token, uint32_t column, float x) {
+        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address + out_row<C>(token) + column), "f"(x)
                      : "memory");
     };
-    each<0, 4>([&](int k) {
-        const float2 x = out.tiles[0][0].data[k];
-        store(k / 2 * 8, k % 2 * 8, x.x), store(k / 2 * 8 + 1, k % 2 * 8, x.y);
+    each<0, 2>([&](int n) {
+        const uint32_t column = (4 * first_column + 32 * n) ^ out_swizzle<C>(first_token);
+        each<0, 2>([&](int half) {
+            const float2 x = out.tiles[0][0].data[2 * half + n];
+            store(8 * half, column, x.x), store(8 * half + 1, column, x.y);
+        });
     });
 }
 
@@ -110,15 +115,23 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         warpgroup::mma_async_wait<0>();  // 4
         pin(out), pin_all(high), pin_all(low), pin(state);
         const int gate_warp = gate_warp_of<C>(walker, step);
-        wait_free(smem.out_free[gate_warp], Use<C::kTurns>(step).phase);
-        store_out(shared_address(&smem.exchange.out[gate_warp]) + first_column * 4, out, lane);
+        uint32_t rows;
+        if constexpr (C::kOutInPlace) {
+            warpgroup::sync(1 + walker);  // all warps' GEMMs have read the low parts there
+            rows = shared_address(&columns.gates);
+        } else {
+            wait_free(smem.out_free[gate_warp], Use<C::kTurns>(step).phase);
+            rows = shared_address(&smem.exchange.out[gate_warp]);
+        }
+        store_out<C>(rows, out, first_column, lane);
         arrive_warp(smem.out_ready[gate_warp]);
         arrive_warp(smem.free[slot]);
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
     if (g.entering)
-        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v,
+                   g.row_of_state);
     else
         warp::zero(state);
     pin(state);

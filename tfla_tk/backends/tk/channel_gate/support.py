@@ -19,27 +19,10 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     return (
         refusals.of_operands(call)
         or refusals.of_head_dims(call, instances.GLA_MAX_DIM_K, instances.MAX_DIM_V)
-        or _refusal_of_gradients(call)
         or _refusal_of_value_heads(call)
         or refusals.of_count("heads", call.sequences * call.heads)
         or device.supports(call.device, _instances_of, *_key(call, variant))
     )
-
-
-def _refusal_of_gradients(call: LinearCall) -> Support | None:
-    if not call.requires_grad:
-        return None
-    for name, dim, tiles in (
-        ("K", call.dim_qk, instances.GLA_TILES),
-        ("V", call.dim_v, instances.GLA_STATES_TILES),
-    ):
-        if dim > max(tiles):
-            return Support(
-                False,
-                f"a gradient is recorded with {name} = {dim}, the backward takes up to {max(tiles)}",
-                f"split {name}, call under torch.no_grad(), or use 'triton' or 'reference'",
-            )
-    return None
 
 
 def _refusal_of_value_heads(call: LinearCall) -> Support | None:
@@ -63,7 +46,8 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
 def _key(call: LinearCall, variant: str | None) -> tuple[int, int, str, bool]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
     dim_k = min(refusals.tile(call.dim_qk), max(instances.GLA_TILES))
-    return dim_k, refusals.tile(call.dim_v), refusals.named_schedule(variant), call.requires_grad
+    dim_v = min(refusals.tile(call.dim_v), max(instances.GLA_STATES_TILES))
+    return dim_k, dim_v, refusals.named_schedule(variant), call.requires_grad
 
 
 def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> list[Instance]:

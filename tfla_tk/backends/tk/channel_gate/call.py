@@ -1,0 +1,140 @@
+"""A call of gated linear attention as its kernels take it: sizes, readable tensors, slices of columns."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, multiprocessors
+from tfla_tk.build import instances
+from tfla_tk.calls.gla import GLACore
+from tfla_tk.core.layout import CHUNK
+
+_WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
+_TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
+
+
+class Shape(NamedTuple):
+    """Sizes of a call, as the kernels take them with its cut."""
+
+    sequences: int
+    batch: int
+    heads: int
+    seq: int
+    dim_k: int
+    dim_v: int
+    half: bool
+    device: int
+    packed_64bit: bool
+    batch_invariant: bool = False
+
+    @staticmethod
+    def of(core: GLACore) -> Shape:
+        """Of a call."""
+        batch, seq, heads, dim_v = core.v.shape
+        offsets = core.cu_seqlens
+        return Shape(
+            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            dim_k=core.q.shape[3],
+            dim_v=dim_v,
+            half=core.q.dtype == torch.float16,
+            device=core.q.get_device(),
+            packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+            batch_invariant=core.batch_invariant,
+        )
+
+    def with_offsets(self, address: int) -> tuple[int, ...]:
+        """With the address of the offsets, 0 for none; every sequence is one segment."""
+        chunks = self.seq // CHUNK + 1
+        cut = (address, self.packed_64bit, self.sequences, self.sequences, chunks)
+        return (*cut, *self[1:8])
+
+    @property
+    def walkers(self) -> int:
+        """Per CTA: two share the work of the gate warps, which bound the time."""
+        return 1 if self.dim_v <= _WALKER_COLUMNS else 2
+
+    @property
+    def walkers_of_states(self) -> int:
+        """Per CTA of the walks over the states: two share the loads of v and do, one alone is done earlier
+        where there are multiprocessors for all. They are other instances, so an option fixes the number."""
+        columns = -(-self.dim_k // _WALKER_COLUMNS)
+        if columns == 1 or self.dim_v > _TWO_WALKERS_DIM_V:
+            return 1
+        if self.batch_invariant:
+            return 2
+        return 1 if self.sequences * self.heads * columns <= multiprocessors(self.device) else 2
+
+
+def readable(core: GLACore) -> GLACore:
+    """The tensors as they lie where the kernels can take them so, else copies."""
+    offsets = core.cu_seqlens
+    return GLACore(
+        as_operand(core.q),
+        as_operand(core.k),
+        as_operand(core.v),
+        as_operand(core.g),
+        as_state(core.initial_state),
+        None if offsets is None else offsets.contiguous(),
+        *core[6:],
+    )
+
+
+def layout(core: GLACore) -> Any:
+    """All that the launch of a call depends on but for addresses."""
+    q, k, v, g, initial_state, cu_seqlens = core[:6]
+    return (
+        q.get_device(),
+        q.dtype,
+        q.shape,
+        v.shape,
+        q.stride(),
+        k.stride(),
+        v.stride(),
+        g.stride(),
+        g.dtype,
+        initial_state is not None,
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
+        core[6:],
+    )
+
+
+class Slice(NamedTuple):
+    """Columns of K or of V that a launch takes, of those of a call.
+
+    Attributes:
+        first: the first of them.
+        dim: how many they are.
+        others: columns of the call's other launches.
+    """
+
+    first: int
+    dim: int
+    others: int
+
+    def of(self, x: Operand, dtype: torch.dtype) -> Operand:
+        """These columns of an operand."""
+        return x[0] + self.first * dtype.itemsize, *x[1:]
+
+    def of_states(self, address: int, row: int = 1) -> int:
+        """Where they begin in states [N, H, K, V] in fp32, whose rows have `row` numbers; 0 for none."""
+        return address and address + self.first * row * torch.float32.itemsize
+
+
+def slices(dim: int, most: int) -> list[Slice]:
+    """The columns of a call, for launches of `most` columns at most."""
+    return [Slice(n, min(dim - n, most), dim - min(dim - n, most)) for n in range(0, dim, most)]
+
+
+def slices_of_k(dim_k: int) -> list[Slice]:
+    """Of the forward and of its mirror, which are sums over K."""
+    return slices(dim_k, max(instances.GLA_TILES))
+
+
+def slices_of_v(dim_v: int) -> list[Slice]:
+    """Of the walks over the states, which make sums over V."""
+    return slices(dim_v, max(instances.GLA_STATES_TILES))
