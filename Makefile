@@ -65,10 +65,11 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op gla --pass fwd,fwdbwd --shapes gla,sweep --backends tk,triton $(ARGS)
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
-		--op gated_delta_rule --pass fwd,fwdbwd --shapes delta,delta_host --backends tk,triton $(ARGS)
+		--op gated_delta_rule --pass fwd,fwdbwd --shapes delta,delta_host \
+		--backends tk,triton,tilelang $(ARGS)
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op delta_rule --pass fwd,fwdbwd --shapes 8x8192x16x128x128,8x8192x16x128x256 --backends tk,triton $(ARGS)
-	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
+	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD) --op mlstm_intra,gla,delta_rule,gated_delta_rule
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype fp32
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype bf16
 	@$(PY) -m tfla_tk build

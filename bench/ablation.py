@@ -1,7 +1,9 @@
-"""`python -m tfla_tk.bench ablation`: the schedules of the intra-chunk kernel side by side.
+"""`python -m tfla_tk.bench ablation`: the schedules of a kernel side by side.
 
-The kernel takes the whole sequence as one chunk and keeps no state, so that nothing but the overlap of its
-steps differs between the schedules. It is checked and timed as the backends of `compare` are.
+The intra-chunk kernel of mLSTM takes the whole sequence as one chunk and keeps no state, so that nothing but
+the overlap of its steps differs between its schedules. GLA and the delta rule are the public functions, whose
+forward and backward kernels have the schedules "sequential" and "overlapped". All are checked and timed as
+the backends of `compare` are.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from tfla_tk.core.errors import UnsupportedError
 from . import intra
 from .compare import Contest, carry_out
 from .inputs import mlstm_inputs
-from .operators import Operator
+from .operators import OPERATORS, Operator
 from .results import INTRA, schedules_of
-from .shapes import Shape
+from .shapes import PASSES, Shape
 from .variants import Variant
 
 TOKENS = 65536
@@ -43,21 +45,43 @@ class IntraOperator(Operator):
 
 
 OPERATOR = IntraOperator(INTRA, INTRA, mlstm_inputs, reference.mlstm_chunkwise)
+# of the public functions: shapes that fill the card, few long sequences, narrow heads
+PUBLIC: dict[str, tuple[Shape, ...]] = {
+    "gla": (
+        Shape(8, 8192, 16, 128, 128),
+        Shape(8, 8192, 16, 128, 256),
+        Shape(1, 8192, 16, 128, 128),
+        Shape(4, 4096, 16, 64, 64),
+    ),
+    "delta_rule": (Shape(8, 8192, 16, 128, 128), Shape(8, 8192, 16, 128, 256)),
+    "gated_delta_rule": (
+        Shape(8, 8192, 16, 128, 128),
+        Shape(1, 32768, 16, 128, 128, HV=32),
+        Shape(4, 4096, 16, 64, 64),
+    ),
+}
+OPS = (INTRA, *PUBLIC)
 
 
-def contests() -> list[Contest]:
-    """Every schedule of the kernel, at each of SHAPES."""
-    variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in schedules_of(INTRA)]
-    return [Contest(OPERATOR, "fwd", shape, variants) for shape in SHAPES]
+def contests(op: str = INTRA) -> list[Contest]:
+    """Every schedule of an operator's kernels, at each of its shapes, in each pass that has them.
+
+    Args:
+        op: one of OPS.
+    """
+    variants = [Variant(f"tk:{schedule}", "tk", schedule) for schedule in schedules_of(op)]
+    if op == INTRA:
+        return [Contest(OPERATOR, "fwd", shape, variants) for shape in SHAPES]
+    return [Contest(OPERATORS[op], which, shape, variants) for which in PASSES for shape in PUBLIC[op]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the ablation with the options of `compare.add_run_arguments`; returns the exit status.
+    """Run the ablation of args.op with the options of `compare.add_run_arguments`; returns the exit status.
 
     Raises:
         ValueError: no GPU, or options that do not go together.
     """
     if not torch.cuda.is_available():
         raise ValueError("ablation: expected a CUDA GPU, found none")
-    chosen = contests()
-    return carry_out(args, chosen[:1] if args.quick else chosen, on_gpu=True)
+    chosen = [contest for op in args.op for contest in (contests(op)[:1] if args.quick else contests(op))]
+    return carry_out(args, chosen, on_gpu=True)

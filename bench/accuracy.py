@@ -113,6 +113,10 @@ class Picks:
             return grouped[self.batch, self.head].flatten(0, 1).unsqueeze(0)
         return grouped[self.sequences][:, self.head].flatten(1, 2)
 
+    def take_parameter(self, tensor: Tensor) -> Tensor:
+        """The picked part of what is one number per head: [H] becomes [heads], once for each batch entry."""
+        return self._grouped(tensor[None])[0, self.head].flatten()
+
     def rows(self, taken: Tensor) -> Tensor:
         """What `take` gave, without the padding: [n, heads, L, ...] becomes [heads, tokens, ...]."""
         return taken[0] if self.filled is None else taken.transpose(0, 1)[:, self.filled]
@@ -152,11 +156,7 @@ class Picks:
         """g_gamma of the heads that were taken, where the operator's decay is no gate."""
         if operator.decay is None:
             return {}
-        return {
-            "g_gamma": self._grouped(operator.decay(value_heads, self.head.device)[None])[
-                0, self.head
-            ].flatten()
-        }
+        return {"g_gamma": self.take_parameter(operator.decay(value_heads, self.head.device))}
 
 
 def pick(operator: Operator, shape: Shape, which: str, inputs: Mapping[str, Tensor]) -> Picks:
@@ -204,14 +204,22 @@ class Truth:
         return bool(self.picks.left_out)
 
     def errors(self, kind: str, found: Mapping[str, Tensor]) -> dict[str, float]:
-        """Relative Frobenius error of each result on what was picked; NaN where any element is not finite."""
-        return {name: self._error(name, self.values[kind][name], tensor) for name, tensor in found.items()}
+        """Relative Frobenius error of each result on what was picked; NaN where any element is not finite.
+
+        A parameter's gradient is left out where not everything was picked.
+        """
+        values = self.values[kind]
+        return {
+            name: self._error(name, values[name], tensor) for name, tensor in found.items() if name in values
+        }
 
     def _error(self, name: str, truth: Tensor, found: Tensor) -> float:
         if not found.isfinite().all():
             return float("nan")
         difference = torch.zeros((), dtype=torch.float64, device=truth.device)
         norm = torch.zeros_like(difference)
+        if name.removeprefix("d") in self.operator.parameters:
+            return ((found.double() - truth).norm() / truth.norm()).item()
         state = name.removeprefix("d") in self.operator.states
         rows = self.picks.each(found if state else self.operator.head_first(found), state=state)
         # one head at a time: a few fp64 matrices of [T, D] in memory

@@ -28,7 +28,7 @@ from .operators import OPERATORS, Operator
 from .runner import FAILED, RECORD_REPEATS, UNSUPPORTED, Outcome, Settings, run_contest, steps_of
 from .shapes import PASSES, SETS, Shape, parse_shapes
 from .timing import CpuStopwatch, CudaStopwatch, Plan
-from .variants import FAMILIES, SCHEDULES, Variant, find_variants
+from .variants import COMPARED, FAMILIES, SCHEDULES, Variant, find_variants
 
 GPU_PLAN = Plan(repeats=50, budget_ms=1500)
 GPU_QUICK = Plan(repeats=10, budget_ms=500)
@@ -51,7 +51,7 @@ class Contest(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `tfla-tk compare`."""
-    add_problem_arguments(parser, shapes="main on a GPU, small without one")
+    add_problem_arguments(parser, shapes="main on a GPU, small without one", families=COMPARED)
     parser.add_argument(
         "--pass",
         dest="passes",
@@ -153,7 +153,8 @@ def run(args: argparse.Namespace) -> int:
                 f"--layout: expected {LAYOUTS[0]} for {op}, which has no other, got {args.layout}"
             )
     variants = {
-        op: find_variants(OPERATORS[op], args.backends, args.schedules, on_gpu=on_gpu) for op in args.op
+        op: find_variants(OPERATORS[op], args.backends, args.schedules, on_gpu=on_gpu, rivals=True)
+        for op in args.op
     }
     served = {op: shapes_of(OPERATORS[op], shapes) for op in args.op}
     contests = [
@@ -161,7 +162,10 @@ def run(args: argparse.Namespace) -> int:
         for op in args.op
         for which in args.passes
         for shape in (served[op][:1] if args.quick else served[op])
+        if variants[op]
     ]
+    if not contests:
+        raise ValueError(f"--backends: expected one that computes {', '.join(args.op)}, got none")
     return carry_out(args, contests, on_gpu=on_gpu)
 
 
@@ -311,7 +315,7 @@ def _print_head(console: Console, settings: Settings, on_gpu: bool) -> None:
     inputs = ", ".join(filter(None, (settings.dtype, conditions)))
     console.print(f"{place}; {versions}; {inputs}; run {facts['run']}")
     if settings.ceilings is not None:
-        console.print(f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct Triton variant.")
+        console.print(f"Ceilings: {settings.ceilings}. Speed-up: against the fastest correct baseline.")
     else:
         console.print("No CUDA GPU: the forms of the PyTorch reference.")
     console.print(

@@ -139,6 +139,33 @@ def delta_rule_inputs(
     return found | unit | {"beta": torch.sigmoid(beta)}
 
 
+def gate_parameter_inputs(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "bnsd",
+    seed: int = 0,
+    forget_bias: float = FORGET_BIAS,
+) -> dict[str, Tensor]:
+    """Raw inputs of the delta rule whose log decay is -e^A_log softplus(g + dt_bias), as models begin with.
+
+    Returns:
+        as `delta_rule_inputs` with raw, but g = N(0, 1) + FORGET_BIAS - forget_bias, and A_log, dt_bias [HV]
+        in fp32: e^A_log from 1 to 16, and softplus(dt_bias) from 0.001 to 0.1.
+
+    Raises:
+        ValueError: another layout.
+    """
+    found = delta_rule_inputs(shape, dtype, device, layout, seed, forget_bias, raw=True)
+    generator = torch.Generator(device).manual_seed(seed + 2)
+    heads = shape.value_heads
+    g = torch.randn(shape.B, shape.T, heads, generator=generator, device=device)
+    rate, step = torch.rand(2, heads, generator=generator, device=device)
+    step = 0.001 * 100**step
+    parameters = {"A_log": torch.log(1 + 15 * rate), "dt_bias": step + torch.log(-torch.expm1(-step))}
+    return found | {"g": g + FORGET_BIAS - forget_bias} | parameters
+
+
 def packed_offsets(shape: Shape, device: torch.device, seed: int) -> dict[str, Tensor]:
     """cu_seqlens [N + 1] int32 of the packed sequences under its name; nothing where none are packed."""
     if shape.N is None:

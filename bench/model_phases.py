@@ -232,10 +232,10 @@ def share_of(kernels: Iterable[tuple[str, float, float]]) -> float | None:
 
 def _graph_ms(task: Task, step: Callable[[], object], stopwatch: Stopwatch) -> float | None:
     """Median over replays of a CUDA graph of the step; None where it cannot be captured."""
-    replay = capture(step, torch.device(task.device))
-    if replay is None:
+    captured = capture(step, torch.device(task.device))
+    if captured is None:
         return None
-    return time_one(replay, task.repeats, stopwatch).ms
+    return time_one(captured.replay, task.repeats, stopwatch).ms
 
 
 def _stopwatch(task: Task) -> Stopwatch:

@@ -14,7 +14,14 @@ import tfla_tk
 from tfla_tk import reference
 
 from . import fla
-from .inputs import OFFSETS, delta_rule_inputs, gla_inputs, mlstm_inputs, scalar_decay_inputs
+from .inputs import (
+    OFFSETS,
+    delta_rule_inputs,
+    gate_parameter_inputs,
+    gla_inputs,
+    mlstm_inputs,
+    scalar_decay_inputs,
+)
 from .shapes import Cost, Shape, cost
 
 # |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
@@ -64,6 +71,7 @@ class Operator:
         layout: of the tensors of all tokens: "bnsd" [B, H, T(, D)] or "bshd" [B, T, H(, D)].
         output: the output's name in rows and tolerances.
         gates: names of the gates among the inputs.
+        parameters: arguments of one number per head of v, whose gradients are sums over all tokens.
         states: arguments of the initial state that have a gradient, each with its dims: letters of a Shape.
         constants: arguments of the initial state that have none, each with its size.
         last: the argument that asks for the last state, whose parts come in the order of `states`.
@@ -91,6 +99,7 @@ class Operator:
     layout: str = "bnsd"
     output: str = "h"
     gates: tuple[str, ...] = ("i", "f")
+    parameters: tuple[str, ...] = ()
     states: dict[str, str] = field(default_factory=lambda: {"c_initial": "KV", "n_initial": "K"})
     constants: dict[str, int] = field(default_factory=dict)
     last: str = "return_last_states"
@@ -147,7 +156,8 @@ class Operator:
         limits = (BASELINE_LIMITS if baseline else LIMITS)[dtype]
         output = self.baseline_tolerances.get(dtype, limits.output) if baseline else limits.output
         products = dict.fromkeys(("dq", "dk", "dv", *(f"d{name}" for name in self.states)), limits.operands)
-        found = {self.output: output, **products, **{f"d{name}": limits.gates for name in self.gates}}
+        gates = (*self.gates, *self.parameters)
+        found = {self.output: output, **products, **{f"d{name}": limits.gates for name in gates}}
         skipped = self.baseline_unchecked if baseline else ()
         return {name: limit for name, limit in found.items() if name not in skipped}
 
@@ -208,7 +218,7 @@ def _scalar_decay(name: str, function: str, **fields: Any) -> Operator:
 
 
 def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
-    """A form of the reference that makes q, k and beta of raw inputs, as the flags of the public function."""
+    """A form of the reference that makes q, k, beta and g of raw inputs, by the public function's flags."""
 
     def function(
         q: Tensor,
@@ -217,12 +227,18 @@ def _raw_delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
         g: Tensor,
         beta: Tensor,
         *,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        use_gate_in_kernel: bool = False,
         use_qk_l2norm_in_kernel: bool,
         use_beta_sigmoid_in_kernel: bool,
         allow_neg_eigval: bool,
         **options: Any,
     ) -> Any:
         assert use_qk_l2norm_in_kernel and use_beta_sigmoid_in_kernel
+        if use_gate_in_kernel:
+            assert A_log is not None
+            g = reference.delta_log_decay(g, A_log, dt_bias)
         q, k = reference.l2_norm(q), reference.l2_norm(k)
         return form(q, k, v, g, reference.writing_strength(beta, allow_neg_eigval), **options)
 
@@ -241,6 +257,16 @@ def raw_delta_rule(operator: Operator) -> Operator:
             "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": True,
         },
+    )
+
+
+def with_gate_parameters(operator: Operator) -> Operator:
+    """The gated delta rule of raw inputs, its log decay made of g by A_log and dt_bias, too."""
+    return replace(
+        operator,
+        inputs=gate_parameter_inputs,
+        options={**operator.options, "use_gate_in_kernel": True},
+        parameters=("A_log", "dt_bias"),
     )
 
 

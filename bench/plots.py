@@ -95,12 +95,12 @@ def is_sweep(rows: Sequence[Row]) -> bool:
 
 
 def sweep_lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The lines of a sweep: tk as shipped and the best Triton variant; every backend where one is missing."""
+    """The lines of a sweep: tk as shipped and the best baseline; every backend where one is missing."""
     found = pairs(rows)
     ours = [pair.ours for pair in found if pair.ours is not None]
     theirs = [pair.theirs for pair in found if pair.theirs is not None]
     if ours and theirs:
-        return {"tk": ours, "best Triton": theirs}
+        return {"tk": ours, "best baseline": theirs}
     return {
         name: [row for row in rows if name_of(row) == name]
         for name in dict.fromkeys(name_of(row) for row in rows)

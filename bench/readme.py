@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tfla_tk.build import instances
+
 from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
 from .results import (
     FP32_NATIVE,
@@ -17,6 +19,7 @@ from .results import (
     Row,
     contest_of,
     in_sweep,
+    is_baseline,
     is_plain,
     pairs,
     problem_of,
@@ -24,6 +27,7 @@ from .results import (
     shape_of,
     sweep_only,
 )
+from .rivals import RIVALS
 from .shapes import PASSES, PHASES, SWEEP_TOKENS, Shape
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"  # all tables: docs/results.md
@@ -31,6 +35,7 @@ SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  #
 
 # what the summary shows, the first SUMMARY_LINES of them that are on record: operator, pass, shape
 SUMMARY_LINES = 5
+PACKAGES = {rival.operator for rival in RIVALS.values()}  # operators that more than one package computes
 SUMMARY = (
     ("mlstm_exp", "fwd", Shape(8, 8192, 16, 128, 256)),
     ("mlstm_exp", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
@@ -46,23 +51,25 @@ SUMMARY = (
 def render(rows: Sequence[Row]) -> str:
     """All tables as Markdown.
 
-    Per operator and pass the tk row of the shipped schedule against the best Triton row of its run, the same
-    over the lengths of the sweep, whole models, then the schedules side by side where more than one was
-    measured.
+    Per operator and pass the tk row of the shipped schedule against the best baseline of its run, every
+    package beside it where there are several, the same over the lengths of the sweep, the host's time, whole
+    models, then the schedules side by side where more than one was measured.
     """
     parts: list[str] = []
     for op in OPS:
         for which in PASSES:
             chosen = [row for row in rows if row["op"] == op and row["pass"] == which]
             parts.append(_contest(op, which, [row for row in chosen if not sweep_only(row)]))
+            parts.append(_baselines(op, which, chosen))
             parts += _sweeps(op, which, [row for row in chosen if in_sweep(row)])
+        parts.append(_hosts(op, [row for row in rows if row["op"] == op]))
     parts.append(_models([row for row in rows if row["op"] == MODEL]))
     parts += [_schedules(op, [row for row in rows if row["op"] == op and not sweep_only(row)]) for op in OPS]
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
 
 def render_summary(rows: Sequence[Row]) -> str:
-    """The README's table: tk in bf16, on the default inputs, against the best Triton row of its run."""
+    """The README's table: tk in bf16, on the default inputs, against the best baseline of its run."""
     plain = [row for row in rows if row["dtype"] == "bf16" and is_plain(row) and row["op"] != MODEL]
     found = {
         (pair.shown["op"], pair.shown["pass"], shape_of(pair.shown)): pair
@@ -72,7 +79,7 @@ def render_summary(rows: Sequence[Row]) -> str:
     chosen = [found[entry] for entry in SUMMARY if entry in found][:SUMMARY_LINES]
     if not chosen:
         return "No results are on record yet."
-    header = ("Operator", "pass", "Shape", "tk ms", "Triton ms", "best Triton", "speed-up", "roofline")
+    header = ("Operator", "pass", "Shape", "tk ms", "baseline ms", "best baseline", "speed-up", "roofline")
     lines = []
     for pair in chosen:
         row, share = pair.shown, pair.shown["roofline"]
@@ -105,7 +112,7 @@ def update(path: Path, rows: Sequence[Row]) -> bool:
 
 
 def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
-    """tk against the best Triton variant, one line per problem; empty where no row is of either.
+    """tk against the best baseline, one line per problem; empty where no row is of either.
 
     The intra-chunk part has no counterpart: it stands with the schedules alone.
     """
@@ -118,18 +125,90 @@ def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
         "Shape",
         "dtype",
         "tk ms",
-        "Triton ms",
-        "best Triton",
+        "baseline ms",
+        "best baseline",
         "speed-up",
         "TFLOP/s",
         "GB/s",
         "roofline",
         "error",
         "peak MB, tk",
-        "peak MB, Triton",
+        "peak MB, baseline",
     )
     table = _markdown(header, [_cells(pair) for pair in found])
     return f"### {TITLES[op]}, {PASS_TITLES[which]}\n\n{table}\n\n{_origin(found)}"
+
+
+def _baselines(op: str, which: str, rows: Sequence[Row]) -> str:
+    """The times of several packages beside tk, one line per problem of which a run has more than one.
+
+    The variants of one package, as those of mLSTM, are no packages: the best of them stands with the contest.
+    """
+    if op not in PACKAGES:
+        return ""
+    found = [pair for pair in pairs(rows) if pair.ours is not None and pair.theirs is not None]
+    by_contest: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in rows:
+        if is_baseline(row):
+            by_contest.setdefault(contest_of(row), {})[row["backend"]] = row
+    shown = [pair for pair in found if len(by_contest[contest_of(pair.shown)]) > 1]
+    if not shown:
+        return ""
+    names = sorted({name for pair in shown for name in by_contest[contest_of(pair.shown)]})
+    lines = []
+    for pair in shown:
+        theirs = by_contest[contest_of(pair.shown)]
+        cells = [problem_title(pair.shown), pair.shown["dtype"], milliseconds(pair.shown["ms"])]
+        for name in names:
+            cells += _beside(pair.shown, theirs.get(name))
+        lines.append(cells)
+    each = [part for name in names for part in (f"{_package(name)} ms", "speed-up", "error", "peak MB")]
+    table = _markdown(("Shape", "dtype", "tk ms", *each), lines)
+    return f"### {TITLES[op]}, {PASS_TITLES[which]}, every package\n\n{table}\n\n{_origin(shown)}"
+
+
+def _beside(ours: Row, theirs: Row | None) -> list[str]:
+    """A package's time, tk's speed-up over it, its error and peak memory."""
+    if theirs is None:
+        return ["-"] * 4
+    ratio = f"{theirs['ms'] / ours['ms']:.2f}x"
+    return [milliseconds(theirs["ms"]), ratio, errors_of(theirs["rel_err"]), _memory(theirs)]
+
+
+def _package(backend: str) -> str:
+    return backend.partition(":")[2]
+
+
+def _hosts(op: str, rows: Sequence[Row]) -> str:
+    """The host's time of short calls, of the latest run; empty where no row tells how many kernels it has."""
+    if op == STEP:
+        return ""
+    latest: dict[tuple[object, ...], Row] = {}
+    for row in rows:
+        named = row["backend"] == "tk" and row["schedule"] in (None, instances.DEFAULT_SCHEDULE)
+        key = (problem_of(row), row["backend"])
+        wanted = "launch_us" in row and "host_us" in row and (named or is_baseline(row))
+        if wanted and (key not in latest or row["date"] >= latest[key]["date"]):
+            latest[key] = row
+    if not latest:
+        return ""
+    header = ("Shape", "pass", "backend", "call ms", "graph ms", "host us", "launches", "beyond them us")
+    lines = [
+        [
+            problem_title(row),
+            PASS_TITLES[row["pass"]],
+            row["backend"],
+            milliseconds(row["ms"]),
+            milliseconds(row["graph_ms"]) if "graph_ms" in row else "-",
+            f"{row['host_us']:.0f}",
+            str(row["launches"]),
+            f"{row['host_us'] - row['launch_us']:.0f}",
+        ]
+        for row in latest.values()
+    ]
+    caption = "Beyond them: the host's time for a call less that of as many launches of an empty kernel"
+    origin = _origin_of(list(latest.values()))
+    return f"### {TITLES[op]}, host\n\n{_markdown(header, lines)}\n\n{caption}; {origin}"
 
 
 def _steps(rows: Sequence[Row]) -> str:
@@ -187,7 +266,7 @@ def _sweeps(op: str, which: str, rows: Sequence[Row]) -> list[str]:
 
 def _sweep(op: str, which: str, found: Sequence[Pair]) -> str:
     lines = [[str(pair.shown["shape"]["T"]), *_times(pair)] for pair in found]
-    table = _markdown(("T", "tk ms", "Triton ms", "best Triton", "speed-up"), lines)
+    table = _markdown(("T", "tk ms", "baseline ms", "best baseline", "speed-up"), lines)
     shape = shape_of(found[0].shown)
     what = f"B x T = {SWEEP_TOKENS:,}, H{shape.H} {shape.K}/{shape.V}, {found[0].shown['dtype']}"
     caption = f"{what}; flatness of tk (max / min): {_flatness(found)}; {_origin(found)}"
@@ -204,7 +283,7 @@ def _flatness(found: Sequence[Pair]) -> str:
 
 
 def _times(pair: Pair) -> list[str]:
-    """ms of tk, of the best Triton variant, its name, and the speed-up."""
+    """ms of tk, of the best baseline, its name, and the speed-up."""
     ours, theirs, ratio = pair.ours, pair.theirs, pair.speed_up
     return [
         milliseconds(ours["ms"]) if ours else "-",

@@ -39,6 +39,7 @@ OPS = (
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
 # of any operator; null where the kernel chose it
 SCHEDULES = (*intra.SCHEDULES, None)
+BASELINES = ("triton", "tilelang")  # families of backends that a speed-up is measured against
 OUTPUTS = ("h", "o")  # the output among the errors of a row; the others are gradients
 # optional keys that are part of a row's identity, and what an absent one means
 DEFAULTS: dict[str, Any] = {"layout": LAYOUTS[0], "forget_bias": FORGET_BIAS}
@@ -69,12 +70,15 @@ REQUIRED: dict[str, tuple[type, ...]] = {
     "commit": _TEXT + _NONE,
     "date": _TEXT,
 }
-# host_us: of the host for one call; graph_ms: median of CUDA-graph replays; kernel_share: of the GPU's time
-# in mLSTM kernels; repeats: timed runs, where fewer than 30; note: what to know
+# host_us: of the host for one call; launches: kernels of one call; launch_us: of the host for as many
+# launches of an empty kernel; graph_ms: median of CUDA-graph replays; kernel_share: of the GPU's time in
+# mLSTM kernels; repeats: timed runs, where fewer than 30; note: what to know
 OPTIONAL: dict[str, tuple[type, ...]] = {
     "layout": _TEXT,
     "forget_bias": _NUMBER,
     "host_us": _NUMBER,
+    "launches": (int,),
+    "launch_us": _NUMBER,
     "graph_ms": _NUMBER,
     "kernel_share": _NUMBER,
     "repeats": (int,),
@@ -144,7 +148,13 @@ def passes_of(op: str) -> tuple[str, ...]:
 
 def schedules_of(op: str) -> tuple[str, ...]:
     """The schedules that the tk kernel of an operator has."""
-    return intra.SCHEDULES if op == INTRA else instances.SCHEDULES
+    own = {
+        INTRA: intra.SCHEDULES,
+        "gla": instances.GLA_SCHEDULES,
+        "delta_rule": instances.DELTA_SCHEDULES,
+        "gated_delta_rule": instances.DELTA_SCHEDULES,
+    }
+    return own.get(op, instances.SCHEDULES)
 
 
 def conditions_of(row: Row) -> tuple[str, float]:
@@ -240,17 +250,22 @@ def rounded(value: float, digits: int = 5) -> float:
 
 
 def baselines(rows: Iterable[Row]) -> dict[tuple[Any, ...], Row]:
-    """The fastest Triton row per contest: what a speed-up is measured against.
+    """The fastest row of a baseline per contest: what a speed-up is measured against.
 
     Every row on record passed its correctness check, so the fastest is the best correct one.
     """
     best: dict[tuple[Any, ...], Row] = {}
     for row in rows:
-        if row["backend"].startswith("triton"):
+        if is_baseline(row):
             key = contest_of(row)
             if key not in best or row["ms"] < best[key]["ms"]:
                 best[key] = row
     return best
+
+
+def is_baseline(row: Row) -> bool:
+    """Whether a row is of other people's kernels."""
+    return row["backend"].partition(":")[0] in BASELINES
 
 
 def contest_of(row: Row) -> tuple[Any, ...]:
@@ -259,7 +274,7 @@ def contest_of(row: Row) -> tuple[Any, ...]:
 
 
 class Pair(NamedTuple):
-    """What one problem came to: the row of tk and the best one of Triton, and whichever of them there is."""
+    """What one problem came to: the row of tk, the best one of a baseline, and whichever of them there is."""
 
     shown: Row
     ours: Row | None
@@ -267,15 +282,15 @@ class Pair(NamedTuple):
 
     @property
     def speed_up(self) -> float | None:
-        """Triton's time over ours; None where one is missing."""
+        """The baseline's time over ours; None where one is missing."""
         return self.theirs["ms"] / self.ours["ms"] if self.ours and self.theirs else None
 
 
 def pairs(rows: Iterable[Row]) -> list[Pair]:
-    """Per problem the tk row of the shipped schedule and the best Triton row of its run, in the rows' order.
+    """Per problem the tk row of the shipped schedule and the best baseline of its run, in the rows' order.
 
-    The tk row is that of the latest run with a Triton row (schedules are compared without one), else of the
-    latest; where there is none, the best Triton row of the latest run stands alone. A problem with neither is
+    The tk row is that of the latest run with a baseline (schedules are compared without one), else of the
+    latest; where there is none, the best baseline of the latest run stands alone. A problem with neither is
     left out.
     """
     rows = list(rows)
@@ -292,7 +307,7 @@ def pairs(rows: Iterable[Row]) -> list[Pair]:
         ]
         ours = _latest(row for row in shipped if contest_of(row) in best) or _latest(shipped)
         if ours is None:
-            theirs = _latest(row for row in group if row["backend"].startswith("triton"))
+            theirs = _latest(row for row in group if is_baseline(row))
         else:
             theirs = best.get(contest_of(ours))
         shown = ours or theirs

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ from torch import Tensor
 from tfla_tk.build import BuildError
 from tfla_tk.core.errors import UnsupportedError
 
-from . import accuracy, fla, timing
+from . import accuracy, fla, rivals, timing
 from .accuracy import ORTHOGONAL, RANDOM, Truth
 from .ceilings import Ceilings
 from .inputs import DTYPES
 from .operators import Operator, split_offsets
-from .results import DEFAULTS, Row, rounded
+from .results import BASELINES, DEFAULTS, Row, rounded
 from .shapes import Shape
 from .variants import Variant
 
@@ -116,6 +116,8 @@ def _run(
     for outcome in outcomes:
         if outcome.variant.call == fla.VARIANT:
             outcome.notes += fla_notes
+        if outcome.variant.call in rivals.RIVALS:
+            outcome.notes += filter(None, [rivals.RIVALS[outcome.variant.call].note])
     kinds = list(dict.fromkeys(cotangent_kind(operator, variant, which) for variant in variants))
     try:
         inputs = operator.inputs(
@@ -160,21 +162,28 @@ def cotangent_kind(operator: Operator, variant: Variant, which: str) -> str:
 def make_step(
     operator: Operator, variant: Variant, inputs: Mapping[str, Tensor], cotangent: Tensor | None
 ) -> Callable[[], dict[str, Tensor]]:
-    """One call of the pass: the output and, given its gradient, each input's; nothing accumulates."""
+    """One call of the pass: the output and, given its gradient, each input's; nothing accumulates.
+
+    The results of a rival have its own names (`rivals.Rival.finish`).
+    """
     differentiated, offsets = split_offsets(inputs)
+    call: Callable[..., Tensor] = partial(operator.call, variant.call, **offsets)
+    if variant.call in rivals.RIVALS:
+        prepared = rivals.RIVALS[variant.call].prepare(inputs)
+        differentiated, call = prepared.leaves, prepared.call
     if cotangent is None:
         tensors = list(differentiated.values())
 
         def forward() -> dict[str, Tensor]:
             with torch.no_grad():
-                return {operator.output: operator.call(variant.call, *tensors, **offsets)}
+                return {operator.output: call(*tensors)}
 
         return forward
 
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in differentiated.items()}
 
     def forward_backward() -> dict[str, Tensor]:
-        output = operator.call(variant.call, *leaves.values(), **offsets)
+        output = call(*leaves.values())
         grads = torch.autograd.grad(output, list(leaves.values()), cotangent)
         named = {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
         return {operator.output: output.detach(), **named}
@@ -190,7 +199,10 @@ def _check(
     kind = cotangent_kind(operator, outcome.variant, outcome.which)
     step = make_step(operator, outcome.variant, inputs, truth.cotangents.get(kind))
     accuracy.poison(inputs["v"].numel() * inputs["v"].element_size(), settings.device)
-    outcome.errors = truth.errors(kind, step())
+    results = step()
+    if outcome.variant.call in rivals.RIVALS:
+        results = rivals.RIVALS[outcome.variant.call].finish(inputs, results)
+    outcome.errors = truth.errors(kind, results)
     outcome.notes += [truth.picks.left_out] * truth.partial
     wrong = accuracy.failures(outcome.errors, _tolerances(operator, outcome.variant, settings.dtype))
     if wrong:
@@ -199,7 +211,7 @@ def _check(
 
 def _tolerances(operator: Operator, variant: Variant, dtype: str) -> dict[str, float]:
     """By result."""
-    return operator.tolerances(dtype, baseline=variant.family == "triton")
+    return operator.tolerances(dtype, baseline=variant.family in BASELINES)
 
 
 def refuse_quadratic(outcome: Outcome) -> None:
@@ -249,7 +261,7 @@ def _time(
         name = outcome.variant.call
         if outcome.status == OK:
             host = _host_us(steps[name], found[name], settings)
-            graph = _graph_ms(steps[name], found[name], host, settings, always=operator.runs_in_graphs)
+            graph = _graph(steps[name], found[name], host, settings, always=operator.runs_in_graphs)
             outcome.row = make_row(operator, outcome, settings, found[name], memory[name], graph, host)
 
 
@@ -260,15 +272,23 @@ def _host_us(step: timing.Step, found: timing.Timing, settings: Settings) -> flo
     return timing.host_us(step, settings.stopwatch.wait)
 
 
-def _graph_ms(
+class GraphTimes(NamedTuple):
+    """What the CUDA graph of a step tells: ms of a replay, its kernels, and the host's us to launch these."""
+
+    ms: float
+    launches: int | None = None
+    launch_us: float | None = None
+
+
+def _graph(
     step: timing.Step,
     found: timing.Timing,
     host_us: float | None,
     settings: Settings,
     *,
     always: bool = False,
-) -> float | None:
-    """Median of CUDA-graph replays, for a step so short that its launches may dominate, or for every one.
+) -> GraphTimes | None:
+    """Times of CUDA-graph replays, for a step so short that its launches may dominate, or for every one.
 
     Short is one below GRAPH_BELOW_MS, or one whose time is mostly the host's. None where it cannot be
     captured.
@@ -277,10 +297,13 @@ def _graph_ms(
     wanted = always or found.ms < timing.GRAPH_BELOW_MS or waits_for_host
     if settings.device.type != "cuda" or not wanted:
         return None
-    replay = timing.capture(step, settings.device)
-    if replay is None:
+    captured = timing.capture(step, settings.device)
+    if captured is None:
         return None
-    return timing.time_one(replay, settings.plan.repeats, settings.stopwatch).ms
+    ms = timing.time_one(captured.replay, settings.plan.repeats, settings.stopwatch).ms
+    if captured.launches is None:
+        return GraphTimes(ms)
+    return GraphTimes(ms, captured.launches, captured.launches * timing.launch_us(settings.stopwatch.wait))
 
 
 def make_row(
@@ -289,7 +312,7 @@ def make_row(
     settings: Settings,
     found: timing.Timing,
     peak_bytes: int | None,
-    graph_ms: float | None = None,
+    graph: GraphTimes | None = None,
     host_us: float | None = None,
 ) -> Row:
     """The results row of a timed variant."""
@@ -316,8 +339,10 @@ def make_row(
     row |= {key: value for key, value in given.items() if value != DEFAULTS[key]}
     if host_us is not None:
         row["host_us"] = rounded(host_us, 3)
-    if graph_ms is not None:
-        row["graph_ms"] = rounded(graph_ms)
+    if graph is not None:
+        row["graph_ms"] = rounded(graph.ms)
+        if graph.launches is not None and graph.launch_us is not None:
+            row |= {"launches": graph.launches, "launch_us": rounded(graph.launch_us, 3)}
     if found.repeats < RECORD_REPEATS:
         row["repeats"] = found.repeats
     notes = []

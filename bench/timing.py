@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
 FLUSH_BYTES = 2**28  # five times the L2 of an H200
-GRAPH_BELOW_MS = 0.1
+GRAPH_BELOW_MS = 0.5
 HOST_BELOW_MS = 5.0  # a hundred calls of a longer step cost too much
 HOST_CALLS = 100
 HOST_BURST = 10  # calls whose launches the driver's queue holds, so that none of them waits for the GPU
 LEAST_REPEATS = 3
 WARM_UP = 2
+_KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 Step = Callable[[], object]
 
@@ -194,7 +197,14 @@ def host_us(step: Step, wait: Callable[[], object]) -> float:
     return statistics.median(times) * 1e6
 
 
-def capture(step: Step, device: torch.device) -> Step | None:
+class Captured(NamedTuple):
+    """A step as a CUDA graph. launches: the kernels in it; None where the driver does not tell."""
+
+    replay: Step
+    launches: int | None
+
+
+def capture(step: Step, device: torch.device) -> Captured | None:
     """The step as replays of a CUDA graph, or None where it cannot be captured."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -202,14 +212,41 @@ def capture(step: Step, device: torch.device) -> Step | None:
         for _ in range(WARM_UP):
             step()
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     try:
         with torch.cuda.graph(graph):
             step()
-    except RuntimeError:
+        graph.instantiate()
+    except Exception:  # of whatever kind: the step may be another package's
         torch.cuda.synchronize(device)
         return None
-    return graph.replay
+    return Captured(graph.replay, _kernels_of(graph.raw_cuda_graph()))
+
+
+def _kernels_of(graph: int) -> int | None:
+    """How many kernels a graph of the driver has; None where the driver cannot be asked."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+        if driver.cuGraphGetNodes(handle, None, ctypes.byref(count)):
+            return None
+        nodes = (ctypes.c_void_p * count.value)()
+        if driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)):
+            return None
+        kernels = 0
+        for node in nodes:
+            kind = ctypes.c_int()
+            if driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)):
+                return None
+            kernels += kind.value == _KERNEL_NODE
+    except (OSError, AttributeError):
+        return None
+    return kernels
+
+
+def launch_us(wait: Callable[[], object]) -> float:
+    """Median time in us of the host for the launch of a kernel that does nothing."""
+    return host_us(partial(torch.cuda._sleep, 0), wait)
 
 
 def peak_memory(step: Step, device: torch.device) -> int | None:

@@ -9,8 +9,10 @@ from tfla_tk.backends.triton.variants import variants
 from tfla_tk.core.layout import SCHEDULES
 
 from .operators import Operator
+from .rivals import RIVALS, rivals_of
 
 FAMILIES = ("tk", "triton", "reference")
+COMPARED = ("tk", "triton", "tilelang", "reference")  # with the families of rivals alone
 
 
 @dataclass(frozen=True)
@@ -31,36 +33,52 @@ class Variant:
 
     @property
     def family(self) -> str:
-        """tk, triton or reference."""
+        """tk, triton, tilelang or reference."""
         return self.backend.partition(":")[0]
 
 
 def find_variants(
-    operator: Operator, backends: Sequence[str] | None, schedules: Sequence[str], *, on_gpu: bool
+    operator: Operator,
+    backends: Sequence[str] | None,
+    schedules: Sequence[str],
+    *,
+    on_gpu: bool,
+    rivals: bool = False,
 ) -> list[Variant]:
     """The competitors of one operator, in the order they are shown.
 
     Args:
-        backends: families (tk, triton, reference) and single variants (triton:xl_chunk_128, tk:pingpong);
-            None takes every family on a GPU and the reference's forms without one.
+        backends: families (of COMPARED with rivals, else of FAMILIES) and single variants
+            (triton:xl_chunk_128, tk:pingpong); None takes every family on a GPU and the reference's forms
+            without one.
         schedules: for the family tk, of SCHEDULES.
         on_gpu: the family reference is its chunkwise form on a GPU, every form elsewhere.
+        rivals: with those of RIVALS that compute the operator, which are no backends of the public functions.
 
     Raises:
         ValueError: a name that is no backend.
     """
-    chosen = tuple(backends) if backends is not None else FAMILIES if on_gpu else ("reference",)
+    families = COMPARED if rivals else FAMILIES
+    chosen = tuple(backends) if backends is not None else families if on_gpu else ("reference",)
     found: dict[str, Variant] = {}
     for name in chosen:
         family, colon, detail = name.partition(":")
-        if family not in FAMILIES or (colon and not detail):
-            raise ValueError(f"backends: expected {', '.join(FAMILIES)} or name:variant, got {name!r}")
-        if colon:
+        if family not in families or (colon and not detail):
+            raise ValueError(f"backends: expected {', '.join(families)} or name:variant, got {name!r}")
+        if name in RIVALS and not rivals:
+            raise ValueError(f"backends: expected a backend of the public functions, got {name!r}")
+        if name in RIVALS and RIVALS[name].operator != operator.name:
+            # another operator of the same command may have it
+            new = []
+        elif colon:
             new = [_single(name, family, detail)]
         elif family == "tk":
             new = [_single(f"tk:{schedule}", "tk", schedule, backends is not None) for schedule in schedules]
+        elif family == "tilelang":
+            new = _rivals(operator, family)
         elif family == "triton":
             new = [Variant(call, call) for call in variants(operator.function)]
+            new += _rivals(operator, family) if rivals else []
         elif on_gpu:
             new = [Variant("reference", "reference")]
         else:
@@ -68,6 +86,10 @@ def find_variants(
         for variant in new:
             found.setdefault(variant.call, variant)
     return list(found.values())
+
+
+def _rivals(operator: Operator, family: str) -> list[Variant]:
+    return [Variant(call, call) for call in rivals_of(operator.name, family)]
 
 
 def _single(name: str, family: str, detail: str, named: bool = True) -> Variant:

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import tfla_tk
 from tfla_tk import doctor, reference
-from tfla_tk.bench import ablation, compare, intra, results
+from tfla_tk.bench import ablation, compare, intra, readme, report, results
 from tfla_tk.bench.__main__ import main
 from tfla_tk.bench.shapes import Shape
+from tfla_tk.core import layout
 from tfla_tk.core.errors import UnsupportedError
 
 SCHEDULES = ["sequential", "overlapped", "pingpong", "three_stage"]
@@ -112,3 +115,52 @@ def test_command_runs_every_contest_with_its_options(monkeypatch) -> None:
     assert main(["ablation", "--commit", "abc"]) == 1
     assert main(["ablation", "--quick"]) == 1
     assert seen == [(list(SMALL), "abc", True), (list(SMALL[:1]), None, True)]
+
+
+@pytest.mark.parametrize("op", list(ablation.PUBLIC))
+def test_both_schedules_of_the_public_functions_in_both_passes(monkeypatch, tmp_path: Path, op: str) -> None:
+    called: set[str] = set()
+    name = ablation.OPERATORS[op].function
+    right = getattr(tfla_tk, name)
+
+    def function(*tensors: torch.Tensor, backend: str, **options: Any) -> Any:
+        called.add(backend)
+        return right(*tensors, backend="reference", **options)
+
+    monkeypatch.setattr(tfla_tk, name, function)
+    monkeypatch.setitem(ablation.PUBLIC, op, SMALL)
+    path = tmp_path / "rows.json"
+    assert compare.carry_out(options("--json", str(path)), ablation.contests(op), on_gpu=False) == 0
+    assert called == {"tk:sequential", "tk:overlapped"}
+    rows = results.load(path)
+    assert [(row["pass"], row["shape"]["T"], row["schedule"]) for row in rows] == [
+        (which, t, s) for which in ("fwd", "fwdbwd") for t in (96, 64) for s in SCHEDULES[:2]
+    ]
+    assert {(row["op"], row["backend"]) for row in rows} == {(op, "tk")}
+    text = readme.render([{**row, "gpu": "NVIDIA H200"} for row in rows])
+    assert f"### {report.TITLES[op]}, schedules" in text
+    assert "| B2 T96 H2 16/32 | forward + backward |" in text
+
+
+def test_the_schedules_are_backends_of_the_public_functions() -> None:
+    for op in ablation.PUBLIC:
+        names = {contest.variants[n].call for contest in ablation.contests(op) for n in range(2)}
+        assert {name.partition(":")[2] for name in names} <= set(layout.SCHEDULES)
+        for contest in ablation.contests(op):
+            contest.operator.check_shape(contest.shape)
+
+
+def test_command_takes_the_operators(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seen: list[list[tuple[str, str]]] = []
+
+    def note(args: argparse.Namespace, contests: list[compare.Contest], *, on_gpu: bool) -> int:
+        seen.append([(contest.operator.name, contest.which) for contest in contests])
+        return 0
+
+    monkeypatch.setattr(ablation, "carry_out", note)
+    assert main(["ablation", "--op", "gla,gated_delta_rule"]) == 0
+    assert {op for op, _ in seen[0]} == {"gla", "gated_delta_rule"}
+    assert {which for _, which in seen[0]} == {"fwd", "fwdbwd"}
+    with pytest.raises(SystemExit):
+        main(["ablation", "--op", "retention"])

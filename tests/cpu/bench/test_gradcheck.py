@@ -12,8 +12,16 @@ from torch import Tensor
 
 import tfla_tk
 from tfla_tk import UnsupportedError, reference
-from tfla_tk.bench import accuracy, gradcheck
-from tfla_tk.bench.gradcheck import CASES, PROBLEMS, Case, Settings, compute_truth, gradients, make_case
+from tfla_tk.bench import accuracy, gradcheck, gradcheck_cases
+from tfla_tk.bench.gradcheck_cases import (
+    CASES,
+    PROBLEMS,
+    Case,
+    Settings,
+    compute_truth,
+    gradients,
+    make_case,
+)
 from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.shapes import Shape
 from tfla_tk.cli import main
@@ -185,7 +193,7 @@ def test_a_crash_is_told(break_backends, capsys) -> None:
 
 
 def test_long_sequences_are_judged_by_the_chunkwise_form(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(gradcheck, "RECURRENT_TOKENS", 39)
+    monkeypatch.setattr(gradcheck_cases, "RECURRENT_TOKENS", 39)
     options = ("--backends", "reference:recurrent,op", "--cases", "extreme+initial+last")
     assert main(["gradcheck", *SMALL, *options]) == 0
     assert "truth: chunkwise in fp64" in capsys.readouterr().out
@@ -219,7 +227,18 @@ def parallel_of(problem: Any) -> Callable[..., Any]:
     if name != "gated_delta_rule":
         return PARALLEL[name]
 
-    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        if options.pop("use_gate_in_kernel", False):
+            g = -A_log.exp() * torch.nn.functional.softplus(g + dt_bias)
         if options.pop("use_qk_l2norm_in_kernel", False):
             q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
         if options.pop("use_beta_sigmoid_in_kernel", False):
@@ -234,7 +253,7 @@ def parallel_of(problem: Any) -> Callable[..., Any]:
     "problem", [one for both in PROBLEMS.values() for one in both], ids=lambda p: p.title
 )
 def test_the_truth_is_the_whole_gradient_in_slices(monkeypatch, slice_bytes: int, problem) -> None:
-    monkeypatch.setitem(gradcheck.SLICE_BYTES, "cpu", slice_bytes)
+    monkeypatch.setitem(accuracy.SLICE_BYTES, "cpu", slice_bytes)
     shape = Shape(2, 40, 2, 16, 32)
     settings = Settings(torch.device("cpu"), "fp32", 3)
     (case,) = problem.cases([CASES["normal+initial+last"]])
@@ -308,7 +327,8 @@ def test_the_operators_of_fla(op: str, shapes: str, tmp_path: Path, capsys) -> N
     assert {row["backend"] for row in rows} == set(FORMS)
     for row in rows:
         initial = ["dinitial_state"] * ("initial" in row["case"])
-        assert list(row["rel_err"]) == ["dq", "dk", "dv", *GATES.get(op, []), *initial]
+        parameters = ["dA_log", "ddt_bias"] * row["options"].get("use_gate_in_kernel", False)
+        assert list(row["rel_err"]) == ["dq", "dk", "dv", *GATES.get(op, []), *parameters, *initial]
     assert ("extreme+initial+last" in {row["case"] for row in rows}) == (op in GATES and not packed)
     assert "truth: recurrent in fp64" in capsys.readouterr().out
 
@@ -382,7 +402,10 @@ def test_wrong_usage(options: tuple[str, str], capsys) -> None:
     [
         (("--backends", "cuda"), "backends: expected tk, triton, reference"),
         (("--shapes", "1x1x1x16x16"), "--shapes: expected at least 2 tokens"),
-        (("--shapes", "1x64x1x16x16xN4"), "--cases: expected none with +last for packed sequences"),
+        (
+            ("--shapes", "1x64x1x16x16xN4", "--cases", "default+last"),
+            "--cases: expected none with +last for packed sequences",
+        ),
         (("--shapes", "1x64x2x16x16xHV4"), "shape HV: expected 2, mlstm_exp has no more value heads, got 4"),
     ],
 )
@@ -397,4 +420,60 @@ def test_defaults() -> None:
     args = parser.parse_args([])
     assert args.op == list(OPERATORS) and args.shapes is None and args.backends is None
     assert args.schedules == ["sequential", "overlapped", "pingpong"]
-    assert args.cases == gradcheck.DEFAULT_CASES and args.seed == 0
+    assert args.cases is None and args.seed == 0
+
+
+def test_the_default_cases_of_packed_sequences_have_no_gradients_of_last_states(
+    tmp_path: Path, capsys
+) -> None:
+    shape = Shape(1, 64, 2, 16, 16, N=5)
+    expected = ["default", "default+initial", "normal+initial", "extreme+initial"]
+    assert [str(case) for case in gradcheck.default_cases(shape)] == expected
+    plain = [str(case) for case in gradcheck.default_cases(Shape(1, 64, 2, 16, 16))]
+    assert plain == gradcheck_cases.DEFAULT_CASES
+    path = tmp_path / "errors.json"
+    options = ["--op", "gla", "--shapes", "1x40x1x16x16,1x40x1x16x16xN3", "--json", str(path)]
+    assert main(["gradcheck", *options, "--backends", "reference:chunkwise"]) == 0
+    rows = json.loads(path.read_text())
+    assert [row["case"] for row in rows if "N" in row["shape"]] == expected
+    assert [row["case"] for row in rows if "N" not in row["shape"]] == plain
+
+
+def test_the_gate_parameters_are_checked(tmp_path: Path, monkeypatch, capsys) -> None:
+    """dA_log and ddt_bias are sums over batch and tokens; a slight error of one of them is found."""
+    path = tmp_path / "errors.json"
+    options = ["--op", "gated_delta_rule", "--shapes", "2x40x1x16x16xHV2", "--json", str(path)]
+    options += ["--backends", "reference:chunkwise", "--cases", "default,extreme+initial+last"]
+    assert main(["gradcheck", *options]) == 0
+    rows = [row for row in json.loads(path.read_text()) if row["options"].get("use_gate_in_kernel")]
+    assert len(rows) == 2
+    for row in rows:
+        assert list(row["rel_err"])[3:7] == ["dg", "dbeta", "dA_log", "ddt_bias"]
+    assert "use_gate_in_kernel=True" in capsys.readouterr().out
+    right = tfla_tk.chunk_gated_delta_rule
+
+    def wrong(*, A_log: Tensor | None = None, **arguments: Any) -> Any:
+        if A_log is not None:
+            A_log = A_log.detach() + 1.02 * (A_log - A_log.detach())
+        return right(A_log=A_log, **arguments)
+
+    monkeypatch.setattr(tfla_tk, "chunk_gated_delta_rule", wrong)
+    assert main(["gradcheck", *options, "--dtype", "fp32"]) == 1
+    failed = [row["reason"] for row in json.loads(path.read_text()) if row["status"] == "FAILED"]
+    assert failed and all("dA_log 2.0e-02" in reason and "ddt_bias" not in reason for reason in failed)
+
+
+def test_parameters_are_left_out_where_not_all_is_picked(monkeypatch) -> None:
+    monkeypatch.setitem(accuracy.FLOP_LIMIT, "cpu", 1.0)
+    problem = PROBLEMS["gated_delta_rule"][-1]
+    settings = Settings(torch.device("cpu"), "fp32", 0)
+    shape = Shape(2, 40, 2, 16, 16)
+    tensors, cotangents = make_case(problem, shape, CASES["default"], settings)
+    _, truth = compute_truth(problem, shape, tensors, cotangents)
+    options = {"chunk_size": 16, **problem.operator.options}
+
+    def form(**arguments: Any) -> Any:
+        return problem.operator.truth(**arguments, **options)
+
+    errors = truth.errors(accuracy.RANDOM, gradients(form, problem.operator, tensors, cotangents))
+    assert list(errors) == ["dq", "dk", "dv", "dg", "dbeta"] and max(errors.values()) < 1e-4

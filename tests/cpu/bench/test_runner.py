@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tfla_tk import UnsupportedError, reference
-from tfla_tk.bench import results, runner
+from tfla_tk.bench import results, runner, timing
 from tfla_tk.bench.ceilings import Ceilings
 from tfla_tk.bench.operators import OPERATORS, Operator
 from tfla_tk.bench.runner import FAILED, OK, UNSUPPORTED, run_contest
@@ -149,7 +149,8 @@ def test_figures_of_a_row(settings) -> None:
     outcome = runner.Outcome("mlstm_exp", shape, "fwd", Variant("tk:pingpong", "tk", "pingpong"))
     outcome.errors = {"h": 0.00234567}
     operator = OPERATORS["mlstm_exp"]
-    row = runner.make_row(operator, outcome, settings, Timing(0.5, 0.49, 0.52, 50), 3 * 2**20, 0.4)
+    graph = runner.GraphTimes(0.4)
+    row = runner.make_row(operator, outcome, settings, Timing(0.5, 0.49, 0.52, 50), 3 * 2**20, graph)
     results.validate(row)
     assert (row["backend"], row["schedule"]) == ("tk", "pingpong")
     # 180,224 FLOP and 1548 bytes for each of 1,048,576 tokens and heads in 0.5 ms
@@ -161,6 +162,11 @@ def test_figures_of_a_row(settings) -> None:
     assert not {"layout", "forget_bias", "host_us"} & row.keys()
     few = runner.make_row(operator, outcome, settings, Timing(0.5, 0.5, 0.5, 12), None)
     assert few["repeats"] == 12 and few["peak_mem_mb"] is None and "graph_ms" not in few
+    counted = runner.GraphTimes(0.4, 3, 7.891)
+    told = runner.make_row(operator, outcome, settings, Timing(0.5, 0.5, 0.5, 50), None, counted, 41.2)
+    results.validate(told)
+    assert (told["launches"], told["launch_us"], told["host_us"]) == (3, 7.89, 41.2)
+    assert "launches" not in row
 
 
 def test_inputs_other_than_the_default_ones_are_in_the_row(settings) -> None:
@@ -187,22 +193,23 @@ def test_host_time_of_short_calls_on_a_gpu(settings, stopwatch, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("ms", "host_us", "measured"),
-    [(0.09, 10.0, True), (0.2, 90.0, False), (0.2, 110.0, True), (0.2, None, False)],
+    [(0.49, 10.0, True), (0.8, 390.0, False), (0.8, 410.0, True), (0.8, None, False)],
 )
 def test_graph_replay_where_launches_may_dominate(
     settings, stopwatch, monkeypatch: pytest.MonkeyPatch, ms: float, host_us: float | None, measured: bool
 ) -> None:
     stopwatch.times["replay"] = 0.05
-    monkeypatch.setattr(runner.timing, "capture", lambda step, device: stopwatch.step("replay"))
+    captured = timing.Captured(stopwatch.step("replay"), 3)
+    monkeypatch.setattr(timing, "capture", lambda step, device: captured)
+    monkeypatch.setattr(timing, "launch_us", lambda wait: 2.5)
     timed = Timing(ms, ms, ms, 50)
-    assert runner._graph_ms(stopwatch.step("a"), timed, host_us, settings) is None
+    assert runner._graph(stopwatch.step("a"), timed, host_us, settings) is None
     on_gpu = dataclasses.replace(settings, device=torch.device("cuda"))
-    found = runner._graph_ms(stopwatch.step("a"), timed, host_us, on_gpu)
+    found = runner._graph(stopwatch.step("a"), timed, host_us, on_gpu)
     assert (found is not None) == measured
+    assert found is None or found[1:] == (3, 7.5)
     assert "a" not in stopwatch.ran
-    always = [
-        runner._graph_ms(stopwatch.step("a"), timed, host_us, x, always=True) for x in (settings, on_gpu)
-    ]
+    always = [runner._graph(stopwatch.step("a"), timed, host_us, x, always=True) for x in (settings, on_gpu)]
     assert always[0] is None and always[1] is not None
 
 

@@ -78,11 +78,11 @@ def test_every_row_has_the_time_of_a_graph(settings, monkeypatch: pytest.MonkeyP
     """Whatever a call takes: here more than that of which the host's time is measured."""
     asked: list[bool] = []
 
-    def graph_ms(*args: object, always: bool) -> float:
+    def graph(*args: object, always: bool) -> runner.GraphTimes:
         asked.append(always)
-        return 0.25
+        return runner.GraphTimes(0.25)
 
-    monkeypatch.setattr(runner, "_graph_ms", graph_ms)
+    monkeypatch.setattr(runner, "_graph", graph)
     variants = step.VARIANTS[-1:]
     for operator in (step.OPERATOR, OPERATORS["mlstm_exp"]):
         (outcome,) = runner.run_contest(operator, SMALL, "fwd", variants, settings)

@@ -1,0 +1,182 @@
+"""Baselines beside FLA and the mLSTM kernels: FlashQLA and mamba_ssm, each called by its own function.
+
+Neither is needed. A package that is missing, or that does not take a call, is told and left out.
+
+FlashQLA serves the gated delta rule at K = V = 128. It is called directly: through FLA's dispatch it would
+pay for FLA's host code.
+
+mamba_ssm serves simple GLA. Its function takes x, dt, A, B and C, makes dt x of x, and decays by e^(dt A).
+With A = -1, dt = -g, B = k, C = q and x = scale v / dt it is simple GLA. x is made before anything is timed,
+so that its time is that of its own call, with the gradients of x, dt, B and C. dv is made of dx when it is
+checked. dg is not: it would be the difference of ddt and of dx.x / dt, which the rounding of dx dominates.
+Its package imports extensions compiled for CUDA on import, which its Triton kernels do not use. Where only
+these are missing, its Triton modules are imported below a package without code in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.core.errors import UnsupportedError
+from tfla_tk.core.installed import find_package
+
+from .inputs import OFFSETS
+
+FLASH_QLA, MAMBA = "tilelang:flash_qla", "triton:mamba_ssm"
+_FLASH_QLA_DIM = 128
+MAMBA_CHUNK = 256  # that of its own layers
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rival's call on its own inputs.
+
+    Attributes:
+        leaves: what is differentiated, by the rival's names.
+        call: of the leaves in their order; the output.
+    """
+
+    leaves: dict[str, Tensor]
+    call: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A function of another package.
+
+    Attributes:
+        variant: its name as --backends and rows have it.
+        operator: what it computes, by the name of an Operator.
+        prepare: of the operator's inputs; UnsupportedError where the rival does not take them.
+        finish: of the operator's inputs and the results by the rival's names ("o", "dx"): the same by the
+            operator's names.
+        note: what to know of its rows.
+    """
+
+    variant: str
+    operator: str
+    prepare: Callable[[Mapping[str, Tensor]], Prepared]
+    finish: Callable[[Mapping[str, Tensor], dict[str, Tensor]], dict[str, Tensor]]
+    note: str = ""
+
+
+def _prepare_flash_qla(inputs: Mapping[str, Tensor]) -> Prepared:
+    q, v = inputs["q"], inputs["v"]
+    _check_installed(FLASH_QLA, "flash_qla", "pip install flash-qla")
+    _check_gpu(FLASH_QLA, q)
+    if (q.shape[-1], v.shape[-1]) != (_FLASH_QLA_DIM, _FLASH_QLA_DIM):
+        dims = f"these are {q.shape[-1]} and {v.shape[-1]}"
+        raise UnsupportedError(FLASH_QLA, f"it takes K = V = {_FLASH_QLA_DIM}, {dims}", "use another")
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise UnsupportedError(FLASH_QLA, f"it takes 16-bit q, k, v, these are {q.dtype}", "use another")
+    function = importlib.import_module("flash_qla").chunk_gated_delta_rule
+    leaves = {name: tensor for name, tensor in inputs.items() if name != OFFSETS}
+    offsets = inputs[OFFSETS].long() if OFFSETS in inputs else None
+
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        output: Tensor = function(q, k, v, g, beta, cu_seqlens=offsets)[0]
+        return output
+
+    return Prepared(leaves, call)
+
+
+def _same_names(inputs: Mapping[str, Tensor], results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return results
+
+
+def _prepare_mamba(inputs: Mapping[str, Tensor]) -> Prepared:
+    q, k, v, g = (inputs[name] for name in "qkvg")
+    _check_installed(MAMBA, "mamba_ssm", "MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps mamba-ssm")
+    _check_installed(MAMBA, "einops", "pip install einops")
+    _check_gpu(MAMBA, q)
+    function = _mamba_module().mamba_chunk_scan_combined
+    dt = -g
+    x = (v.float() * (_scale(q) / dt)[..., None]).to(v.dtype)
+    a = torch.full((v.shape[2],), -1.0, device=v.device)
+    sequences = _sequence_of_token(inputs[OFFSETS]) if OFFSETS in inputs else None
+
+    def call(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        output: Tensor = function(x, dt, a, b, c, chunk_size=MAMBA_CHUNK, seq_idx=sequences)
+        return output
+
+    return Prepared({"x": x, "dt": dt, "b": k, "c": q}, call)
+
+
+def _finish_mamba(inputs: Mapping[str, Tensor], results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """dq is that of c, dk that of b, and dv comes of dx; dg is left out."""
+    found = {"o": results["o"]}
+    if "dx" not in results:
+        return found
+    factor = (_scale(inputs["q"]) / -inputs["g"])[..., None]
+    return found | {"dq": results["dc"], "dk": results["db"], "dv": results["dx"].float() * factor}
+
+
+def _scale(q: Tensor) -> float:
+    return float(q.shape[-1]) ** -0.5
+
+
+def _sequence_of_token(offsets: Tensor) -> Tensor:
+    """[1, T] int32: the number of each token's sequence."""
+    lengths = (offsets[1:] - offsets[:-1]).long()
+    numbers = torch.arange(lengths.numel(), dtype=torch.int32, device=offsets.device)
+    return numbers.repeat_interleave(lengths)[None]
+
+
+def _mamba_module() -> Any:
+    """mamba_ssm.ops.triton.ssd_combined, with or without what the package imports on import."""
+    name = "mamba_ssm.ops.triton.ssd_combined"
+    try:
+        return importlib.import_module(name)
+    except Exception:  # of whatever its package imports
+        for loaded in [each for each in sys.modules if each.partition(".")[0] == "mamba_ssm"]:
+            del sys.modules[loaded]
+    spec = find_package("mamba_ssm")
+    if spec is None or spec.submodule_search_locations is None:
+        raise UnsupportedError(MAMBA, "mamba_ssm is no package", "pip install --no-deps mamba-ssm")
+    package = ModuleType("mamba_ssm")
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__spec__ = spec
+    sys.modules["mamba_ssm"] = package
+    return importlib.import_module(name)
+
+
+def _check_installed(variant: str, package: str, remedy: str) -> None:
+    if find_package(package) is None:
+        raise UnsupportedError(variant, f"{package} is not installed", remedy)
+
+
+def _check_gpu(variant: str, tensor: Tensor) -> None:
+    if not tensor.is_cuda:
+        raise UnsupportedError(variant, "its kernels need a GPU", "run on a GPU")
+
+
+RIVALS: dict[str, Rival] = {
+    rival.variant: rival
+    for rival in (
+        Rival(FLASH_QLA, "gated_delta_rule", _prepare_flash_qla, _same_names),
+        Rival(
+            MAMBA,
+            "simple_gla",
+            _prepare_mamba,
+            _finish_mamba,
+            note="x = scale v / dt made beforehand; ddt computed in the place of dg, not checked",
+        ),
+    )
+}
+
+
+def rivals_of(operator: str, family: str) -> list[str]:
+    """The variants that compute an operator, of "triton" or "tilelang"."""
+    return [
+        name
+        for name, rival in RIVALS.items()
+        if rival.operator == operator and name.partition(":")[0] == family
+    ]
