@@ -86,7 +86,7 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
     }
 #pragma unroll 1
     for (int turn = team; C::step_of(turn) < steps(); turn += C::kTeams) {
-        if (C::kSequential) wait_done_step(smem, C::step_of(turn) - 1);
+        if (C::kSequential) wait_done_before(smem, turn);
         make_step(g, smem, turn, team, warp, mild, [&] {
             if constexpr (C::kShares) {
                 if (duty == 1) carrier.load_operands(turn - 1 + C::kStages);

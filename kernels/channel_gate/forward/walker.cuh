@@ -119,10 +119,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     };
 
     if constexpr (C::kShares) columns.load(0);
-    const int64_t state_size = static_cast<int64_t>(g.dim_k + g.other_dim_k) * g.dim_v;
+    // NOTES: computed anew, to save registers
+    auto state_at = [&] {
+        return task.state * (static_cast<int64_t>(anew(g.dim_k + g.other_dim_k)) * g.dim_v);
+    };
     if (g.initial)
-        load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
-                              g.dim_v);
+        load_state_transposed(state, g.initial + state_at(), 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -138,9 +140,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         end_chunk(chunks - 1);
     }
     if constexpr (C::kShares) columns.finish();
-    if (g.last)
-        store_state_transposed(g.last + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
-                               g.dim_v);
+    if (g.last) store_state_transposed(g.last + state_at(), state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::channel_gate
