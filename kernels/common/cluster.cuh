@@ -64,16 +64,30 @@ __device__ inline void arrive_warp_in_cta(const kittens::semaphore& own, int cta
     if (arrives_for_warp()) arrive_in_cta(own, cta);
 }
 
-// Starts a copy of `bytes` of shared memory to the same address in another CTA, where they complete
-// `arrived`. Called by one thread; 16-byte aligned.
-__device__ inline void send_to_cta(const void* own, uint32_t bytes, const kittens::semaphore& arrived,
-                                   int cta) {
+// Arrives on the barrier of CTA `cta`, which then expects `bytes` of asynchronous copies. By one thread.
+__device__ inline void expect_in_cta(const kittens::semaphore& own, uint32_t bytes, int cta) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;\n" ::"r"(address_in_cta(&own, cta)),
+        "r"(bytes)
+        : "memory");
+}
+
+// Starts a copy of `bytes` of shared memory to the address in another CTA that corresponds to `to` in this
+// one. They complete `arrived` there. Called by one thread; 16-byte aligned.
+__device__ inline void send_to_cta(const void* own, const void* to, uint32_t bytes,
+                                   const kittens::semaphore& arrived, int cta) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::
-            "r"(address_in_cta(own, cta)),
+            "r"(address_in_cta(to, cta)),
         "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(bytes),
         "r"(address_in_cta(&arrived, cta))
         : "memory");
+}
+
+// The same to the same address.
+__device__ inline void send_to_cta(const void* own, uint32_t bytes, const kittens::semaphore& arrived,
+                                   int cta) {
+    send_to_cta(own, own, bytes, arrived, cta);
 }
 
 }  // namespace tfla_tk

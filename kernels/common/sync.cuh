@@ -197,6 +197,7 @@ enum class NamedBarrier : int {
     read_turn = 5,  // and 6: one per state warpgroup
     scores_written = 7,
     matrices = 8,  // and 9 to 11: one per maker of the delta rule
+    columns = 12,  // and 13: one per walker of GLA
 };
 
 template <int kThreads> __device__ inline void named_sync(NamedBarrier barrier, int index = 0) {

@@ -122,19 +122,6 @@ struct TensorMap {
             : "memory");
     }
 
-    // load_panel into the same places of both CTAs of a cluster of two; completes `arrived` in each of them.
-    __device__ inline void load_panel_to_both(void* dst, kittens::semaphore& arrived, int column, int row,
-                                              int head, int batch) const {
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-            ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;\n" ::"r"(
-                static_cast<uint32_t>(__cvta_generic_to_shared(dst))),
-            "l"(reinterpret_cast<uint64_t>(&map)),
-            "r"(static_cast<uint32_t>(__cvta_generic_to_shared(&arrived))), "r"(column), "r"(row), "r"(head),
-            "r"(batch), "h"(static_cast<uint16_t>(3))
-            : "memory");
-    }
-
     // Starts the copy of one panel to global memory, in the thread's current bulk group.
     __device__ inline void store_panel(uint32_t src, int column, int row, int head, int batch) const {
         asm volatile(

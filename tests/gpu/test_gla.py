@@ -21,6 +21,7 @@ from .memory import LENGTHS, uninitialised_memory_is_nan
 DIMS = [(64, 64), (128, 128), (128, 256), (128, 384), (128, 512), (64, 128), (128, 64), (64, 256), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
 WIDE = [(256, 64), (256, 512), (144, 128), (208, 192)]  # K in two launches
+SHARED = [(64, 256), (128, 256)]  # CTAs of neighbouring slices of V take turns at the chunks
 GATES = ["usual", "none", "-1e-4", "-50", "-1e3", "mixed", "one channel", "closed", "half closed", "growing"]
 MILD = {torch.bfloat16: 80.0, torch.float16: 4.0}  # kMildBits of channel_gate/middle.cuh
 
@@ -62,11 +63,11 @@ def draw(
     return found
 
 
-def draw_beside_mild(times: float | None, tokens: int, dim_k: int, dtype: torch.dtype) -> Tensors:
+def draw_beside_mild(times: float | None, tokens: int, dims: tuple[int, int], dtype: torch.dtype) -> Tensors:
     """Sums over sides of eight tokens, or over blocks of 16, beside what counts as mild; None: by turns."""
-    x = draw(1, 512, dims=(dim_k, 128), dtype=dtype)
+    x = draw(1, 512, dims=dims, dtype=dtype)
     most = MILD[dtype] * 0.693147 / (1 if tokens == 8 else 2)
-    sides = torch.rand_like(x["g"]).reshape(1, -1, tokens, 2, dim_k)
+    sides = torch.rand_like(x["g"]).reshape(1, -1, tokens, 2, dims[0])
     sides *= -most / sides.sum(2, keepdim=True)
     if times is None:
         hard = torch.arange(sides.shape[1], device="cuda") // (64 // tokens) % 2 == 1
@@ -87,31 +88,36 @@ def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> No
     check(draw(dims=dims, dtype=dtype, states=states))
 
 
-@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 320, 1000, 2048])
-def test_any_length(seq: int, dim_k: int, dtype: torch.dtype) -> None:
-    check(draw(1, seq, dims=(dim_k, 128), dtype=dtype))
+def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(1, seq, dims=dims, dtype=dtype))
 
 
-@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gates", GATES)
-def test_gates(gates: str, dim_k: int, dtype: torch.dtype) -> None:
-    check(draw(1, 500, dims=(dim_k, 128), dtype=dtype, gates=gates))
+def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(1, 500, dims=dims, dtype=dtype, gates=gates))
 
 
-@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("tokens", [8, 16], ids=["blocks", "chunk"])
 @pytest.mark.parametrize("times", [0.99, 1.01, None], ids=["mild", "hard", "by turns"])
 def test_gates_where_the_form_of_scores_changes(
-    times: float | None, tokens: int, dim_k: int, dtype: torch.dtype
+    times: float | None, tokens: int, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    check(draw_beside_mild(times, tokens, dim_k, dtype))
+    check(draw_beside_mild(times, tokens, dims, dtype))
 
 
-@pytest.mark.parametrize("dims", [(128, 256), (128, 384), (64, 512)], ids="{0[0]}_{0[1]}".format)
-def test_slices_of_v_are_those_alone(dims: tuple[int, int]) -> None:
-    """Bitwise, of packed sequences: neighbouring slices load q, k and g for each other."""
-    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS), gates="mixed"))
+@pytest.mark.parametrize("gates", ["usual", "mixed"])
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dims", [*SHARED, (128, 384), (64, 384), (128, 512), (64, 512)], ids="{0[0]}_{0[1]}".format
+)
+def test_slices_of_v_are_those_alone(dims: tuple[int, int], of_gates: torch.dtype, gates: str) -> None:
+    """Bitwise, of packed sequences: CTAs of neighbouring slices make operands and scores for each other."""
+    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS), gates=gates))
+    x["g"] = x["g"].to(of_gates)
     found = run(x)
     for first in range(0, dims[1], 128):
         of = slice(first, first + 128)
@@ -135,7 +141,9 @@ def test_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize(
-    "dims", [(128, 128), (64, 64), (96, 80), (128, 256), (256, 128)], ids="{0[0]}_{0[1]}".format
+    "dims",
+    [(128, 128), (64, 64), (96, 80), *SHARED, (128, 384), (96, 208), (256, 128), (256, 256)],
+    ids="{0[0]}_{0[1]}".format,
 )
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_sequences(dims: tuple[int, int], offsets: torch.dtype, of_gates: torch.dtype) -> None:
@@ -144,9 +152,10 @@ def test_packed_sequences(dims: tuple[int, int], offsets: torch.dtype, of_gates:
     check(pack(x, offsets))
 
 
-def test_packed_sequences_are_those_alone() -> None:
+@pytest.mark.parametrize("dims", [(128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
+def test_packed_sequences_are_those_alone(dims: tuple[int, int]) -> None:
     """Bitwise."""
-    x = pack(draw(1, sum(LENGTHS), sequences=len(LENGTHS)))
+    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS)))
     found, begin = run(x), 0
     for n, length in enumerate(LENGTHS):
         rows = slice(begin, begin + length)
@@ -173,7 +182,9 @@ def test_any_layout(layout: str) -> None:
 
 @pytest.mark.parametrize("gates", ["usual", "mixed"])
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format
+    "dims",
+    [(64, 64), (64, 128), (128, 64), (128, 128), *SHARED, (128, 384), (128, 512)],
+    ids="{0[0]}_{0[1]}".format,
 )
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_schedules_agree(schedule: str, dims: tuple[int, int], gates: str) -> None:
@@ -182,7 +193,7 @@ def test_schedules_agree(schedule: str, dims: tuple[int, int], gates: str) -> No
 
 
 @pytest.mark.parametrize("gates", ["usual", "mixed"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), *SHARED, (128, 512)], ids="{0[0]}_{0[1]}".format)
 def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], gates: str) -> None:
     x = draw(2, 700, 4, dims, gates=gates)
     first = run(x)
@@ -190,18 +201,19 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], gates: str) -> Non
         assert_equal(run(x), first)
 
 
-def test_outputs_are_written_whole() -> None:
-    x = pack(draw(1, sum(LENGTHS), dims=(96, 80), sequences=len(LENGTHS)))
+@pytest.mark.parametrize("dims", [(96, 80), (96, 208)], ids="{0[0]}_{0[1]}".format)
+def test_outputs_are_written_whole(dims: tuple[int, int]) -> None:
+    x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS)))
     expected = run(x)
     with uninitialised_memory_is_nan():
         found = run(x)
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("dim_k", [64, 128])
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
-def test_nan_stays_in_its_sequence(dim_k: int, of_gates: torch.dtype) -> None:
-    x = draw(1, 300, dims=(dim_k, 128), sequences=3)
+def test_nan_stays_in_its_sequence(dims: tuple[int, int], of_gates: torch.dtype) -> None:
+    x = draw(1, 300, dims=dims, sequences=3)
     x["g"] = x["g"].to(of_gates)
     x["cu_seqlens"] = torch.tensor([0, 100, 170, 300], device="cuda")
     expected = run(x)
@@ -265,7 +277,9 @@ def test_auto_takes_the_kernels() -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (64, 256)], ids="{0[0]}_{0[1]}".format
+    "dims",
+    [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (64, 256), (128, 256)],
+    ids="{0[0]}_{0[1]}".format,
 )
 @pytest.mark.parametrize("gates", ["usual", "mixed"])
 def test_small_launches(dims: tuple[int, int], gates: str) -> None:

@@ -46,7 +46,7 @@ def test_many_heads(dims: tuple[int, int], of_gates: torch.dtype) -> None:
     check(x)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 320, 1000, 2048])
 def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(1, seq, dims=dims, dtype=dtype))
@@ -64,12 +64,12 @@ def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
 def test_gates_where_the_form_of_scores_changes(
     times: float | None, tokens: int, dim_k: int, dtype: torch.dtype
 ) -> None:
-    check(draw_beside_mild(times, tokens, dim_k, dtype))
+    check(draw_beside_mild(times, tokens, (dim_k, 128), dtype))
 
 
 @pytest.mark.parametrize("dims", [(128, 256), (64, 256)], ids="{0[0]}_{0[1]}".format)
 def test_slices_of_v_are_those_alone(dims: tuple[int, int]) -> None:
-    """dv, bitwise, of packed sequences: neighbouring slices load q, k and g for each other."""
+    """dv, bitwise, of packed sequences: CTAs of neighbouring slices make operands for each other."""
     x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS), gates="mixed"))
     given = [torch.randn_like(t) for t in run(x).values()]
     found = train(x, given=given)
@@ -137,7 +137,7 @@ def test_scale(scale: float) -> None:
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 80), (96, 208)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("heads", [2, 80])
 def test_packed_sequences(
@@ -184,14 +184,15 @@ def test_any_layout(layout: str) -> None:
     assert_equal(train(x), plain)
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (64, 256), (128, 256)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_schedules_agree(schedule: str) -> None:
-    x = draw(1, 500)
+def test_schedules_agree(schedule: str, dims: tuple[int, int]) -> None:
+    x = draw(1, 500, dims=dims)
     assert_equal(train(x, f"tk:{schedule}"), train(x))
 
 
 @pytest.mark.parametrize("heads", [4, 80])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format)
 def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], heads: int) -> None:
     x = draw(2, 700, heads, dims, gates="mixed")
     first = train(x)
@@ -273,7 +274,9 @@ def test_auto_takes_the_kernels() -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("heads", [1, 140])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192), (144, 272)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (128, 192), (64, 256), (144, 272)], ids="{0[0]}_{0[1]}".format
+)
 def test_small_launches(dims: tuple[int, int], heads: int) -> None:
     """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
     forget_calls()

@@ -3,12 +3,17 @@
 
 #include "channel_gate/middle.cuh"
 #include "channel_gate/walk.cuh"
+#include "common/cluster.cuh"
 
 namespace tfla_tk::channel_gate {
 
-template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfig {
+// kCtas: CTAs of a cluster that take turns at the chunks, 1 or 2. Each makes what the walkers need of every
+// second chunk and sends it to the other. Turn n of a CTA is at its n-th chunk of those.
+template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas> struct ForwardConfig {
     using T = Type;
-    static constexpr int kDimK = kDim, kWalkers = kCount;
+    static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kCtas;
+    static constexpr bool kShares = kMakers > 1;
+    static_assert(kMakers <= 2);
     static constexpr bool kSequential = kOrder == Schedule::sequential;
     static constexpr bool kBackward = false;  // in time
     static constexpr bool kTwoParts = true;   // of the operands of scores around a middle
@@ -25,19 +30,54 @@ template <class Type, int kDim, int kCount, Schedule kOrder> struct ForwardConfi
     static_assert(kGateWarps / 4 * kGateRegisters + kWalkers * kWalkerRegisters <=
                   65536 / kThreads / 8 * 8 * (kThreads / 128));
 
-    // Chunks in shared memory. Those that gate warps are at, the one before, which the walkers are at, and of
-    // the operands the one after.
-    static constexpr int kScoreSlots = kTeams + 1, kStages = kTeams + 2;
+    // Chunks in shared memory that this CTA makes: those that gate warps are at, the one before, which the
+    // walkers are at, and of the operands the one after. Where CTAs take turns the one after takes the place
+    // of the one before: the walkers are done with that in half the time of a turn.
+    static constexpr int kScoreSlots = kTeams + 1, kStages = kTeams + (kShares ? 1 : 2);
+    static constexpr int kReceived = kShares ? kTeams : 0;  // chunks of the other CTA, in slots behind those
+    // Of V, then O. Where CTAs take turns, walkers load and store for themselves (columns.cuh) and have a
+    // place for V and one for O.
+    static constexpr int kColumnSlots = kShares ? 2 : kStages;
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
+
+    // The step of the walk that a turn is at.
+    __device__ static inline int step_of(int turn) {
+        return kShares ? kMakers * turn + cta_in_cluster() : turn;
+    }
+    __device__ static inline bool makes(int step) { return !kShares || step % kMakers == cta_in_cluster(); }
+
+    // Where a step's chunk is, and the phase of its barriers.
+    struct Place {
+        int slot;
+        uint32_t phase;
+    };
+    template <int kSlots> __device__ static inline Place place_of(int step) {
+        if (makes(step)) {
+            const Use<kSlots> use(step / kMakers);
+            return {use.slot, use.phase};
+        }
+        const Use<kReceived + !kShares> use(step / kMakers);
+        return {kSlots + use.slot, use.phase};
+    }
+    __device__ static inline Place operands_of(int step) { return place_of<kStages>(step); }
+    __device__ static inline Place scores_of(int step) { return place_of<kScoreSlots>(step); }
+    __device__ static inline int values_of(int step) { return kShares ? 0 : Use<kStages>(step).slot; }
+    __device__ static inline int out_of(int step) { return kShares ? 1 : Use<kStages>(step).slot; }
 };
 
 // The mirror walk of the backward.
-template <class T, int kDim, int kCount, Schedule kOrder>
-struct MirrorConfig : ForwardConfig<T, kDim, kCount, kOrder> {
+template <class T, int kDim, int kCount, Schedule kOrder, int kCtas>
+struct MirrorConfig : ForwardConfig<T, kDim, kCount, kOrder, kCtas> {
     static constexpr bool kBackward = true;
+};
+
+// By levels e^{b_L}; else the factors before and behind the middle.
+template <class C> struct alignas(16) Factors {
+    float decay[2][C::kDimK];
+    int mild;  // whether the chunk is around its middle
 };
 
 struct ForwardGlobals {
@@ -59,43 +99,44 @@ struct ForwardGlobals {
 template <class C> struct ForwardMemory {
     struct {
         typename C::Tile q, k;
-    } operands[C::kStages];
+    } operands[C::kStages + C::kReceived];
     // of the gate warps' blocks: log gates, then operands of levels
     alignas(1024) unsigned char work[C::kScoreSlots][C::kTeamWarps * kBlockBytes];
-    typename C::Columns values[C::kStages][C::kWalkers];  // then O, until it is stored
-    typename C::Square p[C::kScoreSlots];
-    float decay[C::kScoreSlots][2][C::kDimK];  // by levels e^{b_L}; else those before and behind the middle
+    typename C::Columns values[C::kColumnSlots][C::kWalkers];  // V and O
+    typename C::Square p[C::kScoreSlots + C::kReceived];
+    Factors<C> factors[C::kScoreSlots + C::kReceived];
     float ones[C::kDimK];
     uint32_t lanes[32];        // their numbers
-    int mild[C::kScoreSlots];  // whether the chunk is around its middle
-    int steps[C::kGateWarps];  // that a gate warp is at
+    int turns[C::kGateWarps];  // that a gate warp is at
 
-    semaphore arrived[C::kStages];             // q and k of a chunk
-    semaphore gates_arrived[C::kScoreSlots];   // log gates
-    semaphore values_arrived[C::kStages];      // V
-    semaphore work_free[C::kScoreSlots];       // by the gate warps of a chunk
-    semaphore operands_agreed[C::kStages];     // by the other CTA of a cluster: places of q and k are free
-    semaphore work_agreed[C::kScoreSlots];     // there, those of log gates
-    semaphore operands_ready[C::kScoreSlots];  // by them: what the walkers need
-    semaphore done[C::kStages];                // by the walkers: O is there, all else of the chunk is free
-    semaphore tail_landed[C::kTeams][2];       // of each team's warps that load q and k, and V
+    semaphore arrived[C::kStages];                                    // q and k of a chunk
+    semaphore gates_arrived[C::kScoreSlots];                          // log gates
+    semaphore values_arrived[C::kShares ? C::kWalkers : C::kStages];  // V: of a walker; of a chunk
+    semaphore work_free[C::kScoreSlots];                              // by the gate warps of a chunk
+    // What the walkers need: by the gate warps, or received from the other CTA.
+    semaphore operands_ready[C::kScoreSlots + C::kReceived];
+    semaphore done[C::kStages + C::kReceived];  // by the walkers: O is there, all else of the chunk is free
+    semaphore done_there[C::kStages];           // the same by those of the other CTA
+    semaphore tail_landed[C::kTeams][2];        // of each team's warps that load q and k, and V
+    semaphore tail_of_values[C::kWalkers];      // of walkers that load V
     Task task;
 
     __device__ inline void init_barriers() {
         for (int i = 0; i < C::kStages; i++) {
             init_semaphore(arrived[i], 2);
-            init_semaphore(operands_agreed[i], 1);
-            init_semaphore(values_arrived[i], C::kWalkers);
-            init_warp_barrier(done[i], 4 * C::kWalkers);
+            init_warp_barrier(done_there[i], 4 * C::kWalkers);
         }
+        for (auto& of_slot : done) init_warp_barrier(of_slot, 4 * C::kWalkers);
+        for (auto& of_slot : values_arrived) init_semaphore(of_slot, C::kShares ? 1 : C::kWalkers);
         for (int i = 0; i < C::kScoreSlots; i++) {
             init_semaphore(gates_arrived[i], 1);
-            init_semaphore(work_agreed[i], 1);
             init_warp_barrier(work_free[i], C::kTeamWarps);
             init_warp_barrier(operands_ready[i], C::kTeamWarps);
         }
+        for (int i = 0; i < C::kReceived; i++) init_semaphore(operands_ready[C::kScoreSlots + i], 1);
         for (auto& of_team : tail_landed)
             for (auto& landed : of_team) init_semaphore(landed, 1);
+        for (auto& landed : tail_of_values) init_semaphore(landed, 1);
         publish_barriers();
     }
 

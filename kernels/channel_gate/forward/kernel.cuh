@@ -23,7 +23,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void gla_walk_kernel(const __grid_c
             g.q.prefetch(), g.k.prefetch(), g.gates.map.prefetch(), g.v.prefetch(), g.o.prefetch();
         }))
         return;
-    if (cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
+    if constexpr (C::kShares) cluster_sync();  // the other CTA has initialised its barriers
     if (warp < C::kGateWarps) {
         set_registers<C::kGateRegisters, C::kThreads, 1>();
         run_gates(g, smem, warp);
@@ -31,7 +31,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void gla_walk_kernel(const __grid_c
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         walk_forward(g, smem, (warp - C::kGateWarps) / 4);
     }
-    if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
+    if constexpr (C::kShares) cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
 template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stream) {
@@ -65,16 +65,22 @@ template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stre
     };
     const auto ctas = static_cast<std::int64_t>(s.cut.segments) * g.heads * g.ctas;
     launch<gla_walk_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, kName), C::kThreads, s.device,
-                                                         stream, kName, g.ctas % 2 == 0 ? 2 : 1);
+                                                         stream, kName, C::kMakers);
 }
 
-// Config: ForwardConfig, or what is derived from it.
-template <template <class, int, int, Schedule> class Config, int kDimK, Schedule kOrder>
+// Config: ForwardConfig, or what is derived from it. CTAs take turns where slices of V are even in number.
+template <template <class, int, int, Schedule, int> class Config, int kDimK, Schedule kOrder>
 void run_walk(const GlaForwardParams& p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
+    constexpr int kSlice = 2 * kWalkerColumns;
+    const int slices = (p.shape.dim_v + kSlice - 1) / kSlice;
     auto run = [&]<class T>() {
-        p.walkers == 1 ? launch_walk<Config<T, kDimK, 1, kOrder>>(p, s)
-                       : launch_walk<Config<T, kDimK, 2, kOrder>>(p, s);
+        if (p.walkers == 1)
+            launch_walk<Config<T, kDimK, 1, kOrder, 1>>(p, s);
+        else if (slices % 2 == 0)
+            launch_walk<Config<T, kDimK, 2, kOrder, 2>>(p, s);
+        else
+            launch_walk<Config<T, kDimK, 2, kOrder, 1>>(p, s);
     };
     p.shape.half ? run.template operator()<kittens::half>() : run.template operator()<kittens::bf16>();
 }

@@ -1,5 +1,5 @@
 // A walker of the forward (walk.cuh). Per chunk:
-//   1. Wait for V and for what the gate warps have made.
+//   1. Wait for V and for what the gate warps have made, of this CTA or of the other one of a cluster.
 //   2. Scale S^T by e^m, a factor per column. Round it to A operands and issue O^T = S^T (s q e^{b - m})^T.
 //   3. Under it, by levels, scale S^T by e^{b_L}.
 //   4. Load V^T as A operands.
@@ -9,11 +9,13 @@
 // and the operands are s q e^b and k e^{b_L - b}. Of the mirror walk, backward in time: dS and dV in the
 // places of S and O, dO in that of V, and of what the gate warps have made that of k is read and that of q
 // written, the factors of steps 2 and 6 change places, P is transposed. The chain from chunk to chunk is S.
+// Where two CTAs take turns, a walker waits for V in step 4, then loads the V of the next chunk; O has a
+// place of its own, which the walker stores after step 6 (columns.cuh).
 // NOTES: the loop's edge is after step 4, where no GEMM is in flight, and S^T is read in the iteration of the
 // GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517).
 #pragma once
 
-#include "channel_gate/forward/config.cuh"
+#include "channel_gate/forward/columns.cuh"
 
 namespace tfla_tk::channel_gate {
 
@@ -29,25 +31,28 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // NOTES: recomputed, to save registers
     auto column = [&] { return task.column + (fresh_thread() - 32 * C::kGateWarps) / 32 * 16; };
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
-    auto values_of = [&](int slot) { return shared_address(&smem.values[slot][walker]) + lane_offset; };
+    auto columns_at = [&](int slot) { return shared_address(&smem.values[slot][walker]) + lane_offset; };
+    const WalkerColumns<C> columns{g, smem, walker};
     auto wait_if_sequential = [&] {
         if constexpr (C::kSequential) warpgroup::mma_async_wait<0>();
     };
     auto pin_fragments = [&] { each<0, kTokenSteps>([&](int k) { pin(fragments[k]); }); };
     auto wait_arrived = [&](int chunk) {  // 1
-        const Use<C::kStages> use(chunk);
-        const Use<C::kScoreSlots> of_gates(chunk);
-        wait(smem.values_arrived[use.slot], use.phase);
-        wait(smem.operands_ready[of_gates.slot], of_gates.phase);
+        const auto scores = C::scores_of(chunk);
+        if constexpr (!C::kShares) {
+            const auto use = C::operands_of(chunk);
+            wait(smem.values_arrived[use.slot], use.phase);
+        }
+        wait(smem.operands_ready[scores.slot], scores.phase);
     };
     // Scales S^T by a factor per column: e^{b_L}, or those before and behind the middle.
     enum Factor { whole, before, behind };
     constexpr Factor kAtFirst = C::kBackward ? behind : before, kAtLast = C::kBackward ? before : behind;
     auto decay_state = [&](int chunk, Factor factor) {
-        const int slot = Use<C::kScoreSlots>(chunk).slot;
-        const bool is_used = (load_anew(shared_address(&smem.mild[slot])) != 0) == (factor != whole);
-        const uint32_t decay = shared_address(is_used ? smem.decay[slot][factor == behind] : smem.ones) +
-                               8 * (fresh_laneid() % 4);
+        const auto& factors = smem.factors[C::scores_of(chunk).slot];
+        const bool is_used = (load_anew(shared_address(&factors.mild)) != 0) == (factor != whole);
+        const uint32_t decay =
+            shared_address(is_used ? factors.decay[factor == behind] : smem.ones) + 8 * (fresh_laneid() % 4);
         each<0, 2 * kStateSteps>([&](int i) {
             float2 e;  // NOTES: volatile, or ptxas loads all factors first, in registers of their own
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(e.x), "=f"(e.y) : "r"(decay + 32 * i));
@@ -60,8 +65,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     };
     // Steps 2 to 4. first: S^T is not of a GEMM.
     auto begin_chunk = [&]<bool first>(int chunk) {
-        const int slot = Use<C::kStages>(chunk).slot;
-        const auto& operands = smem.operands[slot];
+        const auto& operands = smem.operands[C::operands_of(chunk).slot];
         const auto queries = Operand128B::rows(C::kBackward ? &operands.k : &operands.q);
         decay_state(chunk, kAtFirst);  // 2
         forget(out);
@@ -76,15 +80,17 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         decay_state(chunk, whole);  // 3
         warpgroup::mma_async_wait<0>();
         pin(out), pin_fragments();
-        each<0, kTokenSteps>([&](int j) {  // 4
-            load_transposed(fragments[j], values_of(slot) + 16 * j * kPanelColumns * sizeof(T));
-        });
+        if constexpr (C::kShares) columns.wait_arrived(chunk);  // 4
+        const uint32_t values = columns_at(C::values_of(chunk));
+        each<0, kTokenSteps>(
+            [&](int j) { load_transposed(fragments[j], values + 16 * j * kPanelColumns * sizeof(T)); });
+        if constexpr (C::kShares) columns.hand_over_values(chunk);
     };
     // Steps 5 and 6.
     auto end_chunk = [&](int chunk) {
-        const int slot = Use<C::kStages>(chunk).slot;
+        const int slot = C::operands_of(chunk).slot;
         const auto& operands = smem.operands[slot];
-        const auto* const p = &smem.p[Use<C::kScoreSlots>(chunk).slot];
+        const auto* const p = &smem.p[C::scores_of(chunk).slot];
         const auto keys =
             Operand128B::columns(C::kBackward ? &operands.q : &operands.k, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 5
@@ -98,18 +104,27 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             [&](int j) { multiply_step<true>(state, fragments[j], keys.column_step(j), true, j == 0); });
         warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();  // 6
         pin(out);
-        store_transposed<T>(values_of(slot), out);
+        store_transposed<T>(columns_at(C::out_of(chunk)), out);
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
         decay_state(chunk, kAtLast);
         fence_async_proxy();
         arrive_warp(smem.done[slot]);
+        if constexpr (C::kShares) {
+            if (!C::makes(chunk))
+                arrive_warp_in_cta(smem.done_there[Use<C::kStages>(chunk / C::kMakers).slot],
+                                   1 - cta_in_cluster());
+            columns.store(chunk);
+        }
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k + g.other_dim_k) * g.dim_v;
+    if constexpr (C::kShares) columns.load(0);
+    // NOTES: computed anew, to save registers
+    auto state_at = [&] {
+        return task.state * (static_cast<int64_t>(anew(g.dim_k + g.other_dim_k)) * g.dim_v);
+    };
     if (g.initial)
-        load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
-                              g.dim_v);
+        load_state_transposed(state, g.initial + state_at(), 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -124,9 +139,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         end_chunk(chunks - 1);
     }
-    if (g.last)
-        store_state_transposed(g.last + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
-                               g.dim_v);
+    if constexpr (C::kShares) columns.finish();
+    if (g.last) store_state_transposed(g.last + state_at(), state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::channel_gate
