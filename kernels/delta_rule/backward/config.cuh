@@ -5,10 +5,13 @@
 
 namespace tfla_tk::delta_rule {
 
-// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none
-template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0> struct MirrorConfig {
+// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none. kStatesAlone: the walk leaves
+// nothing but states, for the split of sequences.
+template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0, bool kNothingElse = false>
+struct MirrorConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
+    static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
     static constexpr int kStages = kDimK == 64 || kWalkers == 1 ? 3 : 2;  // chunks in shared memory
@@ -30,8 +33,6 @@ struct MirrorGlobals : WalkGlobals {
     bool keep_u;
     float* dbeta;
     int64_t dbeta_part;  // elements from one part's to the next one's
-    const float* d_last;
-    float* d_initial;
 };
 
 // Factors of a chunk's tokens.
@@ -58,12 +59,12 @@ template <class C> struct MirrorMemory {
     semaphore free[C::kStages];     // but for dO and U', which are followed by dV and U
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    Task task;
+    WalkTask task;
 
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 3;  // keys, queries, both matrices
+        constexpr int kTiles = 3, kColumns = C::kStatesAlone ? 1 : 2;  // keys, queries, both matrices
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(arrived[i], kTiles + 2 * C::kWalkers + kArrivalsPerWarp);
+            init_semaphore(arrived[i], kTiles + kColumns * C::kWalkers + kArrivalsPerWarp);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : out_ready)

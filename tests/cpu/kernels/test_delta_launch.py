@@ -136,6 +136,32 @@ def test_tensors_and_sizes(
     assert names == forward + backward + forward + forward + backward
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize(("chunks", "group", "state"), [(1, 1, True), (2, 3, False)])
+def test_split_sequences(
+    chunks: int, group: int, state: bool, packed: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States at the borders between segments are carried; those within a segment the walks leave."""
+    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(chunks)))
+    core = draw((48, 32), group=group, packed=packed, state=state, tokens=200)
+    check(core)
+    names = [x.name for x in kernel.launches]
+    forward, mirror = ["matrices", "maps", "carry", "forward"], ["matrices", "mirror", "carry", "mirror"]
+    assert names[:8] == forward + mirror
+    kernel.launches.clear()
+    launch.forward(core, output_final_state=True, keep=False)
+    assert [x.name for x in kernel.launches] == forward
+    assert kernel.launches[1].maps[0] == 0  # M itself is for the backward
+
+
+def test_a_split_of_sequences_that_are_no_longer_than_a_segment(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(1)))
+    check(draw((48, 32), tokens=CHUNK))
+    assert {x.name for x in kernel.launches}.isdisjoint({"maps", "carry"})
+
+
 # Raw inputs
 
 
