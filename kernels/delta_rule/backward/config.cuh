@@ -14,7 +14,8 @@ struct MirrorConfig {
     static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
-    static constexpr int kStages = kDimK == 64 || kWalkers == 1 ? 3 : 2;  // chunks in shared memory
+    // chunks in shared memory
+    static constexpr int kStages = kDimK == 64 || kWalkers == 1 || kStatesAlone ? 3 : 2;
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
@@ -44,12 +45,17 @@ struct MirrorGates {
     float decay;              // e^{b_L}
 };
 
+// U', then U where it is wanted, until it is stored; of walks that leave more than states.
+template <class C, bool kStatesAlone = C::kStatesAlone> struct MirrorWrites {
+    typename C::Columns writes[C::kWalkers];
+};
+template <class C> struct MirrorWrites<C, true> {};
+
 // All of a chunk, by one barrier.
-template <class C> struct MirrorStage {
+template <class C> struct MirrorStage : MirrorWrites<C> {
     typename C::Tile keys, queries;
     typename C::Square a, p;
-    typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
-    typename C::Columns writes[C::kWalkers];  // U', then U where it is wanted, until it is stored
+    typename C::Columns douts[C::kWalkers];  // dO, then dV, until it is stored
     MirrorGates gates;
 };
 
