@@ -1,5 +1,5 @@
-"""The split of few long sequences in the delta rule's forward and mirror, forced: against the reference in fp64
-and against walks that take whole sequences."""
+"""The split of few long sequences in the delta rule's forward and mirror, forced: against the reference in
+fp64 and against walks that take whole sequences."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_nan_stays_in_its_head(split_every: Split) -> None:
 
 
 def test_a_call_that_is_split_by_itself() -> None:
-    """As calls of this size are chosen to be; and not where a sequence's bits may not follow from the call."""
+    """As calls of its size are; and not where a sequence's bits may not follow from the call."""
     x = draw(1, 16 * SEGMENT_TOKENS, 2, states=False)
     sizes = (16 * SEGMENT_TOKENS, 128, 128)
     shape = Shape(1, sizes[0] // 64, 1, 2, *sizes, 1, False, 0, False, False)
