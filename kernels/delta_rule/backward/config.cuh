@@ -5,7 +5,7 @@
 
 namespace tfla_tk::delta_rule {
 
-// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none. kStatesAlone: the walk leaves
+// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none. kNothingElse: the walk leaves
 // nothing but states, for the split of sequences.
 template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0, bool kNothingElse = false>
 struct MirrorConfig {

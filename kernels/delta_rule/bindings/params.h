@@ -10,21 +10,21 @@ namespace tfla_tk {
 // Chunks of a segment of the walks over the states: always as many, so that the results of a sequence do not
 // depend on what else is in the call. A multiple of kAnchorChunks.
 //
-// The walks of the forward and of its mirror are not cut. On their way they leave the states at the borders
-// between these segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
+// On their way the walks of the forward and of its mirror leave the states at the borders between these
+// segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
 // where every sequence has S segments, and in a packed sequence that starts at token t slot t / tokens of a
 // segment + n.
 constexpr int kSegmentChunks = 16;
 
-// The split of long sequences, where few of them leave multiprocessors idle: the walks of the forward and of
-// its mirror are cut, too, at every few of these borders. Over a segment the state is mapped
-//   S -> M S + own      with M [K, K] and own, what a walk from S = 0 leaves, and its gradient dS -> M^T dS +
-//   own
-// So walks that leave states alone give M and own of every segment, delta_carry the states that enter the
-// segments, and the walks begin with these. States that enter a segment are fp32 [carried slots, heads, K,
-// V]: that of segment n > 0 of sequence s has slot s (S - 1) + n - 1 where every sequence has S segments, and
-// in a packed sequence that starts at token t slot t / tokens of a segment + n - 1. M of a segment is kept at
-// the slot of the segment behind it.
+// The split of few long sequences, which leave multiprocessors idle: the walks of the forward and of its
+// mirror are cut, too, at some of these borders. Over a segment the state is mapped
+//   S -> M S + own      dS -> M^T dS + own of the mirror
+// with M [K, K], and own what a walk from zero leaves. Walks that leave nothing but states give M and own of
+// the segments, delta_carry from these the states that enter the segments, with which their walks begin.
+//
+// States that enter a segment are fp32 [carried slots, heads, K, V]. That of segment n > 0 of sequence s has
+// slot s (S - 1) + n - 1 where every sequence has S segments, and in a packed sequence that starts at token t
+// slot t / tokens of a segment + n - 1. M of a segment is kept at the slot of the segment behind it.
 
 // What all kernels of the delta rule share.
 struct DeltaShape {
