@@ -35,8 +35,8 @@ struct OperandMaps {
 
 template <class C, class Params>
 WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand& q, const Operand& k,
-                         const Gate& g, const Gate& beta, void* a, void* scores, float* borders,
-                         float scale) {
+                         const Gate& g, const Gate& beta, void* a, void* scores, const float* entering,
+                         float* leaving, float scale) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
     return {maps.of_keys(q),
@@ -46,7 +46,10 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
             g,
             beta,
             s.cut,
-            borders,
+            entering,
+            leaving,
+            p.carried,
+            p.borders,
             s.heads,
             s.group,
             s.seq,

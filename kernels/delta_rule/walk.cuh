@@ -35,6 +35,9 @@ struct WalkGlobals {
     TensorMap q, k, a, p;  // boxes of a chunk
     Gate g, beta;
     Cut cut;
+    const float* entering;  // the first state, or the gradient of the last one; null: zero
+    float* leaving;         // the last state, or the gradient of the first one; null: not wanted
+    float* carried;         // those between the segments of a split
     float* borders;
     int heads, group, seq, dim_k, dim_v;
     int ctas;  // per sequence and head
@@ -51,7 +54,8 @@ struct Task {
     int first_row, tokens;              // tokens < 0: nothing to do
     int chunks, first_slot;             // first_slot: of the segment's matrices
     int number, segments;               // of this segment, and how many the sequence has
-    int first_border;                   // slot of the sequence's first border
+    int first_chunk;                    // of this segment, in its sequence
+    int first_border, first_carried;    // slots of the sequence's first border, and of a split's first state
     int64_t state;                      // sequence * heads + head
 
     // Called by whole warps.
@@ -70,12 +74,42 @@ struct Task {
                 s.first_row / kChunk + (g.packed() ? s.sequence : 0),
                 s.number,
                 s.count,
+                s.number * g.cut.segment_chunks,
                 g.packed() ? start / kSegmentTokens : s.sequence * ((g.seq - 1) / kSegmentTokens),
+                g.packed() ? start / segment_tokens(g.cut) : s.sequence * (s.count - 1),
                 static_cast<int64_t>(s.sequence) * g.heads + head};
     }
 };
 
-// Whether a border between segments lies before a chunk of a sequence, which is not the first one.
+// The task of a walk of the forward or the mirror, and its states. C::kBackward: it is the mirror.
+// C::kStatesAlone: it makes those that are carried over the segments of a split.
+struct WalkTask : Task {
+    const float* entering;  // the state that the walk begins with, null: zero
+    float* leaving;         // the place of the state that it ends with, null: not wanted
+
+    // Called by whole warps.
+    template <class C, class Globals>
+    __device__ static inline WalkTask of_block(const Globals& g, int block) {
+        Task task = Task::of_block<C>(g, block);
+        const bool first = task.number == 0, last = task.number == task.segments - 1;
+        const bool begins = C::kBackward ? last : first, ends = C::kBackward ? first : last;
+        const int64_t size = static_cast<int64_t>(g.dim_k) * g.dim_v;
+        // that enters a segment of the sequence
+        auto carried = [&](int number) {
+            return g.carried +
+                   (static_cast<int64_t>(task.first_carried + number - 1) * g.heads + task.head) * size;
+        };
+        const float* entering = g.entering ? g.entering + task.state * size : nullptr;
+        float* leaving = g.leaving ? g.leaving + task.state * size : nullptr;
+        if (!begins) entering = C::kStatesAlone ? nullptr : carried(task.number + C::kBackward);
+        if (!ends) leaving = C::kStatesAlone ? carried(task.number + !C::kBackward) : nullptr;
+        if (C::kStatesAlone && ends) task.tokens = -1;
+        return {task, entering, leaving};
+    }
+};
+
+// Whether a border between segments lies before a chunk of a task, which is not the first one. The segments
+// of a split begin at such borders.
 __device__ inline bool is_border(int chunk) { return chunk % kSegmentChunks == 0; }
 
 // The state of a task's head at a border of its sequence, that before the sequence's chunk `chunk`.

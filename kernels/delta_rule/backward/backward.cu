@@ -8,6 +8,8 @@
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both of these: delta_mirror_with_makers
 // (chunk_matrices/makers.cuh).
+// Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
+// delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
 // dq, dk and dg follow from dO, U' or U and dV by the walks of states/, for large V by those of
 // scalar_gate/backward, and then
 //   delta_combine   adds up what these leave per head of v
@@ -23,6 +25,7 @@
 #include "delta_rule/chunk_matrices/launch.cuh"
 #include "delta_rule/inputs/backward.cuh"
 #include "delta_rule/launch_walk.cuh"
+#include "delta_rule/split/launch.cuh"
 
 #ifndef TFLA_DIM_K
 #error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
@@ -45,8 +48,12 @@ __device__ inline void run_walk(const MirrorGlobals& g, unsigned char* shared_me
             load_tiles(g, smem);
         else if (warp == 1)
             scan_gates(g, smem);
-        else if (warp - 2 < C::kWalkers)
-            load_columns_and_store_gradients(g, smem, warp - 2);
+        else if (warp - 2 < C::kWalkers) {
+            if constexpr (C::kStatesAlone)
+                load_output_gradients(g, smem, warp - 2);
+            else
+                load_columns_and_store_gradients(g, smem, warp - 2);
+        }
     } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         walk_mirror(g, smem, warpgroup_id - 1);
@@ -76,22 +83,22 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
     const DeviceGuard guard(p.shape.device, "delta_mirror");
     const OperandMaps maps(p.shape);
     const bool keep_u = p.u.data != nullptr;
-    const Operand& u = keep_u ? p.u : p.dv;
+    // NOTES: maps of what a walk does not use are of something else
+    const Operand &writes = C::kStatesAlone ? p.dout : p.writes, &dv = C::kStatesAlone ? p.dout : p.dv;
+    const Operand& u = keep_u ? p.u : dv;
     const MirrorGlobals g{
-        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.borders, p.scale),
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.d_last, p.d_initial, p.scale),
         maps.of_values(p.dout, kChunk),
-        maps.of_values(p.writes, kChunk),
-        maps.of_values(p.dv, kChunk),
-        maps.of_values(p.dv, kBoxRows),
-        maps.of_values(p.dv, 1),
+        maps.of_values(writes, kChunk),
+        maps.of_values(dv, kChunk),
+        maps.of_values(dv, kBoxRows),
+        maps.of_values(dv, 1),
         maps.of_values(u, kChunk),
         maps.of_values(u, kBoxRows),
         maps.of_values(u, 1),
         keep_u,
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
-        p.d_last,
-        p.d_initial,
     };
     if constexpr (C::kMakers > 0)
         launch_with_makers<delta_mirror_with_makers_kernel<C>, C, MirrorMemory<C>>(g, p, true, stream,
@@ -103,7 +110,11 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if (p.makers > 0)
+    if (p.states_alone && p.walkers == 1)
+        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, 0, true>>(p, stream);
+    else if (p.states_alone)
+        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, 0, true>>(p, stream);
+    else if (p.makers > 0)
         launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
     else if (p.walkers == 1)
         launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
@@ -125,6 +136,10 @@ void delta_mirror(const DeltaMirrorParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::run_mirror<kittens::half>(params, s)
                       : delta_rule::run_mirror<kittens::bf16>(params, s);
+}
+
+void delta_carry(const DeltaCarryParams& params, void* stream) {
+    delta_rule::launch_carry(params, static_cast<cudaStream_t>(stream));
 }
 
 void delta_combine(const DeltaCombineParams& params, void* stream) {

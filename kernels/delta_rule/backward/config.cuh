@@ -5,13 +5,17 @@
 
 namespace tfla_tk::delta_rule {
 
-// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none
-template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0> struct MirrorConfig {
+// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none. kNothingElse: the walk leaves
+// nothing but states, for the split of sequences.
+template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0, bool kNothingElse = false>
+struct MirrorConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
+    static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
-    static constexpr int kStages = kDimK == 64 || kWalkers == 1 ? 3 : 2;  // chunks in shared memory
+    // chunks in shared memory
+    static constexpr int kStages = kDimK == 64 || kWalkers == 1 || kStatesAlone ? 3 : 2;
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
@@ -30,8 +34,6 @@ struct MirrorGlobals : WalkGlobals {
     bool keep_u;
     float* dbeta;
     int64_t dbeta_part;  // elements from one part's to the next one's
-    const float* d_last;
-    float* d_initial;
 };
 
 // Factors of a chunk's tokens.
@@ -43,12 +45,17 @@ struct MirrorGates {
     float decay;              // e^{b_L}
 };
 
+// U', then U where it is wanted, until it is stored; of walks that leave more than states.
+template <class C, bool kStatesAlone = C::kStatesAlone> struct MirrorWrites {
+    typename C::Columns writes[C::kWalkers];
+};
+template <class C> struct MirrorWrites<C, true> {};
+
 // All of a chunk, by one barrier.
-template <class C> struct MirrorStage {
+template <class C> struct MirrorStage : MirrorWrites<C> {
     typename C::Tile keys, queries;
     typename C::Square a, p;
-    typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
-    typename C::Columns writes[C::kWalkers];  // U', then U where it is wanted, until it is stored
+    typename C::Columns douts[C::kWalkers];  // dO, then dV, until it is stored
     MirrorGates gates;
 };
 
@@ -58,12 +65,12 @@ template <class C> struct MirrorMemory {
     semaphore free[C::kStages];     // but for dO and U', which are followed by dV and U
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    Task task;
+    WalkTask task;
 
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 3;  // keys, queries, both matrices
+        constexpr int kTiles = 3, kColumns = C::kStatesAlone ? 1 : 2;  // keys, queries, both matrices
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(arrived[i], kTiles + 2 * C::kWalkers + kArrivalsPerWarp);
+            init_semaphore(arrived[i], kTiles + kColumns * C::kWalkers + kArrivalsPerWarp);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : out_ready)

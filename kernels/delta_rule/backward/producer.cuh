@@ -92,4 +92,18 @@ __device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, 
     wait_stores_done();
 }
 
+// One warp per walker of a walk that leaves states alone: dO into a stage.
+template <class C>
+__device__ inline void load_output_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
+    const Task& task = smem.task;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const auto [slot, phase] = Use<C::kStages>(step);
+        wait_free(smem.free[slot], phase);
+        load(smem.stages[slot].douts[walker], g.dout, smem.arrived[slot],
+             task.column + walker * kWalkerColumns, task.head, task.chunks - 1 - step);
+    }
+}
+
 }  // namespace tfla_tk::delta_rule

@@ -11,6 +11,7 @@
 //   8. Under it dV = beta dY in the place of dO and, where it is wanted, U = beta U' in the place of U'; sums
 //      of dY . U' over the warp's 16 columns of V are dbeta's.
 //   9. Wait for dS; hand the stage over.
+// A walk that leaves states alone has no step 8.
 #pragma once
 
 #include "delta_rule/backward/config.cuh"
@@ -32,7 +33,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     static_assert(kStateSteps >= kTokenSteps);
     auto rounded = [&](int j) -> Fragment& { return read[j]; };
 
-    const Task& task = smem.task;
+    const WalkTask& task = smem.task;
     const int chunks = task.chunks, lane = fresh_laneid();
     // NOTES: recomputed, to save registers
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
@@ -121,37 +122,37 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         add_to_state(rounded, stage.keys);
-        load_tokens(stage.writes[walker]);  // 8
-        const int64_t part = column() / 16 * g.dbeta_part;
-        float* const sums = g.dbeta + part +
-                            (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
-                            task.first_row + chunk * kChunk;
-        if (column() < g.dim_v)
-            store_token_sums(sums, task.tokens - chunk * kChunk, lane, [&](int j, int k) {
-                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
-                return float2{u.x * dy.x, u.y * dy.y};
+        if constexpr (!C::kStatesAlone) {
+            load_tokens(stage.writes[walker]);  // 8
+            const int64_t part = column() / 16 * g.dbeta_part;
+            float* const sums = g.dbeta + part +
+                                (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
+                                task.first_row + chunk * kChunk;
+            if (column() < g.dim_v)
+                store_token_sums(sums, task.tokens - chunk * kChunk, lane, [&](int j, int k) {
+                    const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
+                    return float2{u.x * dy.x, u.y * dy.y};
+                });
+            each<0, kTokenSteps>([&](int j) {
+                const auto factors = gates.beta.columns(j, lane);
+                each<0, 4>([&](int k) {
+                    const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), beta = factors.of[k / 2];
+                    scale_in_place(x.tiles[0][j].data[k], beta);
+                    through.tiles[0][j].data[k] = {beta.x * u.x, beta.y * u.y};
+                });
             });
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = gates.beta.columns(j, lane);
-            each<0, 4>([&](int k) {
-                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), beta = factors.of[k / 2];
-                scale_in_place(x.tiles[0][j].data[k], beta);
-                through.tiles[0][j].data[k] = {beta.x * u.x, beta.y * u.y};
-            });
-        });
-        store_tokens(stage.douts[walker], x);
-        if (g.keep_u) store_tokens(stage.writes[walker], through);
-        fence_async_proxy();
-        arrive_warp(smem.out_ready[walker][slot]);
+            store_tokens(stage.douts[walker], x);
+            if (g.keep_u) store_tokens(stage.writes[walker], through);
+            fence_async_proxy();
+            arrive_warp(smem.out_ready[walker][slot]);
+        }
         warpgroup::mma_async_wait<0>();  // 9
         pin(state), pin_rounded();
         arrive_warp(smem.free[slot]);
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
-    if (g.d_last)
-        load_state_transposed(state, g.d_last + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
-                              g.dim_v);
+    if (task.entering)
+        load_state_transposed(state, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -159,13 +160,11 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         const Use<C::kStages> use(step);
         wait(smem.arrived[use.slot], use.phase);
         if (g.borders && step > 0 && is_border(chunks - step))
-            store_state_transposed(border_state(g, task, chunks - step), state, 0, column(), g.dim_k, g.dim_v,
-                                   g.dim_v);
+            store_state_transposed(border_state(g, task, task.first_chunk + chunks - step), state, 0,
+                                   column(), g.dim_k, g.dim_v, g.dim_v);
         walk_chunk(step);
     }
-    if (g.d_initial)
-        store_state_transposed(g.d_initial + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
-                               g.dim_v);
+    if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

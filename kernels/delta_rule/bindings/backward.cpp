@@ -7,7 +7,7 @@ namespace tfla_tk {
 
 void place(DeltaMirrorParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.u, x.g, x.beta, x.a, x.p);
-    at.all(x.dbeta, x.d_last, x.d_initial, x.borders, x.made);
+    at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.borders, x.made);
 }
 
 void place(DeltaCombineParams& x, const Addresses& at) {
@@ -29,12 +29,29 @@ std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, cons
                                const OperandTuple& dout, const OperandTuple& writes, const OperandTuple& dv,
                                const OperandTuple& u, const GateTuple& g, const GateTuple& beta,
                                const MatricesTuple& matrices, std::int64_t dbeta, std::int64_t d_last,
-                               std::int64_t d_initial, std::int64_t borders, float scale, int walkers,
-                               int makers) {
-    return prepared<&delta_mirror>(DeltaMirrorParams{
-        shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), operand(u), gate(g),
-        gate(beta), pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last),
-        pointer(d_initial), pointer(borders), scale, walkers, makers, reinterpret_cast<int*>(matrices[2])});
+                               std::int64_t d_initial, std::int64_t carried, std::int64_t borders,
+                               float scale, int walkers, int makers, bool states_alone) {
+    return prepared<&delta_mirror>(DeltaMirrorParams{shape(of),
+                                                     operand(q),
+                                                     operand(k),
+                                                     operand(dout),
+                                                     operand(writes),
+                                                     operand(dv),
+                                                     operand(u),
+                                                     gate(g),
+                                                     gate(beta),
+                                                     pointer(matrices[0]),
+                                                     pointer(matrices[1]),
+                                                     pointer(dbeta),
+                                                     pointer(d_last),
+                                                     pointer(d_initial),
+                                                     pointer(carried),
+                                                     pointer(borders),
+                                                     scale,
+                                                     walkers,
+                                                     makers,
+                                                     reinterpret_cast<int*>(matrices[2]),
+                                                     states_alone});
 }
 
 std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
@@ -67,9 +84,11 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     def_matrices<true>(m);
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
           py::arg("dv"), py::arg("u"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
-          py::arg("d_last"), py::arg("d_initial"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),
-          py::arg("makers"),
-          "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none.");
+          py::arg("d_last"), py::arg("d_initial"), py::arg("carried"), py::arg("borders"), py::arg("scale"),
+          py::arg("walkers"), py::arg("makers"), py::arg("states_alone"),
+          "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none; "
+          "carried: 0 where no sequence is cut; states_alone: it leaves those alone.");
+    def_carry<true>(m);
     m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_right"),
           py::arg("dk_left"), py::arg("dk_strict"), py::arg("dq"), py::arg("dk"),
           "Prepares the sums over the heads of v that share one of q and k.");

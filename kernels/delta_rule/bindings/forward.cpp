@@ -7,7 +7,11 @@ namespace tfla_tk {
 
 void place(DeltaForwardParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.writes, x.g, x.beta, x.a, x.p, x.initial, x.last);
-    at.all(x.borders, x.made);
+    at.all(x.carried, x.borders, x.made);
+}
+
+void place(DeltaMapsParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.k, x.v, x.g, x.beta, x.a, x.initial, x.carried, x.maps, x.transposed);
 }
 
 void place(DeltaInputsParams& x, const Addresses& at) {
@@ -23,12 +27,20 @@ using namespace tfla_tk;
 std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                 const OperandTuple& v, const OperandTuple& o, const OperandTuple& writes,
                                 const GateTuple& g, const GateTuple& beta, const MatricesTuple& matrices,
-                                std::int64_t initial, std::int64_t last, std::int64_t borders, float scale,
-                                int walkers, int makers) {
+                                std::int64_t initial, std::int64_t last, std::int64_t carried,
+                                std::int64_t borders, float scale, int walkers, int makers) {
     return prepared<&delta_forward>(DeltaForwardParams{
         shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes), gate(g), gate(beta),
-        pointer(matrices[0]), pointer(matrices[1]), pointer(initial), pointer(last), pointer(borders), scale,
-        walkers, makers, reinterpret_cast<int*>(matrices[2])});
+        pointer(matrices[0]), pointer(matrices[1]), pointer(initial), pointer(last), pointer(carried),
+        pointer(borders), scale, walkers, makers, reinterpret_cast<int*>(matrices[2])});
+}
+
+std::unique_ptr<Launch> maps(const ShapeTuple& of, const OperandTuple& k, const OperandTuple& v,
+                             const GateTuple& g, const GateTuple& beta, std::int64_t a, std::int64_t initial,
+                             std::int64_t carried, const Pair& maps) {
+    return prepared<&delta_maps>(DeltaMapsParams{shape(of), operand(k), operand(v), gate(g), gate(beta),
+                                                 pointer(a), pointer(initial), pointer(carried),
+                                                 pointer(maps[0]), pointer(maps[1])});
 }
 
 std::unique_ptr<Launch> inputs(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
@@ -49,9 +61,15 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     def_matrices<false>(m);
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
-          py::arg("last"), py::arg("borders"), py::arg("scale"), py::arg("walkers"), py::arg("makers"),
+          py::arg("last"), py::arg("carried"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),
+          py::arg("makers"),
           "Prepares the walk over the chunks; writes, initial, last and borders with address 0: not wanted, "
-          "zero.");
+          "zero; carried: 0 where no sequence is cut.");
+    m.def("maps", &maps, py::arg("shape"), py::arg("k"), py::arg("v"), py::arg("g"), py::arg("beta"),
+          py::arg("a"), py::arg("initial"), py::arg("carried"), py::arg("maps"),
+          "Prepares the walks that give what segments make of the state; maps: M, 0: not wanted, and M "
+          "transposed.");
+    def_carry<false>(m);
     m.def("inputs", &inputs, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("unit_q"),
           py::arg("unit_k"), py::arg("beta"), py::arg("g"), py::arg("a_log"), py::arg("dt_bias"),
           py::arg("strength"), py::arg("log_decay"), py::arg("twice"),

@@ -10,15 +10,25 @@ namespace tfla_tk {
 // Chunks of a segment of the walks over the states: always as many, so that the results of a sequence do not
 // depend on what else is in the call. A multiple of kAnchorChunks.
 //
-// The walks of the forward and of its mirror are not cut. On their way they leave the states at the borders
-// between these segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
+// On their way the walks of the forward and of its mirror leave the states at the borders between these
+// segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
 // where every sequence has S segments, and in a packed sequence that starts at token t slot t / tokens of a
 // segment + n.
 constexpr int kSegmentChunks = 16;
 
+// The split of few long sequences, which leave multiprocessors idle: the walks of the forward and of its
+// mirror are cut, too, at some of these borders. Over a segment the state is mapped
+//   S -> M S + own      dS -> M^T dS + own of the mirror
+// with M [K, K], and own what a walk from zero leaves. Walks that leave nothing but states give M and own of
+// the segments, delta_carry from these the states that enter the segments, with which their walks begin.
+//
+// States that enter a segment are fp32 [carried slots, heads, K, V]. That of segment n > 0 of sequence s has
+// slot s (S - 1) + n - 1 where every sequence has S segments, and in a packed sequence that starts at token t
+// slot t / tokens of a segment + n - 1. M of a segment is kept at the slot of the segment behind it.
+
 // What all kernels of the delta rule share.
 struct DeltaShape {
-    Cut cut;  // every sequence is one segment, but for the walks over the states
+    Cut cut;  // every sequence is one segment, but for the walks over the states and those of a split
     int batch, heads, seq, dim_k, dim_v;
     int group;  // heads of v that share one head of q and k, which have heads / group heads
     bool half;  // operands are fp16, not bf16
@@ -50,6 +60,7 @@ struct DeltaForwardParams {
     void *a, *p;
     const float* initial;  // [N, heads, K, V] or null: zero
     float* last;           // the same, or null: not wanted
+    float* carried;        // S that enters every segment but the first; null where no sequence is cut
     float* borders;        // S at the borders between segments, or null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
@@ -70,10 +81,38 @@ struct DeltaMirrorParams {
     float* dbeta;  // [parts, batch, heads, seq]: sums over 16 columns of V each
     const float* d_last;
     float* d_initial;  // [N, heads, K, V], null where there is none
+    float* carried;    // dS that leaves every segment but the last; null where no sequence is cut
     float* borders;    // dS at the borders between segments, or null: not wanted
     float scale;
     int walkers, makers;
     int* made;
+    // The walk leaves nothing but states: own of every segment but the first in `carried`, where the last one
+    // begins with d_last; writes, dv, u and dbeta are not used.
+    bool states_alone;
+};
+
+// The walks of the forward that leave nothing but states, of every segment but the last one:
+//   own in `carried`, where the first segment begins with `initial`
+//   M, and M transposed, of every segment but the first, [carried slots, heads, K, K]
+struct DeltaMapsParams {
+    DeltaShape shape;
+    Operand k, v;
+    Gate g, beta;
+    void* a;  // as made for the forward
+    const float* initial;
+    float* carried;
+    float* maps;  // null: not wanted
+    float* transposed;
+};
+
+// The states that enter the segments of a split from those walks, in place; in the order of time
+//   S <- M S + own        backward:  dS <- M^T dS + own
+struct DeltaCarryParams {
+    DeltaShape shape;
+    float* carried;
+    const float* maps;  // M transposed; backward: M
+    float* borders;     // of the walks over the states: gets the states of those that it shares; null: none
+    bool backward;
 };
 
 // The gradients of q and k from what the walks for dq and dk leave per head of v, summed over the heads that
@@ -89,6 +128,8 @@ struct DeltaCombineParams {
 void delta_matrices(const DeltaMatricesParams& params, void* stream);
 void delta_forward(const DeltaForwardParams& params, void* stream);
 void delta_mirror(const DeltaMirrorParams& params, void* stream);
+void delta_maps(const DeltaMapsParams& params, void* stream);
+void delta_carry(const DeltaCarryParams& params, void* stream);
 void delta_combine(const DeltaCombineParams& params, void* stream);
 
 }  // namespace tfla_tk

@@ -30,6 +30,10 @@ inline void place(DeltaMatricesParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.g, x.beta, x.a, x.p);
 }
 
+inline void place(DeltaCarryParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.carried, x.maps, x.borders);
+}
+
 inline void export_constants(pybind11::module_& m) {
     export_chunk_and_dtypes(m);
     m.attr("SEGMENT_CHUNKS") = kSegmentChunks;
@@ -47,6 +51,18 @@ template <bool kBetaOnRows> void def_matrices(pybind11::module_& m) {
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"), py::arg("matrices"),
         py::arg("scale"), "Prepares A and P of every chunk, as this module's walk takes them.");
+}
+
+template <bool kBackward> void def_carry(pybind11::module_& m) {
+    namespace py = pybind11;
+    m.def(
+        "carry",
+        [](const ShapeTuple& of, std::int64_t carried, std::int64_t maps, std::int64_t borders) {
+            return prepared<&delta_carry>(
+                DeltaCarryParams{shape(of), pointer(carried), pointer(maps), pointer(borders), kBackward});
+        },
+        py::arg("shape"), py::arg("carried"), py::arg("maps"), py::arg("borders"),
+        "Prepares what carries the states over the segments of a split; borders: 0 for none.");
 }
 
 }  // namespace tfla_tk

@@ -9,6 +9,7 @@ namespace tfla_tk::delta_rule {
 template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0> struct ForwardConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
+    static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
     static constexpr int kStages = 3;  // chunks in shared memory
@@ -28,8 +29,6 @@ struct ForwardGlobals : WalkGlobals {
     TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
     TensorMap writes, writes_box, writes_row;
     bool keep_writes;
-    const float* initial;
-    float* last;
 };
 
 // Factors of a chunk's tokens.
@@ -56,7 +55,7 @@ template <class C> struct ForwardMemory {
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    Task task;
+    WalkTask task;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3;  // keys, queries, both matrices

@@ -9,6 +9,10 @@
 //     walkers       one or two, the state in registers (forward/walker.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
+// Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with
+// which their segments begin.
+//   delta_maps      what each segment makes of the state (split/maps.cuh)
+//   delta_carry     the states that enter the segments (split/carry.cuh)
 // Equations: bindings/params.h and docs/delta-rule.md.
 #include <stdexcept>
 
@@ -19,6 +23,7 @@
 #include "delta_rule/forward/walker.cuh"
 #include "delta_rule/inputs/forward.cuh"
 #include "delta_rule/launch_walk.cuh"
+#include "delta_rule/split/launch.cuh"
 
 #ifndef TFLA_DIM_K
 #error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
@@ -74,7 +79,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
     const bool keep_writes = p.writes.data != nullptr;
     const Operand& writes = keep_writes ? p.writes : p.o;
     const ForwardGlobals g{
-        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.borders, p.scale),
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.initial, p.last, p.scale),
         maps.of_values(p.v, kChunk),
         maps.of_values(p.o, kChunk),
         maps.of_values(p.o, kBoxRows),
@@ -83,8 +88,6 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         maps.of_values(writes, kBoxRows),
         maps.of_values(writes, 1),
         keep_writes,
-        p.initial,
-        p.last,
     };
     if constexpr (C::kMakers > 0)
         launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, false, stream,
@@ -118,6 +121,16 @@ void delta_forward(const DeltaForwardParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::run_forward<kittens::half>(params, s)
                       : delta_rule::run_forward<kittens::bf16>(params, s);
+}
+
+void delta_maps(const DeltaMapsParams& params, void* stream) {
+    const auto s = static_cast<cudaStream_t>(stream);
+    params.shape.half ? delta_rule::launch_maps<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::launch_maps<kittens::bf16, TFLA_DIM_K>(params, s);
+}
+
+void delta_carry(const DeltaCarryParams& params, void* stream) {
+    delta_rule::launch_carry(params, static_cast<cudaStream_t>(stream));
 }
 
 void delta_inputs(const DeltaInputsParams& params, void* stream) {

@@ -33,7 +33,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     static_assert(kStateSteps >= kTokenSteps);
     auto scaled = [&](int j) -> Fragment& { return read[j]; };
 
-    const Task& task = smem.task;
+    const WalkTask& task = smem.task;
     const int chunks = task.chunks, lane = fresh_laneid();
     // NOTES: recomputed, to save registers
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
@@ -131,7 +131,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     };
     // S that enters a chunk at a border between segments, and the rest of step 1.
     auto leave_state = [&](int chunk) {
-        store_state_transposed(border_state(g, task, chunk), state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+        store_state_transposed(border_state(g, task, task.first_chunk + chunk), state, 0, column(), g.dim_k,
+                               g.dim_v, g.dim_v);
         warp::mul(state, state, load_decay(stage_of(chunk)));
         pin(state);
     };
@@ -160,10 +161,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         each<0, kTokenSteps>([&](int j) { pin(scaled(j)); });
     };
 
-    const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.dim_v;
-    if (g.initial)
-        load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
-                              g.dim_v);
+    if (task.entering)
+        load_state_transposed(state, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     if (chunks > 0) {
@@ -181,9 +180,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             begin_chunk.template operator()<true>(chunk + 1);
         }
     }
-    if (g.last)
-        store_state_transposed(g.last + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
-                               g.dim_v);
+    if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,14 @@ ARGUMENTS = {
     "matrices": ("shape", "q", "k", *GATES, "matrices", "scale"),
     "forward": (
         *("shape", "q", "k", "v", "o", "writes", *GATES, "matrices"),
-        *("initial", "last", "borders", "scale", "walkers", "makers"),
+        *("initial", "last", "carried", "borders", "scale", "walkers", "makers"),
     ),
+    "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "maps"),
+    "carry": ("shape", "carried", "maps", "borders"),
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", "u", *GATES, "matrices"),
-        *("dbeta", "d_last", "d_initial", "borders", "scale", "walkers", "makers"),
+        *("dbeta", "d_last", "d_initial", "carried", "borders", "scale", "walkers", "makers"),
+        "states_alone",
     ),
     "inputs": (
         *("shape", "q", "k", "unit_q", "unit_k", "beta", "g", "a_log", "dt_bias"),
@@ -106,6 +110,44 @@ class Arguments:
 
     def states(self, at: int, count: int) -> Tensor | None:
         return self.floats(at, count, self.heads, self.dim_k, self.dim_v) if at else None
+
+    def maps(self, at: int) -> Tensor | None:
+        """Of the segments of a split, at the slots of its states."""
+        return self.floats(at, self.carried, self.heads, self.dim_k, self.dim_k) if at else None
+
+    @property
+    def carried(self) -> int:
+        """Slots of the states of a split."""
+        return self.cut[3] - self.cut[2]
+
+
+class Piece(NamedTuple):
+    """A segment of a split: row of the batch, sequence, first token of this, its own tokens, its number, how
+    many the sequence has, and the slot of the state that enters the sequence's second segment."""
+
+    row: int
+    sequence: int
+    start: int
+    tokens: range
+    number: int
+    count: int
+    slot: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+
+def pieces_of(x: Arguments) -> Iterator[Piece]:
+    """The segments of all sequences as a walk of the forward or the mirror is cut."""
+    length = x.cut[4] * CHUNK
+    for row, sequence, start, end in sequences_in(x):
+        count = max(-(-(end - start) // length), 1)
+        slot = start // length if x.cut[0] else sequence * (count - 1)
+        for number in range(count):
+            first = start + number * length
+            tokens = range(first, min(first + length, end))
+            yield Piece(row, sequence, start, tokens, number, count, slot)
 
 
 def sequences_in(x: Arguments) -> Any:
@@ -188,7 +230,8 @@ class Kernel(PreparedLaunches):
         a, p, flags = x.of.matrices
         assert (x.of.makers > 0) == (flags != 0)
         if x.of.makers == 0:
-            before = self.launches[-2]
+            of_split = ("maps", "mirror", "carry")
+            *_, before = (y for y in self.launches[:-1] if y.name not in of_split)
             assert (before.name, before.matrices) == ("matrices", (a, p))
             return
         assert x.of.walkers == 1
@@ -198,20 +241,76 @@ class Kernel(PreparedLaunches):
         assert x.address(p) == x.address(a) + 2 * numbers and x.address(flags) == x.address(p) + 2 * numbers
         made.fill_(1)
 
+    def check_cut(self, x: Arguments) -> None:
+        """Of a walk of the forward or the mirror: segments of a split end at borders."""
+        if x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq:
+            assert not x.of.carried
+        assert x.cut[4] * CHUNK % self.segment == 0 or x.cut[4] * CHUNK > x.seq
+        assert (x.of.carried != 0) == (x.carried > 0)
+
+    def compute_maps(self, x: Arguments) -> None:
+        self.check_cut(x)
+        k, g, beta, v = x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta), x.operand(x.of.v, x.dim_v)
+        initial, carried = x.states(x.of.initial, x.cut[2]), x.states(x.of.carried, x.carried)
+        maps, transposed = (x.maps(at) for at in x.of.maps)
+        assert carried is not None and transposed is not None
+        for piece in pieces_of(x):
+            if piece.is_last:
+                continue
+            state = torch.zeros(x.heads, x.dim_k, x.dim_v)
+            if piece.number == 0 and initial is not None:
+                state = initial[piece.sequence].clone()
+            of_state = torch.eye(x.dim_k).expand(x.heads, -1, -1)
+            for t in piece.tokens:
+                key, row = k[piece.row, t], piece.row
+                state, of_state = (y * g[row, t, :, None, None].exp() for y in (state, of_state))
+                write = v[row, t] - torch.einsum("hkv,hk->hv", state, key)
+                erased = torch.einsum("hkv,hk->hv", of_state, key)
+                state = state + torch.einsum("hk,hv->hkv", key, beta[row, t, :, None] * write)
+                of_state = of_state - torch.einsum("hk,hv->hkv", key, beta[row, t, :, None] * erased)
+            carried[piece.slot + piece.number] = state
+            if piece.number > 0:
+                transposed[piece.slot + piece.number] = of_state.mT
+                if maps is not None:
+                    maps[piece.slot + piece.number] = of_state
+
+    def compute_carry(self, x: Arguments) -> None:
+        """After the walks of the mirror backward in time."""
+        self.check_cut(x)
+        backward = self.launches[-2].name == "mirror"
+        carried, maps = x.states(x.of.carried, x.carried), x.maps(x.of.maps)
+        assert carried is not None and maps is not None
+        pieces = [piece for piece in pieces_of(x) if piece.number > 0]
+        for piece in reversed(pieces) if backward else pieces:
+            slot = piece.slot + piece.number - 1
+            if not (piece.is_last if backward else piece.number == 1):
+                before = slot + 1 if backward else slot - 1
+                carried[slot] += maps[slot + backward].mT @ carried[before]
+            first, count = self.slots(x, piece.sequence, piece.start)
+            borders = x.states(x.of.borders, count)
+            if borders is not None:
+                borders[first + (piece.tokens.start - piece.start) // self.segment - 1] = carried[slot]
+
     def compute_forward(self, x: Arguments) -> None:
         self.check_makers(x)
-        assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
+        self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)
         writes = x.operand(x.of.writes, x.dim_v) if x.of.writes[0] else None
         initial, last = x.states(x.of.initial, x.cut[2]), x.states(x.of.last, x.cut[2])
-        for row, number, start, end in sequences_in(x):
-            first, count = self.slots(x, number, start)
-            borders = x.states(x.of.borders, count)
-            state = torch.zeros(x.heads, x.dim_k, x.dim_v) if initial is None else initial[number].clone()
-            for t in range(start, end):
-                own = t - start
-                if borders is not None and own and own % self.segment == 0:
+        carried = x.states(x.of.carried, x.carried)
+        for piece in pieces_of(x):
+            first, count = self.slots(x, piece.sequence, piece.start)
+            borders, row = x.states(x.of.borders, count), piece.row
+            state = torch.zeros(x.heads, x.dim_k, x.dim_v)
+            if piece.number > 0:
+                assert carried is not None
+                state = carried[piece.slot + piece.number - 1].clone()
+            elif initial is not None:
+                state = initial[piece.sequence].clone()
+            for t in piece.tokens:
+                own = t - piece.start
+                if borders is not None and t > piece.tokens.start and own % self.segment == 0:
                     borders[first + own // self.segment - 1] = state
                 state = state * g[row, t, :, None, None].exp()
                 write = v[row, t] - torch.einsum("hkv,hk->hv", state, k[row, t])
@@ -219,36 +318,52 @@ class Kernel(PreparedLaunches):
                 o[row, t] = x.of.scale * torch.einsum("hk,hkv->hv", q[row, t], state)
                 if writes is not None:
                     writes[row, t] = write
-            if last is not None:
-                last[number] = state
+            if last is not None and piece.is_last:
+                last[piece.sequence] = state
 
     def compute_mirror(self, x: Arguments) -> None:
         self.check_makers(x)
-        assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
+        self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
-        dout, writes, dv = (x.operand(y, x.dim_v) for y in (x.of.dout, x.of.writes, x.of.dv))
-        assert (x.of.u[0] != 0) == (x.dim_v > 128)
-        parts = -(-x.dim_v // PART)
-        dbeta = x.floats(x.of.dbeta, parts, x.batch, x.heads, x.seq)
+        dout, parts = x.operand(x.of.dout, x.dim_v), -(-x.dim_v // PART)
+        results = (x.of.writes[0], x.of.dv[0], x.of.u[0], x.of.dbeta, x.of.d_initial, x.of.borders)
+        if x.of.states_alone:
+            assert not any(results)
+        else:
+            writes, dv = x.operand(x.of.writes, x.dim_v), x.operand(x.of.dv, x.dim_v)
+            assert (x.of.u[0] != 0) == (x.dim_v > 128)
+            dbeta = x.floats(x.of.dbeta, parts, x.batch, x.heads, x.seq)
         d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
-        for row, number, start, end in sequences_in(x):
-            first, count = self.slots(x, number, start)
-            borders = x.states(x.of.borders, count)
-            state = torch.zeros(x.heads, x.dim_k, x.dim_v) if d_last is None else d_last[number].clone()
-            for t in reversed(range(start, end)):
+        carried = x.states(x.of.carried, x.carried)
+        for piece in pieces_of(x):
+            if x.of.states_alone and piece.number == 0:
+                continue
+            first, count = self.slots(x, piece.sequence, piece.start)
+            borders, row = x.states(x.of.borders, count), piece.row
+            state = torch.zeros(x.heads, x.dim_k, x.dim_v)
+            if piece.is_last:
+                state = state if d_last is None else d_last[piece.sequence].clone()
+            elif not x.of.states_alone:
+                assert carried is not None
+                state = carried[piece.slot + piece.number].clone()
+            for t in reversed(piece.tokens):
                 state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t], dout[row, t].float())
                 du = torch.einsum("hkv,hk->hv", state, k[row, t])
-                dv[row, t] = beta[row, t, :, None] * du
-                products = du * writes[row, t]
-                for part in range(parts):
-                    dbeta[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
+                if not x.of.states_alone:
+                    dv[row, t] = beta[row, t, :, None] * du
+                    products = du * writes[row, t]
+                    for part in range(parts):
+                        dbeta[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
                 state = state - torch.einsum("hk,hv->hkv", k[row, t], beta[row, t, :, None] * du)
                 state = state * g[row, t, :, None, None].exp()
-                own = t - start
-                if borders is not None and own and own % self.segment == 0:
+                own = t - piece.start
+                if borders is not None and t > piece.tokens.start and own % self.segment == 0:
                     borders[first + own // self.segment - 1] = state
-            if d_initial is not None:
-                d_initial[number] = state
+            if x.of.states_alone:
+                assert carried is not None
+                carried[piece.slot + piece.number - 1] = state
+            elif d_initial is not None and piece.number == 0:
+                d_initial[piece.sequence] = state
 
     def segments(self, x: Arguments, forward: bool) -> Any:
         """Of a walk over the states: row of the batch, sequence, tokens, the state that the segment begins

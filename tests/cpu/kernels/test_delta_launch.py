@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, reference
-from tfla_tk.backends.tk.delta_rule import call, inputs, launch, states
+from tfla_tk.backends.tk.delta_rule import call, inputs, launch, split, states
 from tfla_tk.backends.tk.delta_rule.call import SEGMENT_TOKENS, Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
@@ -134,6 +134,32 @@ def test_tensors_and_sizes(
     ]
     forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize(("chunks", "group", "state"), [(1, 1, True), (2, 3, False)])
+def test_split_sequences(
+    chunks: int, group: int, state: bool, packed: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States at the borders between segments are carried; those within a segment the walks leave."""
+    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(chunks)))
+    core = draw((48, 32), group=group, packed=packed, state=state, tokens=200)
+    check(core)
+    names = [x.name for x in kernel.launches]
+    forward, mirror = ["matrices", "maps", "carry", "forward"], ["matrices", "mirror", "carry", "mirror"]
+    assert names[:8] == forward + mirror
+    kernel.launches.clear()
+    launch.forward(core, output_final_state=True, keep=False)
+    assert [x.name for x in kernel.launches] == forward
+    assert kernel.launches[1].maps[0] == 0  # M itself is for the backward
+
+
+def test_a_split_of_sequences_that_are_no_longer_than_a_segment(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(1)))
+    check(draw((48, 32), tokens=CHUNK))
+    assert {x.name for x in kernel.launches}.isdisjoint({"maps", "carry"})
 
 
 # Raw inputs
@@ -304,6 +330,7 @@ def test_a_sequence_is_cut_alike_in_any_call(seq: int) -> None:
 def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two per CTA of the walks over the states where segments and heads fill the GPU, else one."""
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(Shape, "split", None)
     of_states = {
         shape: shape_of(shape[0], shape[1], heads=shape[2]).states_walkers
         for shape in ((1, 8192, 32), (8, 8192, 16), (1, 8192, 16), (1, 2048, 16), (1, 32768, 16))
@@ -320,6 +347,7 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_makers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the multiprocessors that walks of one walker leave idle, where these make A and P in time."""
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(Shape, "split", None)
     found = {heads: shape_of(1, 8192, heads=heads).makers for heads in (1, 16, 32, 40, 48, 66, 80)}
     assert found == {1: 128, 16: 100, 32: 68, 40: 52, 48: 0, 66: 0, 80: 0}
     assert shape_of(4, 4096, dim=64).makers == 68 and shape_of(8, 8192).makers == 0
@@ -328,3 +356,41 @@ def test_makers(monkeypatch: pytest.MonkeyPatch) -> None:
     for heads in range(1, 200):
         shape = shape_of(1, 8192, heads=heads)
         assert shape.makers == 0 or (shape.walkers == 1 and shape.makers + 2 * heads <= 132)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+
+
+def test_few_long_sequences_are_split(hopper: None) -> None:
+    """Into segments that end at borders of the walks over the states, and without makers."""
+    for sequences, seq, heads in ((1, 65536, 16), (1, 32768, 8), (1, 32768, 4), (2, 16384, 2), (1, 16384, 1)):
+        shape = shape_of(sequences, seq, heads=heads)
+        assert shape.split is not None and shape.makers == 0
+        assert shape.split.chunks % SEGMENT_CHUNKS == 0
+        count = -(-seq // (shape.split.chunks * CHUNK))
+        assert shape.split.segments == sequences * count and count > 1
+        assert shape.carried == sequences * (count - 1)
+    packed = shape_of(1, 65536, packed=True)
+    assert packed.split is not None and packed.split.chunks == shape_of(1, 65536).split.chunks
+
+
+def test_others_are_left_whole(hopper: None) -> None:
+    """Short ones, and those that fill the GPU; and in any case where results may not follow from the call."""
+    for sequences, seq, heads in ((1, 2125, 2), (1, 1, 1), (8, 8192, 16), (1, 32768, 64), (16, 2048, 4)):
+        assert shape_of(sequences, seq, heads=heads).split is None
+    # many packed ones of unknown lengths
+    assert shape_of(16, 65536, packed=True).split is None
+    assert shape_of(1, 65536)._replace(batch_invariant=True).split is None
+    # what the kernels carry
+    assert shape_of(1, 65536, dim=256).split is None
+
+
+def test_more_multiprocessors_take_shorter_segments(hopper: None) -> None:
+    """Or as long ones."""
+    for heads, seq in itertools.product((1, 2, 4, 8, 16), (8192, 16384, 65536)):
+        lengths = [
+            split.segment_chunks(1, seq, heads, split.Slices(2, 2), count) or seq for count in (66, 132, 264)
+        ]
+        assert lengths == sorted(lengths, reverse=True)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.support import walks_states
 from tfla_tk.backends.tk.operands import Gate, Operand, as_operand, as_state, multiprocessors
 from tfla_tk.backends.tk.prepared import Addresses
@@ -19,9 +20,6 @@ SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums 
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
 _CYCLES = {1: 1830, 2: 2770}
 _STATES_CYCLES = {1: 6100, 2: 8200}
-# microseconds of a chunk of one walker, and of A and P of a chunk on a multiprocessor, before the walk and
-# beside it; the last one is an estimate: four chunks at a time, five before the walk
-_WALKED, _MADE_BEFORE, _MADE_BESIDE = 1.56, 1.88, 2.2
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
@@ -65,10 +63,45 @@ class Shape(NamedTuple):
             batch_invariant=core.batch_invariant,
         )
 
+    @property
+    def split(self) -> Cut | None:
+        """The cut of the walks of the forward and of its mirror; None where they take whole sequences. Its
+        borders are such of the walks over the states."""
+        if self.batch_invariant or self.dim_k > costs.MAX_DIM_K:
+            return None
+        # the host does not know the lengths of packed sequences
+        tokens = -(-self.seq // self.sequences) if self.packed else self.seq
+        slices = costs.Slices(*(-(-dim // WALKER_COLUMNS) for dim in (self.dim_v, self.dim_k)))
+        multi = multiprocessors(self.device)
+        length = costs.segment_chunks(self.sequences, tokens, self.heads, slices, multi)
+        return None if length is None else self.cut_into(length)
+
+    def cut_into(self, chunks: int) -> Cut:
+        """The cut into segments of so many chunks."""
+        tokens = chunks * CHUNK
+        if self.packed:
+            return Cut(self.sequences + self.seq // tokens, chunks)
+        return Cut(self.sequences * max(-(-self.seq // tokens), 1), chunks)
+
+    @property
+    def carried(self) -> int:
+        """Slots for the states between the segments of a split, of all sequences; 0 without one."""
+        return 0 if self.split is None else self.split.segments - self.sequences
+
+    def new_carried(self, like: Tensor, dim: int) -> MaybeTensor:
+        """For these an uninitialised [slots, HV, K, dim], on the device of a tensor; None without a split."""
+        if self.carried == 0:
+            return None
+        return like.new_empty((self.carried, self.heads, self.dim_k, dim), dtype=torch.float32)
+
     def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
         """With the address of the offsets, 0 for none; without a cut every sequence is one segment."""
-        cut = cut or Cut(self.sequences, self.seq // CHUNK + 1)
+        cut = cut or self.uncut
         return (address, self.packed_64bit, self.sequences, *cut, *self[2:10])
+
+    @property
+    def uncut(self) -> Cut:
+        return Cut(self.sequences, self.seq // CHUNK + 1)
 
     @property
     def borders(self) -> int:
@@ -119,7 +152,7 @@ class Shape(NamedTuple):
     @property
     def walkers(self) -> int:
         """Of a CTA of the walks of the forward and of its mirror."""
-        return self._walkers(self.dim_v, self.sequences, _CYCLES)
+        return self._walkers(self.dim_v, (self.split or self.uncut).segments, _CYCLES)
 
     @property
     def makers(self) -> int:
@@ -127,10 +160,9 @@ class Shape(NamedTuple):
         these leave idle; 0 where A and P are done earlier by a launch before the walk."""
         pairs, every = self.sequences * self.heads, multiprocessors(self.device)
         idle = every - pairs * -(-self.dim_v // WALKER_COLUMNS)
-        if self.walkers > 1 or idle <= 0:
+        if self.walkers > 1 or idle <= 0 or self.split is not None:
             return 0
-        beside = max(_WALKED, _MADE_BESIDE * pairs / idle)
-        if beside >= _WALKED + _MADE_BEFORE * pairs / every:
+        if costs.beside(pairs, idle) >= costs.WALKED[1] + costs.MADE_BEFORE * pairs / every:
             return 0
         return min(idle, self.batch * self.heads * self.slots)
 

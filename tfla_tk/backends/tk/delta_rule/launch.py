@@ -5,6 +5,10 @@ the walk over the chunks. Where the walk leaves multiprocessors idle, one launch
 run beside the walk. A training call keeps the walk's writes U', [B, T, HV, V], and the states at the borders
 between the segments of the backward's walks over the states.
 
+Few long sequences are split: two launches before the walk give the states with which its segments begin. Over
+a segment the state is mapped S -> M S + own; a training call keeps M for its backward, whose first walk is
+split in the same way.
+
 The backward makes A and P again, in the same way, and walks over the chunks backward in time, which gives dv
 and the sums of dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
 part of dk from what a token erases, backward in time dk. The gradient of g follows from their sums. These two
@@ -57,8 +61,8 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 def forward(
     core: DeltaRuleCore, *, output_final_state: bool, keep: bool
 ) -> tuple[Tensor, MaybeTensor, Kept | None]:
-    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes U' and the
-    states at the borders, None where there are none.
+    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes U', the states at
+    the borders and M of the segments of a split, None where there are none.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -109,14 +113,14 @@ def _backward(
     if kept is None:
         _, _, kept = forward(core, output_final_state=False, keep=True)
     assert kept is not None
-    writes, borders = kept.tensors
+    writes, borders, maps = kept.tensors
     key = (layout(core), given.v.stride(), do.stride(), dht is not None)
     mirror = _mirrors.get(key)
     if mirror is None:
         mirror = Mirror(core, given.v, do, dht)
         _mirrors.keep(key, mirror)
     assert writes is not None
-    dv, u, dbeta_parts, dh0, d_borders = mirror(core, given.v, writes, do, dht)
+    dv, u, dbeta_parts, dh0, d_borders = mirror(core, given.v, writes, maps, do, dht)
     needs_dg = needs_gates and core.g is not None
     if u is None:
         through = Through(writes, dv.written, do, dht, borders, d_borders)
@@ -152,16 +156,26 @@ class Forward:
         o_at, writes_at = addresses.next(), addresses.next(given=keep)
         last_at = addresses.next(given=output_final_state)
         borders_at = addresses.next(given=keep and shape.has_borders)
-        of = shape.with_offsets(at.cu_seqlens)
+        is_split = shape.carried > 0
+        carried_at, maps_at, transposed_at = (
+            addresses.next(given=given) for given in (is_split, is_split and keep, is_split)
+        )
+        whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
         o = Result.like(like, "meta").written
         writes = operand_at(writes_at, torch.empty(core.v.shape, device="meta")) if keep else NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
-            borders_at, core.scale, shape.walkers, shape.makers,
+            carried_at, borders_at, core.scale, shape.walkers, shape.makers,
         )  # fmt: skip
-        before = [] if shape.makers else [kernel.matrices(of, q, k, *gates, matrices[:2], core.scale)]
+        before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
+        if is_split:
+            maps = (maps_at, transposed_at)
+            before += [
+                kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, maps),
+                kernel.carry(of, carried_at, transposed_at, borders_at),
+            ]
         self._launches = Launches.of(kernel, [*before, walk])
 
     def __call__(self, core: DeltaRuleCore, like: Tensor) -> tuple[Tensor, MaybeTensor, Kept | None]:
@@ -170,12 +184,15 @@ class Forward:
         matrices = v.new_empty(self._matrices_size)
         writes = v.new_empty(v.shape) if self._keep else None
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
-        borders = self._shape.new_borders(v) if self._keep else None
+        shape, dim_k = self._shape, self._shape.dim_k
+        borders = shape.new_borders(v) if self._keep else None
+        carried, transposed = shape.new_carried(v, shape.dim_v), shape.new_carried(v, dim_k)
+        maps = shape.new_carried(v, dim_k) if self._keep else None
         self._launches.run(
-            starts(*core[:9], matrices, o.written, writes, last, borders),
-            current_stream(self._shape.device),
+            starts(*core[:9], matrices, o.written, writes, last, borders, carried, maps, transposed),
+            current_stream(shape.device),
         )
-        return o.filled(), last, None if writes is None else Kept((writes, borders))
+        return o.filled(), last, None if writes is None else Kept((writes, borders, maps))
 
 
 class Mirror:
@@ -199,21 +216,36 @@ class Mirror:
         dht_at = addresses.next(given=dht is not None)
         dh0_at = addresses.next(given=core.initial_state is not None)
         borders_at = addresses.next(given=shape.has_borders)
-        of = shape.with_offsets(at.cu_seqlens)
+        carried_at, maps_at = (addresses.next(given=shape.carried > 0) for _ in range(2))
+        whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
         dense = torch.empty(core.v.shape, device="meta")
         u = operand_at(u_at, dense) if self._keeps_u else NO_OPERAND
+        dout, dv = operand_at(do_at, do), operand_at(dv_at, Result.like(like, "meta").written)
         walk = kernel.mirror(
-            of, q, k, operand_at(do_at, do), operand_at(writes_at, dense),
-            operand_at(dv_at, Result.like(like, "meta").written), u, *gates,
-            matrices, sums_at, dht_at, dh0_at, borders_at, core.scale, shape.walkers, shape.makers,
+            of, q, k, dout, operand_at(writes_at, dense), dv, u, *gates, matrices, sums_at, dht_at, dh0_at,
+            carried_at, borders_at, core.scale, shape.walkers, shape.makers, False,
         )  # fmt: skip
-        before = [] if shape.makers else [kernel.matrices(of, q, k, *gates, matrices[:2], core.scale)]
+        before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
+        if carried_at:
+            before += [
+                kernel.mirror(
+                    of, q, k, dout, NO_OPERAND, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
+                    carried_at, 0, core.scale, shape.walkers, 0, True,
+                ),
+                kernel.carry(of, carried_at, maps_at, borders_at),
+            ]  # fmt: skip
         self._launches = Launches.of(kernel, [*before, walk])
 
     def __call__(
-        self, core: DeltaRuleCore, like: Tensor, writes: Tensor, do: Tensor, dht: MaybeTensor
+        self,
+        core: DeltaRuleCore,
+        like: Tensor,
+        writes: Tensor,
+        maps: MaybeTensor,
+        do: Tensor,
+        dht: MaybeTensor,
     ) -> tuple[Result, MaybeTensor, Tensor, MaybeTensor, MaybeTensor]:
         """dv, U for scalar_gate's walks, the parts of dbeta [parts, B, HV, T], dh0 and dS at the borders."""
         v, initial = core.v, core.initial_state
@@ -222,8 +254,12 @@ class Mirror:
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
         borders = self._shape.new_borders(v)
+        carried = self._shape.new_carried(v, self._shape.dim_v)
         self._launches.run(
-            starts(*core[:9], matrices, do, writes, dv.written, u, sums, dht, dh0, borders),
+            starts(
+                *(*core[:9], matrices, do, writes, dv.written, u, sums, dht, dh0, borders),
+                *(carried, maps),
+            ),
             current_stream(self._shape.device),
         )
         return dv, u, sums, dh0, borders
