@@ -30,6 +30,8 @@ struct GlaStatesParams {
     Operand dg;             // of g_dtype, by the right walk; may be the inflow
     const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
     const float* d_last;    // left: the gradient of the last state, null: zero
+    const float* borders;   // S at the borders between segments, of gla_segments, where sequences are cut
+    const float* d_borders; // right: dS there
     float* flows;           // [N, heads, K]: the left walk writes those over the sequence's end, unless
                             // d_last is null; the right one begins with them, null: zero
     void* anchors;          // of gla_anchor_bytes: what the left walk leaves of S

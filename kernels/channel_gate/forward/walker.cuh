@@ -107,9 +107,10 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k + g.other_dim_k) * g.dim_v;
-    if (g.initial)
-        load_state_transposed(state, g.initial + task.state * state_size, 0, column(), g.dim_k, g.dim_v,
-                              g.dim_v);
+    const float* const entering =
+        task.template entering<C::kBackward>(g.initial, g.borders, g.heads, state_size);
+    if (entering)
+        load_state_transposed(state, entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -124,7 +125,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         end_chunk(chunks - 1);
     }
-    if (g.last)
+    if (g.last && task.template ends_sequence<C::kBackward>())
         store_state_transposed(g.last + task.state * state_size, state, 0, column(), g.dim_k, g.dim_v,
                                g.dim_v);
 }
