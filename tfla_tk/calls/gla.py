@@ -21,6 +21,7 @@ class GLACore(NamedTuple):
         cu_seqlens: [N + 1] offsets of sequences packed in a batch of one, int32 or int64; not read on the
             host.
         scale: of q.
+        batch_invariant: the option of that name.
         schedule: the variant that the caller has named, or "auto".
     """
 
@@ -31,6 +32,7 @@ class GLACore(NamedTuple):
     initial_state: MaybeTensor
     cu_seqlens: MaybeTensor
     scale: float
+    batch_invariant: bool
     schedule: str
 
 

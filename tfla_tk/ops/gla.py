@@ -53,7 +53,7 @@ def _core(call: LinearCall, schedule: str, tensors: Sequence[Any]) -> GLACore:
     q, k, v, g, initial_state, cu_seqlens, _ = tensors
     if initial_state is not None and call.state_v_first:
         initial_state = initial_state.mT
-    return GLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, schedule)
+    return GLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant, schedule)
 
 
 # The reference
@@ -105,7 +105,7 @@ _ops = LinearOps(
         title="GLA",
         inputs=("q", "k", "v", "g", "initial_state?", "cu_seqlens?"),
         heads=(2, 2, 2, 2, 1, 0),
-        options=("float scale",),
+        options=("float scale", "bool batch_invariant"),
         gates=("g",),
         core=GLACore,
         reference=_in_form,

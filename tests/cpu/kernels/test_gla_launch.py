@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, reference
+from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import launch, support
 from tfla_tk.calls.gla import GLACore
-from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
+from tfla_tk.core.layout import ADDRESS_BITS, DTYPES, Cut, Kept
 from tfla_tk.core.memo import Memo
 
 from .addresses import tensor_at
@@ -25,9 +28,14 @@ ARGUMENTS = {
     "forward": ("shape", "q", "k", "v", "o", "g", "g_dtype", "initial", "last", "scale", "walkers"),
     "mirror": ("shape", "q", "k", "do", "dv", "g", "g_dtype", "d_last", "d_initial", "scale", "walkers"),
 }
-ARGUMENTS["forward"] += ("other_dim_k", "adds")
+ARGUMENTS["forward"] += ("other_dim_k", "adds", "borders")
+ARGUMENTS["mirror"] += ("borders",)
 ARGUMENTS["left"] = ARGUMENTS["right"] = (
     *("shape", "q", "k", "v", "do", "g", "g_dtype", "result", "gates", "entering", "scale", "walkers"),
+    "borders",
+)
+ARGUMENTS["segments"] = (
+    *("shape", "keys", "values", "g", "g_dtype", "entering", "borders", "decays", "scale", "backward"),
 )
 ANCHOR_BYTES = 48  # anything
 
@@ -54,10 +62,11 @@ class Call:
 
     def __init__(self, x: SimpleNamespace, starts: list[int]) -> None:
         self.x, self.starts = x, starts
-        self.offsets, self.wide, self.sequences, segments, chunks, *sizes, half, _ = x.shape
+        self.offsets, self.wide, self.sequences, self.segments, chunks, *sizes, half, _ = x.shape
         self.batch, self.heads, self.seq, self.dim_k, self.dim_v = sizes
         self.dtype = torch.float16 if half else torch.bfloat16
-        assert segments == self.sequences and 64 * chunks > self.seq
+        self.segment = 64 * chunks
+        assert self.segments > self.sequences or self.segment >= self.seq
 
     def address(self, prepared: int) -> int:
         start = self.starts[(prepared >> ADDRESS_BITS) - 1]
@@ -94,6 +103,29 @@ class Call:
         strides = (self.heads * of_head, of_head, self.dim_v, 1)
         return tensor_at(self.address(at), torch.float32, shape, *strides)
 
+    def borders(self, at: int) -> Tensor | None:
+        """Of a launch's channels; None where there are none."""
+        count = self.segments - self.sequences
+        assert (at != 0) == (count > 0)
+        if count == 0:
+            return None
+        of_head = (self.dim_k + getattr(self.x, "other_dim_k", 0)) * self.dim_v
+        shape = (count, self.heads, self.dim_k, self.dim_v)
+        return tensor_at(self.address(at), torch.float32, shape, self.heads * of_head, of_head, self.dim_v, 1)
+
+    def in_sequences(self) -> Iterator[tuple[int, int, slice, list[tuple[int, int]]]]:
+        """Of every sequence its number, batch entry and rows, and of its borders slots and tokens before."""
+        offsets = [0, self.seq] * self.sequences
+        if self.offsets:
+            offsets = self.options()["cu_seqlens"].tolist()
+        for n in range(self.sequences):
+            begin, end = (0, self.seq) if not self.offsets else offsets[n : n + 2]
+            count = max(-(-(end - begin) // self.segment), 1) - 1
+            slot = begin // self.segment if self.offsets else n * count
+            rows = slice(begin, end)
+            found = [(slot + i, (i + 1) * self.segment) for i in range(count)]
+            yield n, 0 if self.offsets else n, rows, found
+
     def options(self) -> dict[str, Any]:
         dtype, at = torch.int64 if self.wide else torch.int32, self.offsets
         cu_seqlens = tensor_at(self.address(at), dtype, (self.sequences + 1,)) if at else None
@@ -106,12 +138,59 @@ def write(to: Tensor | None, x: Tensor | None) -> None:
         to.copy_(x)
 
 
+def write_borders(call: Call) -> None:
+    """The states at the borders, or their gradients."""
+    x = call.x
+    keys, values, g = call.keys(x.keys), call.values(x.values), call.gates()
+    to, entering = call.borders(x.borders), call.state(x.entering)
+    assert to is not None
+    decays_at = x.borders + to.numel() * 4
+    assert x.decays == decays_at and call.address(x.decays)
+    for n, entry, rows, borders in call.in_sequences():
+        own = tuple(t[entry : entry + 1, rows] for t in (keys, values, g))
+        first = None if entering is None else entering[n : n + 1]
+        for slot, tokens in borders:
+            if x.backward:
+                k, v, gates = (t[:, tokens:] for t in own)
+                zero = torch.zeros(1, call.heads, call.dim_k, call.dim_v)
+                found = reference.gla_backward(k, k, v, gates, v, first, scale=x.scale, initial_state=zero)
+                to[slot] = found.dh0[0]
+            else:
+                k, v, gates = (t[:, :tokens] for t in own)
+                options = {"scale": 1.0, "initial_state": first, "output_final_state": True}
+                to[slot] = reference.gla_chunkwise(k, k, v, gates, **options)[1][0]
+
+
+def check_borders(call: Call, at: int, entering_at: int, keys: Any, values: Any, backward: bool) -> None:
+    """That a walk finds there what it needs."""
+    found = call.borders(at)
+    if found is None:
+        return
+    x = call.x
+    names = {"keys": keys, "values": values, "entering": entering_at, "backward": backward}
+    expected = torch.zeros(found.shape)
+    like = SimpleNamespace(**{**vars(x), **names, "other_dim_k": 0, "borders": 1, "decays": 1})
+    other = Call(like, call.starts)
+    other.borders = lambda at: expected  # type: ignore[method-assign]
+    like.decays = 1 + expected.numel() * 4
+    other.address = lambda at: 1 if at in (1, like.decays) else call.address(at)  # type: ignore[method-assign]
+    other.state = call.state  # type: ignore[method-assign]
+    write_borders(other)
+    used = {slot for _, _, _, borders in call.in_sequences() for slot, _ in borders}
+    for slot in used:
+        torch.testing.assert_close(found[slot], expected[slot])
+
+
 def compute(x: SimpleNamespace, starts: list[int]) -> None:
     """What a launch leaves. The walks over the states hand on what tells which inputs they were given."""
     call = Call(x, starts)
+    if x.name == "segments":
+        write_borders(call)
+        return
     options = call.options()
     if x.name == "forward":
         q, k, v = call.keys(x.q), call.keys(x.k), call.values(x.v)
+        check_borders(call, x.borders, x.initial, x.k, x.v, False)
         options |= {"initial_state": call.state(x.initial), "output_final_state": True}
         o, last = reference.gla_chunkwise(q, k, v, call.gates(), **options)
         written = call.values(x.o)
@@ -122,11 +201,17 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
     initial = torch.zeros(call.sequences, call.heads, call.dim_k, call.dim_v)
     if x.name == "mirror":  # of these gradients alone, neither depends on v or the first state
         d_last = call.state(x.d_last)
+        check_borders(call, x.borders, x.d_last, x.q, x.do, True)
         found = reference.gla_backward(q, k, do, g, do, d_last, initial_state=initial, **options)
         write(call.values(x.dv), found.dv)
         write(call.state(x.d_initial), found.dh0)
         return
     v = call.values(x.v)
+    if x.name == "left":
+        check_borders(call, x.borders[0], x.entering, x.k, x.v, False)
+    else:
+        check_borders(call, x.borders[1], x.entering, x.q, x.do, True)
+        assert (x.borders[0] != 0) == (x.borders[1] != 0)
     inflow, d_last = None, call.state(x.entering) if x.name == "right" else None
     if x.gates is not None:
         inflow_at, dg_at, (d_last_at, flows_at, anchors_at) = x.gates
@@ -156,9 +241,22 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(build, "load", found.load)
     monkeypatch.setattr(launch, "current_stream", lambda device: 7)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(segments, "cut", lambda n, tokens, *_: Cut(n, -(-tokens // 64)))
+    monkeypatch.setattr(segments, "cut_packed", lambda n, tokens, *_: Cut(n, tokens // 64 + 1))
     monkeypatch.setattr(launch, "_forwards", Memo())
     monkeypatch.setattr(launch, "_backwards", Memo())
     return found
+
+
+@pytest.fixture(params=[1, 2], ids="{} chunks".format)
+def cut(request: pytest.FixtureRequest, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Sequences are cut into segments of so many chunks."""
+    chunks: int = request.param
+    monkeypatch.setattr(segments, "cut", lambda n, tokens, *_: Cut(n * -(-tokens // (64 * chunks)), chunks))
+    monkeypatch.setattr(
+        segments, "cut_packed", lambda n, tokens, *_: Cut(n + tokens // (64 * chunks), chunks)
+    )
+    return chunks
 
 
 def draw(
@@ -180,7 +278,7 @@ def draw(
     cu_seqlens = None if offsets is None else torch.tensor([0, 70, 70, 134, B * T], dtype=offsets)
     g = torch.nn.functional.logsigmoid(g).to(of_gates)
     initial = normal(rows, H, *dims) if state else None
-    return GLACore(q.to(dtype), k.to(dtype), v, g, initial, cu_seqlens, 0.3, schedule)
+    return GLACore(q.to(dtype), k.to(dtype), v, g, initial, cu_seqlens, 0.3, False, schedule)
 
 
 def check(core: GLACore, output_final_state: bool = True) -> None:
@@ -196,7 +294,7 @@ def check(core: GLACore, output_final_state: bool = True) -> None:
         assert torch.equal(o, expected[0])
     else:  # a sum of rounded ones
         torch.testing.assert_close(o, expected[0], atol=0.2, rtol=2e-2)
-    assert kept is None
+    assert kept is None or kept.tensors[0] is not None
     if output_final_state:
         torch.testing.assert_close(last, expected[1])
     else:
@@ -261,7 +359,9 @@ def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
     assert [x.walkers for x in kernel.launches] == [2, 2, 2, 2, 1]
 
 
-def check_backward(core: GLACore, needs_gates: bool = True, with_dht: bool = True) -> None:
+def check_backward(
+    core: GLACore, needs_gates: bool = True, with_dht: bool = True, kept: Kept | None = None
+) -> None:
     generator = torch.Generator().manual_seed(1)
     do = torch.randn(core.v.shape, generator=generator).to(core.v.dtype)
     dht = None
@@ -277,7 +377,7 @@ def check_backward(core: GLACore, needs_gates: bool = True, with_dht: bool = Tru
         initial_state=core.initial_state,
         cu_seqlens=core.cu_seqlens,
     )
-    dq, dk, dv, dg, dh0 = launch.backward(core, None, None, do, dht, needs_gates=needs_gates)
+    dq, dk, dv, dg, dh0 = launch.backward(core, kept, None, do, dht, needs_gates=needs_gates)
     for found, wanted, like in (
         (dq, expected.dq, core.q),
         (dk, expected.dk, core.k),
@@ -353,7 +453,7 @@ def test_a_backward_like_another_is_prepared_once(kernel: Kernel) -> None:
 def test_walkers_of_states(dims: tuple[int, int], heads: int, expected: int, kernel: Kernel) -> None:
     """Two where they have to share multiprocessors, and have registers for it."""
     q, v = (torch.empty(1, 1, heads, dim, device="meta") for dim in dims)
-    core = GLACore(q, q, v, q, None, None, 1.0, "auto")
+    core = GLACore(q, q, v, q, None, None, 1.0, False, "auto")
     assert launch.Shape.of(core).walkers_of_states == expected
 
 
@@ -365,3 +465,71 @@ def test_gradients_of_larger_heads_are_refused(dims: tuple[int, int], reason: st
     verdict = support.supports_gla(call)
     assert not verdict.ok
     assert "gradient" in verdict.reason and reason in verdict.reason
+
+
+# Cut sequences
+
+
+@pytest.mark.parametrize("offsets", [None, torch.int32], ids=str)
+@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+@pytest.mark.parametrize("dims", [(64, 128), (192, 64)], ids="{0[0]}_{0[1]}".format)
+def test_a_cut_forward_begins_with_the_states_at_borders(
+    dims: tuple[int, int], state: bool, offsets: torch.dtype | None, kernel: Kernel, cut: int
+) -> None:
+    check(draw(dims=dims, state=state, offsets=offsets))
+    walks = -(-dims[0] // 128)
+    assert [x.name for x in kernel.launches] == ["segments", *["forward"] * walks]
+    sequences, segments_of_call, chunks = kernel.launches[0].shape[2:5]
+    assert segments_of_call > sequences and chunks == cut
+
+
+@pytest.mark.parametrize("offsets", [None, torch.int64], ids=str)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["made again", "kept"])
+def test_a_cut_backward(is_kept: bool, offsets: torch.dtype | None, kernel: Kernel, cut: int) -> None:
+    """The forward's states at the borders are taken where it has kept them."""
+    for state, with_dht in itertools.product((False, True), repeat=2):
+        core = draw(state=state, offsets=offsets)
+        kept = launch.forward(core, output_final_state=False, keep=True)[2] if is_kept else None
+        kernel.launches.clear()
+        check_backward(core, with_dht=with_dht, kept=kept)
+        before = [(x.name, x.backward) for x in kernel.launches if x.name == "segments"]
+        assert before == [("segments", False)] * (not is_kept) + [("segments", True)]
+        assert [x.name for x in kernel.launches[-3:]] == ["mirror", "left", "right"]
+
+
+def test_a_backward_keeps_the_cut_of_its_forward(
+    kernel: Kernel, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = draw()
+    kept = launch.forward(core, output_final_state=False, keep=True)[2]
+    monkeypatch.setattr(segments, "cut", lambda *_: Cut(B, 3))
+    check_backward(core, kept=kept)
+    assert kernel.launches[-1].shape[4] == cut
+
+
+def test_nothing_is_kept_of_whole_sequences(kernel: Kernel) -> None:
+    assert launch.forward(draw(), output_final_state=True, keep=True)[2] is None
+
+
+def test_few_heads_are_cut_to_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+
+    def ctas(batch: int, tokens: int, heads: int, packed: bool = False) -> int:
+        q = torch.empty(batch, tokens, heads, 128, device="meta")
+        offsets = torch.empty(9, dtype=torch.int32, device="meta") if packed else None
+        shape = launch.Shape.of(GLACore(q, q, q, q, None, offsets, 1.0, False, "auto"))
+        return shape.cut.segments * heads
+
+    assert 100 <= ctas(1, 8192, 16) <= 132
+    assert ctas(1, 65536, 16) >= 100
+    assert ctas(8, 8192, 16) == 128 and ctas(16, 2048, 32) == 512
+    assert ctas(1, 256, 16) == 16
+    assert ctas(1, 65536, 16, packed=True) >= 100
+
+
+@pytest.mark.parametrize("heads", [1, 66, 67])
+def test_walkers_of_states_with_batch_invariance(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    q = torch.empty(1, 1, heads, 128, device="meta")
+    core = GLACore(q, q, q, q, None, None, 1.0, True, "auto")
+    assert launch.Shape.of(core).walkers_of_states == 2
