@@ -282,7 +282,7 @@ def test_opcheck(packed: bool, with_state: bool) -> None:
     ]
     registered = torch.ops.tfla_tk
     torch.library.opcheck(registered.gla_fwd, (*inputs, 0.25, False, "auto", with_state))
-    torch.library.opcheck(registered.packed_gla, (*inputs, 0.25, "chunkwise", 16, with_state))
+    torch.library.opcheck(registered.packed_gla, (*inputs, 0.25, False, "chunkwise", 16, with_state))
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
     o, state = registered.gla_fwd(*detached, 0.25, False, "auto", with_state)
     given = (torch.randn_like(o), torch.randn_like(state) if with_state else None)
