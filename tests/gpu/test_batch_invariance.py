@@ -50,7 +50,9 @@ CASES = {
     "gated_delta_256": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta")),
     "simple_gla_grouped": Case("chunk_simple_gla", (64, 64), ("g",), group=3),
     "gated_delta_grouped": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta"), group=2),
-    "gla": Case("chunk_gla", (128, 128), ("g",), trains=False),
+    "gla": Case("chunk_gla", (128, 128), ("g",)),
+    "gla_64": Case("chunk_gla", (64, 256), ("g",)),
+    "gla_256": Case("chunk_gla", (256, 384), ("g",), trains=False),
 }
 
 
@@ -157,7 +159,7 @@ def test_bits(case: str, seq: int, batch: int) -> None:
     check(CASES[case], batch, seq)
 
 
-@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla", "gated_delta_256"])
+@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla", "gated_delta_256", "gla"])
 def test_bits_of_the_ops(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keep no states for their backward."""
     monkeypatch.setattr(memo, "is_eager", lambda tensors: False)
@@ -171,7 +173,7 @@ def test_one_token_of_one_head(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     check(CASES[case], 3, 1)
 
 
-@pytest.mark.parametrize("case", ["mlstm_exp", "mlstm_sig", "simple_gla", "gated_delta_256"])
+@pytest.mark.parametrize("case", ["mlstm_exp", "mlstm_sig", "simple_gla", "gated_delta_256", "gla"])
 def test_inference_has_the_bits_of_training(case: str) -> None:
     x = draw(CASES[case], 2, 5000, 0)
     trained = compute(CASES[case], x)
@@ -179,7 +181,7 @@ def test_inference_has_the_bits_of_training(case: str) -> None:
     assert_same(without, {name: trained[name] for name in without}, "inference")
 
 
-@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla"])
+@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla", "gla"])
 def test_a_graph_keeps_what_was_on_at_its_capture(case: str) -> None:
     x, of_case = draw(CASES[case], 1, 5000, 0), CASES[case]
     expected = compute(of_case, x)
