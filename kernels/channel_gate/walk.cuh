@@ -43,9 +43,9 @@ struct Task {
     int batch, head, column;  // column: first of V
     int first_row, tokens;    // tokens < 0: nothing to do
     int chunks;
-    int64_t state;           // sequence * heads + head
-    int64_t border;          // slot * heads + head of the border behind the segment; that of the border before it
-                             // is less by `heads`
+    int64_t state;   // sequence * heads + head
+    int64_t border;  // slot * heads + head of the border behind the segment; that of the border before it
+                     // is less by `heads`
     bool is_first, is_last;  // segment of its sequence
     int first_chunk;         // in its sequence
 

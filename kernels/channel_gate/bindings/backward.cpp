@@ -20,10 +20,10 @@ std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, cons
                                const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& g,
                                int g_dtype, std::int64_t d_last, std::int64_t d_initial, float scale,
                                int walkers, std::int64_t borders) {
-    return prepared<&gla_mirror>(GlaForwardParams{
-        shape(of), operand(q), operand(k), operand(dout), operand(dv), operand(g),
-        static_cast<DType>(g_dtype), pointer(d_last), pointer(d_initial), scale, walkers, 0, false,
-        pointer(borders)});
+    return prepared<&gla_mirror>(GlaForwardParams{shape(of), operand(q), operand(k), operand(dout),
+                                                  operand(dv), operand(g), static_cast<DType>(g_dtype),
+                                                  pointer(d_last), pointer(d_initial), scale, walkers, 0,
+                                                  false, pointer(borders)});
 }
 
 }  // namespace

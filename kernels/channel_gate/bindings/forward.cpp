@@ -19,10 +19,9 @@ std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, con
                                 const OperandTuple& v, const OperandTuple& o, const OperandTuple& g,
                                 int g_dtype, std::int64_t initial, std::int64_t last, float scale,
                                 int walkers, int other_dim_k, bool adds, std::int64_t borders) {
-    return prepared<&gla_forward>(GlaForwardParams{shape(of), operand(q), operand(k), operand(v), operand(o),
-                                                   operand(g), static_cast<DType>(g_dtype), pointer(initial),
-                                                   pointer(last), scale, walkers, other_dim_k, adds,
-                                                   pointer(borders)});
+    return prepared<&gla_forward>(GlaForwardParams{
+        shape(of), operand(q), operand(k), operand(v), operand(o), operand(g), static_cast<DType>(g_dtype),
+        pointer(initial), pointer(last), scale, walkers, other_dim_k, adds, pointer(borders)});
 }
 
 }  // namespace

@@ -33,8 +33,8 @@ struct GlaForwardParams {
     float scale;           // s, any finite number
     int walkers;           // warpgroups of a CTA that own 64 columns of V each: 1 or 2
     // O is a sum over K, so that launches one after the other may take some channels each:
-    int other_dim_k;  // channels of the others: rows of the states between those of two heads
-    bool adds;        // O is added to what is there
+    int other_dim_k;       // channels of the others: rows of the states between those of two heads
+    bool adds;             // O is added to what is there
     const float* borders;  // of gla_segments, where sequences are cut
 };
 
@@ -45,8 +45,8 @@ struct GlaForwardParams {
 // beyond e^88 where a state is to come through it.
 struct GlaSegmentsParams {
     ChannelShape shape;
-    Operand keys, values;   // k and V, or q and dO
-    Operand g;              // as in GlaForwardParams
+    Operand keys, values;  // k and V, or q and dO
+    Operand g;             // as in GlaForwardParams
     DType g_dtype;
     const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
     float* borders;         // [slots, heads, K, V]; slots: segments less sequences (sequence/segments.cuh)

@@ -17,9 +17,9 @@ using namespace tfla_tk;
 std::unique_ptr<Launch> segments(const ShapeTuple& of, const OperandTuple& keys, const OperandTuple& values,
                                  const OperandTuple& g, int g_dtype, std::int64_t entering,
                                  std::int64_t borders, std::int64_t decays, float scale, bool backward) {
-    return prepared<&gla_segments>(
-        GlaSegmentsParams{shape(of), operand(keys), operand(values), operand(g), static_cast<DType>(g_dtype),
-                          pointer(entering), pointer(borders), pointer(decays), scale, backward});
+    return prepared<&gla_segments>(GlaSegmentsParams{shape(of), operand(keys), operand(values), operand(g),
+                                                     static_cast<DType>(g_dtype), pointer(entering),
+                                                     pointer(borders), pointer(decays), scale, backward});
 }
 
 }  // namespace

@@ -32,9 +32,7 @@ __global__ __launch_bounds__(kCombineThreads) void gla_carry_kernel(
         entering, borders,
         [&](int step) { return reinterpret_cast<float4*>(&g.borders[slot(step) * state_size + element]); },
         [&](int step) { return g.decays[slot(step) * g.dim_k + row]; },
-        [&](int, float decay) {
-            return float2{decay, 1.f};
-        });
+        [&](int, float decay) { return float2{decay, 1.f}; });
 }
 
 }  // namespace tfla_tk::channel_gate

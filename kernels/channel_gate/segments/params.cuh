@@ -66,9 +66,9 @@ template <class C> struct SumsStage {
 template <class C> struct SumsMemory {
     SumsStage<C> stages[C::kStages];
     alignas(16) float decay[C::kStages][kBlockChannels];  // e^{b_L}
-    semaphore arrived[C::kStages];  // all tiles of a block
-    semaphore scaled[C::kStages];   // by the gate warp: keys and decay are ready
-    semaphore free[C::kStages];     // by the adder
+    semaphore arrived[C::kStages];                        // all tiles of a block
+    semaphore scaled[C::kStages];                         // by the gate warp: keys and decay are ready
+    semaphore free[C::kStages];                           // by the adder
     semaphore tail_landed;
     SumsTask task;
 

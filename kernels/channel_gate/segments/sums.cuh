@@ -1,5 +1,5 @@
-// What each segment adds to the state at its end, and how much its gates let through: the first of the kernels
-// that cut a sequence. Backward in time it is the same of dS at a segment's begin.
+// What each segment adds to the state at its end, and how much its gates let through: the first of the
+// kernels that cut a sequence. Backward in time it is the same of dS at a segment's begin.
 //
 // A CTA has a (segment, head, 64 columns of K, 64 or 128 columns of V) and goes over it in blocks of 16
 // tokens, by the writers of the walks over the states (writers.cuh):
@@ -28,8 +28,8 @@ template <class C> __device__ inline void load_blocks(const SegmentsGlobals& g, 
         semaphore& landed = tail ? smem.tail_landed : smem.arrived[slot];
         wait_free(smem.free[slot], phase);
         if (laneid() == 0) {
-            kittens::tma::expect_bytes(landed, C::Keys::loaded_bytes + C::Values::loaded_bytes +
-                                                   kBlock * g.gate_row_bytes());
+            kittens::tma::expect_bytes(
+                landed, C::Keys::loaded_bytes + C::Values::loaded_bytes + kBlock * g.gate_row_bytes());
             g.gates.load_panel(stage.gates, landed, task.column, row, task.head, task.batch);
             load_panels(stage.keys, g.keys, landed, task.column, row, task.head, task.batch);
             load_panels(stage.values, g.values, landed, task.value_column, row, task.head, task.batch);
@@ -121,8 +121,7 @@ template <class C> __device__ inline void add_up_blocks(const SegmentsGlobals& g
 }
 
 template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             2) void gla_sums_kernel(const __grid_constant__ SegmentsGlobals g) {
+__global__ __launch_bounds__(C::kThreads, 2) void gla_sums_kernel(const __grid_constant__ SegmentsGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<SumsMemory<C>*>(shared_memory);
     const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);

@@ -46,11 +46,11 @@ __device__ inline void store_flow(const uint4* units, const State& gradient, flo
 }
 
 // A warp's 16 flows over its segment's end, from S and dS there [K, V]: put(n, sum) of rows lane / 4 and + 8.
-// The left walk has S and reads dS, the right one has dS and reads S. NOTES: the right walk's readers see dS in
-// two parts, and so do these: behind closed gates nothing is left of the two.
+// The left walk has S and reads dS, the right one has dS and reads S. NOTES: the right walk's readers see dS
+// in two parts, and so do these: behind closed gates nothing is left of the two.
 template <class C, class State, class Put>
-__device__ inline void put_last_flow(const StatesGlobals& g, const State& state, const float* other, int column,
-                                     Put put) {
+__device__ inline void put_last_flow(const StatesGlobals& g, const State& state, const float* other,
+                                     int column, Put put) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     float sums[2] = {0.f, 0.f};
     const int lane = fresh_laneid(), row = column + lane / 4;

@@ -125,7 +125,8 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         warp::zero(state);
     pin(state);
     if (!C::kIsLeft && g.needs_dg && !task.is_last) {
-        float* const flow = &smem.exchange.carry[gate_warp_before_all<C>(walker)][first_column + fresh_laneid() / 4];
+        float* const flow =
+            &smem.exchange.carry[gate_warp_before_all<C>(walker)][first_column + fresh_laneid() / 4];
         put_last_flow<C>(g, state, g.borders + task.border * state_size, column(),
                          [&](int n, float sum) { flow[8 * n] = sum; });
     }
