@@ -52,7 +52,7 @@ def cut_delta(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessor
 
 def cut_gla(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessors: int) -> Cut:
     seq = sum(lengths) if packed else lengths[0]
-    return gla.find_cut(len(lengths), seq, heads, multiprocessors, packed=packed, batch_invariant=True)
+    return gla.find_cut(len(lengths), seq, heads, 128, multiprocessors, packed=packed, batch_invariant=True)
 
 
 FAMILIES = {"scalar gate": cut_scalar_gate, "delta rule": cut_delta, "gla": cut_gla}

@@ -138,47 +138,50 @@ def write(to: Tensor | None, x: Tensor | None) -> None:
         to.copy_(x)
 
 
-def write_borders(call: Call) -> None:
-    """The states at the borders, or their gradients."""
-    x = call.x
-    keys, values, g = call.keys(x.keys), call.values(x.values), call.gates()
-    to, entering = call.borders(x.borders), call.state(x.entering)
-    assert to is not None
-    decays_at = x.borders + to.numel() * 4
-    assert x.decays == decays_at and call.address(x.decays)
+def states_at_borders(
+    call: Call, keys: Any, values: Any, entering_at: int, *, backward: bool
+) -> dict[int, Tensor]:
+    """By their slots; backward in time their gradients.
+
+    Args:
+        keys, values: k and v, or q and do, as a launch has them.
+    """
+    tokens = (call.keys(keys), call.values(values), call.gates())
+    entering, found = call.state(entering_at), {}
     for n, entry, rows, borders in call.in_sequences():
-        own = tuple(t[entry : entry + 1, rows] for t in (keys, values, g))
         first = None if entering is None else entering[n : n + 1]
-        for slot, tokens in borders:
-            if x.backward:
-                k, v, gates = (t[:, tokens:] for t in own)
+        for slot, before in borders:
+            of_part = slice(before, None) if backward else slice(before)
+            k, v, g = (t[entry : entry + 1, rows][:, of_part] for t in tokens)
+            if backward:
                 zero = torch.zeros(1, call.heads, call.dim_k, call.dim_v)
-                found = reference.gla_backward(k, k, v, gates, v, first, scale=x.scale, initial_state=zero)
-                to[slot] = found.dh0[0]
+                scale = call.x.scale
+                found[slot] = reference.gla_backward(
+                    k, k, v, g, v, first, scale=scale, initial_state=zero
+                ).dh0[0]
             else:
-                k, v, gates = (t[:, :tokens] for t in own)
-                options = {"scale": 1.0, "initial_state": first, "output_final_state": True}
-                to[slot] = reference.gla_chunkwise(k, k, v, gates, **options)[1][0]
+                found[slot] = reference.gla_chunkwise(
+                    k, k, v, g, scale=1.0, initial_state=first, output_final_state=True
+                )[1][0]
+    return found
 
 
-def check_borders(call: Call, at: int, entering_at: int, keys: Any, values: Any, backward: bool) -> None:
+def write_borders(call: Call) -> None:
+    x = call.x
+    to = call.borders(x.borders)
+    assert to is not None
+    assert x.decays == x.borders + to.numel() * 4 and call.address(x.decays)
+    states = states_at_borders(call, x.keys, x.values, x.entering, backward=x.backward)
+    for slot, state in states.items():
+        to[slot] = state
+
+
+def check_borders(call: Call, at: int, *operands: Any, backward: bool) -> None:
     """That a walk finds there what it needs."""
     found = call.borders(at)
-    if found is None:
-        return
-    x = call.x
-    names = {"keys": keys, "values": values, "entering": entering_at, "backward": backward}
-    expected = torch.zeros(found.shape)
-    like = SimpleNamespace(**{**vars(x), **names, "other_dim_k": 0, "borders": 1, "decays": 1})
-    other = Call(like, call.starts)
-    other.borders = lambda at: expected  # type: ignore[method-assign]
-    like.decays = 1 + expected.numel() * 4
-    other.address = lambda at: 1 if at in (1, like.decays) else call.address(at)  # type: ignore[method-assign]
-    other.state = call.state  # type: ignore[method-assign]
-    write_borders(other)
-    used = {slot for _, _, _, borders in call.in_sequences() for slot, _ in borders}
-    for slot in used:
-        torch.testing.assert_close(found[slot], expected[slot])
+    if found is not None:
+        for slot, state in states_at_borders(call, *operands, backward=backward).items():
+            torch.testing.assert_close(found[slot], state)
 
 
 def compute(x: SimpleNamespace, starts: list[int]) -> None:
@@ -190,7 +193,7 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
     options = call.options()
     if x.name == "forward":
         q, k, v = call.keys(x.q), call.keys(x.k), call.values(x.v)
-        check_borders(call, x.borders, x.initial, x.k, x.v, False)
+        check_borders(call, x.borders, x.k, x.v, x.initial, backward=False)
         options |= {"initial_state": call.state(x.initial), "output_final_state": True}
         o, last = reference.gla_chunkwise(q, k, v, call.gates(), **options)
         written = call.values(x.o)
@@ -201,16 +204,16 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
     initial = torch.zeros(call.sequences, call.heads, call.dim_k, call.dim_v)
     if x.name == "mirror":  # of these gradients alone, neither depends on v or the first state
         d_last = call.state(x.d_last)
-        check_borders(call, x.borders, x.d_last, x.q, x.do, True)
+        check_borders(call, x.borders, x.q, x.do, x.d_last, backward=True)
         found = reference.gla_backward(q, k, do, g, do, d_last, initial_state=initial, **options)
         write(call.values(x.dv), found.dv)
         write(call.state(x.d_initial), found.dh0)
         return
     v = call.values(x.v)
     if x.name == "left":
-        check_borders(call, x.borders[0], x.entering, x.k, x.v, False)
+        check_borders(call, x.borders[0], x.k, x.v, x.entering, backward=False)
     else:
-        check_borders(call, x.borders[1], x.entering, x.q, x.do, True)
+        check_borders(call, x.borders[1], x.q, x.do, x.entering, backward=True)
         assert (x.borders[0] != 0) == (x.borders[1] != 0)
     inflow, d_last = None, call.state(x.entering) if x.name == "right" else None
     if x.gates is not None:

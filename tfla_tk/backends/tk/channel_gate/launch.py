@@ -120,6 +120,7 @@ class Shape(NamedTuple):
                 sequences,
                 seq,
                 heads * -(-dim_v // _SLICE_V),
+                core.q.shape[3],
                 multiprocessors(device),
                 packed=offsets is not None,
                 batch_invariant=core.batch_invariant,

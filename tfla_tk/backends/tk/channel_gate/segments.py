@@ -19,8 +19,12 @@ from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.build import instances
 from tfla_tk.core.layout import Cut, MaybeTensor
 
-# In chunks of the forward's walk, which the other walks are a little slower than.
-COSTS = segments.Costs(states_chunk=0.45, prologue=1.5, launches=2.0)
+# By the tile of K, in chunks of the forward's walk, which the other walks are a little slower than: 6,900 cycles
+# with K = 128, 3,000 with 64. Estimates (docs/log/gla.md, 2026-11-26).
+COSTS = {
+    64: segments.Costs(states_chunk=0.5, prologue=3.0, launches=4.5),
+    128: segments.Costs(states_chunk=0.45, prologue=1.5, launches=2.0),
+}
 
 
 class CutShape(Protocol):
@@ -41,7 +45,14 @@ class CutShape(Protocol):
 
 
 def find_cut(
-    sequences: int, tokens: int, ctas: int, multiprocessors: int, *, packed: bool, batch_invariant: bool
+    sequences: int,
+    tokens: int,
+    ctas: int,
+    dim_k: int,
+    multiprocessors: int,
+    *,
+    packed: bool,
+    batch_invariant: bool,
 ) -> Cut:
     """The cut of sequences of `tokens` tokens each, or together where they are packed.
 
@@ -52,7 +63,7 @@ def find_cut(
     if batch_invariant:
         return segments.cut_invariant(sequences, tokens, packed=packed)
     find = segments.cut_packed if packed else segments.cut
-    return find(sequences, tokens, ctas, multiprocessors, COSTS)
+    return find(sequences, tokens, ctas, multiprocessors, COSTS[64 if dim_k <= 64 else 128])
 
 
 def count_borders(shape: CutShape) -> int:
