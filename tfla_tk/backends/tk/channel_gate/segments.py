@@ -19,8 +19,8 @@ from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.build import instances
 from tfla_tk.core.layout import Cut, MaybeTensor
 
-# By the tile of K, in chunks of the forward's walk, which the other walks are a little slower than: 6,900 cycles
-# with K = 128, 3,000 with 64. Estimates (docs/log/gla.md, 2026-11-26).
+# By the tile of K, in chunks of the forward's walk: 6,900 cycles with K = 128, 3,000 with 64. The other walks
+# are a little slower. Estimates (docs/log/gla.md, 2026-11-26).
 COSTS = {
     64: segments.Costs(states_chunk=0.5, prologue=3.0, launches=4.5),
     128: segments.Costs(states_chunk=0.45, prologue=1.5, launches=2.0),
