@@ -38,24 +38,46 @@ struct LogGates {
     }
 };
 
-// The (sequence, head, columns of V) of a CTA.
+// The (segment, head, columns of V) of a CTA.
 struct Task {
     int batch, head, column;  // column: first of V
     int first_row, tokens;    // tokens < 0: nothing to do
     int chunks;
-    int64_t state;  // sequence * heads + head
+    int64_t state;   // sequence * heads + head
+    int64_t border;  // slot * heads + head of the border behind the segment; that of the border before it
+                     // is less by `heads`
+    bool is_first, is_last;  // segment of its sequence
+    int first_chunk;         // in its sequence
 
     // Called by whole warps.
     template <class C, class Globals> __device__ static inline Task of_block(const Globals& g, int block) {
         const int pair = block / g.ctas, head = pair % g.heads;
-        const Segment s = find_segment(g.cut, g.seq, pair / g.heads);
+        const int number = pair / g.heads;
+        const Segment s = find_segment(g.cut, g.seq, number);
         return {g.packed() ? 0 : s.sequence,
                 head,
                 block % g.ctas * C::kWalkers * kWalkerColumns,
                 s.first_row,
                 s.tokens,
                 (s.tokens + kChunk - 1) / kChunk,
-                static_cast<int64_t>(s.sequence) * g.heads + head};
+                static_cast<int64_t>(s.sequence) * g.heads + head,
+                static_cast<int64_t>(number - s.sequence) * g.heads + head,
+                s.number == 0,
+                s.number + 1 == s.count,
+                s.number * g.cut.segment_chunks};
+    }
+    // The state that a walk begins with: of `borders` between segments, else the given one, null for zero.
+    template <bool kBackward>
+    __device__ inline const float* entering(const float* given, const float* borders, int heads,
+                                            int64_t state_size) const {
+        const bool is_given = kBackward ? is_last : is_first;
+        if (is_given && given == nullptr) return nullptr;
+        const int64_t place = is_given ? state : kBackward ? border : border - heads;
+        return (is_given ? given : borders) + place * state_size;
+    }
+    // Whether a walk ends where its sequence does.
+    template <bool kBackward> __device__ inline bool ends_sequence() const {
+        return kBackward ? is_first : is_last;
     }
     // The chunk of a walk's step.
     template <class C> __device__ inline int chunk_of(int step) const {

@@ -14,6 +14,8 @@ from torch import Tensor
 import tfla_tk
 from tfla_tk import mlstm
 from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.channel_gate import backward as gla_backward
+from tfla_tk.backends.tk.channel_gate import launch as gla
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench.operators import KINK
@@ -284,6 +286,8 @@ def forget_calls() -> None:
     mlstm._chunkwise.plans.clear()
     tk_forward._forwards.clear()
     tk_backward._backwards.clear()
+    gla._forwards.clear()
+    gla_backward._backwards.clear()
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ CASES = {
     "simple_gla_grouped": Case("chunk_simple_gla", (64, 64), ("g",), group=3),
     "gated_delta_grouped": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta"), group=2),
     "gla": Case("chunk_gla", (128, 128), ("g",)),
+    "gla_64": Case("chunk_gla", (64, 256), ("g",)),
     "gla_wide": Case("chunk_gla", (192, 320), ("g",)),
 }
 
@@ -180,7 +181,7 @@ def test_inference_has_the_bits_of_training(case: str) -> None:
     assert_same(without, {name: trained[name] for name in without}, "inference")
 
 
-@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla"])
+@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla", "gla"])
 def test_a_graph_keeps_what_was_on_at_its_capture(case: str) -> None:
     x, of_case = draw(CASES[case], 1, 5000, 0), CASES[case]
     expected = compute(of_case, x)

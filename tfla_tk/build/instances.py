@@ -231,6 +231,18 @@ def gla_states(dim_v: int) -> Instance:
     )
 
 
+@functools.cache
+def gla_segments() -> Instance:
+    """The kernels that cut GLA's sequences, for all head dims."""
+    return Instance(
+        "gla_segments",
+        "channel_gate/segments/segments.cu",
+        (),
+        "channel_gate/bindings/segments.cpp",
+        exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
+    )
+
+
 def by_tile(
     kernel: str,
     source: str,
@@ -292,6 +304,7 @@ def shipped_instances() -> list[Instance]:
         *map(delta_states, DELTA_STATES_TILES),
         *(gla(direction, k) for direction in GLA_DIRECTIONS for k in GLA_TILES),
         *map(gla_states, GLA_STATES_TILES),
+        gla_segments(),
         mlstm_step(),
         *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
     ]

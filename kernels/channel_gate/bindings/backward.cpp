@@ -7,6 +7,7 @@ namespace tfla_tk {
 
 void place(GlaForwardParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.g, x.initial, x.last);
+    at(x.borders);
 }
 
 }  // namespace tfla_tk
@@ -18,10 +19,11 @@ using namespace tfla_tk;
 std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& g,
                                int g_dtype, std::int64_t d_last, std::int64_t d_initial, float scale,
-                               int walkers, int other_dim_k, bool adds) {
-    return prepared<&gla_mirror>(GlaForwardParams{
-        shape(of), operand(q), operand(k), operand(dout), operand(dv), operand(g),
-        static_cast<DType>(g_dtype), pointer(d_last), pointer(d_initial), scale, walkers, other_dim_k, adds});
+                               int walkers, int other_dim_k, bool adds, std::int64_t borders) {
+    return prepared<&gla_mirror>(GlaForwardParams{shape(of), operand(q), operand(k), operand(dout),
+                                                  operand(dv), operand(g), static_cast<DType>(g_dtype),
+                                                  pointer(d_last), pointer(d_initial), scale, walkers,
+                                                  other_dim_k, adds, pointer(borders)});
 }
 
 }  // namespace
@@ -32,6 +34,6 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     export_launches(m);
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("dv"),
           py::arg("g"), py::arg("g_dtype"), py::arg("d_last"), py::arg("d_initial"), py::arg("scale"),
-          py::arg("walkers"), py::arg("other_dim_k"), py::arg("adds"),
-          "Prepares the walk from the last chunk to the first; d_last and d_initial: 0 for none.");
+          py::arg("walkers"), py::arg("other_dim_k"), py::arg("adds"), py::arg("borders"),
+          "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none.");
 }

@@ -9,7 +9,7 @@ namespace tfla_tk {
 
 // What all kernels with a gate per channel share.
 struct ChannelShape {
-    Cut cut;  // every sequence is one segment
+    Cut cut;
     int batch, heads, seq, dim_k, dim_v;
     bool half;  // operands are fp16, not bf16
     int device;
@@ -33,11 +33,30 @@ struct GlaForwardParams {
     float scale;           // s, any finite number
     int walkers;           // warpgroups of a CTA that own 64 columns of V each: 1 or 2
     // O is a sum over K, so that launches one after the other may take some channels each:
-    int other_dim_k;  // channels of the others: rows of the states between those of two heads
-    bool adds;        // O is added to what is there
+    int other_dim_k;       // channels of the others: rows of the states between those of two heads
+    bool adds;             // O is added to what is there
+    const float* borders;  // of gla_segments, where sequences are cut
 };
 
-// Throws std::runtime_error on a refused launch.
+// The states at the borders between segments, from which the walks of all segments begin at once:
+//   S of a border = diag(e^{sum of g over the segment}) (S of the border before) + what the segment adds
+// Backward in time it is dS of a border from that of the border behind, where q is in the place of k, dO in
+// that of V, and gates count up to and with a token, not behind it. The gates of a segment must not grow
+// beyond e^88 where a state is to come through it.
+struct GlaSegmentsParams {
+    ChannelShape shape;
+    Operand keys, values;  // k and V, or q and dO
+    Operand g;             // as in GlaForwardParams
+    DType g_dtype;
+    const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
+    float* borders;         // [slots, heads, K, V]; slots: segments less sequences (sequence/segments.cuh)
+    float* decays;          // [slots, heads, K]: of the segment that a border's sum is of
+    float scale;            // s
+    bool backward;          // in time
+};
+
+// All throw std::runtime_error on a refused launch.
+void gla_segments(const GlaSegmentsParams& params, void* stream);
 void gla_forward(const GlaForwardParams& params, void* stream);
 
 }  // namespace tfla_tk

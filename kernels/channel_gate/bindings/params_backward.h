@@ -25,20 +25,22 @@ struct GlaStatesParams {
     Operand q, k, v, dout;
     Operand g;  // as in GlaForwardParams
     DType g_dtype;
-    Operand result;         // dq of the left walk, dk of the right one
-    Operand inflow;         // q dq in fp32, like g: the left walk writes it, the right one reads it
-    Operand dg;             // of g_dtype, by the right walk; may be the inflow
-    const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
-    const float* d_last;    // left: the gradient of the last state, null: zero
-    float* flows;           // [N, heads, K]: the left walk writes those over the sequence's end, unless
-                            // d_last is null; the right one begins with them, null: zero
-    void* anchors;          // of gla_anchor_bytes: what the left walk leaves of S
-    float scale;            // s, any finite number
-    int walkers;            // warpgroups of a CTA that own 64 columns of K each: 1 or 2
-    bool needs_dg;          // else inflow, dg, d_last, flows and anchors are not looked at
+    Operand result;          // dq of the left walk, dk of the right one
+    Operand inflow;          // q dq in fp32, like g: the left walk writes it, the right one reads it
+    Operand dg;              // of g_dtype, by the right walk; may be the inflow
+    const float* entering;   // the first state, or the gradient of the last; [N, heads, K, V], null: zero
+    const float* d_last;     // left: the gradient of the last state, null: zero
+    const float* borders;    // S at the borders between segments, of gla_segments, where sequences are cut
+    const float* d_borders;  // right: dS there
+    float* flows;            // [N, heads, K]: the left walk writes those over the sequence's end, unless
+                             // d_last is null; the right one begins with them, null: zero
+    void* anchors;           // of gla_anchor_bytes: what the left walk leaves of S
+    float scale;             // s, any finite number
+    int walkers;             // warpgroups of a CTA that own 64 columns of K each: 1 or 2
+    bool needs_dg;           // else inflow, dg, d_last, flows and anchors are not looked at
     // Results are of sums over V, so that launches one after the other, of an instance of 256 columns, may
-    // take a slice of V each: v, dout, entering, d_last and anchors are of a slice then. The last one makes
-    // the results; of flows, those after the first add theirs.
+    // take a slice of V each: v, dout, the states and anchors are of a slice then. The last one makes the
+    // results; of flows, those after the first add theirs.
     int other_dim_v;         // columns of the others, between two rows of the states
     void* sums;              // of gla_sums_bytes: what the walk hands from slice to slice; null: one launch
     bool is_first, is_last;  // slice

@@ -8,7 +8,7 @@ namespace tfla_tk {
 
 void place(GlaStatesParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.dout, x.g, x.result, x.inflow, x.dg);
-    at.all(x.entering, x.d_last, x.flows, x.anchors, x.sums);
+    at.all(x.entering, x.d_last, x.borders, x.d_borders, x.flows, x.anchors, x.sums);
 }
 
 }  // namespace tfla_tk
@@ -31,10 +31,11 @@ void def_walk(pybind11::module_& m, const char* name) {
         [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& v,
            const OperandTuple& dout, const OperandTuple& g, int g_dtype, const OperandTuple& result,
            const std::optional<GatesTuple>& gates, std::int64_t entering, float scale, int walkers,
-           const std::optional<SliceTuple>& slice) {
+           const std::array<std::int64_t, 2>& borders, const std::optional<SliceTuple>& slice) {
             GlaStatesParams x{shape(of), operand(q), operand(k), operand(v), operand(dout), operand(g)};
             x.g_dtype = static_cast<DType>(g_dtype), x.result = operand(result);
             x.entering = pointer(entering), x.scale = scale, x.walkers = walkers;
+            x.borders = pointer(borders[0]), x.d_borders = pointer(borders[1]);
             x.needs_dg = gates.has_value();
             const auto [others, sums, is_first, is_last] = slice.value_or(SliceTuple{0, 0, true, true});
             x.other_dim_v = others, x.sums = pointer(sums), x.is_first = is_first, x.is_last = is_last;
@@ -48,10 +49,11 @@ void def_walk(pybind11::module_& m, const char* name) {
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("dout"), py::arg("g"),
         py::arg("g_dtype"), py::arg("result"), py::arg("gates"), py::arg("entering"), py::arg("scale"),
-        py::arg("walkers"), py::arg("slice"),
+        py::arg("walkers"), py::arg("borders"), py::arg("slice"),
         "Prepares a walk; gates: None, or inflow, dg, and the addresses of d_last, flows and anchors; "
-        "entering, d_last, flows: 0 for none; slice: None where all of V is, else columns of the others, "
-        "address of the sums, whether it is the first one, the last one.");
+        "borders: the states at these and their gradients; entering, d_last, flows, borders: 0 for none; "
+        "slice: None where all of V is, else columns of the others, address of the sums, whether it is the "
+        "first one, the last one.");
 }
 
 }  // namespace

@@ -92,6 +92,7 @@ struct ForwardGlobals {
     float* last;
     int other_dim_k;
     bool adds;
+    const float* borders;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };

@@ -1,4 +1,4 @@
-// The kernel of the forward, of its mirror too, and its launch. A CTA walks the chunks of a (sequence, head,
+// The kernel of the forward, of its mirror too, and its launch. A CTA walks the chunks of a (segment, head,
 // 64 or 128 columns of V):
 //   gate warps  make of q, k and the log gates, a chunk ahead, the operands of the walk and the scores P, in
 //               shared memory; some of them load and store (gates.cuh, carrier.cuh)
@@ -62,6 +62,7 @@ template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stre
         p.last,
         p.other_dim_k,
         p.adds,
+        p.borders,
     };
     const auto ctas = static_cast<std::int64_t>(s.cut.segments) * g.heads * g.ctas;
     launch<gla_walk_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, kName), C::kThreads, s.device,

@@ -120,11 +120,11 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
 
     if constexpr (C::kShares) columns.load(0);
     // NOTES: computed anew, to save registers
-    auto state_at = [&] {
-        return task.state * (static_cast<int64_t>(anew(g.dim_k + g.other_dim_k)) * g.dim_v);
-    };
-    if (g.initial)
-        load_state_transposed(state, g.initial + state_at(), 0, column(), g.dim_k, g.dim_v, g.dim_v);
+    auto state_size = [&] { return static_cast<int64_t>(anew(g.dim_k + g.other_dim_k)) * g.dim_v; };
+    const float* const entering =
+        task.template entering<C::kBackward>(g.initial, g.borders, g.heads, state_size());
+    if (entering)
+        load_state_transposed(state, entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -140,7 +140,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         end_chunk(chunks - 1);
     }
     if constexpr (C::kShares) columns.finish();
-    if (g.last) store_state_transposed(g.last + state_at(), state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+    if (g.last && task.template ends_sequence<C::kBackward>())
+        store_state_transposed(g.last + task.state * state_size(), state, 0, column(), g.dim_k, g.dim_v,
+                               g.dim_v);
 }
 
 }  // namespace tfla_tk::channel_gate

@@ -316,3 +316,27 @@ def _padded(x: Array) -> Array:
     found = np.zeros((BLOCK, x.shape[1]))
     found[: len(x)] = x
     return found
+
+
+def sum_of_segment(
+    forward: bool, scale: float, keys: Array, g: Array, values: Array, rounding: Rounding
+) -> tuple[Array, Array]:
+    """segments/sums.cuh: what a segment adds to the state at its end, or dS at its begin, and its decay.
+
+    Args:
+        keys: k, or q backward in time. values: v, or do.
+    """
+    state, through = np.zeros((CHANNELS, values.shape[1])), np.ones(CHANNELS)
+    blocks = -(-len(keys) // BLOCK)
+    for step in range(blocks):
+        block = step if forward else blocks - 1 - step
+        rows = slice(BLOCK * block, BLOCK * (block + 1))
+        x = Unit(forward, values.shape[1], rounding)
+        x.store_panels(x.at.writers, _padded(keys[rows]))
+        x.store_rows(x.at.gates, _padded(g[rows]))
+        x.load_gates(False)
+        decay = x.scale_writers(scale)
+        written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
+        state = decay[:, None] * state + written.T @ _padded(values[rows])
+        through = through * decay
+    return state, through

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tfla_tk.backends.tk import segments
-from tfla_tk.backends.tk.channel_gate import call as gla
+from tfla_tk.backends.tk.channel_gate import segments as gla
 from tfla_tk.backends.tk.delta_rule import launch as delta
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
@@ -51,9 +51,8 @@ def cut_delta(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessor
 
 
 def cut_gla(lengths: tuple[int, ...], packed: bool, heads: int, multiprocessors: int) -> Cut:
-    batch, seq = (1, sum(lengths)) if packed else (len(lengths), lengths[0])
-    shape = gla.Shape(len(lengths), batch, heads, seq, 128, 128, False, 0, False)
-    return Cut(*shape.with_offsets(0)[3:5])
+    seq = sum(lengths) if packed else lengths[0]
+    return gla.find_cut(len(lengths), seq, heads, 128, multiprocessors, packed=packed, batch_invariant=True)
 
 
 FAMILIES = {"scalar gate": cut_scalar_gate, "delta rule": cut_delta, "gla": cut_gla}

@@ -15,6 +15,7 @@ from tfla_tk.build.instances import (
     GLA_STATES_TILES,
     GLA_TILES,
     gla,
+    gla_segments,
     gla_states,
 )
 
@@ -47,6 +48,17 @@ def test_the_walks_over_states(dim_v: int, compile_once: Compile) -> None:
     wanted = sorted(itertools.product((False, True), walkers)) * 2  # left and right
     assert sorted((kernel.half, kernel.slice_v) for kernel in kernels) == sorted(wanted)
     assert {kernel.wgmmas for kernel in kernels} == {2 * (dim_v // 16 + 1)}
+
+
+def test_the_sums_of_segments(compile_once: Compile) -> None:
+    """A clean log; of a block two GEMMs, by parts, in each kernel of sums: types, tiles of V, directions."""
+    compiled = compile_once(gla_segments())
+    build.check_ptxas_log(compiled.ptxas_log, "gla_segments")
+    wgmmas = sorted(
+        sum(opcode.startswith("HGMMA") for opcode, _ in instructions)
+        for instructions in compiled.functions.values()
+    )
+    assert wgmmas == [0] * 2 + [2] * 8
 
 
 @pytest.mark.parametrize("direction", GLA_DIRECTIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, reference
+from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward, call, launch, support
 from tfla_tk.calls.gla import GLACore
-from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
+from tfla_tk.core.layout import ADDRESS_BITS, DTYPES, Cut, Kept
 from tfla_tk.core.memo import Memo
 from tfla_tk.core.support import SUPPORTED
 
@@ -26,11 +29,14 @@ ARGUMENTS = {
     "forward": ("shape", "q", "k", "v", "o", "g", "g_dtype", "initial", "last", "scale", "walkers"),
     "mirror": ("shape", "q", "k", "do", "dv", "g", "g_dtype", "d_last", "d_initial", "scale", "walkers"),
 }
-ARGUMENTS["forward"] += ("other_dim_k", "adds")
-ARGUMENTS["mirror"] += ("other_dim_k", "adds")
+ARGUMENTS["forward"] += ("other_dim_k", "adds", "borders")
+ARGUMENTS["mirror"] += ("other_dim_k", "adds", "borders")
 ARGUMENTS["left"] = ARGUMENTS["right"] = (
     *("shape", "q", "k", "v", "do", "g", "g_dtype", "result", "gates", "entering", "scale", "walkers"),
-    "slice",
+    *("borders", "slice"),
+)
+ARGUMENTS["segments"] = (
+    *("shape", "keys", "values", "g", "g_dtype", "entering", "borders", "decays", "scale", "backward"),
 )
 ANCHOR_BYTES = 48  # anything
 
@@ -63,12 +69,13 @@ class Call:
 
     def __init__(self, x: SimpleNamespace, starts: list[int]) -> None:
         self.x, self.starts = x, starts
-        self.offsets, self.wide, self.sequences, segments, chunks, *sizes, half, _ = x.shape
+        self.offsets, self.wide, self.sequences, self.segments, chunks, *sizes, half, _ = x.shape
         self.batch, self.heads, self.seq, self.dim_k, self.dim_v = sizes
         self.dtype = torch.float16 if half else torch.bfloat16
-        assert segments == self.sequences and 64 * chunks > self.seq
         self.slice: tuple[int, int, bool, bool] | None = getattr(x, "slice", None)
         self.is_first, self.is_last = self.slice[2:] if self.slice else (True, True)
+        self.segment = 64 * chunks
+        assert self.segments > self.sequences or self.segment >= self.seq
 
     def address(self, prepared: int) -> int:
         start = self.starts[(prepared >> ADDRESS_BITS) - 1]
@@ -98,11 +105,12 @@ class Call:
 
     def state(self, at: int) -> Tensor | None:
         """Of a launch's channels and columns, between those of others."""
-        if not at:
-            return None
+        return self.states(at, self.sequences) if at else None
+
+    def states(self, at: int, count: int) -> Tensor:
         row = self.dim_v + (self.slice[0] if self.slice else 0)
         of_head = (self.dim_k + getattr(self.x, "other_dim_k", 0)) * row
-        shape = (self.sequences, self.heads, self.dim_k, self.dim_v)
+        shape = (count, self.heads, self.dim_k, self.dim_v)
         strides = (self.heads * of_head, of_head, row, 1)
         return tensor_at(self.address(at), torch.float32, shape, *strides)
 
@@ -119,6 +127,25 @@ class Call:
             old.copy_(torch.nan if self.is_last else new)  # nothing else may be needed of them
         return found
 
+    def borders(self, at: int) -> Tensor | None:
+        """Of a launch's channels and columns; None where there are none."""
+        count = self.segments - self.sequences
+        assert (at != 0) == (count > 0)
+        return self.states(at, count) if count else None
+
+    def in_sequences(self) -> Iterator[tuple[int, int, slice, list[tuple[int, int]]]]:
+        """Of every sequence its number, batch entry and rows, and of its borders slots and tokens before."""
+        offsets = [0, self.seq] * self.sequences
+        if self.offsets:
+            offsets = self.options()["cu_seqlens"].tolist()
+        for n in range(self.sequences):
+            begin, end = (0, self.seq) if not self.offsets else offsets[n : n + 2]
+            count = max(-(-(end - begin) // self.segment), 1) - 1
+            slot = begin // self.segment if self.offsets else n * count
+            rows = slice(begin, end)
+            found = [(slot + i, (i + 1) * self.segment) for i in range(count)]
+            yield n, 0 if self.offsets else n, rows, found
+
     def options(self) -> dict[str, Any]:
         dtype, at = torch.int64 if self.wide else torch.int32, self.offsets
         cu_seqlens = tensor_at(self.address(at), dtype, (self.sequences + 1,)) if at else None
@@ -131,12 +158,62 @@ def write(to: Tensor | None, x: Tensor | None) -> None:
         to.copy_(x)
 
 
+def states_at_borders(
+    of: Call, keys: Any, values: Any, entering_at: int, *, backward: bool
+) -> dict[int, Tensor]:
+    """By their slots; backward in time their gradients.
+
+    Args:
+        keys, values: k and v, or q and do, as a launch has them.
+    """
+    tokens = (of.keys(keys), of.values(values), of.gates())
+    entering, found = of.state(entering_at), {}
+    for n, entry, rows, borders in of.in_sequences():
+        first = None if entering is None else entering[n : n + 1]
+        for slot, before in borders:
+            of_part = slice(before, None) if backward else slice(before)
+            k, v, g = (t[entry : entry + 1, rows][:, of_part] for t in tokens)
+            if backward:
+                zero = torch.zeros(1, of.heads, of.dim_k, of.dim_v)
+                scale = of.x.scale
+                found[slot] = reference.gla_backward(
+                    k, k, v, g, v, first, scale=scale, initial_state=zero
+                ).dh0[0]
+            else:
+                found[slot] = reference.gla_chunkwise(
+                    k, k, v, g, scale=1.0, initial_state=first, output_final_state=True
+                )[1][0]
+    return found
+
+
+def write_borders(of: Call) -> None:
+    x = of.x
+    to = of.borders(x.borders)
+    assert to is not None
+    assert x.decays == x.borders + to.numel() * 4 and of.address(x.decays)
+    states = states_at_borders(of, x.keys, x.values, x.entering, backward=x.backward)
+    for slot, state in states.items():
+        to[slot] = state
+
+
+def check_borders(of: Call, at: int, *operands: Any, backward: bool) -> None:
+    """That a walk finds there what it needs."""
+    found = of.borders(at)
+    if found is not None:
+        for slot, state in states_at_borders(of, *operands, backward=backward).items():
+            torch.testing.assert_close(found[slot], state)
+
+
 def compute(x: SimpleNamespace, starts: list[int]) -> None:
     """What a launch leaves. The walks over the states hand on what tells which inputs they were given."""
     of = Call(x, starts)
+    if x.name == "segments":
+        write_borders(of)
+        return
     options = of.options()
     if x.name == "forward":
         q, k, v = of.keys(x.q), of.keys(x.k), of.values(x.v)
+        check_borders(of, x.borders, x.k, x.v, x.initial, backward=False)
         options |= {"initial_state": of.state(x.initial), "output_final_state": True}
         o, last = reference.gla_chunkwise(q, k, v, of.gates(), **options)
         written = of.values(x.o)
@@ -147,12 +224,18 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
     initial = torch.zeros(of.sequences, of.heads, of.dim_k, of.dim_v)
     if x.name == "mirror":  # of these gradients alone, neither depends on v or the first state
         d_last = of.state(x.d_last)
+        check_borders(of, x.borders, x.q, x.do, x.d_last, backward=True)
         found = reference.gla_backward(q, k, do, g, do, d_last, initial_state=initial, **options)
         dv = of.values(x.dv)
         dv.copy_(dv + found.dv if x.adds else found.dv)
         write(of.state(x.d_initial), found.dh0)
         return
     v = of.values(x.v)
+    if x.name == "left":
+        check_borders(of, x.borders[0], x.k, x.v, x.entering, backward=False)
+    else:
+        check_borders(of, x.borders[1], x.q, x.do, x.entering, backward=True)
+        assert (x.borders[0] != 0) == (x.borders[1] != 0)
     if x.slice is not None:  # sums are rounded once they are complete
         q, k, v, do, g = (t.float() for t in (q, k, v, do, g))
     inflow, d_last = None, of.state(x.entering) if x.name == "right" else None
@@ -194,9 +277,22 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     for module in (launch, backward):
         monkeypatch.setattr(module, "current_stream", lambda device: 7)
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(segments, "cut", lambda n, tokens, *_: Cut(n, -(-tokens // 64)))
+    monkeypatch.setattr(segments, "cut_packed", lambda n, tokens, *_: Cut(n, tokens // 64 + 1))
     monkeypatch.setattr(launch, "_forwards", Memo())
     monkeypatch.setattr(backward, "_backwards", Memo())
     return found
+
+
+@pytest.fixture(params=[1, 2], ids="{} chunks".format)
+def cut(request: pytest.FixtureRequest, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Sequences are cut into segments of so many chunks."""
+    chunks: int = request.param
+    monkeypatch.setattr(segments, "cut", lambda n, tokens, *_: Cut(n * -(-tokens // (64 * chunks)), chunks))
+    monkeypatch.setattr(
+        segments, "cut_packed", lambda n, tokens, *_: Cut(n + tokens // (64 * chunks), chunks)
+    )
+    return chunks
 
 
 def draw(
@@ -235,7 +331,7 @@ def check(core: GLACore, output_final_state: bool = True) -> None:
         assert torch.equal(o, expected[0])
     else:  # a sum of rounded ones
         torch.testing.assert_close(o, expected[0], atol=0.2, rtol=2e-2)
-    assert kept is None
+    assert kept is None or kept.tensors[0] is not None
     if output_final_state:
         torch.testing.assert_close(last, expected[1])
     else:
@@ -300,7 +396,9 @@ def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
     assert [x.walkers for x in kernel.launches] == [2, 2, 2, 2, 1]
 
 
-def check_backward(core: GLACore, needs_gates: bool = True, with_dht: bool = True) -> None:
+def check_backward(
+    core: GLACore, needs_gates: bool = True, with_dht: bool = True, kept: Kept | None = None
+) -> None:
     generator = torch.Generator().manual_seed(1)
     do = torch.randn(core.v.shape, generator=generator).to(core.v.dtype)
     dht = None
@@ -316,7 +414,7 @@ def check_backward(core: GLACore, needs_gates: bool = True, with_dht: bool = Tru
         initial_state=core.initial_state,
         cu_seqlens=core.cu_seqlens,
     )
-    dq, dk, dv, dg, dh0 = launch.backward(core, None, None, do, dht, needs_gates=needs_gates)
+    dq, dk, dv, dg, dh0 = launch.backward(core, kept, None, do, dht, needs_gates=needs_gates)
     for found, wanted, like in (
         (dq, expected.dq, core.q),
         (dk, expected.dk, core.k),
@@ -474,7 +572,7 @@ def test_gradients_are_served_for_all_heads_of_the_forward(
     ((_, instances_of, *key),) = asked
     names = [instance.name for instance in instances_of(*key)]
     states = ["gla_backward_k128_overlapped", "gla_states_v256"] if requires_grad else []
-    assert names == ["gla_forward_k128_overlapped", *states]
+    assert names == ["gla_forward_k128_overlapped", "gla_segments", *states]
 
 
 @pytest.mark.parametrize("dims", [(272, 64), (64, 528), (72, 64)], ids="{0[0]}_{0[1]}".format)
@@ -487,3 +585,82 @@ def test_other_head_dims_are_refused(dims: tuple[int, int], requires_grad: bool)
     verdict = support.supports_gla(of_call)
     assert not verdict.ok
     assert f"K = {dims[0]}, V = {dims[1]}" in verdict.reason
+
+
+# Cut sequences
+
+
+@pytest.mark.parametrize("offsets", [None, torch.int32], ids=str)
+@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+@pytest.mark.parametrize("dims", [(64, 128), (192, 64)], ids="{0[0]}_{0[1]}".format)
+def test_a_cut_forward_begins_with_the_states_at_borders(
+    dims: tuple[int, int], state: bool, offsets: torch.dtype | None, kernel: Kernel, cut: int
+) -> None:
+    check(draw(dims=dims, state=state, offsets=offsets))
+    walks = -(-dims[0] // 128)
+    assert [x.name for x in kernel.launches] == ["segments", *["forward"] * walks]
+    sequences, segments_of_call, chunks = kernel.launches[0].shape[2:5]
+    assert segments_of_call > sequences and chunks == cut
+
+
+@pytest.mark.parametrize("offsets", [None, torch.int64], ids=str)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["made again", "kept"])
+def test_a_cut_backward(is_kept: bool, offsets: torch.dtype | None, kernel: Kernel, cut: int) -> None:
+    """The forward's states at the borders are taken where it has kept them."""
+    for state, with_dht in itertools.product((False, True), repeat=2):
+        core = draw(state=state, offsets=offsets)
+        kept = launch.forward(core, output_final_state=False, keep=True)[2] if is_kept else None
+        kernel.launches.clear()
+        check_backward(core, with_dht=with_dht, kept=kept)
+        before = [(x.name, x.backward) for x in kernel.launches if x.name == "segments"]
+        assert before == [("segments", False)] * (not is_kept) + [("segments", True)]
+        assert [x.name for x in kernel.launches[-3:]] == ["mirror", "left", "right"]
+
+
+@pytest.mark.parametrize("offsets", [None, torch.int64], ids=str)
+@pytest.mark.parametrize("dims", WIDE, ids="{0[0]}_{0[1]}".format)
+def test_a_cut_backward_of_wide_heads(
+    dims: tuple[int, int], offsets: torch.dtype | None, kernel: Kernel, cut: int
+) -> None:
+    """Every slice finds its own rows and columns of the states at borders."""
+    core = draw(dims=dims, offsets=offsets)
+    check_backward(core)
+    check_backward(core, kept=launch.forward(core, output_final_state=False, keep=True)[2])
+
+
+def test_a_backward_keeps_the_cut_of_its_forward(
+    kernel: Kernel, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = draw()
+    kept = launch.forward(core, output_final_state=False, keep=True)[2]
+    monkeypatch.setattr(segments, "cut", lambda *_: Cut(B, 3))
+    check_backward(core, kept=kept)
+    assert kernel.launches[-1].shape[4] == cut
+
+
+def test_nothing_is_kept_of_whole_sequences(kernel: Kernel) -> None:
+    assert launch.forward(draw(), output_final_state=True, keep=True)[2] is None
+
+
+def test_few_heads_are_cut_to_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+
+    def ctas(batch: int, tokens: int, heads: int, packed: bool = False) -> int:
+        q = torch.empty(batch, tokens, heads, 128, device="meta")
+        offsets = torch.empty(9, dtype=torch.int32, device="meta") if packed else None
+        shape = call.Shape.of(GLACore(q, q, q, q, None, offsets, 1.0, False, "auto"))
+        return shape.cut.segments * heads
+
+    assert 100 <= ctas(1, 8192, 16) <= 132
+    assert ctas(1, 65536, 16) >= 100
+    assert ctas(8, 8192, 16) == 128 and ctas(16, 2048, 32) == 512
+    assert ctas(1, 256, 16) == 16
+    assert ctas(1, 65536, 16, packed=True) >= 100
+
+
+@pytest.mark.parametrize("heads", [1, 66, 67])
+def test_walkers_of_states_with_batch_invariance(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    q = torch.empty(1, 1, heads, 128, device="meta")
+    core = GLACore(q, q, q, q, None, None, 1.0, True, "auto")
+    assert call.Shape.of(core).walkers_of_states == 2

@@ -24,6 +24,7 @@ from tfla_tk.build.instances import (
     delta_states,
     for_scalar_decay,
     gla,
+    gla_segments,
     gla_states,
     mlstm_bwd,
     mlstm_fwd,
@@ -87,7 +88,7 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
     of_delta |= {delta_states(v) for v in DELTA_DIMS}
     of_gla = {gla(direction, k) for direction in GLA_DIRECTIONS for k in DELTA_DIMS}
-    of_gla |= {gla_states(v) for v in range(16, max(GLA_STATES_TILES) + 1, 16)}
+    of_gla |= {gla_states(v) for v in range(16, max(GLA_STATES_TILES) + 1, 16)} | {gla_segments()}
     assert shipped == of_chunks | of_decay | of_delta | of_gla | sequences | {mlstm_step()}
 
 

@@ -45,26 +45,39 @@ __device__ inline void store_flow(const uint4* units, const State& gradient, flo
     });
 }
 
-// A warp's 16 flows over the sequence's end, from the last state and its gradient [K, V]. NOTES: the right
-// walk reads that gradient in two parts, and so do these: behind closed gates nothing is left of the two.
-template <class C, class State>
-__device__ inline void store_last_flow(const StatesGlobals& g, const StatesTask& task, State& state,
-                                       const float* gradient, int column) {
+// A warp's 16 flows over its segment's end, from S and dS there [K, V]: put(n, sum) of rows lane / 4 and + 8.
+// The left walk has S and reads dS, the right one has dS and reads S. NOTES: the right walk's readers see dS
+// in two parts, and so do these: behind closed gates nothing is left of the two.
+template <class C, class State, class Put>
+__device__ inline void put_last_flow(const StatesGlobals& g, const State& state, const float* other,
+                                     int column, Put put) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     float sums[2] = {0.f, 0.f};
     const int lane = fresh_laneid(), row = column + lane / 4;
     each<0, 4 * State::width>([&](int i) {
         const int n = i % 2, r = row + 8 * n, c = i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
         if (r >= g.dim_k || c >= g.dim_v) return;
-        const float2 x = state.tiles[0][i / 4].data[i % 4];
-        const HighAndLow<T2> parts(
-            *reinterpret_cast<const float2*>(&gradient[static_cast<int64_t>(r) * g.row_of_state + c]));
+        const float2 own = state.tiles[0][i / 4].data[i % 4];
+        const float2 read =
+            *reinterpret_cast<const float2*>(&other[static_cast<int64_t>(r) * g.row_of_state + c]);
+        const float2 x = C::kIsLeft ? own : read;
+        const HighAndLow<T2> parts(C::kIsLeft ? read : own);
         const float2 high = to_float2(parts.high), low = to_float2(parts.low);
         sums[n] += x.x * (high.x + low.x) + x.y * (high.y + low.y);
     });
     each<0, 2>([&](int n) {
         const float sum = quad_sum(sums[n]);
-        if (lane % 4 != 0 || row + 8 * n >= g.dim_k) return;
+        if (lane % 4 == 0) put(n, sum);
+    });
+}
+
+// Over the sequence's end, by the left walk.
+template <class C, class State>
+__device__ inline void store_last_flow(const StatesGlobals& g, const StatesTask& task, const State& state,
+                                       const float* gradient, int column) {
+    const int row = column + fresh_laneid() / 4;
+    put_last_flow<C>(g, state, gradient, column, [&](int n, float sum) {
+        if (row + 8 * n >= g.dim_k) return;
         float& flow = g.flows[task.state * g.dim_k + row + 8 * n];
         flow = g.template adds<C>() ? flow + sum : sum;
     });

@@ -12,6 +12,7 @@
 
 #include "channel_gate/bindings/params_backward.h"
 #include "channel_gate/walk.cuh"
+#include "channel_gate/writers.cuh"
 
 // Variants, to compare them: whether the right walk has `out` in the place of the gates; the most stages.
 #ifndef TFLA_OUT_IN_PLACE
@@ -67,6 +68,7 @@ struct StatesGlobals {
     int block_slots;   // likewise, of `sums`
     const float* entering;
     const float* d_last;
+    const float *borders, *d_borders;
     float* flows;
     uint4* anchors;
     float scale;
@@ -87,14 +89,15 @@ struct StatesGlobals {
 // A CTA's task; its column is of K.
 struct StatesTask : Task {
     int blocks;
-    int first_slot;  // of the sequence's chunks
+    int first_slot;  // of the segment's chunks
 
     // Called by whole warps.
     template <class C> __device__ static inline StatesTask of_block(const StatesGlobals& g, int block) {
         const Task task = Task::of_block<C>(g, block);
         const int sequence = static_cast<int>(task.state / g.heads);
         return {task, (task.tokens + kBlock - 1) / kBlock,
-                g.packed() ? task.first_row / kChunk + sequence : 0};
+                task.first_chunk +
+                    (g.packed() ? (task.first_row - task.first_chunk * kChunk) / kChunk + sequence : 0)};
     }
     template <class C> __device__ inline int block_of(int step) const {
         return C::kIsLeft ? step : blocks - 1 - step;
@@ -106,8 +109,6 @@ struct StatesTask : Task {
         return block > 0 && block < blocks && block % kBlocksOfAnchor == 0;
     }
 };
-
-constexpr uint32_t kFloatRow = kBlockChannels * sizeof(float);
 
 // 64 columns of K of a block.
 template <class C> struct StatesColumns {
@@ -189,6 +190,11 @@ template <class C> struct StatesMemory {
 // A gate warp's number, of those of all walkers: the one of `walker` that is at the walk's `step`.
 template <class C> __device__ inline int gate_warp_of(int walker, int step) {
     return walker * C::kTurns + step % C::kTurns;
+}
+// The one that would be at the step before the first. Its carry is free until its first step, which follows
+// the first step's.
+template <class C> __device__ inline int gate_warp_before_all(int walker) {
+    return gate_warp_of<C>(walker, C::kTurns - 1);
 }
 
 }  // namespace tfla_tk::channel_gate

@@ -29,63 +29,24 @@ namespace tfla_tk::channel_gate {
 // it.
 constexpr float kClosed = 0x1p-30f;
 
-template <class C> struct GateWarpOfBlock {
-    using T = typename C::T;
-    using T2 = typename base_types::packing<T>::packed_type;
+template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIsLeft> {
+    using Writers = WritersOfBlock<typename C::T, C::kIsLeft>;
+    using typename Writers::T2;
+    using Writers::a, Writers::column_of, Writers::floats_of, Writers::gates, Writers::lane, Writers::token,
+        Writers::writer;
     static constexpr uint32_t kValuePanel = C::Values::panel_bytes;
 
     // addresses in shared memory
-    uint32_t readers, writers, gates, inflow;  // of the block
+    uint32_t readers, inflow;  // of the block
     uint32_t of_readers, of_writers;
-    uint32_t out, products, decay;
-    int lane;
+    uint32_t out, products;
     uint32_t closed;  // right: two bits per token, of this lane's channels
-    float2 a[kBlock], writer[kBlock];
 
-    // Reader r sees writer w: r >= w (left), r <= w (right). The n-th reader of the walk.
-    static constexpr __device__ int token(int n) { return C::kIsLeft ? n : kBlock - 1 - n; }
-    // This lane's channels of a token.
-    __device__ __forceinline__ uint32_t column_of(uint32_t rows, int t) const {
-        return rows + ((4 * lane) ^ t % 8 * 16) + t * kRowBytes;
-    }
-    __device__ __forceinline__ uint32_t floats_of(uint32_t rows, int t) const {
-        return rows + 8 * lane + t * kFloatRow;
-    }
-
-    // Step 1.
-    __device__ __forceinline__ void load_gates(DType dtype) {
-        if (dtype == DType::float32) {
-            each<0, kBlock>([&](int t) { a[t] = load_floats(floats_of(gates, t)); });
-        } else {
-            const bool is_half = dtype == DType::float16;
-            each<0, kBlock>([&](int t) {
-                const uint32_t word = load_word(gates + 4 * lane + t * kRowBytes);
-                const float2 x = to_float2(reinterpret_cast<const bf16_2&>(word));
-                const float2 y = to_float2(reinterpret_cast<const half_2&>(word));
-                a[t] = {is_half ? y.x : x.x, is_half ? y.y : x.y};
-            });
-        }
-        each<0, kBlock>([&](int t) {
-            constexpr float kLog2e = 1.44269504f;
-            a[t] = {exp2f(a[t].x * kLog2e), exp2f(a[t].y * kLog2e)};
-        });
-        __syncwarp();  // low parts of other lanes go to the same place
-    }
+    // Reader r sees writer w: r >= w (left), r <= w (right).
 
     // Step 2.
     __device__ __forceinline__ void scale_writers(float scale) {
-        each<0, kBlock>([&](int t) { writer[t] = to_float2(load_pair_of<T2>(column_of(writers, t))); });
-        float2 product{1.f, 1.f};
-        each<0, kBlock>([&](int n) {
-            const int t = kBlock - 1 - token(n);
-            if constexpr (!C::kIsLeft) product = product * a[t];
-            const float2 by = C::kIsLeft ? product : product * scale;
-            const HighAndLow<T2> parts(writer[t] * by);
-            store_pair_of(column_of(writers, t), parts.high);
-            store_pair_of(column_of(gates, t), parts.low);
-            if constexpr (C::kIsLeft) product = product * a[t];
-        });
-        store_floats(decay + 8 * lane, product);
+        const float2 product = Writers::scale_writers(scale);
         if constexpr (!C::kIsLeft) find_closed(product);
     }
 
@@ -222,14 +183,16 @@ template <class C> struct GateWarpOfBlock {
     }
 };
 
-// The flow of gradient over an anchor, that over a block's end, of this lane's channels.
+// The flow of gradient over the end of a step's block where the walker gives it: at an anchor, or of the
+// segment's last block over the border behind it. Of this lane's channels.
 template <class C>
-__device__ inline float2 flow_over_anchor(const StatesGlobals& g, StatesMemory<C>& smem, int walker,
-                                          int block) {
+__device__ inline float2 known_flow(const StatesGlobals& g, StatesMemory<C>& smem, int walker, int step) {
     const int lane = fresh_laneid();
-    const float2 flow = load_floats(shared_address(&smem.exchange.flow[walker][2 * lane]));
+    const float* const flows =
+        step > 0 ? smem.exchange.flow[walker] : smem.exchange.carry[gate_warp_before_all<C>(walker)];
+    const float2 flow = load_floats(shared_address(&flows[2 * lane]));
     if (!g.template adds<C>()) return flow;
-    const float2 others = SumsOfBlock::of(g, smem.task, block).flow[lane];
+    const float2 others = SumsOfBlock::of(g, smem.task, smem.task.template block_of<C>(step)).flow[lane];
     return {flow.x + others.x, flow.y + others.y};
 }
 
@@ -245,8 +208,9 @@ __device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, 
         const int before = gate_warp_of<C>(walker, step - 1);
         wait(smem.carry_ready[before], Use<C::kTurns>(step - 1).phase);
         carry = load_floats(shared_address(&smem.exchange.carry[before][column]));
-        if (const int block = task.template block_of<C>(step); task.is_anchor(block + 1))
-            carry = flow_over_anchor(g, smem, walker, block);
+        if (task.is_anchor(task.template block_of<C>(step) + 1)) carry = known_flow(g, smem, walker, step);
+    } else if (!task.is_last) {
+        carry = known_flow(g, smem, walker, step);
     } else if (g.flows) {
         const int channel = task.column + walker * kWalkerColumns + column;
         if (channel < g.dim_k)
@@ -307,8 +271,8 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         if (!g.template makes_results<C>()) {
             auto& sums = SumsOfBlock::of(g, task, block);
             SumsOfLane::leave(sums, x.out, x.products);
-            if (!C::kIsLeft && g.needs_dg && task.is_anchor(block + 1))
-                sums.flow[fresh_laneid()] = flow_over_anchor(g, smem, walker, block);
+            if (!C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block + 1)))
+                sums.flow[fresh_laneid()] = known_flow(g, smem, walker, step);
             arrive_warp(smem.out_free[gate_warp]);
             fence_async_proxy();
             arrive_warp(smem.free[slot]);

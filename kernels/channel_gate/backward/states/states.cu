@@ -3,7 +3,7 @@
 // Two kernels, in blocks of 16 tokens:
 //   gla_left   forward in time: dq, and q dq for the gates
 //   gla_right  backward in time: dk, and dg
-// One CTA of either owns a (sequence, head, 64 or 128 columns of K):
+// One CTA of either owns a (segment, head, 64 or 128 columns of K):
 //     gate warps  four or eight per walker: what writes to the state, results, loads and stores
 //     (states/gates.cuh) walkers     one or two, the state or its gradient in registers (states/walker.cuh)
 // Equations: bindings/params_backward.h and docs/gla.md.
@@ -77,6 +77,8 @@ template <class C> StatesGlobals states_globals(const GlaStatesParams& p) {
         slots_of(s) * kBlocks,
         p.entering,
         p.d_last,
+        p.borders,
+        p.d_borders,
         p.flows,
         static_cast<uint4*>(p.anchors),
         p.scale,

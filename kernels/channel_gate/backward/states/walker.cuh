@@ -129,19 +129,26 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
-    if (g.entering)
-        load_state(state, g.entering + task.state * state_size, column(), 0, g.dim_k, g.dim_v,
-                   g.row_of_state);
+    const float* const entering = task.template entering<!C::kIsLeft>(
+        g.entering, C::kIsLeft ? g.borders : g.d_borders, g.heads, state_size);
+    if (entering)
+        load_state(state, entering, column(), 0, g.dim_k, g.dim_v, g.row_of_state);
     else
         warp::zero(state);
     pin(state);
+    if (!C::kIsLeft && g.needs_dg && !task.is_last) {
+        float* const flow =
+            &smem.exchange.carry[gate_warp_before_all<C>(walker)][first_column + fresh_laneid() / 4];
+        put_last_flow<C>(g, state, g.borders + task.border * state_size, column(),
+                         [&](int n, float sum) { flow[8 * n] = sum; });
+    }
 #pragma unroll 1
     for (int step = 0; step < task.blocks; step++) {
         const Use<kStages> use(step);
         wait(smem.arrived[use.slot], use.phase);
         walk_block(step);
     }
-    if (C::kIsLeft && g.needs_dg && g.d_last)
+    if (C::kIsLeft && g.needs_dg && g.d_last && task.is_last)
         store_last_flow<C>(g, task, state, g.d_last + task.state * state_size, column());
 }
 

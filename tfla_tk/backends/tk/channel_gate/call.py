@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tfla_tk.backends.tk.channel_gate.segments import find_cut
 from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, multiprocessors
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
-from tfla_tk.core.layout import CHUNK
+from tfla_tk.core.layout import Cut
 
 _WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks over the states
 _TWO_WALKERS_DIM_V = 128  # at most, in the walks over the states
+_SLICE_V = 128  # of V, of a CTA of the forward, at most
 
 
 class Shape(NamedTuple):
@@ -27,31 +29,40 @@ class Shape(NamedTuple):
     half: bool
     device: int
     packed_64bit: bool
-    batch_invariant: bool = False
+    cut: Cut
+    batch_invariant: bool
 
     @staticmethod
     def of(core: GLACore) -> Shape:
         """Of a call."""
         batch, seq, heads, dim_v = core.v.shape
-        offsets = core.cu_seqlens
+        offsets, device = core.cu_seqlens, core.q.get_device()
+        sequences = batch if offsets is None else offsets.shape[0] - 1
         return Shape(
-            sequences=batch if offsets is None else offsets.shape[0] - 1,
+            sequences=sequences,
             batch=batch,
             heads=heads,
             seq=seq,
             dim_k=core.q.shape[3],
             dim_v=dim_v,
             half=core.q.dtype == torch.float16,
-            device=core.q.get_device(),
+            device=device,
             packed_64bit=offsets is not None and offsets.dtype == torch.int64,
+            cut=find_cut(
+                sequences,
+                seq,
+                heads * -(-dim_v // _SLICE_V),
+                core.q.shape[3],
+                multiprocessors(device),
+                packed=offsets is not None,
+                batch_invariant=core.batch_invariant,
+            ),
             batch_invariant=core.batch_invariant,
         )
 
     def with_offsets(self, address: int) -> tuple[int, ...]:
-        """With the address of the offsets, 0 for none; every sequence is one segment."""
-        chunks = self.seq // CHUNK + 1
-        cut = (address, self.packed_64bit, self.sequences, self.sequences, chunks)
-        return (*cut, *self[1:8])
+        """With the address of the offsets, 0 for none."""
+        return (address, self.packed_64bit, self.sequences, *self.cut, *self[1:8])
 
     @property
     def walkers(self) -> int:
@@ -67,7 +78,7 @@ class Shape(NamedTuple):
             return 1
         if self.batch_invariant:
             return 2
-        return 1 if self.sequences * self.heads * columns <= multiprocessors(self.device) else 2
+        return 1 if self.cut.segments * self.heads * columns <= multiprocessors(self.device) else 2
 
 
 def readable(core: GLACore) -> GLACore:

@@ -1,9 +1,12 @@
 """Gated linear attention by the ThunderKittens kernels, on the current stream; the protocol is that of
 `ops.linear`.
 
-The forward is one kernel, a walk over the chunks of every sequence, head and slice of V, launched once for
-every 128 channels of K: the first writes o, the others add theirs. Nothing is kept but its inputs. The
-backward is in `backward`.
+The forward is one kernel, a walk over the chunks of every segment, head and slice of V, launched once for
+every 128 channels of K: the first writes o, the others add theirs. The backward is in `backward`.
+
+Where sequences are cut into segments (`segments`), a launch before the walks gives the states at the borders
+between segments, with which all walks begin at once. A training call keeps them for its backward; else
+nothing is kept but the inputs.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.backward import backward
 from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, layout, readable, slices_of_k
+from tfla_tk.backends.tk.channel_gate.segments import count_borders, launch_segments, new_borders
 from tfla_tk.backends.tk.operands import current_stream
 from tfla_tk.backends.tk.prepared import Addresses, Launches, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
@@ -30,28 +34,29 @@ __all__ = ["backward", "forward"]
 def forward(
     core: GLACore, *, output_final_state: bool, keep: bool
 ) -> tuple[Tensor, MaybeTensor, Kept | None]:
-    """o [B, T, H, V], and the final state [N, H, K, V] or None; nothing is kept.
+    """o [B, T, H, V], the final state [N, H, K, V] or None, and with `keep` the states at the borders and the
+    cut, None where there are none.
 
     Raises:
         BuildError: The kernel is not compiled yet and cannot be.
         RuntimeError: The launch was refused.
     """
     core = readable(core)
-    key = (output_final_state, layout(core))
+    key = (output_final_state, keep, layout(core))
     prepared = _forwards.get(key)
     if prepared is None:
-        prepared = Forward(core, output_final_state=output_final_state)
+        prepared = Forward(core, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
-    return *prepared(core), None
+    return prepared(core)
 
 
 class Forward:
     """The forward of calls whose tensors lie alike, as `readable` leaves them."""
 
-    def __init__(self, core: GLACore, *, output_final_state: bool) -> None:
+    def __init__(self, core: GLACore, *, output_final_state: bool, keep: bool) -> None:
         self._shape = shape = Shape.of(core)
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
-        self._output_final_state = output_final_state
+        self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
         kernel = build.load(instances.gla("forward", of_k[0].dim, named_schedule(core.schedule)))
         addresses = Addresses()
@@ -59,27 +64,35 @@ class Forward:
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
+        borders_at = addresses.next(given=count_borders(shape) > 0)
         o = operand_at(o_at, torch.empty_like(core.v, device="meta"))
+        of_gates = DTYPES[core.g.dtype]
 
         def launch(of: Slice) -> Any:
             return kernel.forward(
                 shape._replace(dim_k=of.dim).with_offsets(offsets_at),
-                of.of(q, core.q.dtype), of.of(k, core.k.dtype), v, o,
-                of.of(g, core.g.dtype), DTYPES[core.g.dtype],
+                of.of(q, core.q.dtype), of.of(k, core.k.dtype), v, o, of.of(g, core.g.dtype), of_gates,
                 of.of_states(initial_at, shape.dim_v), of.of_states(last_at, shape.dim_v),
-                core.scale, shape.walkers, of.others, of.first > 0,
+                core.scale, shape.walkers, of.others, of.first > 0, of.of_states(borders_at, shape.dim_v),
             )  # fmt: skip
 
-        self._launches = Launches.of(kernel, [launch(of) for of in of_k])
+        launches = [launch(of) for of in of_k]
+        if borders_at:
+            operands = k, v, g, of_gates
+            before = launch_segments(shape, offsets_at, operands, initial_at, borders_at, 1.0, backward=False)
+            launches = [before, *launches]
+        self._launches = Launches.of(kernel, launches)
 
-    def __call__(self, core: GLACore) -> tuple[Tensor, MaybeTensor]:
+    def __call__(self, core: GLACore) -> tuple[Tensor, MaybeTensor, Kept | None]:
         """`forward` of these tensors."""
         v = core.v
         o = torch.empty_like(v)
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
-        tensors = (core.q, core.k, v, core.g, core.initial_state, core.cu_seqlens, o, last)
+        borders = new_borders(self._shape, v)
+        tensors = (core.q, core.k, v, core.g, core.initial_state, core.cu_seqlens, o, last, borders)
         self._launches.run(starts(*tensors), current_stream(self._shape.device))
-        return o, last
+        kept = Kept((borders,), self._shape.cut) if self._keep and borders is not None else None
+        return o, last, kept
 
 
 _forwards: Memo[Forward] = Memo()

@@ -52,7 +52,7 @@ def _key(call: LinearCall, variant: str | None) -> tuple[int, int, str, bool]:
 
 def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> list[Instance]:
     """The modules that the kernels of a call are in."""
-    found = [instances.gla("forward", dim_k, schedule)]
+    found = [instances.gla("forward", dim_k, schedule), instances.gla_segments()]
     if gradients:
         found += [instances.gla("backward", dim_k, schedule), instances.gla_states(dim_v)]
     return found
