@@ -11,9 +11,11 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
-    static constexpr int kStages = kDimK == 64 || kWalkers == 1 ? 3 : 2;  // chunks in shared memory
+    static constexpr bool kIsWide = kDimK > 128;
+    // chunks in shared memory
+    static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) ? 3 : 2;
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = kIsWide && kWalkers == 1 ? 248 : 232;
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
@@ -26,8 +28,6 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0
 struct MirrorGlobals : WalkGlobals {
     TensorMap dout, writes;        // boxes of a chunk
     TensorMap dv, dv_box, dv_row;  // boxes of a chunk, of 16 rows and of one
-    TensorMap u, u_box, u_row;
-    bool keep_u;
     float* dbeta;
     int64_t dbeta_part;  // elements from one part's to the next one's
     const float* d_last;
@@ -48,14 +48,14 @@ template <class C> struct MirrorStage {
     typename C::Tile keys, queries;
     typename C::Square a, p;
     typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
-    typename C::Columns writes[C::kWalkers];  // U', then U where it is wanted, until it is stored
+    typename C::Columns writes[C::kWalkers];  // U'
     MirrorGates gates;
 };
 
 template <class C> struct MirrorMemory {
     MirrorStage<C> stages[C::kStages];
     semaphore arrived[C::kStages];  // tiles, dO and U' of each walker, gates
-    semaphore free[C::kStages];     // but for dO and U', which are followed by dV and U
+    semaphore free[C::kStages];     // but for dO, which is followed by dV
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     Task task;

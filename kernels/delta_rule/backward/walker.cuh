@@ -8,8 +8,7 @@
 //   5. Issue dY^T = dU^T A. Load U'^T under it.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   8. Under it dV = beta dY in the place of dO and, where it is wanted, U = beta U' in the place of U'; sums
-//      of dY . U' over the warp's 16 columns of V are dbeta's.
+//   8. Under it dV = beta dY in the place of dO; sums of dY . U' over the warp's 16 columns of V are dbeta's.
 //   9. Wait for dS; hand the stage over.
 #pragma once
 
@@ -133,14 +132,9 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         each<0, kTokenSteps>([&](int j) {
             const auto factors = gates.beta.columns(j, lane);
-            each<0, 4>([&](int k) {
-                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), beta = factors.of[k / 2];
-                scale_in_place(x.tiles[0][j].data[k], beta);
-                through.tiles[0][j].data[k] = {beta.x * u.x, beta.y * u.y};
-            });
+            each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
         });
         store_tokens(stage.douts[walker], x);
-        if (g.keep_u) store_tokens(stage.writes[walker], through);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker][slot]);
         warpgroup::mma_async_wait<0>();  // 9

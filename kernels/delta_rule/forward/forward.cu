@@ -17,6 +17,7 @@
 #include "delta_rule/forward/config.cuh"
 #include "delta_rule/forward/producer.cuh"
 #include "delta_rule/forward/walker.cuh"
+#include "delta_rule/forward/wide_walker.cuh"
 #include "delta_rule/inputs/forward.cuh"
 #include "delta_rule/launch_walk.cuh"
 
@@ -45,7 +46,10 @@ __device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_m
             load_values_and_store_outputs(g, smem, warp - 2);
     } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        walk_forward(g, smem, warpgroup_id - 1);
+        if constexpr (C::kIsWide)
+            walk_forward_wide(g, smem, warpgroup_id - 1);
+        else
+            walk_forward(g, smem, warpgroup_id - 1);
     } else if constexpr (C::kIdleWarpgroups > 0)
         set_registers<C::kIdleRegisters, C::kThreads, 1>();
 }
@@ -96,7 +100,11 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if (p.makers > 0)
+    if constexpr (TFLA_DIM_K > 128) {
+        if (p.makers > 0 || p.walkers != 1)
+            throw std::runtime_error("delta_forward: K > 128 takes one walker and no makers");
+        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
+    } else if (p.makers > 0)
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
     else if (p.walkers == 1)
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
