@@ -15,7 +15,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0
     // chunks in shared memory
     static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) ? 3 : 2;
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kProducerRegisters = 40, kWalkerRegisters = kIsWide && kWalkers == 1 ? 248 : 232;
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
@@ -49,11 +49,11 @@ template <class C> struct MirrorStage {
     typename C::Square a, p;
     typename C::Columns douts[C::kWalkers];   // dO, then dV, until it is stored
     typename C::Columns writes[C::kWalkers];  // U'
-    MirrorGates gates;
 };
 
 template <class C> struct MirrorMemory {
     MirrorStage<C> stages[C::kStages];
+    MirrorGates gates[C::kStages];
     semaphore arrived[C::kStages];  // tiles, dO and U' of each walker, gates
     semaphore free[C::kStages];     // but for dO, which is followed by dV
     semaphore out_ready[C::kWalkers][C::kStages];

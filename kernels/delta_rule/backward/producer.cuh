@@ -46,7 +46,7 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
         log_decay = load_decay(before), beta = betas.pair(before, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
-        MirrorGates& gates = smem.stages[slot].gates;
+        MirrorGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
         gates.update.write(lane, decays.to_end);
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});

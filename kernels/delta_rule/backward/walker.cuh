@@ -81,7 +81,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         const int chunk = chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
-        const MirrorGates& gates = stage.gates;
+        const MirrorGates& gates = smem.gates[slot];
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         warp::mul(state, state, gates.decay);
         pin(state);

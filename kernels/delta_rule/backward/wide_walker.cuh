@@ -65,7 +65,9 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
 
     // Steps 1 and 2. first: dS^T is not of a GEMM.
     auto begin_chunk = [&]<bool first>(int step) {
-        MirrorStage<C>& stage = smem.stages[Use<C::kStages>(step).slot];
+        const int slot = Use<C::kStages>(step).slot;
+        MirrorStage<C>& stage = smem.stages[slot];
+        const MirrorGates& gates = smem.gates[slot];
         if (!first && g.borders && is_border(chunks - step))  // 1
             store_state_transposed(border_state(g, task, chunks - step), state, 0, column(), g.dim_k, g.dim_v,
                                    g.dim_v);
@@ -79,7 +81,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
             multiply_step<false>(x, fragment, keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
             if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
         });
-        const float decay = __uint_as_float(load_anew(shared_address(&stage.gates.decay)));
+        const float decay = __uint_as_float(load_anew(shared_address(&gates.decay)));
         each<0, 4 * kStateSteps>(
             [&](int i) { scale_in_place(state.tiles[0][i / 4].data[i % 4], {decay, decay}); });
         pin(state);
@@ -87,7 +89,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(fragments);
         each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage.gates.update.columns(j, fresh_laneid());
+            const auto factors = gates.update.columns(j, fresh_laneid());
             each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
         });
         multiply_square(x, tokens, stage.p, true);
@@ -98,7 +100,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     auto end_chunk = [&](int step) {
         const int chunk = chunks - 1 - step, slot = Use<C::kStages>(step).slot;
         MirrorStage<C>& stage = smem.stages[slot];
-        const MirrorGates& gates = stage.gates;
+        const MirrorGates& gates = smem.gates[slot];
         each<0, kTokenSteps>([&](int j) { convert_fragment(fragments[j], x, j); });  // 3
         forget(x);
         multiply_square(x, fragments, stage.a, false);

@@ -100,13 +100,12 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if constexpr (TFLA_DIM_K > 128) {
-        if (p.makers > 0 || p.walkers != 1)
-            throw std::runtime_error("delta_forward: K > 128 takes one walker and no makers");
-        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
-    } else if (p.makers > 0)
-        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
-    else if (p.walkers == 1)
+    if (p.makers > 0) {
+        if constexpr (TFLA_DIM_K > 128)
+            throw std::runtime_error("delta_forward: no makers where K > 128");
+        else
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+    } else if (p.walkers == 1)
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);

@@ -63,16 +63,18 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         wait(smem.arrived[use.slot], use.phase);
     };
 
-    // d = S^T B^T, rounded four steps at a time.
+    // d = S^T B^T, rounded four steps at a time. NOTES: d's old value counts as an input: else ptxas gives d
+    // other registers and begins while the old ones are still being read, which needs more than there are
+    // (C7512).
     auto read_state = [&]<bool one_by_one>(auto& d, const typename C::Tile& tile) {
         const auto rows = Operand128B::rows(&tile);
-        forget(d);
+        const bool never = g.heads == 0;
         each<0, kStateSteps>([&](int k) {
             Fragment& fragment = fragments[k % kTokenSteps];
             if (k >= kTokenSteps)
                 warpgroup::mma_async_wait<one_by_one ? 0 : kTokenSteps - 1>(), pin(fragment);
             convert_fragment(fragment, state, k);
-            multiply_step<false>(d, fragment, rows.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
+            multiply_step<false>(d, fragment, rows.row_step(C::Tile::panel_bytes, k), k > 0 || never, k == 0);
             if constexpr (one_by_one) warpgroup::mma_async_wait<0>();
         });
     };
@@ -153,7 +155,8 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
                               g.dim_v);
     else
         warp::zero(state);
-    pin(state);
+    warp::zero(x);
+    pin(state), pin(x);
     if (chunks > 0) {
         wait_arrived(0);
         begin_chunk.template operator()<true>(0);

@@ -14,12 +14,13 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
-MOST_SHARED_K = 128  # with which a multiprocessor has two walkers of the forward, or makers beside one
+MOST_K_OF_MAKERS = 128
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
 _CYCLES = {1: 1830, 2: 2770}
 _STATES_CYCLES = {1: 6100, 2: 8200}
+_WIDE_CYCLES = {1: 3000, 2: 4000}  # of the first two where K > 128, estimated
 # microseconds of a chunk of one walker, and of A and P of a chunk on a multiprocessor, before the walk and
 # beside it; the last one is an estimate: four chunks at a time, five before the walk
 _WALKED, _MADE_BEFORE, _MADE_BESIDE = 1.56, 1.88, 2.2
@@ -124,13 +125,13 @@ class Shape(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether a state takes half of a walker's registers: one walker to a CTA then, and no makers."""
-        return self.dim_k > MOST_SHARED_K
+        """Whether a state takes half of a walker's registers; no makers then."""
+        return self.dim_k > MOST_K_OF_MAKERS
 
     @property
     def walkers(self) -> int:
         """Of a CTA of the walks of the forward and of its mirror."""
-        return 1 if self.is_wide else self._walkers(self.dim_v, self.sequences, _CYCLES)
+        return self._walkers(self.dim_v, self.sequences, _WIDE_CYCLES if self.is_wide else _CYCLES)
 
     @property
     def makers(self) -> int:
