@@ -142,7 +142,7 @@ class Kernel(PreparedLaunches):
 
     def written_bytes(self, shape: tuple[int, ...]) -> int:
         slices, segments, heads = -(-shape[9] // SLICE), shape[3], shape[6]
-        return 4 * segments * heads * slices * 2 if slices > 1 else 0
+        return 4 * (1 + segments * heads * slices * 2) if slices > 1 else 0
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
@@ -287,7 +287,7 @@ class Kernel(PreparedLaunches):
         dq, left, dk = (x.operand(y, x.dim_k) for y in (x.of.dq, x.of.left, x.of.dk))
         slices, parts = -(-x.dim_v // SLICE), -(-x.dim_k // PART)
         if slices > 1:
-            written = x.cut[3] * x.heads * slices * 2
+            written = 1 + x.cut[3] * x.heads * slices * 2
             tensor_at(x.address(x.of.written), torch.int32, (written,)).zero_()
         else:
             assert x.of.written == 0

@@ -318,6 +318,9 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(of_states.values()) == [2, 2, 2, 1, 2]
     assert shape_of(8, 8192, dim=64).states_walkers == 1
     assert [shape_of(n, 8192).walkers for n in (1, 8)] == [1, 2]
+    wide = shape_of(4, 4096, heads=6)._replace(dim_k=256, dim_v=512)
+    assert (wide.walkers, wide.states_walkers, wide.makers) == (2, 2, 0)
+    assert shape_of(1, 8192)._replace(dim_k=144).makers == 0 < shape_of(1, 8192).makers
     for count in (1, 8):
         fixed = shape_of(count, 1000)._replace(batch_invariant=True)
         assert (fixed.walkers, fixed.states_walkers) == (2, 2)

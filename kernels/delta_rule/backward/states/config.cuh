@@ -52,7 +52,7 @@ struct StatesGlobals {
     FlowSum* inter;
     uint4* anchors;
     float* flows;
-    int* written;
+    int* written;  // a ticket, then per CTA and walker
     float scale;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
@@ -88,7 +88,7 @@ struct StatesTask : Task {
         const int slice = block / g.ctas % g.slices, value = slice * C::kDimV;
         const int part = slice * g.parts_of_slice();
         const Task task = Task::of_block<C>(g, block / g.ctas / g.slices * g.ctas + block % g.ctas);
-        int* const written = g.written ? g.written + block * C::kWalkers : nullptr;
+        int* const written = g.written ? g.written + 1 + block * C::kWalkers : nullptr;
         const bool first = task.number == 0, last = task.number == task.segments - 1;
         const bool begins = C::kIsLeft ? first : last, ends = C::kIsLeft ? last : first;
         const int64_t state = task.state * g.dim_k * g.dim_v;

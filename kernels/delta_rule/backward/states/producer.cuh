@@ -63,7 +63,7 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
 
 // Slices of V write the results of a chunk in turn: the first one stores them, each later one adds to them.
 // So the order of the sums is always the same. `written` counts the chunks of a slice that are in device
-// memory. NOTES: a CTA waits for one with a smaller number, which has begun.
+// memory.
 __device__ inline void wait_written(const int* written, int chunks) {
     while (acquire_from_device(written) < chunks) __nanosleep(32);
     fence_async_global();

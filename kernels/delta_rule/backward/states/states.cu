@@ -22,13 +22,22 @@
 
 namespace tfla_tk::delta_rule {
 
+// The number of a CTA, for its first warp. Slices of V wait for each other, so where there are several, CTAs
+// draw tickets in the order in which they begin: each then only waits for one that runs.
+__device__ inline int block_of_states(const StatesGlobals& g) {
+    if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
+    int ticket = 0;
+    if (threadIdx.x == 0) ticket = atomicAdd(g.written, 1);
+    return __shfl_sync(0xffffffff, ticket, 0);
+}
+
 template <class C>
 __global__ __launch_bounds__(C::kThreads,
                              1) void delta_states_kernel(const __grid_constant__ StatesGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x, [&] {
+    if (!begin_task<C>(g, smem, block_of_states(g), [&] {
             g.q.prefetch(), g.k.prefetch(), g.writes.prefetch(), g.dout.prefetch(), g.dv.prefetch();
         }))
         return;
@@ -109,7 +118,7 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
     const dim3 grid = grid_of(ctas, 1, kName);
     if (g.slices > 1)
-        check_launch(cudaMemsetAsync(g.written, 0, ctas * C::kWalkers * sizeof(*g.written), stream), kName);
+        check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas * C::kWalkers) * sizeof(int), stream), kName);
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
                                                             kName);
 }
@@ -137,7 +146,7 @@ std::int64_t delta_anchor_bytes(const DeltaShape& s) {
 
 std::int64_t delta_written_bytes(const DeltaShape& s) {
     const std::int64_t slices = delta_rule::slices_of(s), walkers = (s.dim_k + 127) / 128 * 2;
-    return slices == 1 ? 0 : sizeof(int) * s.cut.segments * s.heads * slices * walkers;
+    return slices == 1 ? 0 : sizeof(int) * (1 + slices * walkers * s.cut.segments * s.heads);
 }
 
 void delta_left(const DeltaStatesParams& params, void* stream) {
