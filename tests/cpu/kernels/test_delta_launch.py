@@ -324,6 +324,8 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (1, 8):
         fixed = shape_of(count, 1000)._replace(batch_invariant=True)
         assert (fixed.walkers, fixed.states_walkers) == (2, 2)
+        fixed_wide = fixed._replace(dim_k=256, dim_v=512)
+        assert (fixed_wide.walkers, fixed_wide.states_walkers) == (2, 2)
         assert fixed._replace(dim_k=64, dim_v=64).states_walkers == 1
 
 
