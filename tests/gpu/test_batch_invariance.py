@@ -48,6 +48,7 @@ CASES = {
     "retention": Case("chunk_retention", (128, 256)),
     "gated_delta_128": Case("chunk_gated_delta_rule", (128, 128), ("g", "beta")),
     "gated_delta_256": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta")),
+    "gated_delta_wide": Case("chunk_gated_delta_rule", (192, 320), ("g", "beta")),
     "simple_gla_grouped": Case("chunk_simple_gla", (64, 64), ("g",), group=3),
     "gated_delta_grouped": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta"), group=2),
     "gla": Case("chunk_gla", (128, 128), ("g",)),

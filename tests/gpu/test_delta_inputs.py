@@ -55,7 +55,9 @@ def test_every_flag(made: tuple[str, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (16, 32), (48, 80), (96, 192), (112, 64)], ids="{0[0]}_{0[1]}".format
+    "dims",
+    [(64, 64), (16, 32), (48, 80), (96, 192), (112, 64), (192, 64), (256, 144)],
+    ids="{0[0]}_{0[1]}".format,
 )
 def test_all_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     check_both(draw_raw(2, 200, 3, dims=dims, dtype=dtype), chunk_gated_delta_rule, **options_of(ALL))

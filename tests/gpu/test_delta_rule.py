@@ -33,6 +33,8 @@ from .memory import LENGTHS, uninitialised_memory_is_nan
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
+# K whose state takes half of a walker's registers, and V in slices
+LARGE = [(256, 64), (144, 128), (192, 256), (256, 512), (128, 320)]
 GATES = ["usual", "none", "slow", "-10", "closed", "half closed"]
 # in bf16, where the same is written and erased over and over: dg is a small difference of large sums
 OF_ERASED_STATES = {"dg": 1.25e-2}
@@ -90,20 +92,22 @@ def check(
     check_both(x, function, wider, **options)
 
 
-@pytest.mark.parametrize("dims", [*DIMS, *PADDED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [*DIMS, *PADDED, *LARGE], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
     check(draw(dims=dims, dtype=dtype, states=states))
 
 
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 2048])
-def test_any_length(seq: int, dtype: torch.dtype) -> None:
-    check(draw(1, seq, dims=(64, 128), dtype=dtype))
+@pytest.mark.parametrize("dims", [(64, 128), (256, 192)], ids="{0[0]}_{0[1]}".format)
+def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(1, seq, dims=dims, dtype=dtype))
 
 
 @pytest.mark.parametrize("gates", GATES)
-def test_gates(gates: str, dtype: torch.dtype) -> None:
-    check(draw(1, 500, dtype=dtype, gates=gates))
+@pytest.mark.parametrize("dims", [(128, 128), (256, 320)], ids="{0[0]}_{0[1]}".format)
+def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    check(draw(1, 500, dims=dims, dtype=dtype, gates=gates))
 
 
 @pytest.mark.parametrize("betas", BETAS)
@@ -123,7 +127,7 @@ def test_anchors(dims: tuple[int, int], states: bool) -> None:
     check(x)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48), (192, 144)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
 def test_segments(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> None:
     """Of the walks over the states: of several, of exactly one and of a token more."""
@@ -152,7 +156,7 @@ def test_nothing_decays_for_long() -> None:
 
 
 @pytest.mark.parametrize("seq", [1, 700, 2 * SEGMENT + 77])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 144)], ids="{0[0]}_{0[1]}".format)
 def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int]) -> None:
     """Alone, in batches with one and with two walkers per CTA, and packed behind other sequences."""
     heads = 2
@@ -204,7 +208,7 @@ def test_without_gate(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("group", [2, 3])
-@pytest.mark.parametrize("dims", [(128, 128), (64, 192)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(128, 128), (64, 192), (256, 320)], ids="{0[0]}_{0[1]}".format)
 def test_value_heads(group: int, dims: tuple[int, int]) -> None:
     """Each key head is read by neighbouring value heads, and its gradient is the sum over them."""
     check(draw(2, 200, 2, 2 * group, dims))
@@ -212,8 +216,9 @@ def test_value_heads(group: int, dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("value_heads", [2, 4])
-def test_packed_sequences(value_heads: int, offsets: torch.dtype) -> None:
-    x = draw(1, sum(LENGTHS), 2, value_heads, sequences=len(LENGTHS))
+@pytest.mark.parametrize("dims", [(128, 128), (256, 320)], ids="{0[0]}_{0[1]}".format)
+def test_packed_sequences(dims: tuple[int, int], value_heads: int, offsets: torch.dtype) -> None:
+    x = draw(1, sum(LENGTHS), 2, value_heads, dims, sequences=len(LENGTHS))
     x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", offsets)
     check(x)
 
@@ -253,13 +258,14 @@ def test_any_layout() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_schedules_agree(schedule: str) -> None:
-    x = draw(1, 500)
+@pytest.mark.parametrize("dims", [(128, 128), (256, 64)], ids="{0[0]}_{0[1]}".format)
+def test_schedules_agree(dims: tuple[int, int], schedule: str) -> None:
+    x = draw(1, 500, dims=dims)
     found = run(x, f"tk:{schedule}", chunk_gated_delta_rule)
     assert all(torch.equal(found[name], t) for name, t in run(x, function=chunk_gated_delta_rule).items())
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 320)], ids="{0[0]}_{0[1]}".format)
 def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
     x = draw(2, 700, 2, 4, dims)
     first = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
@@ -350,8 +356,9 @@ def test_many_heads() -> None:
     check(draw(4, 200, 80))
 
 
-def test_outputs_are_written_whole() -> None:
-    x = draw(1, sum(LENGTHS), 2, 4, (96, 80), sequences=len(LENGTHS))
+@pytest.mark.parametrize("dims", [(96, 80), (256, 320)], ids="{0[0]}_{0[1]}".format)
+def test_outputs_are_written_whole(dims: tuple[int, int]) -> None:
+    x = draw(1, sum(LENGTHS), 2, 4, dims, sequences=len(LENGTHS))
     x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).cuda()
     expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
     with uninitialised_memory_is_nan():
@@ -430,7 +437,7 @@ def test_auto_takes_the_kernels() -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 192)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("beside", [False, True])
 def test_small_launches(dims: tuple[int, int], beside: bool, make_beside: Callable[[bool], None]) -> None:
     """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""

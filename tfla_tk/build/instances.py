@@ -16,7 +16,7 @@ MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)
 # (tile of the keys, slice of the values of one CTA) of the backward's walks; slices of 256 are dv's
 WALK_TILES = MLSTM_TILES
 MAX_DIM_QK, MAX_DIM_V = 256, 512
-DELTA_TILES = (64, 128)  # K of the delta rule
+DELTA_TILES = (64, 128, 256)  # K of the delta rule
 DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
 DELTA_DIRECTIONS = ("forward", "backward")
 DELTA_SCHEDULES = ("sequential", "overlapped")
@@ -170,14 +170,15 @@ def delta_rule(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> 
 
 @functools.cache
 def delta_states(dim_v: int) -> Instance:
-    """The walks of the delta rule's backward for dq and dk, for any K, by the smallest tile of V.
+    """The walks of the delta rule's backward for dq and dk, for any K, by the smallest tile that holds V, or
+    by the largest one, which takes a larger V in slices.
 
     Raises:
-        ValueError: No tile is large enough.
+        ValueError: V is too large.
     """
-    if not 0 < dim_v <= max(DELTA_STATES_TILES):
-        raise ValueError(f"V: expected at most {max(DELTA_STATES_TILES)}, got {dim_v}")
-    tile = min(tile for tile in DELTA_STATES_TILES if tile >= dim_v)
+    if not 0 < dim_v <= MAX_DIM_V:
+        raise ValueError(f"V: expected at most {MAX_DIM_V}, got {dim_v}")
+    tile = min((tile for tile in DELTA_STATES_TILES if tile >= dim_v), default=max(DELTA_STATES_TILES))
     return Instance(
         f"delta_states_v{tile}",
         "delta_rule/backward/states/states.cu",

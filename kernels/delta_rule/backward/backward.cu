@@ -4,15 +4,14 @@
 //   delta_matrices  A and P of every chunk, as the mirror takes them (chunk_matrices/kernel.cuh)
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
-//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV, and U where it is wanted
+//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both of these: delta_mirror_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
 // delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
-// dq, dk and dg follow from dO, U' or U and dV by the walks of states/, for large V by those of
-// scalar_gate/backward, and then
-//   delta_combine   adds up what these leave per head of v
+// dq, dk and dg follow from dO, U' and dV by the walks of states/, and then
+//   delta_combine   adds up the heads of v that share one of q and k
 //   delta_inputs_backward  turns gradients into those of raw inputs (inputs/backward.cuh)
 // Equations: bindings/params.h and docs/delta-rule.md.
 #include <stdexcept>
@@ -22,6 +21,7 @@
 #include "delta_rule/backward/config.cuh"
 #include "delta_rule/backward/producer.cuh"
 #include "delta_rule/backward/walker.cuh"
+#include "delta_rule/backward/wide_walker.cuh"
 #include "delta_rule/chunk_matrices/launch.cuh"
 #include "delta_rule/inputs/backward.cuh"
 #include "delta_rule/launch_walk.cuh"
@@ -56,7 +56,10 @@ __device__ inline void run_walk(const MirrorGlobals& g, unsigned char* shared_me
         }
     } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        walk_mirror(g, smem, warpgroup_id - 1);
+        if constexpr (C::kIsWide)
+            walk_mirror_wide(g, smem, warpgroup_id - 1);
+        else
+            walk_mirror(g, smem, warpgroup_id - 1);
     } else if constexpr (C::kIdleWarpgroups > 0)
         set_registers<C::kIdleRegisters, C::kThreads, 1>();
 }
@@ -82,10 +85,8 @@ __global__ __launch_bounds__(C::kThreads, 1) void delta_mirror_with_makers_kerne
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_mirror");
     const OperandMaps maps(p.shape);
-    const bool keep_u = p.u.data != nullptr;
     // NOTES: maps of what a walk does not use are of something else
     const Operand &writes = C::kStatesAlone ? p.dout : p.writes, &dv = C::kStatesAlone ? p.dout : p.dv;
-    const Operand& u = keep_u ? p.u : dv;
     const MirrorGlobals g{
         walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.d_last, p.d_initial, p.scale),
         maps.of_values(p.dout, kChunk),
@@ -93,10 +94,6 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         maps.of_values(dv, kChunk),
         maps.of_values(dv, kBoxRows),
         maps.of_values(dv, 1),
-        maps.of_values(u, kChunk),
-        maps.of_values(u, kBoxRows),
-        maps.of_values(u, 1),
-        keep_u,
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
     };
@@ -110,13 +107,16 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if (p.states_alone && p.walkers == 1)
-        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, 0, true>>(p, stream);
-    else if (p.states_alone)
-        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, 0, true>>(p, stream);
-    else if (p.makers > 0)
-        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
-    else if (p.walkers == 1)
+    if (p.states_alone || p.makers > 0) {
+        if constexpr (TFLA_DIM_K > 128)
+            throw std::runtime_error("delta_mirror: no split and no makers where K > 128");
+        else if (!p.states_alone)
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+        else if (p.walkers == 1)
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, 0, true>>(p, stream);
+        else
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, 0, true>>(p, stream);
+    } else if (p.walkers == 1)
         launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else
         launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);

@@ -1,4 +1,4 @@
-// The last kernel of the backward: dq and dk from the parts that the walks leave per head of v.
+// dq and dk where several heads of v share a head of q and k.
 #pragma once
 
 #include "common/launch.cuh"
@@ -15,14 +15,13 @@ template <class T> struct Unit {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     float2 pairs[kUnit / 2] = {};
 
-    __device__ inline void add(const Operand& x, int64_t offset, float sign) {
-        if (x.data == nullptr) return;
+    __device__ inline void add(const Operand& x, int64_t offset) {
         const uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const T*>(x.data) + offset);
         const T2* loaded = reinterpret_cast<const T2*>(&bits);
 #pragma unroll
         for (int n = 0; n < kUnit / 2; n++) {
             const float2 y = to_float2(loaded[n]);
-            pairs[n].x += sign * y.x, pairs[n].y += sign * y.y;
+            pairs[n].x += y.x, pairs[n].y += y.y;
         }
     }
     __device__ inline void store(const Operand& x, int64_t offset) const {
@@ -52,12 +51,11 @@ __global__ __launch_bounds__(kCombineThreads) void delta_combine_kernel(
         return batch * x.batch_stride + head * x.head_stride + row * x.row_stride + column;
     };
     Unit<T> dq, dk;
+#pragma unroll 1
     for (int n = 0; n < s.group; n++) {
         const int of_v = head * s.group + n;
-        dq.add(p.dq_of_heads, offset(p.dq_of_heads, of_v), 1.f);
-        dk.add(p.dk_right, offset(p.dk_right, of_v), 1.f);
-        dk.add(p.dk_left, offset(p.dk_left, of_v), -1.f);
-        dk.add(p.dk_strict, offset(p.dk_strict, of_v), -1.f);
+        dq.add(p.dq_of_heads, offset(p.dq_of_heads, of_v));
+        dk.add(p.dk_of_heads, offset(p.dk_of_heads, of_v));
     }
     dq.store(p.dq, offset(p.dq, head));
     dk.store(p.dk, offset(p.dk, head));

@@ -14,8 +14,10 @@ struct MirrorConfig {
     static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
+    static constexpr bool kIsWide = kDimK > 128;
     // chunks in shared memory
-    static constexpr int kStages = kDimK == 64 || kWalkers == 1 || kStatesAlone ? 3 : 2;
+    static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) || kStatesAlone ? 3 : 2;
+    static_assert(!(kIsWide && kStatesAlone), "the wide walker makes dV");
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
@@ -30,8 +32,6 @@ struct MirrorConfig {
 struct MirrorGlobals : WalkGlobals {
     TensorMap dout, writes;        // boxes of a chunk
     TensorMap dv, dv_box, dv_row;  // boxes of a chunk, of 16 rows and of one
-    TensorMap u, u_box, u_row;
-    bool keep_u;
     float* dbeta;
     int64_t dbeta_part;  // elements from one part's to the next one's
 };
@@ -56,13 +56,13 @@ template <class C> struct MirrorStage : MirrorWrites<C> {
     typename C::Tile keys, queries;
     typename C::Square a, p;
     typename C::Columns douts[C::kWalkers];  // dO, then dV, until it is stored
-    MirrorGates gates;
 };
 
 template <class C> struct MirrorMemory {
     MirrorStage<C> stages[C::kStages];
+    MirrorGates gates[C::kStages];
     semaphore arrived[C::kStages];  // tiles, dO and U' of each walker, gates
-    semaphore free[C::kStages];     // but for dO and U', which are followed by dV and U
+    semaphore free[C::kStages];     // but for dO, which is followed by dV
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     WalkTask task;

@@ -46,7 +46,7 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
         log_decay = load_decay(before), beta = betas.pair(before, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
-        MirrorGates& gates = smem.stages[slot].gates;
+        MirrorGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
         gates.update.write(lane, decays.to_end);
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
@@ -57,8 +57,7 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
     }
 }
 
-// One warp per walker: dO and U' into a stage, and out of it dV and U, which the walker has put in their
-// places.
+// One warp per walker: dO and U' into a stage, and out of it dV, which the walker has put in the place of dO.
 template <class C>
 __device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem,
                                                         int walker) {
@@ -80,7 +79,6 @@ __device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, 
             const int chunk = task.chunks - 1 - stored;
             wait(smem.out_ready[walker][slot], phase ^ 1);
             store(g.dv, g.dv_box, g.dv_row, &stage.douts[walker], chunk);
-            if (g.keep_u) store(g.u, g.u_box, g.u_row, &stage.writes[walker], chunk);
             wait_stores_read();
             __syncwarp();
         }

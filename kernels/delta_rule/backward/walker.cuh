@@ -8,8 +8,7 @@
 //   5. Issue dY^T = dU^T A. Load U'^T under it.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   8. Under it dV = beta dY in the place of dO and, where it is wanted, U = beta U' in the place of U'; sums
-//      of dY . U' over the warp's 16 columns of V are dbeta's.
+//   8. Under it dV = beta dY in the place of dO; sums of dY . U' over the warp's 16 columns of V are dbeta's.
 //   9. Wait for dS; hand the stage over.
 // A walk that leaves states alone has no step 8.
 #pragma once
@@ -83,7 +82,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         const int chunk = chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
-        const MirrorGates& gates = stage.gates;
+        const MirrorGates& gates = smem.gates[slot];
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         warp::mul(state, state, gates.decay);
         pin(state);
@@ -135,14 +134,9 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
                 });
             each<0, kTokenSteps>([&](int j) {
                 const auto factors = gates.beta.columns(j, lane);
-                each<0, 4>([&](int k) {
-                    const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), beta = factors.of[k / 2];
-                    scale_in_place(x.tiles[0][j].data[k], beta);
-                    through.tiles[0][j].data[k] = {beta.x * u.x, beta.y * u.y};
-                });
+                each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
             });
             store_tokens(stage.douts[walker], x);
-            if (g.keep_u) store_tokens(stage.writes[walker], through);
             fence_async_proxy();
             arrive_warp(smem.out_ready[walker][slot]);
         }

@@ -6,13 +6,11 @@
 namespace tfla_tk {
 
 void place(DeltaMirrorParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.u, x.g, x.beta, x.a, x.p);
+    at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.g, x.beta, x.a, x.p);
     at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.borders, x.made);
 }
 
-void place(DeltaCombineParams& x, const Addresses& at) {
-    at.all(x.dq_of_heads, x.dk_right, x.dk_left, x.dk_strict, x.dq, x.dk);
-}
+void place(DeltaCombineParams& x, const Addresses& at) { at.all(x.dq_of_heads, x.dk_of_heads, x.dq, x.dk); }
 
 void place(DeltaInputsBackwardParams& x, const Addresses& at) {
     at.all(x.q, x.k, x.dq, x.dk, x.beta, x.g, x.a_log, x.dt_bias, x.d_strength, x.d_log_decay);
@@ -27,17 +25,16 @@ using namespace tfla_tk;
 
 std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                const OperandTuple& dout, const OperandTuple& writes, const OperandTuple& dv,
-                               const OperandTuple& u, const GateTuple& g, const GateTuple& beta,
-                               const MatricesTuple& matrices, std::int64_t dbeta, std::int64_t d_last,
-                               std::int64_t d_initial, std::int64_t carried, std::int64_t borders,
-                               float scale, int walkers, int makers, bool states_alone) {
+                               const GateTuple& g, const GateTuple& beta, const MatricesTuple& matrices,
+                               std::int64_t dbeta, std::int64_t d_last, std::int64_t d_initial,
+                               std::int64_t carried, std::int64_t borders, float scale, int walkers,
+                               int makers, bool states_alone) {
     return prepared<&delta_mirror>(DeltaMirrorParams{shape(of),
                                                      operand(q),
                                                      operand(k),
                                                      operand(dout),
                                                      operand(writes),
                                                      operand(dv),
-                                                     operand(u),
                                                      gate(g),
                                                      gate(beta),
                                                      pointer(matrices[0]),
@@ -55,12 +52,10 @@ std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, cons
 }
 
 std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
-                                const OperandTuple& dk_right, const OperandTuple& dk_left,
-                                const OperandTuple& dk_strict, const OperandTuple& dq,
+                                const OperandTuple& dk_of_heads, const OperandTuple& dq,
                                 const OperandTuple& dk) {
-    return prepared<&delta_combine>(DeltaCombineParams{operand(dq_of_heads), operand(dk_right),
-                                                       operand(dk_left), operand(dk_strict), operand(dq),
-                                                       operand(dk), shape(of)});
+    return prepared<&delta_combine>(
+        DeltaCombineParams{operand(dq_of_heads), operand(dk_of_heads), operand(dq), operand(dk), shape(of)});
 }
 
 std::unique_ptr<Launch> inputs_backward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
@@ -83,15 +78,14 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     export_launches(m);
     def_matrices<true>(m);
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
-          py::arg("dv"), py::arg("u"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
+          py::arg("dv"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
           py::arg("d_last"), py::arg("d_initial"), py::arg("carried"), py::arg("borders"), py::arg("scale"),
           py::arg("walkers"), py::arg("makers"), py::arg("states_alone"),
           "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none; "
           "carried: 0 where no sequence is cut; states_alone: it leaves those alone.");
     def_carry<true>(m);
-    m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_right"),
-          py::arg("dk_left"), py::arg("dk_strict"), py::arg("dq"), py::arg("dk"),
-          "Prepares the sums over the heads of v that share one of q and k.");
+    m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_of_heads"),
+          py::arg("dq"), py::arg("dk"), "Prepares the sums over the heads of v that share one of q and k.");
     m.attr("INPUT_TOKENS") = kInputTokens;
     m.def("inputs_backward", &inputs_backward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dq"),
           py::arg("dk"), py::arg("beta"), py::arg("g"), py::arg("a_log"), py::arg("dt_bias"),

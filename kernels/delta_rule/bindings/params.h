@@ -75,7 +75,7 @@ struct DeltaForwardParams {
 struct DeltaMirrorParams {
     DeltaShape shape;
     Operand q, k, dout, writes;  // writes: U' of the forward
-    Operand dv, u;               // written: dV, and U = beta U'; u.data is null: not wanted
+    Operand dv;                  // written
     Gate g, beta;
     void *a, *p;
     float* dbeta;  // [parts, batch, heads, seq]: sums over 16 columns of V each
@@ -87,7 +87,7 @@ struct DeltaMirrorParams {
     int walkers, makers;
     int* made;
     // The walk leaves nothing but states: own of every segment but the first in `carried`, where the last one
-    // begins with d_last; writes, dv, u and dbeta are not used.
+    // begins with d_last; writes, dv and dbeta are not used.
     bool states_alone;
 };
 
@@ -115,13 +115,12 @@ struct DeltaCarryParams {
     bool backward;
 };
 
-// The gradients of q and k from what the walks for dq and dk leave per head of v, summed over the heads that
-// share one: dq = sum dq_of_heads, dk = sum (dk_right - dk_left - dk_strict). All of q's type; sums in fp32.
-// dk_left and dk_strict are null where dk_right is the whole.
+// The gradients of q and k from those of every head of v, summed over the heads that share one. All of q's
+// type; sums in fp32.
 struct DeltaCombineParams {
-    Operand dq_of_heads, dk_right, dk_left, dk_strict;  // [B, heads, S, K]
-    Operand dq, dk;                                     // [B, heads / group, S, K]
-    DeltaShape shape;                                   // cut and dim_v are not read
+    Operand dq_of_heads, dk_of_heads;  // [B, heads, S, K]
+    Operand dq, dk;                    // [B, heads / group, S, K]
+    DeltaShape shape;                  // cut and dim_v are not read
 };
 
 // All throw std::runtime_error on a refused launch.

@@ -13,10 +13,12 @@ namespace tfla_tk {
 //                             S <- e^{b_L} S + (e^{b_L - b} K)^T U
 //   right, backward in time:  right = e^{b_L - b} (U dS^T) + P^T Q + M^T K      dk = left + right
 //                             dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
-// The gradient of the log decay comes from sums per token, q.dq + k.left and k.right, from their parts
-// through S and dS, and from the flow of gradient <S, dS> at the anchors.
+// All of these are sums over V. A CTA has a slice of V, as wide as an instance's tile; where there are
+// several, they add up their results in a fixed order. The gradient of the log decay comes from sums per
+// token, q.dq + k.left and k.right, from their parts through S and dS, and from the flow of gradient <S, dS>
+// at the anchors.
 struct DeltaStatesParams {
-    DeltaShape shape;                // dim_v at most an instance's tile; segments of kSegmentChunks
+    DeltaShape shape;                // segments of kSegmentChunks
     Operand q, k, writes, dout, dv;  // writes: U' of the forward
     Operand dq;                      // the left walk writes it, for every head of v
     Operand left;                    // the left walk writes it, the right one reads it
@@ -29,17 +31,19 @@ struct DeltaStatesParams {
     // S, or dS, at the borders between segments, with which the segments between them begin; null where
     // every sequence is one segment
     const float* borders;
-    // [parts, batch, heads, seq] and, per chunk, [parts, batch, heads, slots], a part for 16 columns of K;
-    // null: no sums are wanted
+    // [parts, batch, heads, seq] and, per chunk, [parts, batch, heads, slots], a part for a slice of V and
+    // 16 columns of K; null: no sums are wanted
     float* whole;
     FlowSum* inter;
     void* anchors;  // of delta_anchor_bytes: what the left walk leaves of S
     float* flows;   // [batch, heads, anchor_slots, parts], by the right walk
+    int* written;   // workspace of delta_written_bytes, where V has several slices
     float scale;    // s
     int walkers;    // warpgroups of a CTA that own 64 columns of K each: 1 or 2
 };
 
 std::int64_t delta_anchor_bytes(const DeltaShape& shape);
+std::int64_t delta_written_bytes(const DeltaShape& shape);  // 0 where V has one slice
 
 // Both throw std::runtime_error on a refused launch.
 void delta_left(const DeltaStatesParams& params, void* stream);

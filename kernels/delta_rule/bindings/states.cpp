@@ -7,7 +7,7 @@ namespace tfla_tk {
 
 void place(DeltaStatesParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk);
-    at.all(x.g, x.beta, x.entering, x.leaving, x.borders, x.whole, x.inter, x.anchors, x.flows);
+    at.all(x.g, x.beta, x.entering, x.leaving, x.borders, x.whole, x.inter, x.anchors, x.flows, x.written);
 }
 
 }  // namespace tfla_tk
@@ -27,7 +27,8 @@ void def_walk(pybind11::module_& m, const char* name) {
         [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& writes,
            const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& dq, const OperandTuple& left,
            const OperandTuple& dk, const GateTuple& g, const GateTuple& beta, std::int64_t entering,
-           std::int64_t leaving, std::int64_t borders, const SumsTuple& sums, float scale, int walkers) {
+           std::int64_t leaving, std::int64_t borders, const SumsTuple& sums, std::int64_t written,
+           float scale, int walkers) {
             return prepared<kWalk>(DeltaStatesParams{shape(of),
                                                      operand(q),
                                                      operand(k),
@@ -46,15 +47,17 @@ void def_walk(pybind11::module_& m, const char* name) {
                                                      reinterpret_cast<FlowSum*>(sums[1]),
                                                      pointer(sums[2]),
                                                      pointer(sums[3]),
+                                                     reinterpret_cast<int*>(written),
                                                      scale,
                                                      walkers});
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("writes"), py::arg("dout"), py::arg("dv"),
         py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("g"), py::arg("beta"), py::arg("entering"),
-        py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("scale"), py::arg("walkers"),
+        py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("written"), py::arg("scale"),
+        py::arg("walkers"),
         "Prepares a walk; entering, leaving: the states that sequences begin and end with, borders: those of "
         "the segments between, 0 for none; sums: whole, "
-        "inter, anchors, flows.");
+        "inter, anchors, flows; written: workspace of written_bytes.");
 }
 
 }  // namespace
@@ -69,4 +72,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def(
         "anchor_bytes", [](const ShapeTuple& of) { return delta_anchor_bytes(shape(of)); }, py::arg("shape"),
         "Bytes of the states that the walk \"left\" leaves at the anchors.");
+    m.def(
+        "written_bytes", [](const ShapeTuple& of) { return delta_written_bytes(shape(of)); },
+        py::arg("shape"),
+        "Bytes of the workspace by which slices of V take turns; 0 where there is one slice.");
 }

@@ -12,9 +12,10 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
-    static constexpr int kStages = 3;  // chunks in shared memory
+    static constexpr bool kIsWide = kDimK > 128;
+    static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = kIsWide && kWalkers == 1 ? 248 : 232;
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);

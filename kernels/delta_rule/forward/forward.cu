@@ -21,6 +21,7 @@
 #include "delta_rule/forward/config.cuh"
 #include "delta_rule/forward/producer.cuh"
 #include "delta_rule/forward/walker.cuh"
+#include "delta_rule/forward/wide_walker.cuh"
 #include "delta_rule/inputs/forward.cuh"
 #include "delta_rule/launch_walk.cuh"
 #include "delta_rule/split/launch.cuh"
@@ -50,7 +51,10 @@ __device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_m
             load_values_and_store_outputs(g, smem, warp - 2);
     } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        walk_forward(g, smem, warpgroup_id - 1);
+        if constexpr (C::kIsWide)
+            walk_forward_wide(g, smem, warpgroup_id - 1);
+        else
+            walk_forward(g, smem, warpgroup_id - 1);
     } else if constexpr (C::kIdleWarpgroups > 0)
         set_registers<C::kIdleRegisters, C::kThreads, 1>();
 }
@@ -99,9 +103,12 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if (p.makers > 0)
-        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
-    else if (p.walkers == 1)
+    if (p.makers > 0) {
+        if constexpr (TFLA_DIM_K > 128)
+            throw std::runtime_error("delta_forward: no makers where K > 128");
+        else
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+    } else if (p.walkers == 1)
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
@@ -125,8 +132,11 @@ void delta_forward(const DeltaForwardParams& params, void* stream) {
 
 void delta_maps(const DeltaMapsParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::launch_maps<kittens::half, TFLA_DIM_K>(params, s)
-                      : delta_rule::launch_maps<kittens::bf16, TFLA_DIM_K>(params, s);
+    if constexpr (TFLA_DIM_K > 128)
+        throw std::runtime_error("delta_maps: no split where K > 128");
+    else
+        params.shape.half ? delta_rule::launch_maps<kittens::half, TFLA_DIM_K>(params, s)
+                          : delta_rule::launch_maps<kittens::bf16, TFLA_DIM_K>(params, s);
 }
 
 void delta_carry(const DeltaCarryParams& params, void* stream) {

@@ -117,7 +117,8 @@ template <class C> __device__ inline void scan_map_gates(const MapsGlobals& g, M
 // A walker. X and U' share an accumulator; S^T is the state. Per chunk:
 //   1. Round S^T to A operands, then scale it by its decay. Issue X^T = S^T K^T; load V^T under it.
 //   2. Wait for X. W^T = V^T - e^b X^T, rounded. Issue U'^T = W^T A^T and wait for it.
-//   3. Issue S^T += (beta e^{b_L - b} U'^T) K and wait for it; hand the stage over.
+//   3. Round U', as the forward does. Issue S^T += (beta e^{b_L - b} U'^T) K and wait for it; hand the stage
+//      over.
 template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMemory<C>& smem, int walker) {
     using T = typename C::T;
     using T2 = typename base_types::packing<T>::packed_type;
@@ -126,7 +127,7 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
     rt_fl<16, C::kDimK> state;     // S^T
     rt_fl<16, kChunk> x;           // X^T, then U'^T
     Fragment read[kStateSteps];    // S^T, rounded; then U'^T, scaled
-    Fragment tokens[kTokenSteps];  // V^T, then W^T
+    Fragment tokens[kTokenSteps];  // V^T, then W^T, then U'^T
     static_assert(kStateSteps >= kTokenSteps);
     auto scaled = [&](int j) -> Fragment& { return read[j]; };
 
@@ -184,8 +185,9 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 3
             const auto factors = stage.gates.update.columns(j, lane);
+            convert_fragment(tokens[j], x, j);
             each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                const float2 z = to_float2(tokens[j].tiles[0][0].data[k]), e = factors.of[k / 2];
                 scaled(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
             multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);

@@ -15,6 +15,7 @@ from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 from .addresses import CHUNK, bounds_at, sequences_of, tensor_at
 from .stand_in import PreparedLaunches
 
+SLICE = 128  # of V in the walks over the states
 PART = 16  # columns of a part of the sums
 OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
 GATES = ("g", "beta")
@@ -28,7 +29,7 @@ ARGUMENTS = {
     "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "maps"),
     "carry": ("shape", "carried", "maps", "borders"),
     "mirror": (
-        *("shape", "q", "k", "dout", "writes", "dv", "u", *GATES, "matrices"),
+        *("shape", "q", "k", "dout", "writes", "dv", *GATES, "matrices"),
         *("dbeta", "d_last", "d_initial", "carried", "borders", "scale", "walkers", "makers"),
         "states_alone",
     ),
@@ -40,10 +41,10 @@ ARGUMENTS = {
         *("shape", "q", "k", "dq", "dk", "beta", "g", "a_log", "dt_bias"),
         *("d_strength", "d_log_decay", "d_beta", "d_g", "sums", "twice"),
     ),
-    "combine": ("shape", "dq_of_heads", "dk_right", "dk_left", "dk_strict", "dq", "dk"),
+    "combine": ("shape", "dq_of_heads", "dk_of_heads", "dq", "dk"),
     "left": (
         *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", *GATES),
-        *("entering", "leaving", "borders", "sums", "scale", "walkers"),
+        *("entering", "leaving", "borders", "sums", "written", "scale", "walkers"),
     ),
     "mlstm_bwd_gates": (
         *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
@@ -180,6 +181,10 @@ class Kernel(PreparedLaunches):
         assert len(shape) == 13
         self.anchor_shapes.append(shape)
         return ANCHOR_BYTES
+
+    def written_bytes(self, shape: tuple[int, ...]) -> int:
+        slices, segments, heads = -(-shape[9] // SLICE), shape[3], shape[6]
+        return 4 * (1 + segments * heads * slices * 2) if slices > 1 else 0
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
@@ -326,12 +331,11 @@ class Kernel(PreparedLaunches):
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         dout, parts = x.operand(x.of.dout, x.dim_v), -(-x.dim_v // PART)
-        results = (x.of.writes[0], x.of.dv[0], x.of.u[0], x.of.dbeta, x.of.d_initial, x.of.borders)
+        results = (x.of.writes[0], x.of.dv[0], x.of.dbeta, x.of.d_initial, x.of.borders)
         if x.of.states_alone:
             assert not any(results)
         else:
             writes, dv = x.operand(x.of.writes, x.dim_v), x.operand(x.of.dv, x.dim_v)
-            assert (x.of.u[0] != 0) == (x.dim_v > 128)
             dbeta = x.floats(x.of.dbeta, parts, x.batch, x.heads, x.seq)
         d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
         carried = x.states(x.of.carried, x.carried)
@@ -396,12 +400,19 @@ class Kernel(PreparedLaunches):
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         writes, dout, dv = (x.operand(y, x.dim_v).float() for y in (x.of.writes, x.of.dout, x.of.dv))
         dq, left, dk = (x.operand(y, x.dim_k) for y in (x.of.dq, x.of.left, x.of.dk))
-        parts = -(-x.dim_k // PART)
-        size = (parts, x.batch, x.heads, x.seq)
+        slices, parts = -(-x.dim_v // SLICE), -(-x.dim_k // PART)
+        if slices > 1:
+            written = 1 + x.cut[3] * x.heads * slices * 2
+            tensor_at(x.address(x.of.written), torch.int32, (written,)).zero_()
+        else:
+            assert x.of.written == 0
+        size = (slices * parts, x.batch, x.heads, x.seq)
         whole = x.floats(x.of.sums[0], *size) if x.of.sums[0] else None
         leaving = x.states(x.of.leaving, x.cut[2])
 
         def sum_up(row: int, t: int, products: Tensor) -> None:
+            if whole is not None:
+                whole[parts:, row, :, t] = 0
             for part in range(parts if whole is not None else 0):
                 whole[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
 
@@ -425,8 +436,7 @@ class Kernel(PreparedLaunches):
                 leaving[number] = state
 
     def compute_combine(self, x: Arguments) -> None:
-        assert x.of.dk_left[0] == x.of.dk_strict[0] == 0
-        for of_heads, shared in ((x.of.dq_of_heads, x.of.dq), (x.of.dk_right, x.of.dk)):
+        for of_heads, shared in ((x.of.dq_of_heads, x.of.dq), (x.of.dk_of_heads, x.of.dk)):
             parts = x.operand(of_heads, x.dim_k).unflatten(2, (-1, x.group))
             x.operand(shared, x.dim_k, x.heads // x.group).copy_(parts.float().sum(3))
 

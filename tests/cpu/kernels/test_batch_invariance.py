@@ -12,7 +12,6 @@ import torch
 
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import segments as gla
-from tfla_tk.backends.tk.delta_rule import launch as delta
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
@@ -20,7 +19,6 @@ from tfla_tk.backends.tk.scalar_gate import scalar_decay, walks
 from tfla_tk.backends.tk.scalar_gate import sequence as tk_sequence
 from tfla_tk.backends.tk.scalar_gate import step as tk_step
 from tfla_tk.backends.tk.segments import INVARIANT_CHUNKS
-from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, Cut, KeptStates
 
 from .backward_launches import Launches as BackwardLaunches
@@ -219,25 +217,6 @@ def test_gradients(
     monkeypatch.setattr(segments, "INVARIANT_CHUNKS", chunks)
     *given, _ = arguments(gate, draw_inputs(gate, (2, 2, 300), lengths=lengths), last=True)
     assert_gradients(backward_formulas(*given, True), torch.ops.tfla_tk.mlstm_bwd(*given, True))
-
-
-def test_the_delta_rule_of_wide_values_says_so_to_the_walks_of_a_decay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[bool] = []
-
-    def run(tensors: Any, options: tk_backward.Options) -> tuple[Any, ...]:
-        seen.append(options.batch_invariant)
-        return (None,) * 7
-
-    monkeypatch.setattr(delta, "scalar_gate", SimpleNamespace(run=run, Options=tk_backward.Options))
-    x = torch.empty(1, 5, 2, 256)
-    for batch_invariant in (False, True):
-        core = DeltaRuleCore(
-            *(x, x, x), None, x[..., 0], *(None,) * 4, 1.0, *(False,) * 3, batch_invariant, "auto"
-        )
-        delta._through_states(core, x, x, None, x, None, needs_dg=False)
-    assert seen == [False, False, True, True]
 
 
 @pytest.mark.parametrize("kernel", ["step", "sequence"])

@@ -137,13 +137,19 @@ def test_tensors_and_sizes(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize(("chunks", "group", "state"), [(1, 1, True), (2, 3, False)])
+@pytest.mark.parametrize(("chunks", "group", "state", "dim_v"), [(1, 1, True, 144), (2, 3, False, 32)])
 def test_split_sequences(
-    chunks: int, group: int, state: bool, packed: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    chunks: int,
+    group: int,
+    state: bool,
+    dim_v: int,
+    packed: bool,
+    kernel: Kernel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """States at the borders between segments are carried; those within a segment the walks leave."""
     monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(chunks)))
-    core = draw((48, 32), group=group, packed=packed, state=state, tokens=200)
+    core = draw((48, dim_v), group=group, packed=packed, state=state, tokens=200)
     check(core)
     names = [x.name for x in kernel.launches]
     forward, mirror = ["matrices", "maps", "carry", "forward"], ["matrices", "mirror", "carry", "mirror"]
@@ -160,6 +166,29 @@ def test_a_split_of_sequences_that_are_no_longer_than_a_segment(
     monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(1)))
     check(draw((48, 32), tokens=CHUNK))
     assert {x.name for x in kernel.launches}.isdisjoint({"maps", "carry"})
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_which_calls_are_split(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few long sequences, with any V; not where K exceeds what the kernels of a split take."""
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    tokens = 65536
+
+    def is_split(dim_k: int, dim_v: int, heads: int = 4) -> bool:
+        sizes = (tokens, dim_k, dim_v)
+        return Shape(1, tokens // CHUNK, 1, heads, *sizes, 1, False, 0, False, packed).split is not None
+
+    assert is_split(128, 128) and is_split(128, 256) and is_split(64, 512)
+    assert not is_split(144, 128) and not is_split(256, 512) and not is_split(128, 128, heads=64)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("dims", [(48, 320), (192, 64), (256, 144)], ids=str)
+def test_large_head_dims(dims: tuple[int, int], group: int, kernel: Kernel) -> None:
+    """Several slices of V in the walks over the states, and more columns of K than makers serve."""
+    check(draw(dims, group=group, tokens=70))
+    walks = [x for x in kernel.launches if x.name in ("forward", "mirror")]
+    assert walks and (dims[0] <= 128 or not any(x.makers for x in walks))
 
 
 # Raw inputs
@@ -265,11 +294,9 @@ def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:
 def test_states_at_borders_are_left_for_training_alone(kernel: Kernel) -> None:
     launch.forward(draw(), output_final_state=True, keep=False)
     assert kernel.launches[-1].borders == 0
-    # one segment, and head dims whose gradients are scalar_gate's
-    for core in (draw(tokens=CHUNK), draw((64, 144))):
-        _, _, kept = launch.forward(core, output_final_state=True, keep=True)
-        assert kernel.launches[-1].borders == 0
-        assert kept is not None and kept.tensors[1] is None
+    _, _, kept = launch.forward(draw(tokens=CHUNK), output_final_state=True, keep=True)  # one segment
+    assert kernel.launches[-1].borders == 0
+    assert kept is not None and kept.tensors[1] is None
     check(draw(tokens=CHUNK))
 
 
@@ -338,9 +365,14 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(of_states.values()) == [2, 2, 2, 1, 2]
     assert shape_of(8, 8192, dim=64).states_walkers == 1
     assert [shape_of(n, 8192).walkers for n in (1, 8)] == [1, 2]
+    wide = shape_of(4, 4096, heads=6)._replace(dim_k=256, dim_v=512)
+    assert (wide.walkers, wide.states_walkers, wide.makers) == (2, 2, 0)
+    assert shape_of(1, 8192)._replace(dim_k=144).makers == 0 < shape_of(1, 8192).makers
     for count in (1, 8):
         fixed = shape_of(count, 1000)._replace(batch_invariant=True)
         assert (fixed.walkers, fixed.states_walkers) == (2, 2)
+        fixed_wide = fixed._replace(dim_k=256, dim_v=512)
+        assert (fixed_wide.walkers, fixed_wide.states_walkers) == (2, 2)
         assert fixed._replace(dim_k=64, dim_v=64).states_walkers == 1
 
 

@@ -85,8 +85,8 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
     sequences = {mlstm_sequence(tokens) for tokens in range(1, MAX_TOKENS + 1)}
     of_chunks = forward | walks | {mlstm_bwd()}
     of_decay = {for_scalar_decay(instance) for instance in of_chunks}
-    of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in DELTA_DIMS}
-    of_delta |= {delta_states(v) for v in DELTA_DIMS}
+    of_delta = {delta_rule(direction, k) for direction in ("forward", "backward") for k in range(16, 257, 16)}
+    of_delta |= {delta_states(v) for v in range(16, 513, 16)}
     of_gla = {gla(direction, k) for direction in GLA_DIRECTIONS for k in DELTA_DIMS}
     of_gla |= {gla_states(v) for v in range(16, max(GLA_STATES_TILES) + 1, 16)} | {gla_segments()}
     assert shipped == of_chunks | of_decay | of_delta | of_gla | sequences | {mlstm_step()}
@@ -94,12 +94,19 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_delta_rule_takes_the_smallest_tile_that_holds_k(direction: str) -> None:
-    for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128)):
+    for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128), (144, 256), (256, 256)):
         assert delta_rule(direction, dim).name == f"delta_{direction}_k{tile}_overlapped"
-    with pytest.raises(ValueError, match="K: expected at most 128, got 144"):
-        delta_rule(direction, 144)
+    with pytest.raises(ValueError, match="K: expected at most 256, got 272"):
+        delta_rule(direction, 272)
     with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
         delta_rule(direction, 64, "pingpong")
+
+
+def test_the_walks_of_the_delta_rule_over_states_take_v_in_slices_of_the_largest_tile() -> None:
+    for dim, tile in ((16, 64), (64, 64), (80, 128), (144, 128), (512, 128)):
+        assert delta_states(dim).name == f"delta_states_v{tile}"
+    with pytest.raises(ValueError, match="V: expected at most 512, got 528"):
+        delta_states(528)
 
 
 def test_gla_takes_the_smallest_tile_that_holds_k() -> None:

@@ -42,7 +42,7 @@ struct StatesGlobals {
     Cut cut;
     const float* borders;
     int heads, group, seq, dim_k, dim_v;
-    int ctas;                  // per segment and head
+    int ctas, slices;          // of K per segment, head and slice; of V
     int slots;                 // of chunks, per head
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
@@ -52,10 +52,12 @@ struct StatesGlobals {
     FlowSum* inter;
     uint4* anchors;
     float* flows;
+    int* written;  // a ticket, then per CTA and walker
     float scale;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
-    __device__ inline int parts() const { return (dim_k + 15) / 16; }
+    __device__ inline int parts_of_slice() const { return (dim_k + 15) / 16; }
+    __device__ inline int parts() const { return slices * parts_of_slice(); }
 };
 
 // Of a chunk's tokens.
@@ -70,6 +72,9 @@ struct StatesGates {
 // A CTA's task, its states, and where the sums of its (segment, head) go; null where none are wanted. NOTES:
 // computed once and reread from shared memory, to save registers.
 struct StatesTask : Task {
+    int slice, value;               // of V, and its first column
+    int first_part;                 // of the sums over K
+    int* written;                   // chunks that this CTA's first walker has written
     const float* entering;          // the state that the walk begins with, null: zero
     float* leaving;                 // the place of the state that it ends with
     int first_anchor, last_anchor;  // chunks of the segment that may have an anchor before them
@@ -80,7 +85,10 @@ struct StatesTask : Task {
 
     // Called by whole warps.
     template <class C> __device__ static inline StatesTask of_block(const StatesGlobals& g, int block) {
-        const Task task = Task::of_block<C>(g, block);
+        const int slice = block / g.ctas % g.slices, value = slice * C::kDimV;
+        const int part = slice * g.parts_of_slice();
+        const Task task = Task::of_block<C>(g, block / g.ctas / g.slices * g.ctas + block % g.ctas);
+        int* const written = g.written ? g.written + 1 + block * C::kWalkers : nullptr;
         const bool first = task.number == 0, last = task.number == task.segments - 1;
         const bool begins = C::kIsLeft ? first : last, ends = C::kIsLeft ? last : first;
         const int64_t state = task.state * g.dim_k * g.dim_v;
@@ -88,18 +96,15 @@ struct StatesTask : Task {
         if (!begins)
             entering = border_state(g, task, (C::kIsLeft ? task.number : task.number + 1) * kSegmentChunks);
         float* const leaving = ends && g.leaving ? g.leaving + state : nullptr;
-        if (g.whole == nullptr) return {task, entering, leaving, 0, -1, nullptr, nullptr, nullptr, nullptr};
+        StatesTask found{task, slice, value, part, written, entering, leaving, 0, -1};
+        if (g.whole == nullptr) return found;
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         const int64_t anchor_parts = head * g.anchor_slots * g.parts();
-        return {task,
-                entering,
-                leaving,
-                first ? 1 : 0,
-                last ? task.chunks - 1 : task.chunks,
-                g.whole + head * g.seq + task.first_row,
-                g.inter + head * g.slots + task.first_slot,
-                g.anchors + anchor_parts * C::kAnchorUnits,
-                g.flows + anchor_parts};
+        found.first_anchor = first ? 1 : 0, found.last_anchor = last ? task.chunks - 1 : task.chunks;
+        found.whole = g.whole + head * g.seq + task.first_row;
+        found.inter = g.inter + head * g.slots + task.first_slot;
+        found.anchors = g.anchors + anchor_parts * C::kAnchorUnits, found.flows = g.flows + anchor_parts;
+        return found;
     }
 };
 

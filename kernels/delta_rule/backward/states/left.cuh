@@ -28,6 +28,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     // NOTES: recomputed, to save registers
     auto walker = [&] { return kAlone ? 0 : fresh_thread() / 128 - 1; };
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
+    auto part = [&] { return task.first_part + column() / 16; };
 
     auto walk_chunk = [&](int chunk) {
         const int slot = Use<StatesMemory<C>::kStages>(chunk).slot;
@@ -37,8 +38,8 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         auto& columns = stage.columns[walker()];
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         if (is_anchor(task, chunk) && column() < g.dim_k) {
-            const int part = anchor_part(g, task, chunk, column() / 16);
-            store_anchor<C>(anchor_units<C>(task, part, fresh_laneid()), read);
+            const int anchor = anchor_part(g, task, chunk, part());
+            store_anchor<C>(anchor_units<C>(task, anchor, fresh_laneid()), read);
         }
         warp::mul(state, state, gates.decay);
         pin(state);
@@ -79,7 +80,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         W::template wait_but<kTokenSteps>();  // 6
         pin(dq), pin(left);
         if (task.whole && column() < g.dim_k)
-            store_sums(g, task, chunk, column() / 16, fresh_laneid(), through, [&](int j, int k) {
+            store_sums(g, task, chunk, part(), fresh_laneid(), through, [&](int j, int k) {
                 const float2 x = of_reads(j, k), y = of_erasures(j, k);
                 return float2{x.x + y.x, x.y + y.y};
             });
@@ -93,7 +94,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     };
 
     if (task.entering)
-        load_state(state, task.entering, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+        load_state(state, task.entering, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -103,7 +104,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(chunk);
     }
-    if (task.leaving) store_state(task.leaving, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    if (task.leaving) store_state(task.leaving, state, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

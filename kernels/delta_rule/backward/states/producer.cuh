@@ -13,7 +13,7 @@ template <class C> __device__ inline int chunk_of_step(const Task& task, int ste
 
 // One warp: U', dO and dV.
 template <class C> __device__ inline void load_values(const StatesGlobals& g, StatesMemory<C>& smem) {
-    const Task& task = smem.task;
+    const StatesTask& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
@@ -22,9 +22,9 @@ template <class C> __device__ inline void load_values(const StatesGlobals& g, St
         StatesStage<C>& stage = smem.stages[slot];
         semaphore& arrived = smem.arrived[slot];
         wait_free(smem.free[slot], phase);
-        load(stage.dout, g.dout, arrived, 0, task.head, chunk);
-        load(stage.writes, g.writes, arrived, 0, task.head, chunk);
-        load(stage.dv, g.dv, arrived, 0, task.head, chunk);
+        load(stage.dout, g.dout, arrived, task.value, task.head, chunk);
+        load(stage.writes, g.writes, arrived, task.value, task.head, chunk);
+        load(stage.dv, g.dv, arrived, task.value, task.head, chunk);
     }
 }
 
@@ -61,28 +61,47 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
     }
 }
 
+// Slices of V write the results of a chunk in turn: the first one stores them, each later one adds to them.
+// So the order of the sums is always the same. `written` counts the chunks of a slice that are in device
+// memory.
+__device__ inline void wait_written(const int* written, int chunks) {
+    while (acquire_from_device(written) < chunks) __nanosleep(32);
+    fence_async_global();
+}
+__device__ inline void publish_written(int* written, int chunks) {
+    wait_stores_done();  // each lane waits for its own stores
+    fence_async_global();
+    __syncwarp();
+    if (fresh_laneid() == 0) release_to_device(written, chunks);
+}
+
 // One warp per walker: q, k and the left part of dk into a stage, and out of it the results, which the walker
 // has put in their places.
 template <class C>
 __device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem,
                                                       int walker) {
     constexpr int kStages = StatesMemory<C>::kStages;
-    const Task& task = smem.task;
+    const StatesTask& task = smem.task;
     const int column = task.column + walker * kWalkerColumns;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
     auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
         store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
                     [&](const TensorMap& map, uint32_t from, int row) {
-                        map.store_panel(from, column, row, task.head, task.batch);
+                        if (task.slice > 0)
+                            map.add_panel(from, column, row, task.head, task.batch);
+                        else
+                            map.store_panel(from, column, row, task.head, task.batch);
                     });
     };
 #pragma unroll 1
     for (int step = 0; step < task.chunks + kStages; step++) {
         const auto [slot, phase] = Use<kStages>(step);
         auto& columns = smem.stages[slot].columns[walker];
-        if (const int stored = step - kStages; stored >= 0 && stored < task.chunks) {
+        const int stored = step - kStages;
+        if (stored >= 0) {
             const int chunk = chunk_of_step<C>(task, stored);
             wait(smem.out_ready[walker][slot], phase ^ 1);
+            if (task.slice > 0) wait_written(task.written - g.ctas * C::kWalkers + walker, stored + 1);
             if constexpr (C::kIsLeft) {
                 store(g.dq, &columns.queries, chunk);
                 store(g.dk, &columns.keys, chunk);
@@ -92,11 +111,18 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
             wait_stores_read();
             __syncwarp();
         }
-        if (step >= task.chunks) continue;
-        const int chunk = chunk_of_step<C>(task, step);
-        load(columns.queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
-        load(columns.keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
-        if constexpr (!C::kIsLeft) load(columns.left, g.left, smem.arrived[slot], column, task.head, chunk);
+        if (step < task.chunks) {
+            const int chunk = chunk_of_step<C>(task, step);
+            load(columns.queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
+            load(columns.keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
+            if constexpr (!C::kIsLeft) {
+                if (task.slice == 0)
+                    load(columns.left, g.left, smem.arrived[slot], column, task.head, chunk);
+                else if (fresh_laneid() == 0)
+                    kittens::arrive(smem.arrived[slot]);
+            }
+        }
+        if (stored >= 0 && task.slice + 1 < g.slices) publish_written(task.written + walker, stored + 1);
     }
     wait_stores_done();
 }

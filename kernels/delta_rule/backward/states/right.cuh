@@ -5,7 +5,8 @@
 //   3. Wait for the other walker's scores and for dS U'^T; scale it by beta e^{b_L - b}.
 //   4. Issue right^T += Q^T P + K^T M.
 //   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
-//   6. Wait for right; its sums per token, and left + right in the place of left.
+//   6. Wait for right; its sums per token, and left + right, of later slices of V right alone, in the place
+//      of left.
 //   7. Wait for dS; hand the stage over.
 #pragma once
 
@@ -27,6 +28,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
     // NOTES: recomputed, to save registers
     auto walker = [&] { return kAlone ? 0 : fresh_thread() / 128 - 1; };
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
+    auto part = [&] { return task.first_part + column() / 16; };
 
     auto walk_chunk = [&](int step) {
         const int chunk = chunk_of_step<C>(task, step), slot = Use<StatesMemory<C>::kStages>(step).slot;
@@ -35,9 +37,9 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         ChunkScores<C>& tiles = smem.scores[step % 2];
         auto& columns = stage.columns[walker()];
         if (is_anchor(task, chunk + 1) && column() < g.dim_k) {  // 1
-            const int part = anchor_part(g, task, chunk + 1, column() / 16), lane = fresh_laneid();
-            const float flow = anchor_flow<C>(anchor_units<C>(task, part, lane), state);
-            if (lane == 0) task.flows[part] = flow;
+            const int anchor = anchor_part(g, task, chunk + 1, part()), lane = fresh_laneid();
+            const float flow = anchor_flow<C>(anchor_units<C>(task, anchor, lane), state);
+            if (lane == 0) task.flows[anchor] = flow;
         }
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
         warp::mul(state, state, gates.decay);
@@ -68,13 +70,15 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::template wait_but<2 * kTokenSteps>();  // 6
         pin(right), pin_all(queries), pin_all(keys);
         if (task.whole && column() < g.dim_k)
-            store_sums(g, task, chunk, column() / 16, fresh_laneid(), through, of_keys);
-        W::load(queries, columns.left);
-        each<0, 4 * kTokenSteps>([&](int i) {
-            const float2 left = to_float2(queries[i / 4].tiles[0][0].data[i % 4]);
-            float2& x = right.tiles[0][i / 4].data[i % 4];
-            x = {x.x + left.x, x.y + left.y};
-        });
+            store_sums(g, task, chunk, part(), fresh_laneid(), through, of_keys);
+        if (task.slice == 0) {
+            W::load(queries, columns.left);
+            each<0, 4 * kTokenSteps>([&](int i) {
+                const float2 left = to_float2(queries[i / 4].tiles[0][0].data[i % 4]);
+                float2& x = right.tiles[0][i / 4].data[i % 4];
+                x = {x.x + left.x, x.y + left.y};
+            });
+        }
         W::store(columns.left, right);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
@@ -85,7 +89,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
     };
 
     if (task.entering)
-        load_state(state, task.entering, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+        load_state(state, task.entering, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
     else
         warp::zero(state);
     pin(state);
@@ -95,7 +99,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         wait(smem.arrived[use.slot], use.phase);
         walk_chunk(step);
     }
-    if (task.leaving) store_state(task.leaving, state, column(), 0, g.dim_k, g.dim_v, g.dim_v);
+    if (task.leaving) store_state(task.leaving, state, column(), task.value, g.dim_k, g.dim_v, g.dim_v);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -3,7 +3,7 @@
 // Two kernels:
 //   delta_left   forward in time: dq and the left part of dk (left.cuh)
 //   delta_right  backward in time: dk (right.cuh)
-// One CTA of either owns a (segment, head, 64 or 128 columns of K):
+// One CTA of either owns a (segment, head, slice of V, 64 or 128 columns of K):
 //     producer   loads U', dO, dV, q, k and the left part of dk; scans the gates; stores the results
 //     walkers    one or two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule.md.
@@ -22,13 +22,22 @@
 
 namespace tfla_tk::delta_rule {
 
+// The number of a CTA, for its first warp. Slices of V wait for each other, so where there are several, CTAs
+// draw tickets in the order in which they begin: each then only waits for one that runs.
+__device__ inline int block_of_states(const StatesGlobals& g) {
+    if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
+    int ticket = 0;
+    if (threadIdx.x == 0) ticket = atomicAdd(g.written, 1);
+    return __shfl_sync(0xffffffff, ticket, 0);
+}
+
 template <class C>
 __global__ __launch_bounds__(C::kThreads,
                              1) void delta_states_kernel(const __grid_constant__ StatesGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x, [&] {
+    if (!begin_task<C>(g, smem, block_of_states(g), [&] {
             g.q.prefetch(), g.k.prefetch(), g.writes.prefetch(), g.dout.prefetch(), g.dv.prefetch();
         }))
         return;
@@ -55,12 +64,16 @@ inline ResultMaps result_maps(const Operand& x, const DeltaShape& s) {
     return {boxes(kChunk), boxes(kBoxRows), boxes(1)};
 }
 
+// Of V, one for a CTA.
+inline int slices_of(const DeltaShape& s) { return (s.dim_v + TFLA_DIM_V - 1) / TFLA_DIM_V; }
+
 template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
     const DeltaShape& s = p.shape;
     const OperandMaps maps(s);
     const int slots = slots_of(s);
     const std::int64_t heads = static_cast<std::int64_t>(s.batch) * s.heads;
+    const int slices = slices_of(s);
     return {
         maps.of_keys(p.q),
         maps.of_keys(p.k),
@@ -80,6 +93,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         s.dim_k,
         s.dim_v,
         (s.dim_k + kColumns - 1) / kColumns,
+        slices,
         slots,
         anchor_slots(slots),
         heads * s.seq,
@@ -90,21 +104,23 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         p.inter,
         static_cast<uint4*>(p.anchors),
         p.flows,
+        slices > 1 ? p.written : nullptr,
         p.scale,
     };
 }
 
 template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t stream) {
     constexpr auto kName = C::kIsLeft ? "delta_left" : "delta_right";
-    if (p.shape.dim_v > C::kDimV)
-        throw std::runtime_error(std::string(kName) + ": V is larger than the tile");
     if (p.borders && p.shape.cut.segment_chunks != kSegmentChunks)
         throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
     const DeviceGuard guard(p.shape.device, kName);
     const StatesGlobals g = states_globals<C>(p);
-    launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(
-        g, grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.ctas, 1, kName), C::kThreads,
-        p.shape.device, stream, kName);
+    const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
+    const dim3 grid = grid_of(ctas, 1, kName);
+    if (g.slices > 1)
+        check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas * C::kWalkers) * sizeof(int), stream), kName);
+    launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
+                                                            kName);
 }
 
 template <StateWalk kWalk, class T> void run_states(const DeltaStatesParams& p, cudaStream_t stream) {
@@ -123,8 +139,14 @@ namespace tfla_tk {
 
 std::int64_t delta_anchor_bytes(const DeltaShape& s) {
     const std::int64_t anchors = anchor_slots(delta_rule::slots_of(s));
-    const std::int64_t parts = (s.dim_k + 15) / 16, bytes_of_part = 2 * 16 * TFLA_DIM_V;
+    const std::int64_t parts = (s.dim_k + 15) / 16 * delta_rule::slices_of(s);
+    const std::int64_t bytes_of_part = 2 * 16 * TFLA_DIM_V;
     return anchors * s.batch * s.heads * parts * bytes_of_part;
+}
+
+std::int64_t delta_written_bytes(const DeltaShape& s) {
+    const std::int64_t slices = delta_rule::slices_of(s), walkers = (s.dim_k + 127) / 128 * 2;
+    return slices == 1 ? 0 : sizeof(int) * (1 + slices * walkers * s.cut.segments * s.heads);
 }
 
 void delta_left(const DeltaStatesParams& params, void* stream) {

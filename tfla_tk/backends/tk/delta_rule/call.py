@@ -8,18 +8,22 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk.delta_rule import split as costs
-from tfla_tk.backends.tk.delta_rule.support import walks_states
 from tfla_tk.backends.tk.operands import Gate, Operand, as_operand, as_state, multiprocessors
 from tfla_tk.backends.tk.prepared import Addresses
+from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
+MOST_K_OF_MAKERS = 128
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
 _CYCLES = {1: 1830, 2: 2770}
 _STATES_CYCLES = {1: 6100, 2: 8200}
+# of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go
+# before one walker in two
+_WIDE_CYCLES = {1: 3000, 2: 4000}
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
@@ -118,8 +122,8 @@ class Shape(NamedTuple):
 
     @property
     def has_borders(self) -> bool:
-        """Whether there are walks over the states and sequences may be cut for them."""
-        return self.borders > 0 and walks_states(self.dim_v)
+        """Whether sequences may be cut for the walks over the states."""
+        return self.borders > 0
 
     def new_borders(self, like: Tensor) -> MaybeTensor:
         """Uninitialised states at the borders, where there are some, on the device of a tensor."""
@@ -131,7 +135,12 @@ class Shape(NamedTuple):
     @property
     def sum_parts(self) -> int:
         """Of the sums over K."""
-        return -(-self.dim_k // SUM_COLUMNS)
+        return self.states_slices * -(-self.dim_k // SUM_COLUMNS)
+
+    @property
+    def states_slices(self) -> int:
+        """Of V, of which a CTA of the walks over the states has one."""
+        return -(-self.dim_v // max(DELTA_STATES_TILES))
 
     @property
     def matrix_bytes(self) -> int:
@@ -150,9 +159,15 @@ class Shape(NamedTuple):
         return address, address + self.matrix_bytes, flags
 
     @property
+    def is_wide(self) -> bool:
+        """Whether a state takes half of a walker's registers; no makers then."""
+        return self.dim_k > MOST_K_OF_MAKERS
+
+    @property
     def walkers(self) -> int:
         """Of a CTA of the walks of the forward and of its mirror."""
-        return self._walkers(self.dim_v, (self.split or self.uncut).segments, _CYCLES)
+        of_chunk = _WIDE_CYCLES if self.is_wide else _CYCLES
+        return self._walkers(self.dim_v, (self.split or self.uncut).segments, of_chunk)
 
     @property
     def makers(self) -> int:
@@ -160,7 +175,7 @@ class Shape(NamedTuple):
         these leave idle; 0 where A and P are done earlier by a launch before the walk."""
         pairs, every = self.sequences * self.heads, multiprocessors(self.device)
         idle = every - pairs * -(-self.dim_v // WALKER_COLUMNS)
-        if self.walkers > 1 or idle <= 0 or self.split is not None:
+        if self.is_wide or self.walkers > 1 or idle <= 0 or self.split is not None:
             return 0
         if costs.beside(pairs, idle) >= costs.WALKED[1] + costs.MADE_BEFORE * pairs / every:
             return 0
@@ -169,7 +184,7 @@ class Shape(NamedTuple):
     @property
     def states_walkers(self) -> int:
         """Of a CTA of the walks over the states."""
-        return self._walkers(self.dim_k, self.cut.segments, _STATES_CYCLES)
+        return self._walkers(self.dim_k, self.cut.segments * self.states_slices, _STATES_CYCLES)
 
     def _walkers(self, dim: int, segments: int, of_chunk: dict[int, int]) -> int:
         """Of walks whose walkers share a head dim: two share what they load, one alone is done earlier where

@@ -15,21 +15,12 @@ part of dk from what a token erases, backward in time dk. The gradient of g foll
 are cut into segments, which begin with the states that the forward has left at the borders between them, and
 the first walk of the backward their gradients.
 
-These hold up to 128 columns of V. For more, the first of the walks leaves U = beta U', too, and the gradients
-of q and k are those of two plain linear attentions with a scalar decay over the same states, whose kernels
-are scalar_gate's::
-
-                  q   k   v   do  sums over j    gives
-    the reads     q   k   U   do  j <= t         dq, the part of dk from what is read behind a token
-    the erasures  k   k   U   dv  j < t          the parts of dk from what a token erases, and is erased of it
-
-and a last kernel adds up these. dg is the difference of the two decays' gradients.
+Where several heads of v share a head of q and k, a last kernel adds up their dq and dk.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,11 +36,9 @@ from tfla_tk.backends.tk.delta_rule.call import (
     number,
 )
 from tfla_tk.backends.tk.delta_rule.states import Through, walk_states
-from tfla_tk.backends.tk.delta_rule.support import walks_states
 from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
-from tfla_tk.backends.tk.scalar_gate import backward as scalar_gate
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor
@@ -94,7 +83,7 @@ def backward(
         RuntimeError: A launch was refused.
     """
     given, made = inputs.made(core)
-    found = _backward(given, made, kept, final_state, do, dht, needs_gates=needs_gates)
+    found = _backward(given, made, kept, do, dht, needs_gates=needs_gates)
     return inputs.gradients(core, found, needs_gates=needs_gates)
 
 
@@ -102,7 +91,6 @@ def _backward(
     given: DeltaRuleCore,
     core: DeltaRuleCore,
     kept: Kept | None,
-    final_state: MaybeTensor,
     do: Tensor,
     dht: MaybeTensor,
     *,
@@ -120,20 +108,12 @@ def _backward(
         mirror = Mirror(core, given.v, do, dht)
         _mirrors.keep(key, mirror)
     assert writes is not None
-    dv, u, dbeta_parts, dh0, d_borders = mirror(core, given.v, writes, maps, do, dht)
+    dv, dbeta_parts, dh0, d_borders = mirror(core, given.v, writes, maps, do, dht)
     needs_dg = needs_gates and core.g is not None
-    if u is None:
-        through = Through(writes, dv.written, do, dht, borders, d_borders)
-        dq, dk, dg = walk_states(given, core, through, needs_dg=needs_dg)
-        if dq.shape != given.q.shape:
-            dq, dk = _combine(given, core, (dq, dk, None, None))
-    else:
-        reads, erasures = _through_states(core, u, dv.written, final_state, do, dht, needs_dg=needs_dg)
-        dq, dk = _combine(given, core, (reads.dq, reads.dk, erasures.dq, erasures.dk))
-        dg = None
-        if needs_dg:
-            assert given.g is not None and reads.dg is not None and erasures.dg is not None
-            dg = torch.empty_like(given.g).copy_(reads.dg - erasures.dg)
+    through = Through(writes, dv.written, do, dht, borders, d_borders)
+    dq, dk, dg = walk_states(given, core, through, needs_dg=needs_dg)
+    if dq.shape != given.q.shape:
+        dq, dk = _combine(given, core, dq, dk)
     dbeta = torch.empty_like(given.beta).copy_(_sum_of_parts(dbeta_parts).transpose(1, 2))
     return dq, dk, dv.filled(), dg, dbeta, None, None, dh0
 
@@ -211,8 +191,7 @@ class Mirror:
         at, addresses = number(core)
         matrices = shape.matrices_at(addresses.next())
         do_at, writes_at, dv_at = (addresses.next() for _ in range(3))
-        self._keeps_u = not walks_states(shape.dim_v)
-        u_at, sums_at = addresses.next(given=self._keeps_u), addresses.next()
+        sums_at = addresses.next()
         dht_at = addresses.next(given=dht is not None)
         dh0_at = addresses.next(given=core.initial_state is not None)
         borders_at = addresses.next(given=shape.has_borders)
@@ -221,17 +200,16 @@ class Mirror:
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
         dense = torch.empty(core.v.shape, device="meta")
-        u = operand_at(u_at, dense) if self._keeps_u else NO_OPERAND
         dout, dv = operand_at(do_at, do), operand_at(dv_at, Result.like(like, "meta").written)
         walk = kernel.mirror(
-            of, q, k, dout, operand_at(writes_at, dense), dv, u, *gates, matrices, sums_at, dht_at, dh0_at,
+            of, q, k, dout, operand_at(writes_at, dense), dv, *gates, matrices, sums_at, dht_at, dh0_at,
             carried_at, borders_at, core.scale, shape.walkers, shape.makers, False,
         )  # fmt: skip
         before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
         if carried_at:
             before += [
                 kernel.mirror(
-                    of, q, k, dout, NO_OPERAND, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
+                    of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
                     carried_at, 0, core.scale, shape.walkers, 0, True,
                 ),
                 kernel.carry(of, carried_at, maps_at, borders_at),
@@ -246,107 +224,35 @@ class Mirror:
         maps: MaybeTensor,
         do: Tensor,
         dht: MaybeTensor,
-    ) -> tuple[Result, MaybeTensor, Tensor, MaybeTensor, MaybeTensor]:
-        """dv, U for scalar_gate's walks, the parts of dbeta [parts, B, HV, T], dh0 and dS at the borders."""
+    ) -> tuple[Result, Tensor, MaybeTensor, MaybeTensor]:
+        """dv, the parts of dbeta [parts, B, HV, T], dh0 and dS at the borders."""
         v, initial = core.v, core.initial_state
         matrices = v.new_empty(self._matrices_size)
-        dv, u = Result.like(like), v.new_empty(v.shape) if self._keeps_u else None
+        dv = Result.like(like)
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
         borders = self._shape.new_borders(v)
         carried = self._shape.new_carried(v, self._shape.dim_v)
         self._launches.run(
-            starts(
-                *(*core[:9], matrices, do, writes, dv.written, u, sums, dht, dh0, borders),
-                *(carried, maps),
-            ),
+            starts(*core[:9], matrices, do, writes, dv.written, sums, dht, dh0, borders, carried, maps),
             current_stream(self._shape.device),
         )
-        return dv, u, sums, dh0, borders
-
-
-class OfAttention(NamedTuple):
-    """What scalar_gate's walks give of one of the two linear attentions: per head of v."""
-
-    dq: Tensor
-    dk: Tensor
-    dg: MaybeTensor
-
-
-def _through_states(
-    core: DeltaRuleCore,
-    u: Tensor,
-    dv: Tensor,
-    final_state: MaybeTensor,
-    do: Tensor,
-    dht: MaybeTensor,
-    *,
-    needs_dg: bool,
-) -> tuple[OfAttention, OfAttention]:
-    """The reads and the erasures."""
-    initial, offsets = core.initial_state, core.cu_seqlens
-    g = core.g
-    if g is None:
-        g = core.v.new_zeros((), dtype=torch.float32)
-    elif needs_dg:
-        g = g.float()
-    # the flow of gradient over a sequence's start follows from the state's gradient there
-    needs_dv = needs_dg and initial is not None
-
-    def run(
-        q: Tensor, given: Tensor, scale: float, last: MaybeTensor, d_last: MaybeTensor, strict: bool
-    ) -> OfAttention:
-        tensors = (q, core.k, u, None, g, initial, None, offsets, given, None, None, None, last, None, given)
-        dq, dk, _, _, dg, *_ = scalar_gate.run(
-            (*tensors, d_last, None), _options(scale, needs_dg, needs_dv, strict, core.batch_invariant)
-        )
-        return OfAttention(dq, dk, dg)
-
-    return (
-        run(core.q, do, core.scale, final_state if needs_dg else None, dht, False),
-        run(core.k, dv, 1.0, None, None, True),
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _options(
-    scale: float, needs_dg: bool, needs_dv: bool, strict: bool, batch_invariant: bool
-) -> scalar_gate.Options:
-    return scalar_gate.Options(
-        sigmoid_gate=True,
-        normalize=False,
-        eps=1.0,
-        scale=scale,
-        needs_df=needs_dg,
-        decay=True,
-        heads_last=True,
-        strict=strict,
-        needs_dv=needs_dv,
-        batch_invariant=batch_invariant,
-    )
+        return dv, sums, dh0, borders
 
 
 def _combine(
-    given: DeltaRuleCore, core: DeltaRuleCore, parts: tuple[Tensor, Tensor, MaybeTensor, MaybeTensor]
+    given: DeltaRuleCore, core: DeltaRuleCore, dq_of_heads: Tensor, dk_of_heads: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """dq and dk, like q and k as they were given.
-
-    Args:
-        parts: of every head of v, dq, and dk or its part from what is read behind a token and what is to be
-            taken away from it.
-    """
+    """dq and dk, like q and k as they were given, from those of every head of v."""
     dq, dk = Result.like(given.q), Result.like(given.k)
-    operands = (*parts, dq.written, dk.written)
-    key = (layout(core), *(None if x is None else x.stride() for x in operands))
+    operands = (dq_of_heads, dk_of_heads, dq.written, dk.written)
+    key = (layout(core), *(x.stride() for x in operands))
     launches = _combines.get(key)
     if launches is None:
         shape = Shape.of(core)
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         addresses = Addresses()
-        prepared = (
-            operand_at(address, x) if x is not None else NO_OPERAND
-            for x, address in ((x, addresses.next(given=x is not None)) for x in operands)
-        )
+        prepared = [operand_at(addresses.next(), x) for x in operands]
         launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *prepared)])
         _combines.keep(key, launches)
     launches.run(starts(*operands), current_stream(core.q.get_device()))

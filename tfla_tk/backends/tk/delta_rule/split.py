@@ -19,9 +19,10 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 # estimate: four chunks at a time, five before the walk
 WALKED = {1: 1.56, 2: 2.36}
 MADE_BEFORE, MADE_BESIDE = 1.88, 2.2
-# estimates: a chunk of two walkers that leave states alone, a segment that is carried, the start of a launch
-# with that of its CTAs
-_MAPPED, _CARRIED, _LAUNCH = 1.6, 1.3, 5.0
+# fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
+# states alone, where their CTAs run all at once and where they take several waves; the start of a launch with
+# that of its CTAs. An estimate: a segment that is carried
+_MAPPED, _MAPPED_IN_WAVES, _LAUNCH, _CARRIED = 2.0, 2.7, 15.0, 1.3
 # of the time without a split, which a split has to stay below
 _WORTH = 0.9
 MAX_DIM_K = 128
@@ -65,7 +66,8 @@ def segment_chunks(
     def split(length: int) -> float:
         segments = -(-chunks // length)
         mapping = (segments - 2) * -(-sum(slices) // _WALKERS) + -(-slices.values // _WALKERS)
-        mapped = _waves(pairs * mapping, multiprocessors) * length * _MAPPED
+        waves = _waves(pairs * mapping, multiprocessors)
+        mapped = waves * length * (_MAPPED if waves == 1 else _MAPPED_IN_WAVES)
         carried = _CARRIED * max(_waves(pairs * slices.values, multiprocessors), 1) * (segments - 2)
         return made + mapped + carried + walked(segments, length) + 3 * _LAUNCH
 

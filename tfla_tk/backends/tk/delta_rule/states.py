@@ -96,9 +96,11 @@ class States:
         writes_at, dv_at, do_at, dht_at, borders_at, d_borders_at = of_through
         dq_at, dk_at, left_at = (addresses.next() for _ in range(3))
         sums_at, dg_at = (addresses.next(given=needs_dg) for _ in range(2))
+        written_at = addresses.next(given=shape.states_slices > 1)
         self._leaves = (needs_dg and through.dht is not None, needs_dg and core.initial_state is not None)
         last_at, dh0_at = (addresses.next(given=given) for given in self._leaves)
         of = shape.with_offsets(at.cu_seqlens, shape.cut)
+        self._written_size = kernel.written_bytes(of) // _INT if written_at else 0
         dq, dk = (
             operand_at(x_at, x.written)
             for x_at, x in zip((dq_at, dk_at), self._results(given, "meta"), strict=True)
@@ -123,7 +125,7 @@ class States:
             sums = offsets.at(sums_at)
             of_walks = [sums.of_walk(number) for number in range(2)]
         launches: list[Launch] = [
-            walk(of, *operands, *states, of_walk, core.scale, shape.states_walkers)
+            walk(of, *operands, *states, of_walk, written_at, core.scale, shape.states_walkers)
             for (walk, *states), of_walk in zip(walks, of_walks, strict=True)
         ]
         if sums is not None:
@@ -147,7 +149,9 @@ class States:
         """dq and dk of every head of v, like q and k where these have as many, and dg."""
         dq, dk = self._results(given)
         left = core.q.new_empty(self._per_head)
-        sums = dg = None
+        sums = dg = written = None
+        if self._written_size:
+            written = core.q.new_empty(self._written_size, dtype=torch.int32)
         if self._needs_dg:
             assert given.g is not None
             sums = core.q.new_empty(self._sums_size, dtype=torch.float32)
@@ -155,7 +159,7 @@ class States:
         # those that the sums are of: the forward's and the mirror's are rounded otherwise
         last, dh0 = (core.q.new_empty(self._state, dtype=torch.float32) if x else None for x in self._leaves)
         self._launches.run(
-            starts(*core[:9], *through, dq.written, dk.written, left, sums, dg, last, dh0),
+            starts(*core[:9], *through, dq.written, dk.written, left, sums, dg, written, last, dh0),
             current_stream(self._shape.device),
         )
         return dq.filled(), dk.filled(), dg
@@ -181,4 +185,5 @@ def walk_states(
     return states(given, core, through)
 
 
+_INT = 4  # bytes of a number of written chunks
 _states: Memo[States] = Memo()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tfla_tk.backends.tk import device, refusals
-from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.support import SUPPORTED, Support
@@ -40,11 +39,6 @@ def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Suppor
     return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call, variant))
 
 
-def walks_states(dim_v: int) -> bool:
-    """Whether the gradients of q and k are those of this family's own walks, not of scalar_gate's."""
-    return dim_v <= max(instances.DELTA_STATES_TILES)
-
-
 def _key(call: DeltaRuleCall, variant: str | None) -> tuple[int, int, str, bool]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
     tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
@@ -56,8 +50,5 @@ def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> lis
     found = [instances.delta_rule("forward", dim_k, schedule)]
     if gradients:
         found.append(instances.delta_rule("backward", dim_k, schedule))
-        if walks_states(dim_v):
-            found += [instances.delta_states(dim_v), instances.for_scalar_decay(instances.mlstm_bwd())]
-        else:
-            found += walks.instances_of(dim_k, dim_v, decay=True)
+        found += [instances.delta_states(dim_v), instances.for_scalar_decay(instances.mlstm_bwd())]
     return found

@@ -1,0 +1,170 @@
+// A walker of the mirror walk (walk.cuh) for K of more than 128, whose state takes half of its registers;
+// backward in time. dU and dY share an accumulator; the state is dS^T. Per chunk:
+//   1. Leave dS for the walks over the states, where it is wanted. Round dS^T to A operands, four steps at a
+//      time, and issue X^T = dS^T K^T; scale dS^T by its decay under the last of them.
+//   2. Load dO^T. Scale X^T by e^{b_L - b} and issue dU^T = X^T + dO^T P.
+//   3. Round dU^T to A operands and issue dY^T = dU^T A; scale dO^T by s e^b and issue dS^T += dO^T Q.
+//   4. Wait for dY. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
+//   5. Under it dV = beta dY in the place of dO; sums of dY . U' over the warp's 16 columns of V are dbeta's.
+//   6. Wait for dS; hand the stage over.
+// NOTES: the loop's edge is after step 2, where no GEMM is in flight, and dS^T is read in the iteration of
+// the GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517).
+#pragma once
+
+#include "delta_rule/backward/config.cuh"
+#include "delta_rule/backward/token_sums.cuh"
+
+namespace tfla_tk::delta_rule {
+
+template <class C>
+__device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
+    using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
+    using Fragment = rt<T, 16, 16>;
+    constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
+    rt_fl<16, C::kDimK> state;        // dS^T
+    rt_fl<16, kChunk> x;              // X^T, then dU^T, then dY^T
+    Fragment fragments[kTokenSteps];  // dS^T, rounded; then dU^T, then -e^b beta dY^T
+    Fragment tokens[kTokenSteps];     // dO^T, as it is and scaled; then U'^T
+
+    const WalkTask& task = smem.task;
+    const int chunks = task.chunks;
+    // NOTES: recomputed, to save registers
+    auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
+    const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
+    auto pin_each = [](Fragment(&a)[kTokenSteps]) { each<0, kTokenSteps>([&](int j) { pin(a[j]); }); };
+    auto wait_if_sequential = [&] {
+        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
+    };
+    // d (+)= a B, B's columns are N
+    auto multiply_square = [&](auto& d, Fragment(&a)[kTokenSteps], const typename C::Square& square,
+                               bool accumulate) {
+        const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
+        each<0, kTokenSteps>([&](int j) {
+            multiply_step<true>(d, a[j], columns.column_step(j), accumulate || j > 0, j == 0);
+        });
+        wait_if_sequential();
+    };
+    // state += a B
+    auto add_to_state = [&](Fragment(&a)[kTokenSteps], const typename C::Tile& tile, bool first) {
+        const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(state, a[j], columns.column_step(j), true, first && j == 0); });
+        wait_if_sequential();
+    };
+    auto load_tokens = [&](const typename C::Columns& tile) {
+        const uint32_t address = shared_address(&tile) + lane_offset;
+        each<0, kTokenSteps>(
+            [&](int j) { load_transposed(tokens[j], address + 16 * j * kPanelColumns * sizeof(T)); });
+    };
+    auto wait_arrived = [&](int step) {
+        const Use<C::kStages> use(step);
+        wait(smem.arrived[use.slot], use.phase);
+    };
+
+    // Steps 1 and 2. first: dS^T is not of a GEMM.
+    auto begin_chunk = [&]<bool first>(int step) {
+        const int slot = Use<C::kStages>(step).slot;
+        MirrorStage<C>& stage = smem.stages[slot];
+        const MirrorGates& gates = smem.gates[slot];
+        if (!first && g.borders && is_border(chunks - step))  // 1
+            store_state_transposed(border_state(g, task, task.first_chunk + chunks - step), state, 0,
+                                   column(), g.dim_k, g.dim_v, g.dim_v);
+        const auto keys = Operand128B::rows(&stage.keys);
+        forget(x);
+        constexpr bool kOneByOne = first || kSequential;
+        each<0, kStateSteps>([&](int k) {
+            Fragment& fragment = fragments[k % kTokenSteps];
+            if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
+            convert_fragment(fragment, state, k);
+            multiply_step<false>(x, fragment, keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
+            if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
+        });
+        const float decay = __uint_as_float(load_anew(shared_address(&gates.decay)));
+        each<0, 4 * kStateSteps>(
+            [&](int i) { scale_in_place(state.tiles[0][i / 4].data[i % 4], {decay, decay}); });
+        pin(state);
+        load_tokens(stage.douts[walker]);  // 2
+        warpgroup::mma_async_wait<0>();
+        pin(x), pin_each(fragments);
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = gates.update.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
+        });
+        multiply_square(x, tokens, stage.p, true);
+        warpgroup::mma_async_wait<0>();
+        pin(x), pin_each(tokens);
+    };
+    // Steps 3 to 6.
+    auto end_chunk = [&](int step) {
+        const int chunk = chunks - 1 - step, slot = Use<C::kStages>(step).slot;
+        MirrorStage<C>& stage = smem.stages[slot];
+        const MirrorGates& gates = smem.gates[slot];
+        each<0, kTokenSteps>([&](int j) { convert_fragment(fragments[j], x, j); });  // 3
+        forget(x);
+        multiply_square(x, fragments, stage.a, false);
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = gates.out.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) {
+                T2& pair = tokens[j].tiles[0][0].data[k];
+                const float2 y = to_float2(pair), e = factors.of[k / 2];
+                pair = from_float2<T2>({e.x * y.x, e.y * y.y});
+            });
+        });
+        add_to_state(tokens, stage.queries, true);
+        warpgroup::mma_async_wait<kSequential ? 0 : kTokenSteps>();  // 4
+        pin(x), pin_each(fragments);
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = gates.minus_read.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) {
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                fragments[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+            });
+        });
+        add_to_state(fragments, stage.keys, false);
+        warpgroup::mma_async_wait<kSequential ? 0 : kTokenSteps>();  // 5
+        pin_each(tokens);
+        load_tokens(stage.writes[walker]);
+        const int64_t part = column() / 16 * g.dbeta_part;
+        float* const sums = g.dbeta + part +
+                            (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
+                            task.first_row + chunk * kChunk;
+        if (column() < g.dim_v)
+            store_token_sums(sums, task.tokens - chunk * kChunk, fresh_laneid(), [&](int j, int k) {
+                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
+                return float2{u.x * dy.x, u.y * dy.y};
+            });
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = gates.beta.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
+        });
+        // each warp puts it in the place of its own 16 columns of dO, which none but it has read
+        store_transposed<T>(shared_address(&stage.douts[walker]) + lane_offset, x);
+        fence_async_proxy();
+        arrive_warp(smem.out_ready[walker][slot]);
+        warpgroup::mma_async_wait<0>();  // 6
+        pin(state), pin_each(fragments);
+        arrive_warp(smem.free[slot]);
+    };
+
+    if (task.entering)
+        load_state_transposed(state, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+    else
+        warp::zero(state);
+    pin(state);
+    if (chunks > 0) {
+        wait_arrived(0);
+        begin_chunk.template operator()<true>(0);
+#pragma unroll 1
+        for (int step = 0; step + 1 < chunks; step++) {
+            end_chunk(step);
+            wait_arrived(step + 1);
+            begin_chunk.template operator()<false>(step + 1);
+        }
+        end_chunk(chunks - 1);
+    }
+    if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+}
+
+}  // namespace tfla_tk::delta_rule

@@ -1,0 +1,173 @@
+// A walker of the forward (walk.cuh) for K of more than 128, whose state takes half of its registers. X, U'
+// and O below share an accumulator; S^T is the state. Per chunk:
+//   1. Leave S for the backward, where it is wanted. Round S^T to A operands, four steps at a time, and issue
+//      X^T = S^T K^T.
+//   2. W^T = V^T - e^b X^T, rounded. U'^T = W^T A^T.
+//   3. Leave U' for the backward, where it is wanted. Round it, and from that make the operand of S,
+//      scaled by beta e^{b_L - b} and rounded (walker.cuh).
+//   4. Round S^T again and issue O^T = S^T Q^T; scale S^T by its decay under the last of it.
+//   5. Scale O^T by s e^b.
+//   6. Issue O^T += U'^T P^T and S^T += (beta e^{b_L - b} U'^T) K.
+//   7. Wait for O and put it where V was; wait for S and hand the stage over.
+// NOTES: the loop's edge is after step 5, where no GEMM is in flight, and S^T is read in the iteration of the
+// GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517). Another accumulator for O,
+// to round S^T but once, would not leave registers.
+#pragma once
+
+#include "delta_rule/forward/config.cuh"
+
+namespace tfla_tk::delta_rule {
+
+template <class C>
+__device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<C>& smem, int walker) {
+    using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
+    using Fragment = rt<T, 16, 16>;
+    constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
+    rt_fl<16, C::kDimK> state;        // S^T
+    rt_fl<16, kChunk> x;              // X^T, then U'^T, then O^T
+    Fragment fragments[kTokenSteps];  // S^T, rounded
+    Fragment tokens[kTokenSteps];     // V^T, then W^T, then U'^T
+    Fragment scaled[kTokenSteps];     // U'^T, scaled
+
+    const WalkTask& task = smem.task;
+    const int chunks = task.chunks;
+    // NOTES: recomputed, to save registers
+    auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
+    auto lane_offset = [] {
+        const uint32_t lane = fresh_laneid(), warp = fresh_thread() / 32 % 4;
+        return panel_offset(transposed_row(lane), 2 * warp + lane / 8 % 2);
+    };
+    auto stage_of = [&](int chunk) -> ForwardStage<C>& { return smem.stages[Use<C::kStages>(chunk).slot]; };
+    auto values_of = [&](int chunk) {
+        return shared_address(&stage_of(chunk).values[walker]) + lane_offset();
+    };
+    auto pin_each = [](Fragment(&a)[kTokenSteps]) { each<0, kTokenSteps>([&](int j) { pin(a[j]); }); };
+    auto wait_if_sequential = [&] {
+        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
+    };
+    // d (+)= tokens B^T
+    auto multiply_square = [&](auto& d, const typename C::Square& square, bool accumulate) {
+        const auto rows = Operand128B::rows(&square);
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), accumulate || j > 0, j == 0); });
+        wait_if_sequential();
+    };
+    auto load_tokens = [&](int chunk) {
+        const uint32_t address = values_of(chunk);
+        each<0, kTokenSteps>(
+            [&](int j) { load_transposed(tokens[j], address + 16 * j * kPanelColumns * sizeof(T)); });
+    };
+    auto wait_arrived = [&](int chunk) {
+        const Use<C::kStages> use(chunk);
+        wait(smem.arrived[use.slot], use.phase);
+    };
+
+    // d = S^T B^T, rounded four steps at a time. NOTES: d's old value counts as an input: else ptxas gives d
+    // other registers and begins while the old ones are still being read, which needs more than there are
+    // (C7512).
+    auto read_state = [&]<bool one_by_one>(auto& d, const typename C::Tile& tile) {
+        const auto rows = Operand128B::rows(&tile);
+        const bool never = g.heads == 0;
+        each<0, kStateSteps>([&](int k) {
+            Fragment& fragment = fragments[k % kTokenSteps];
+            if (k >= kTokenSteps)
+                warpgroup::mma_async_wait<one_by_one ? 0 : kTokenSteps - 1>(), pin(fragment);
+            convert_fragment(fragment, state, k);
+            multiply_step<false>(d, fragment, rows.row_step(C::Tile::panel_bytes, k), k > 0 || never, k == 0);
+            if constexpr (one_by_one) warpgroup::mma_async_wait<0>();
+        });
+    };
+    auto scale_state = [&](float by) {
+        each<0, 4 * kStateSteps>([&](int i) { scale_in_place(state.tiles[0][i / 4].data[i % 4], {by, by}); });
+        pin(state);
+    };
+    // Steps 1 to 5. first: S^T is not of a GEMM.
+    auto begin_chunk = [&]<bool first>(int chunk) {
+        ForwardStage<C>& stage = stage_of(chunk);
+        if (!first && g.borders && is_border(chunk))  // 1
+            store_state_transposed(border_state(g, task, task.first_chunk + chunk), state, 0, column(),
+                                   g.dim_k, g.dim_v, g.dim_v);
+        read_state.template operator()<first || kSequential>(x, stage.keys);
+        load_tokens(chunk);
+        warpgroup::mma_async_wait<0>();
+        pin(x), pin_each(fragments);
+        each<0, kTokenSteps>([&](int j) {  // 2
+            const auto factors = stage.gates.minus_read.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) {
+                T2& pair = tokens[j].tiles[0][0].data[k];
+                const float2 v = to_float2(pair), e = factors.of[k / 2], z = x.tiles[0][j].data[k];
+                pair = from_float2<T2>({v.x + e.x * z.x, v.y + e.y * z.y});
+            });
+        });
+        forget(x);
+        multiply_square(x, stage.a, false);
+        scale_state(g.heads > 0 ? 1.f : 0.f);  // NOTES: else ptxas keeps all of the rounded state for step 4
+        warpgroup::mma_async_wait<0>();
+        pin(x), pin_each(tokens);
+        if (g.keep_writes) {  // 3
+            wait_free(smem.writes_free[walker], chunk & 1);
+            store_transposed<T>(shared_address(&smem.writes[walker]) + lane_offset(), x);
+            fence_async_proxy();
+            arrive_warp(smem.writes_ready[walker]);
+        }
+        each<0, kTokenSteps>([&](int j) {
+            convert_fragment(tokens[j], x, j);
+            const auto factors = stage.gates.update.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) {
+                const float2 z = to_float2(tokens[j].tiles[0][0].data[k]), e = factors.of[k / 2];
+                scaled[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+            });
+        });
+        pin_each(tokens), pin_each(scaled);
+        read_state.template operator()<first || kSequential>(x, stage.queries);  // 4
+        scale_state(__uint_as_float(load_anew(shared_address(&stage.gates.decay))));
+        warpgroup::mma_async_wait<0>();
+        pin(x), pin_each(fragments);
+        each<0, kTokenSteps>([&](int j) {  // 5
+            const auto factors = stage.gates.out.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
+        });
+        pin(x);
+    };
+    // Steps 6 and 7.
+    auto end_chunk = [&](int chunk) {
+        const int slot = Use<C::kStages>(chunk).slot;
+        ForwardStage<C>& stage = smem.stages[slot];
+        multiply_square(x, stage.p, true);  // 6
+        const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(state, scaled[j], keys.column_step(j), true, j == 0); });
+        warpgroup::mma_async_wait<kSequential ? 0 : kTokenSteps>();  // 7
+        pin(x), pin_each(tokens);
+        // each warp puts it in the place of its own 16 columns of V, which none but it has read
+        store_transposed<T>(values_of(chunk), x);
+        fence_async_proxy();
+        arrive_warp(smem.out_ready[walker][slot]);
+        warpgroup::mma_async_wait<0>();
+        pin(state), pin_each(scaled);
+        arrive_warp(smem.free[slot]);
+    };
+
+    if (task.entering)
+        load_state_transposed(state, task.entering, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+    else
+        warp::zero(state);
+    warp::zero(x);
+    pin(state), pin(x);
+    if (chunks > 0) {
+        wait_arrived(0);
+        begin_chunk.template operator()<true>(0);
+#pragma unroll 1
+        for (int chunk = 0; chunk + 1 < chunks; chunk++) {
+            end_chunk(chunk);
+            wait_arrived(chunk + 1);
+            begin_chunk.template operator()<false>(chunk + 1);
+        }
+        end_chunk(chunks - 1);
+    }
+    if (task.leaving) store_state_transposed(task.leaving, state, 0, column(), g.dim_k, g.dim_v, g.dim_v);
+}
+
+}  // namespace tfla_tk::delta_rule
