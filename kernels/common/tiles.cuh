@@ -256,6 +256,19 @@ template <class T, class Tile> __device__ inline void store_transposed(uint32_t 
     }
 }
 
+// The same of 16 columns each that are of type T already.
+template <class Fragment, int kCount>
+__device__ inline void store_transposed(uint32_t address, const Fragment (&fragments)[kCount]) {
+    using T2 = typename Fragment::dtype;
+#pragma unroll
+    for (int j = 0; j < kCount; j++) {
+        T2 x[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) x[k] = fragments[j].tiles[0][0].data[k];
+        kittens::move<T2>::stsm4t(address + 16 * j * kPanelColumns * 2, x[0], x[1], x[2], x[3]);
+    }
+}
+
 // Zeros the rows [first_row, kRows) of a tile, by one warp.
 template <class T, int kRows, int kColumns, int kMoreRows>
 __device__ inline void zero_rows(PanelTile<T, kRows, kColumns, kMoreRows>& tile, int first_row) {

@@ -47,6 +47,15 @@ struct Decays {
     }
 };
 
+// beta as a product, written * rest. The forward makes `written` U' in the place of U', and rounds it: that
+// is what the backward is given. The rest follows where beta U' is used. So what a token writes is rounded
+// but once where nothing decays. A token that hardly writes leaves U' as it is, since dbeta needs it.
+__device__ inline bool hardly_writes(float beta) { return !(fabsf(beta) >= 1.f / 64); }
+__device__ inline float written_part(float beta) { return hardly_writes(beta) ? 1.f : beta; }
+__device__ inline float rest_part(float beta) { return hardly_writes(beta) ? beta : 1.f; }
+__device__ inline float2 written_part(float2 beta) { return {written_part(beta.x), written_part(beta.y)}; }
+__device__ inline float2 rest_part(float2 beta) { return {rest_part(beta.x), rest_part(beta.y)}; }
+
 // One number per token, in the order of an accumulator's columns: the four tokens of 16 that a lane has are
 // neighbours.
 struct alignas(16) TokenFactors {

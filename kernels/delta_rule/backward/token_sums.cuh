@@ -7,9 +7,9 @@
 namespace tfla_tk::delta_rule {
 
 // Sums of a value per token over the 16 rows of a warp's transposed tile, stored for tokens below `tokens`.
-// product(j, k): of the pair of tokens that this lane has in data[k] of the j-th 16.
-template <class Product>
-__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product) {
+// product(j, k): of the pair of tokens that this lane has in data[k] of the j-th 16. factor(token): of a sum.
+template <class Product, class Factor>
+__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product, Factor factor) {
     float x[kChunk / 4];  // pairs of tokens of 16 j + 8 half: place 4 j + 2 half
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
@@ -32,8 +32,8 @@ __device__ inline void store_token_sums(float* sums, int tokens, int lane, Produ
     fold.template operator()<2>(4);
     // lane / 4 in binary: which half of j, which j of the two, which half of 16 tokens
     const int token = lane / 4 * 8 + 2 * (lane % 4);
-    if (token < tokens) sums[token] = x[0];
-    if (token + 1 < tokens) sums[token + 1] = x[1];
+    if (token < tokens) sums[token] = factor(token) * x[0];
+    if (token + 1 < tokens) sums[token + 1] = factor(token + 1) * x[1];
 }
 
 }  // namespace tfla_tk::delta_rule

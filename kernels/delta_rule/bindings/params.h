@@ -45,13 +45,14 @@ struct DeltaMatricesParams {
     Gate g, beta;  // log decay; g.data is null where nothing decays
     void *a, *p;
     float scale;  // s
-    // false, for the forward:  A = (I + L diag(beta))^{-1}, P diag(beta)
+    // false, for the forward:  A = (I + L diag(beta))^{-1}, P diag(rest)
     // true, for the backward:  A = (I + diag(beta) L)^{-1}, P
+    // with beta = written * rest (gates.cuh)
     bool beta_on_rows;
 };
 
 // The walk of the forward over chunks; A and P as DeltaMatricesParams makes them for the forward:
-//   W = V - e^b (K S)    U' = A W    O = s e^b (Q S) + P U'    S <- e^{b_L} S + K^T (beta e^{b_L - b} U')
+//   W = V - e^b (K S)    U' = written A W    O = s e^b (Q S) + P U'    S <- e^{b_L} S + K^T (rest e^{b_L - b} U')
 struct DeltaForwardParams {
     DeltaShape shape;
     Operand q, k, v, o;
@@ -70,7 +71,7 @@ struct DeltaForwardParams {
 
 // The mirror of that walk, backward in time; A and P as made for the backward. With dS the gradient of the
 // state that leaves a chunk:
-//   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U'
+//   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U' / written
 //   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
 struct DeltaMirrorParams {
     DeltaShape shape;

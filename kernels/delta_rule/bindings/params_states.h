@@ -6,7 +6,7 @@
 
 namespace tfla_tk {
 
-// The two walks over the states, once U' and dV are known. With U = beta U', P and M the scores of a chunk,
+// The two walks over the states, once U' and dV are known. With U = rest U', P and M the scores of a chunk,
 //   P_ij = s e^{b_i - b_j} dO_i.U_j for j <= i      M_ij = -e^{b_i - b_j} dV_i.U_j for j < i,
 // both rounded, S the state that enters a chunk and dS the gradient of the state that leaves it:
 //   left, forward in time:    dq = s e^b (dO S^T) + P K      left = -e^b (dV S^T) + M K

@@ -55,7 +55,8 @@ template <class T, int kDimK> struct MatricesMemory {
         Results out;  // once the GEMMs have read the inputs
     };
     alignas(16) float2 log2_decay[kChunk];            // b, as high and low part
-    float row_factor[kChunk], column_factor[kChunk];  // beta or 1
+    float row_factor[kChunk], column_factor[kChunk];  // of L: beta or 1
+    float score_factor[kChunk];                       // of columns of P: the rest of beta, or 1
     int slot, head;                                   // of the results in their tensors
     semaphore arrived;
 };
@@ -85,6 +86,7 @@ __device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, 
         const float2 ones{1.f, 1.f};
         write_pair(smem.row_factor, 2 * lane, g.beta_on_rows ? beta : ones);
         write_pair(smem.column_factor, 2 * lane, g.beta_on_rows ? ones : beta);
+        write_pair(smem.score_factor, 2 * lane, g.beta_on_rows ? ones : rest_part(beta));
     }
 }
 
@@ -123,14 +125,16 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
             const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
             const float row_factor = smem.row_factor[row];
             const float2 factor = *reinterpret_cast<const float2*>(&smem.column_factor[column]);
-            auto gated = [&](float& of_keys, float& of_queries, float2 before, float factor, int column) {
+            const float2 of_scores = *reinterpret_cast<const float2*>(&smem.score_factor[column]);
+            auto gated = [&](float& of_keys, float& of_queries, float2 before, float factor, float of_scores,
+                             int column) {
                 const float gate = exp2f((b.x - before.x) + (b.y - before.y));
                 const bool seen = column <= row && row < tokens, strictly = column < row;
                 of_keys = seen && strictly ? row_factor * factor * gate * of_keys : 0.f;
-                of_queries = seen ? scale * factor * gate * of_queries : 0.f;
+                of_queries = seen ? scale * of_scores * gate * of_queries : 0.f;
             };
-            gated(keys.x, queries.x, {before.x, before.y}, factor.x, column);
-            gated(keys.y, queries.y, {before.z, before.w}, factor.y, column + 1);
+            gated(keys.x, queries.x, {before.x, before.y}, factor.x, of_scores.x, column);
+            gated(keys.y, queries.y, {before.z, before.w}, factor.y, of_scores.y, column + 1);
             *reinterpret_cast<float2*>(&smem.out.matrix.data[row][column]) = keys;
         }
 }

@@ -36,7 +36,8 @@ struct ForwardGlobals : WalkGlobals {
 struct ForwardGates {
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
-    TokenFactors update;      // beta e^{b_L - b}
+    TokenFactors written;     // the part of beta that U' has
+    TokenFactors update;      // e^{b_L - b}, times the rest of beta
     float decay;              // e^{b_L}
 };
 

@@ -4,8 +4,8 @@
 //   3. Issue O^T = S^T Q^T.
 //   4. Wait for X. W^T = V^T - e^b X^T, rounded.
 //   5. Issue U'^T = W^T A^T. Under it hand over O of the chunk before, and free its stage.
-//   6. Wait for U' and Q S. Leave U' for the backward, where it is wanted.
-//   7. Round U'. Issue S^T += (beta e^{b_L - b} U'^T) K.
+//   6. Wait for U' and Q S. Round U', times `written`, and leave it for the backward, where it is wanted.
+//   7. Issue S^T += (rest e^{b_L - b} U'^T) K.
 //   8. Under it scale O^T by s e^b and issue O^T += U'^T P^T.
 //   9. Wait for S; P U' stays in flight.
 // The chain from chunk to chunk is X, W, U', S. The operand of step 7 is made of the rounded U', which is all
@@ -122,10 +122,17 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
+        each<0, kTokenSteps>([&](int j) {
+            const auto factors = stage.gates.written.columns(j, lane);
+            each<0, 4>([&](int k) {
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+            });
+        });
     };
     auto leave_writes = [&](int chunk) {
         wait_free(smem.writes_free[walker], chunk & 1);
-        store_transposed<T>(shared_address(&smem.writes[walker]) + lane_offset, x);
+        store_transposed(shared_address(&smem.writes[walker]) + lane_offset, tokens);
         fence_async_proxy();
         arrive_warp(smem.writes_ready[walker]);
     };
@@ -142,7 +149,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 7
             const auto factors = stage.gates.update.columns(j, lane);
-            convert_fragment(tokens[j], x, j);
             each<0, 4>([&](int k) {
                 const float2 z = to_float2(tokens[j].tiles[0][0].data[k]), e = factors.of[k / 2];
                 scaled(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});

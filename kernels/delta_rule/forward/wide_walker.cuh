@@ -3,11 +3,11 @@
 //   1. Leave S for the backward, where it is wanted. Round S^T to A operands, four steps at a time, and issue
 //      X^T = S^T K^T.
 //   2. W^T = V^T - e^b X^T, rounded. U'^T = W^T A^T.
-//   3. Leave U' for the backward, where it is wanted. Round it, and from that make the operand of S,
-//      scaled by beta e^{b_L - b} and rounded (walker.cuh).
+//   3. Round U', times `written`, and leave it for the backward, where it is wanted. From that make the
+//      operand of S, scaled by rest e^{b_L - b} and rounded (walker.cuh).
 //   4. Round S^T again and issue O^T = S^T Q^T; scale S^T by its decay under the last of it.
 //   5. Scale O^T by s e^b.
-//   6. Issue O^T += U'^T P^T and S^T += (beta e^{b_L - b} U'^T) K.
+//   6. Issue O^T += U'^T P^T and S^T += (rest e^{b_L - b} U'^T) K.
 //   7. Wait for O and put it where V was; wait for S and hand the stage over.
 // NOTES: the loop's edge is after step 5, where no GEMM is in flight, and S^T is read in the iteration of the
 // GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517). Another accumulator for O,
@@ -106,14 +106,20 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         scale_state(g.heads > 0 ? 1.f : 0.f);  // NOTES: else ptxas keeps all of the rounded state for step 4
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(tokens);
-        if (g.keep_writes) {  // 3
+        each<0, kTokenSteps>([&](int j) {  // 3
+            const auto factors = stage.gates.written.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) {
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+            });
+        });
+        if (g.keep_writes) {
             wait_free(smem.writes_free[walker], chunk & 1);
-            store_transposed<T>(shared_address(&smem.writes[walker]) + lane_offset(), x);
+            store_transposed(shared_address(&smem.writes[walker]) + lane_offset(), tokens);
             fence_async_proxy();
             arrive_warp(smem.writes_ready[walker]);
         }
         each<0, kTokenSteps>([&](int j) {
-            convert_fragment(tokens[j], x, j);
             const auto factors = stage.gates.update.columns(j, fresh_laneid());
             each<0, 4>([&](int k) {
                 const float2 z = to_float2(tokens[j].tiles[0][0].data[k]), e = factors.of[k / 2];

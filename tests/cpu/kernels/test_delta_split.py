@@ -59,7 +59,12 @@ class Chunk:
         p = SCALE * decays * (q @ k.mT)
         self.q, self.k, self.v, self.do, self.beta = q, k, v, do, beta[:, None]
         self.read, self.kept, self.whole = b.exp()[:, None], (b[-1] - b).exp()[:, None], b[-1].exp()
-        self.a, self.p = rounded(torch.linalg.inv(eye + overlap * beta)), rounded(p * beta)
+        # beta in two parts: U' has one already, the other follows
+        written = torch.where(beta.abs() < 1 / 64, 1, beta)
+        rest = beta / written
+        self.written, self.rest = written[:, None], rest[:, None]
+        self.a = rounded(torch.linalg.inv(eye + overlap * beta))
+        self.p = rounded(p * rest)
         self.a_of_mirror, self.p_of_mirror = (
             rounded(torch.linalg.inv(eye + beta[:, None] * overlap)),
             rounded(p),
@@ -86,9 +91,9 @@ class Walks:
         for x in chunks:
             read = r(state)
             w = r((x.v if values else 0) - x.read * (x.k @ read))
-            writes = x.a @ w
+            writes = x.written * (x.a @ w)
             outputs.append(SCALE * x.read * (x.q @ read) + x.p @ r(writes))
-            state = x.whole * state + x.k.mT @ r(x.beta * x.kept * r(writes))
+            state = x.whole * state + x.k.mT @ r(x.rest * x.kept * r(writes))
         return torch.cat(outputs), state
 
     def mirror(self, chunks: list[Chunk], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,21 +168,8 @@ def rounded(tokens: int, decay: float, most: float) -> tuple[list[float], list[f
 
 @pytest.mark.parametrize(("tokens", "decay", "most"), CASES)
 def test_a_split_rounds_no_worse(tokens: int, decay: float, most: float) -> None:
-    """In bf16, than walks that take the whole sequence."""
+    """In bf16, than walks that take the whole sequence; and it is within the tolerances."""
     whole, split = rounded(tokens, decay, most)
     assert all(x < 1.1 * y + 2e-4 for x, y in zip(split, whole, strict=True)), (split, whole)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "decay", "most"),
-    [
-        # U' is rounded before it is scaled and rounded again: o 5.3e-3, 4.7e-3 without the first rounding
-        pytest.param(*x, marks=pytest.mark.xfail(strict=True, reason="o exceeds its tolerance"))
-        if x == (4096, 0.0, 2.0)
-        else x
-        for x in CASES
-    ],
-)
-def test_a_split_is_within_tolerances(tokens: int, decay: float, most: float) -> None:
-    o, _, dv, _ = rounded(tokens, decay, most)[1]
-    assert o < 5e-3 and dv < 8e-3
+    o, last, dv, _ = split
+    assert o < 5e-3 and last < 5e-3 and dv < 8e-3

@@ -63,8 +63,8 @@ struct StatesGlobals {
 // Of a chunk's tokens.
 struct StatesGates {
     TokenFactors read;    // e^b
-    TokenFactors update;  // beta e^{b_L - b}
-    float beta[kChunk];
+    TokenFactors update;  // e^{b_L - b}, times the rest of beta
+    float rest[kChunk];
     alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
     float decay;                            // e^{b_L}
 };

@@ -46,15 +46,15 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
     for (int step = 0; step < task.chunks; step++) {
         const TwoPairs b = cumulative_log2_decay(log_decay);
         const Decays decays(b);
-        const float2 written = beta, kept = decays.to_end;
+        const float2 rest = rest_part(beta), kept = decays.to_end;
         log_decay = load_decay(step + 1), beta = load_beta(step + 1);
         const auto [slot, phase] = Use<StatesMemory<C>::kStages>(step);
         wait_free(smem.free[slot], phase);
         StatesGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
         gates.read.write(lane, decays.to_token);
-        gates.update.write(lane, {written.x * kept.x, written.y * kept.y});
-        write_pair(gates.beta, 2 * lane, written);
+        gates.update.write(lane, {rest.x * kept.x, rest.y * kept.y});
+        write_pair(gates.rest, 2 * lane, rest);
         write_log2_decay(gates.log2_decay, lane, b);
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);

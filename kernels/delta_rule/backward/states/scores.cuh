@@ -6,8 +6,9 @@
 
 namespace tfla_tk::delta_rule {
 
-// Rounds the products X U'^T to a tile, gated and times `factor` and beta: zero right of the diagonal, and on
-// it for strict ones. NOTES: by selection, not by products: what is left out may be NaN or infinite.
+// Rounds the products X U^T to a tile, gated and times `factor` and the rest of beta: zero right of the
+// diagonal, and on it for strict ones. NOTES: by selection, not by products: what is left out may be NaN or
+// infinite.
 template <class T, class Square>
 __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, const StatesGates& gates,
                                     float factor, bool strict) {
@@ -20,8 +21,8 @@ __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, con
         for (int half = 0; half < 2; half++) {
             const int column = first_column + 16 * j + 8 * half;
             const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay[column]);
-            const float2 beta = *reinterpret_cast<const float2*>(&gates.beta[column]);
-            const float2 by{factor * beta.x, factor * beta.y};
+            const float2 rest = *reinterpret_cast<const float2*>(&gates.rest[column]);
+            const float2 by{factor * rest.x, factor * rest.y};
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 const int last = first_row + 8 * k - strict;  // column that the row sees

@@ -25,8 +25,8 @@ struct ThroughState {
 template <class Product>
 __device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task, int chunk, int part,
                                   int lane, const ThroughState& through, Product product) {
-    store_token_sums(task.whole + part * g.rows + chunk * kChunk, task.tokens - chunk * kChunk, lane,
-                     product);
+    store_token_sums(task.whole + part * g.rows + chunk * kChunk, task.tokens - chunk * kChunk, lane, product,
+                     [](int) { return 1.f; });
     const float value = warp_sum(through.value), squares = warp_sum(through.squares);
     if (lane == 0) task.inter[part * g.chunk_sums + chunk] = {value, squares};
 }
