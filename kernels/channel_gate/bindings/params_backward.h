@@ -36,7 +36,8 @@ struct GlaStatesParams {
                              // d_last is null; the right one begins with them, null: zero
     void* anchors;           // of gla_anchor_bytes: what the left walk leaves of S
     float scale;             // s, any finite number
-    int walkers;             // warpgroups of a CTA that own 64 columns of K each: 1 or 2
+    int walkers;             // of a CTA, for 64 columns of K each: 1 or 2; ignored with a tile of 256, where
+                             // two split V
     bool needs_dg;           // else inflow, dg, d_last, flows and anchors are not looked at
     // Results are of sums over V, so that launches one after the other, of an instance of 256 columns, may
     // take a slice of V each: v, dout, the states and anchors are of a slice then. The last one makes the

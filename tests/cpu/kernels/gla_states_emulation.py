@@ -28,6 +28,7 @@ PANEL, FLOAT_ROW, OUT_ROW = BLOCK * ROW, 256, 68 * 4  # bytes
 HALF = BLOCK // 2
 CLOSED = 2.0**-30  # a gate that lets through less
 ANCHOR = 8 * 64  # tokens from one to the next
+WALKER_V = 128  # columns of V of a walker, at most; two walkers split what is more
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,12 @@ class Places:
 
     panels: int
     readers: int = 0
-    writers: int = PANEL
-    gates: int = 2 * PANEL
-    inflow: int = 4 * PANEL
-    out: int = 6 * PANEL
-    products: int = 9 * PANEL
-    of_readers: int = 10 * PANEL
+    writers: int = PANEL  # and room for a part of `out`
+    gates: int = 3 * PANEL
+    inflow: int = 5 * PANEL
+    out: int = 7 * PANEL
+    products: int = 10 * PANEL
+    of_readers: int = 11 * PANEL
 
     @property
     def of_writers(self) -> int:
@@ -79,6 +80,9 @@ class Unit:
         self.left, self.rounding = left, rounding
         self.at = Places(-(-dim_v // 64))
         self.memory = Memory(self.at.size)
+        # where the walkers' parts of what readers see are; two are in place of other tiles
+        self.in_place = dim_v > WALKER_V
+        self.parts = (self.at.gates, self.at.writers) if self.in_place else (self.at.out,)
         self.a = np.full((BLOCK, 32, 2), np.nan)
         self.writer = np.full((BLOCK, 32, 2), np.nan)
 
@@ -108,17 +112,25 @@ class Unit:
 
     # the walker's hand-over
 
-    def store_out(self, out: Array) -> None:
+    def store_out(self, place: int, out: Array) -> None:
         """walker.cuh's store_out of four warps; out [16 tokens, 64 channels]."""
+        row = FLOAT_ROW if self.in_place else OUT_ROW
+        first_token = LANE % 4 * 2
+        swizzle = first_token // 2 % 4 * 32 if self.in_place else 0
         for warp in range(4):
-            rows = self.at.out + 16 * warp * 4
-            address = rows + (LANE % 4 * 2 * 68 + LANE // 4) * 4
+            address = place + first_token * row + LANE // 4 * 4
             for k in range(4):
                 for e in range(2):
                     channel = 16 * warp + FRAGMENT_ROW + 8 * (k % 2)
                     token = FRAGMENT_COLUMN + 8 * (k // 2) + e
-                    to = address + ((k // 2 * 8 + e) * 68 + k % 2 * 8) * 4
+                    to = address + (k // 2 * 8 + e) * row + ((64 * warp + 32 * (k % 2)) ^ swizzle)
                     self.memory.store_wide(to, out[token, channel][:, None])
+
+    def own_out(self, place: int, t: int) -> Array:
+        """Where a lane's two channels of a token are."""
+        if self.in_place:
+            return place + t * FLOAT_ROW + ((8 * LANE) ^ (t // 2 % 4 * 32))
+        return place + t * OUT_ROW + 8 * LANE
 
     # the warp's steps
 
@@ -180,7 +192,7 @@ class Unit:
                     of_half = of_half * fade
                 for m in range(n // HALF * HALF, n):
                     self.writer[self.token(m)] *= fade
-            seen = self.memory.load_wide(self.at.out + r * OUT_ROW + 8 * LANE)
+            seen = self.seen(r)
             own = self.memory.load(self.column_of(self.at.readers, r))
             others, itself = self._sum_writers(r, of_half)
             of_block, of_all = (1.0, scale) if self.left else (scale, 1.0)
@@ -195,17 +207,22 @@ class Unit:
                 self.memory.store_wide(self.floats_of(self.at.inflow, r), total)
         return total
 
+    def seen(self, t: int) -> Array:
+        """Of the state, by all walkers."""
+        first, *rest = (self.memory.load_wide(self.own_out(place, t)) for place in self.parts)
+        return first + rest[0] if rest else first
+
     # slices.cuh
 
     def leave_sums(self) -> tuple[Array, Array]:
         """A lane's two channels of what readers see, of every token, and its eight products."""
-        out = [self.memory.load_wide(self.at.out + t * OUT_ROW + 8 * LANE) for t in range(BLOCK)]
+        out = [self.seen(t) for t in range(BLOCK)]
         products = [self.memory.load_wide(self.at.products + 512 * n + 16 * LANE, 4) for n in range(2)]
         return np.stack(out), np.stack(products)
 
     def add_out(self, others: Array) -> None:
         for t in range(BLOCK):
-            at = self.at.out + t * OUT_ROW + 8 * LANE
+            at = self.own_out(self.parts[0], t)
             self.memory.store_wide(at, self.memory.load_wide(at) + others[t])
 
     def add_products(self, others: Array) -> None:
@@ -295,8 +312,11 @@ class Walk:
                 carry = (self.anchors[end] * self.state).sum(1).reshape(32, 2)
                 if not self.is_first:
                     carry = carry + self.handed[block][2]
-            x.store_out(_padded(of_readers[rows]) @ self.rounding.of_both(self.state).T)
             written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
+            for number, place in enumerate(x.parts):
+                columns = slice(WALKER_V * number, WALKER_V * (number + 1))
+                state = self.rounding.of_both(self.state[:, columns])
+                x.store_out(place, _padded(of_readers[rows, columns]) @ state.T)
             self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
             if not self.is_first:
                 x.add_out(self.handed[block][0])

@@ -60,7 +60,7 @@ def expected(x: Arrays, scale: float) -> tuple[Arrays, np.ndarray]:
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 37, 530])
-@pytest.mark.parametrize("dim_v", [48, 128])
+@pytest.mark.parametrize("dim_v", [48, 128, 144, 256])
 @pytest.mark.parametrize("short", [False, True], ids=["fp32", "16 bits"])
 def test_gradients(tokens: int, dim_v: int, short: bool) -> None:
     rng = np.random.default_rng(tokens + dim_v)
@@ -82,10 +82,11 @@ def test_gradients(tokens: int, dim_v: int, short: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_slices_of_v(dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("dim_v", "slices"), [(64, (0, 32)), (512, (128, 256)), (272, (128, 256))])
+def test_slices_of_v(dim_v: int, slices: tuple[int, int], dtype: torch.dtype | None) -> None:
     """What launches hand on makes the results of all of V, beyond an anchor."""
-    x = draw("usual", 600, dtype or torch.bfloat16)
-    whole, by_slices = (run(x, 0.125, rounding=Rounding(dtype), slice_of_v=n) for n in (0, 32))
+    x = draw("usual", 600, dtype or torch.bfloat16, dim_v)
+    whole, by_slices = (run(x, 0.125, rounding=Rounding(dtype), slice_of_v=n) for n in slices)
     for found, expected in zip(by_slices, whole, strict=True):
         for name in ("result", "sums"):
             error = np.linalg.norm(getattr(found, name) - getattr(expected, name))
@@ -116,12 +117,12 @@ def test_nothing_is_left_of_dg_behind_closed_gates(gates: str, dtype: torch.dtyp
     assert not right.sums.any()
 
 
-def draw(gates: str, tokens: int, dtype: torch.dtype) -> Arrays:
+def draw(gates: str, tokens: int, dtype: torch.dtype, dim_v: int = 64) -> Arrays:
     """Operands that the dtype holds."""
     rng = np.random.default_rng(tokens)
-    sizes = {"q": (tokens, 64), "k": (tokens, 64), "v": (tokens, 64), "do": (tokens, 64)}
+    sizes = {"q": (tokens, 64), "k": (tokens, 64), "v": (tokens, dim_v), "do": (tokens, dim_v)}
     x = {name: Rounding(dtype)(rng.standard_normal(size)) for name, size in sizes.items()}
-    x |= {name: rng.standard_normal((64, 64)) for name in ("initial", "d_last")}
+    x |= {name: rng.standard_normal((64, dim_v)) for name in ("initial", "d_last")}
     usual, chosen = -np.log1p(np.exp(-rng.standard_normal((tokens, 64)) - 2)), rng.random((tokens, 64))
     x["g"] = {
         "usual": usual,

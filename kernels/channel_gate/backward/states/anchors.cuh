@@ -8,13 +8,15 @@
 namespace tfla_tk::channel_gate {
 
 // A lane's units of an anchor's part, of 16 columns of V and the warp's 16 of K each, 32 apart. The anchor is
-// before `block`.
+// before `block`; units of columns of V before those of `walker` come first.
 template <class C>
-__device__ inline uint4* anchor_units(const StatesGlobals& g, const StatesTask& task, int block, int part) {
+__device__ inline uint4* anchor_units(const StatesGlobals& g, const StatesTask& task, int block, int part,
+                                      int walker) {
     const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
     const int anchor = (task.first_slot + block / kBlocks) / kAnchorChunks;
     const int64_t place = (head * g.anchor_slots + anchor) * g.parts() + part;
-    return g.anchors + place * (C::kDimV / 16 * 32) + fresh_laneid();
+    return g.anchors + place * (C::kDimV / 16 * 32) + C::part_of(walker) * (C::kWalkerV / 16 * 32) +
+           fresh_laneid();
 }
 
 template <class C, class State> __device__ inline void store_anchor(uint4* units, const State& state) {
@@ -30,7 +32,7 @@ template <class C, class State>
 __device__ inline void store_flow(const uint4* units, const State& gradient, float* flow) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     float sums[2] = {0.f, 0.f};
-    each<0, C::kDimV / 16>([&](int k) {
+    each<0, State::width>([&](int k) {
         const uint4 unit = units[32 * k];
         const auto* pairs = reinterpret_cast<const T2*>(&unit);
         each<0, 4>([&](int n) {
@@ -50,12 +52,12 @@ __device__ inline void store_flow(const uint4* units, const State& gradient, flo
 // in two parts, and so do these: behind closed gates nothing is left of the two.
 template <class C, class State, class Put>
 __device__ inline void put_last_flow(const StatesGlobals& g, const State& state, const float* other,
-                                     int column, Put put) {
+                                     int column, int value_column, Put put) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     float sums[2] = {0.f, 0.f};
     const int lane = fresh_laneid(), row = column + lane / 4;
     each<0, 4 * State::width>([&](int i) {
-        const int n = i % 2, r = row + 8 * n, c = i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
+        const int n = i % 2, r = row + 8 * n, c = value_column + i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
         if (r >= g.dim_k || c >= g.dim_v) return;
         const float2 own = state.tiles[0][i / 4].data[i % 4];
         const float2 read =
@@ -71,16 +73,31 @@ __device__ inline void put_last_flow(const StatesGlobals& g, const State& state,
     });
 }
 
-// Over the sequence's end, by the left walk.
+// Over the sequence's end, by the left walk. Two walkers that split V add up their parts.
 template <class C, class State>
-__device__ inline void store_last_flow(const StatesGlobals& g, const StatesTask& task, const State& state,
-                                       const float* gradient, int column) {
+__device__ inline void store_last_flow(const StatesGlobals& g, StatesMemory<C>& smem, const State& state,
+                                       int walker, int column, int value_column) {
+    const StatesTask& task = smem.task;
+    const float* const gradient = g.d_last + task.state * static_cast<int64_t>(g.dim_k) * g.row_of_state;
     const int row = column + fresh_laneid() / 4;
-    put_last_flow<C>(g, state, gradient, column, [&](int n, float sum) {
+    auto store = [&](int n, float sum) {
         if (row + 8 * n >= g.dim_k) return;
         float& flow = g.flows[task.state * g.dim_k + row + 8 * n];
         flow = g.template adds<C>() ? flow + sum : sum;
-    });
+    };
+    if constexpr (C::kSplitsV) {
+        const int place = row - task.column;
+        put_last_flow<C>(g, state, gradient, column, value_column,
+                         [&](int n, float sum) { smem.exchange.flow[walker][place + 8 * n] = sum; });
+        named_sync<256>(NamedBarrier::columns);
+        if (walker != 0 || fresh_laneid() % 4 != 0) return;
+        each<0, 2>([&](int n) {
+            const auto& flow = smem.exchange.flow;
+            store(n, flow[0][place + 8 * n] + flow[1][place + 8 * n]);
+        });
+    } else {
+        put_last_flow<C>(g, state, gradient, column, value_column, store);
+    }
 }
 
 }  // namespace tfla_tk::channel_gate

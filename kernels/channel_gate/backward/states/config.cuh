@@ -14,12 +14,16 @@
 #include "channel_gate/walk.cuh"
 #include "channel_gate/writers.cuh"
 
-// Variants, to compare them: whether the right walk has `out` in the place of the gates; the most stages.
+// Variants, to compare them: whether the right walk has `out` in the place of the gates where walkers do not
+// split V; the most blocks in shared memory; blocks of values of the right walk where they split V.
 #ifndef TFLA_OUT_IN_PLACE
 #define TFLA_OUT_IN_PLACE 0
 #endif
 #ifndef TFLA_MOST_STAGES
 #define TFLA_MOST_STAGES 99
+#endif
+#ifndef TFLA_VALUE_STAGES
+#define TFLA_VALUE_STAGES 4
 #endif
 
 namespace tfla_tk::channel_gate {
@@ -29,16 +33,23 @@ enum class StateWalk { left, right };
 constexpr int kSliceOfV = 256;  // of one of several launches
 constexpr int kBlocksOfAnchor = kAnchorChunks * kChunk / kBlock;
 
+// A strip is 64 columns of K. Two walkers have a strip each, or with more than 128 columns of V half of these
+// each, of one strip: each then gives its part of all sums over V.
 template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesConfig {
     using T = Type;
     static constexpr int kDimV = kTileOfV, kWalkers = kCount;
     static constexpr bool kIsLeft = kWhich == StateWalk::left;
-    // Gate warps per walker, which take turns: each is at every kTurns-th block.
-    static constexpr int kTurns = kWalkers == 1 && kDimV <= 128 ? 8 : 4;
-    static constexpr int kGateWarps = kTurns * kWalkers;
+    static constexpr bool kSplitsV = kDimV > 128;
+    static constexpr int kStrips = kSplitsV ? 1 : kWalkers;
+    static constexpr int kWalkersOfStrip = kWalkers / kStrips, kWalkerV = kDimV / kWalkersOfStrip;
+    static_assert(kWalkersOfStrip == 1 + kSplitsV);
+    // Gate warps per strip, which take turns: each is at every kTurns-th block.
+    static constexpr int kTurns = kStrips == 1 ? 8 : 4;
+    static constexpr int kGateWarps = kTurns * kStrips;
     static constexpr bool kTakesSlices = kDimV == kSliceOfV;  // of V, see slices.cuh
-    // Whether what readers see of the state takes the place of the gates. There the left walk has q dq.
-    static constexpr bool kOutInPlace = TFLA_OUT_IN_PLACE && !kIsLeft && !kTakesSlices;
+    // Whether what readers see of the state takes the place of the gates, and the second part of it that of
+    // the writers.
+    static constexpr bool kOutInPlace = kSplitsV || (TFLA_OUT_IN_PLACE && !kIsLeft);
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker's
     // CTA has enough for all. A warp more, to load, would leave too few of them: it takes as many from each
@@ -47,7 +58,11 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     static_assert(kWalkers == 1 || kGateRegisters + kWalkerRegisters <= 2 * (65536 / kThreads));
 
     using Values = PanelTile<T, kBlock, kDimV>;
-    using Columns = PanelTile<T, kBlock, kWalkerColumns>;  // of K, of one walker
+    using Columns = PanelTile<T, kBlock, kWalkerColumns>;  // of K, of one strip
+
+    // Of a walker, by its number.
+    static constexpr __device__ int strip_of(int walker) { return kSplitsV ? 0 : walker; }
+    static constexpr __device__ int part_of(int walker) { return kSplitsV ? walker : 0; }
 };
 
 // A result as it is stored: boxes of a block and of one row.
@@ -93,7 +108,8 @@ struct StatesTask : Task {
 
     // Called by whole warps.
     template <class C> __device__ static inline StatesTask of_block(const StatesGlobals& g, int block) {
-        const Task task = Task::of_block<C>(g, block);
+        Task task = Task::of_block<C>(g, block);
+        task.column = block % g.ctas * C::kStrips * kWalkerColumns;
         const int sequence = static_cast<int>(task.state / g.heads);
         return {task, (task.tokens + kBlock - 1) / kBlock,
                 task.first_chunk +
@@ -110,91 +126,110 @@ struct StatesTask : Task {
     }
 };
 
-// 64 columns of K of a block.
-template <class C> struct StatesColumns {
+// The values of a block.
+template <class C> struct StatesValues {
+    typename C::Values of_readers, of_writers;
+};
+
+// Room behind the writers, so that a part of `out` has place there.
+template <bool kIsThere> struct RoomForOut {
+    alignas(1024) unsigned char bytes[2048];
+};
+template <> struct RoomForOut<false> {};
+
+// A strip of a block.
+template <class C, bool kIsLeft> struct StatesColumns {
     typename C::Columns readers;  // then the result, until it is stored
     typename C::Columns writers;  // then the high parts of what is written to the state
+    [[no_unique_address]] RoomForOut<C::kSplitsV> room;
     // Or numbers of 16 bits; then the low parts of what is written to the state; then q dq, or dg.
     alignas(1024) float gates[kBlock][kBlockChannels];
     static_assert(sizeof(gates) >= sizeof(writers));
 };
-
-template <class C, bool kIsLeft> struct StatesStage {
-    typename C::Values of_readers, of_writers;
-    StatesColumns<C> columns[C::kWalkers];
-};
-template <class C> struct StatesStage<C, false> : StatesStage<C, true> {
-    float inflow[C::kWalkers][kBlock][kBlockChannels];  // then sums of q dq - k dk in the block
+template <class C> struct StatesColumns<C, false> : StatesColumns<C, true> {
+    float inflow[kBlock][kBlockChannels];  // then sums of q dq - k dk in the block
 };
 
 constexpr int kOutRow = 68;  // floats; NOTES: a walker's stores meet no bank twice
 static_assert(kOutRow * sizeof(float) % 16 == 0);
 
-// Where a token's row of `out` begins, and what its bytes are swizzled by. NOTES: in place of the gates there
-// is no room between rows, so that a walker's stores meet no bank twice by the swizzle.
+// Where this lane's two channels of a token are in `out`, and what a token's row is swizzled by. NOTES: in
+// place of the gates there is no room between rows, so that a walker's stores meet no bank twice by the
+// swizzle.
 template <class C> __device__ constexpr uint32_t out_row(int token) {
     return token * (C::kOutInPlace ? kFloatRow : kOutRow * 4);
 }
 template <class C> __device__ constexpr uint32_t out_swizzle(int token) {
     return C::kOutInPlace ? token / 2 % 4 * 32 : 0;
 }
+template <class C> __device__ __forceinline__ uint32_t own_out(uint32_t out, int token, int lane) {
+    return out + out_row<C>(token) + ((8 * lane) ^ out_swizzle<C>(token));
+}
 
-// What a walker and its gate warps tell each other, by gate warp; and a gate warp keeps.
+// What walkers and gate warps tell each other, by gate warp or walker; and a gate warp keeps.
 template <class C> struct alignas(16) StatesExchange {
     // what readers see of the state, before their gates
-    float out[C::kOutInPlace ? 1 : C::kGateWarps][kBlock][kOutRow];
+    float out[C::kGateWarps][C::kOutInPlace ? 1 : kBlock][kOutRow];
     float products[C::kGateWarps][kBlock][kBlock];  // of the values of readers and writers
     float carry[C::kGateWarps][kBlockChannels];     // the sum of q dq - k dk from this block on
     float flow[C::kWalkers][kBlockChannels];        // the same behind a block, at an anchor
+    float border[C::kWalkers][kBlockChannels];      // likewise, over the border behind the segment
 };
 
 template <class C> struct StatesMemory {
-    using Stage = StatesStage<C, C::kIsLeft>;
-    static constexpr int kMost = std::min(C::kTurns + 4, TFLA_MOST_STAGES),
+    using Values = StatesValues<C>;
+    using Columns = StatesColumns<C, C::kIsLeft>;
+    static constexpr int kMost = std::min(C::kTurns + 4, std::max(C::kTurns, TFLA_MOST_STAGES)),
                          kRest = 2048;  // kRest: bytes of barriers and task, and a margin
-    static constexpr int kOfStage = sizeof(Stage) + C::kWalkers * kBlockChannels * sizeof(float);
-    static constexpr int kStages =
-        std::min<int>((MAX_SHARED_MEMORY - sizeof(StatesExchange<C>) - kRest) / kOfStage, kMost);
-    static_assert(kStages >= C::kTurns);
+    static constexpr int kForBlocks = MAX_SHARED_MEMORY - sizeof(StatesExchange<C>) - kRest;
+    static constexpr int kOfColumns = C::kStrips * (sizeof(Columns) + kBlockChannels * sizeof(float));
+    // Blocks. Where two walkers split V, values leave as soon as these have read them, columns when results
+    // are stored, so that values have a ring of their own.
+    static constexpr int kOwnValues = C::kSplitsV ? TFLA_VALUE_STAGES + C::kIsLeft : 0;
+    static constexpr int kStages = std::min<int>(
+        (kForBlocks - kOwnValues * sizeof(Values)) / (kOfColumns + (kOwnValues ? 0 : sizeof(Values))), kMost);
+    static constexpr int kValueStages = kOwnValues ? kOwnValues : kStages;
+    static_assert(kStages >= C::kTurns && (!kOwnValues || kStages >= 2 * kValueStages));
     // tiles of 128 bytes a row, where TMA and wgmma expect them
-    static_assert(alignof(Stage) == 1024 && sizeof(StatesStage<C, true>) % 1024 == 0);
-    static_assert(alignof(StatesColumns<C>) == 1024 && sizeof(typename C::Values) % 1024 == 0);
+    static_assert(alignof(Columns) == 1024 && sizeof(Columns) % 1024 == 0);
+    static_assert(sizeof(typename C::Values) % 1024 == 0);
 
-    Stage stages[kStages];  // blocks
+    Columns columns[kStages][C::kStrips];
+    alignas(1024) Values values[kValueStages];
     StatesExchange<C> exchange;
-    alignas(16) float decay[kStages][C::kWalkers][kBlockChannels];  // e^{b_L}
+    alignas(16) float decay[kStages][C::kStrips][kBlockChannels];  // e^{b_L}
 
-    semaphore arrived[kStages];               // all tiles of a block
-    semaphore written[kStages][C::kWalkers];  // by the gate warp: writers and decay are ready
-    semaphore free[kStages];
+    // NOTES: of values, too, by the columns' place: gate warps run ahead by more than a lap of the values'
+    // ring, where a phase would be taken for that of two laps before. And they lag behind the walkers by less
+    // than a lap of it, whose loads are less than two laps ahead: hence the assertion.
+    semaphore columns_arrived[kStages], values_arrived[kStages];
+    semaphore written[kStages][C::kStrips];  // by the gate warp: writers and decay are ready
+    semaphore read[kStages];                 // by two walkers of a strip: writers are read
+    semaphore free[kStages];                 // where there is one ring
     semaphore out_ready[C::kGateWarps], out_free[C::kGateWarps], carry_ready[C::kGateWarps];
-    semaphore tail_landed;
+    semaphore columns_tail, values_tail;  // where the last block's tiles land
     StatesTask task;
 
     __device__ inline void init_barriers() {
         for (int i = 0; i < kStages; i++) {
-            init_semaphore(arrived[i], 1);
-            for (auto& of_walker : written[i]) init_warp_barrier(of_walker, 1);
+            init_semaphore(columns_arrived[i], 1), init_semaphore(values_arrived[i], 1);
+            for (auto& of_strip : written[i]) init_warp_barrier(of_strip, 1);
+            init_warp_barrier(read[i], 4 * C::kWalkers);
             init_warp_barrier(free[i], 5 * C::kWalkers);  // a gate warp and four of the walker each
         }
         for (int i = 0; i < C::kGateWarps; i++) {
-            init_warp_barrier(out_ready[i], 4);
+            init_warp_barrier(out_ready[i], 4 * C::kWalkersOfStrip);
             init_warp_barrier(out_free[i], 1);
             init_warp_barrier(carry_ready[i], 1);
         }
-        init_semaphore(tail_landed, 1);
+        init_semaphore(columns_tail, 1), init_semaphore(values_tail, 1);
         publish_barriers();
     }
 };
 
-// A gate warp's number, of those of all walkers: the one of `walker` that is at the walk's `step`.
-template <class C> __device__ inline int gate_warp_of(int walker, int step) {
-    return walker * C::kTurns + step % C::kTurns;
-}
-// The one that would be at the step before the first. Its carry is free until its first step, which follows
-// the first step's.
-template <class C> __device__ inline int gate_warp_before_all(int walker) {
-    return gate_warp_of<C>(walker, C::kTurns - 1);
+// A gate warp's number, of those of all strips: the one of `strip` that is at the walk's `step`.
+template <class C> __device__ inline int gate_warp_of(int strip, int step) {
+    return strip * C::kTurns + step % C::kTurns;
 }
 
 }  // namespace tfla_tk::channel_gate

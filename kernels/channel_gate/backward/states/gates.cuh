@@ -1,22 +1,24 @@
-// The gate warps of the walks over the states. Four or eight per walker take turns at the blocks: each is
-// busy with one of 16 tokens and the walker's 64 channels while the walker goes on. A lane has two channels
+// The gate warps of the walks over the states. Four or eight per strip take turns at the blocks: each is
+// busy with one of 16 tokens and the strip's 64 channels while the walkers go on. A lane has two channels
 // of all tokens. Per block:
-//   1. Wait for its tiles. a = e^g of every token.
+//   1. Wait for its columns. a = e^g of every token.
 //   2. Writers, scaled: k times the product of a behind the token (left), s q times that up to and with it
 //      (right). They are in two parts, high + low: the high ones in place, the low ones in the place of the
 //      gates. Hand them to the walker, with the product over the block.
 //   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
-//   4. Wait for what the readers see of the state. Of a slice of V, add what earlier launches have left; a
-//      launch before the last one leaves the sums, and goes on with the hand-over of 7. Reader after reader,
-//      away from where the walk comes from: writers fade by one token's gate, the reader's own joins them,
-//      their products with its row of step 3 are added up in fp32. Those of the first half fade no further
-//      than its end, their sum does. So no factor exceeds 1 and none is a quotient.
+//   4. Wait for what the readers see of the state; where walkers split V these are two parts, to be added up,
+//      and a later block's values are loaded into the place of this one's. Of a slice of V, add what earlier
+//      launches have left; a launch before the last one leaves the sums, and goes on with the hand-over of 7.
+//      Reader after reader, away from where the walk comes from: writers fade by one token's gate, the
+//      reader's own joins them, their products with its row of step 3 are added up in fp32. Those of the
+//      first half fade no further than its end, their sum does. So no factor exceeds 1 and none is a
+//      quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
 //      token meet no gate, so q dq and k dk are without their product. Where a gate is closed, no gradient
 //      flows through it: the sum begins anew with 0.
-//   7. Store, and hand over the block's place. Of the first walker's warps each also loads the block that
+//   7. Store, and hand over the block's place. Of the first strip's warps each also loads the block that
 //      comes into that place.
 #pragma once
 
@@ -39,7 +41,8 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
     // addresses in shared memory
     uint32_t readers, inflow;  // of the block
     uint32_t of_readers, of_writers;
-    uint32_t out, products;
+    uint32_t out, second_out;  // second_out: the second part, where walkers split V
+    uint32_t products;
     uint32_t closed;  // right: two bits per token, of this lane's channels
 
     // Reader r sees writer w: r >= w (left), r <= w (right).
@@ -67,6 +70,14 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
             store_floats(place + i % 2 * (8 * kBlock * 4) + i / 2 * 32, x);
         });
         __syncwarp();
+    }
+
+    // What a reader sees of the state.
+    __device__ __forceinline__ float2 seen(int t) const {
+        const float2 x = load_floats(own_out<C>(out, t, lane));
+        if constexpr (!C::kSplitsV) return x;
+        const float2 y = load_floats(own_out<C>(second_out, t, lane));
+        return {x.x + y.x, x.y + y.y};
     }
 
     // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
@@ -160,9 +171,8 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
             if constexpr (n >= kHalf) of_half = of_half * fade;
             each<n / kHalf * kHalf, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
         }
-        const float2 seen = load_floats(out + out_row<C>(r) + ((8 * lane) ^ out_swizzle<C>(r)));
         const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
-        const float2 of_state = through * seen;
+        const float2 of_state = through * seen(r);
         float2 of_others, of_own;
         sum_writers<n>(of_half, of_others, of_own);
         const float of_block = C::kIsLeft ? 1.f : scale, of_all = C::kIsLeft ? scale : 1.f;
@@ -172,6 +182,7 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         if (wants_sums) {
             const float2 product = own * (x * of_all);
             if constexpr (C::kIsLeft) {
+                if constexpr (C::kOutInPlace) __syncwarp();  // other lanes have read what they see of the row
                 store_floats(floats_of(gates, r), product);
             } else {
                 const float2 given = load_floats(floats_of(inflow, r));
@@ -186,11 +197,14 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
 // The flow of gradient over the end of a step's block where the walker gives it: at an anchor, or of the
 // segment's last block over the border behind it. Of this lane's channels.
 template <class C>
-__device__ inline float2 known_flow(const StatesGlobals& g, StatesMemory<C>& smem, int walker, int step) {
+__device__ inline float2 known_flow(const StatesGlobals& g, StatesMemory<C>& smem, int strip, int step) {
     const int lane = fresh_laneid();
-    const float* const flows =
-        step > 0 ? smem.exchange.flow[walker] : smem.exchange.carry[gate_warp_before_all<C>(walker)];
-    const float2 flow = load_floats(shared_address(&flows[2 * lane]));
+    const auto& flows = step > 0 ? smem.exchange.flow : smem.exchange.border;
+    float2 flow = load_floats(shared_address(&flows[strip][2 * lane]));
+    if constexpr (C::kSplitsV) {
+        const float2 second = load_floats(shared_address(&flows[1][2 * lane]));
+        flow = {flow.x + second.x, flow.y + second.y};
+    }
     if (!g.template adds<C>()) return flow;
     const float2 others = SumsOfBlock::of(g, smem.task, smem.task.template block_of<C>(step)).flow[lane];
     return {flow.x + others.x, flow.y + others.y};
@@ -199,20 +213,20 @@ __device__ inline float2 known_flow(const StatesGlobals& g, StatesMemory<C>& sme
 // The sum of q dq - k dk over all tokens behind a step's block; `sum`, that over the block, goes on to the
 // warp of the next step with it.
 template <class C>
-__device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, int walker, int step,
+__device__ inline float2 hand_on(const StatesGlobals& g, StatesMemory<C>& smem, int strip, int step,
                                  const GateWarpOfBlock<C>& x, float2 sum) {
     const StatesTask& task = smem.task;
-    const int lane = fresh_laneid(), column = 2 * lane, own = gate_warp_of<C>(walker, step);
+    const int lane = fresh_laneid(), column = 2 * lane, own = gate_warp_of<C>(strip, step);
     float2 carry{0.f, 0.f};
     if (step > 0) {
-        const int before = gate_warp_of<C>(walker, step - 1);
+        const int before = gate_warp_of<C>(strip, step - 1);
         wait(smem.carry_ready[before], Use<C::kTurns>(step - 1).phase);
         carry = load_floats(shared_address(&smem.exchange.carry[before][column]));
-        if (task.is_anchor(task.template block_of<C>(step) + 1)) carry = known_flow(g, smem, walker, step);
+        if (task.is_anchor(task.template block_of<C>(step) + 1)) carry = known_flow(g, smem, strip, step);
     } else if (!task.is_last) {
-        carry = known_flow(g, smem, walker, step);
+        carry = known_flow(g, smem, strip, step);
     } else if (g.flows) {
-        const int channel = task.column + walker * kWalkerColumns + column;
+        const int channel = task.column + strip * kWalkerColumns + column;
         if (channel < g.dim_k)
             carry = *reinterpret_cast<const float2*>(&g.flows[task.state * g.dim_k + channel]);
     }
@@ -236,67 +250,66 @@ __device__ inline void store_block(const StatesGlobals& g, const StatesTask& tas
 
 template <class C>
 __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& smem, int gate_warp) {
-    constexpr int kStages = StatesMemory<C>::kStages;
+    using Memory = StatesMemory<C>;
     const StatesTask& task = smem.task;
-    const int walker = gate_warp / C::kTurns;
-    if (gate_warp == 0)
-#pragma unroll 1
-        for (int step = 0; step < kStages; step++) load_step(g, smem, step);
+    const int strip = gate_warp / C::kTurns;
+    if (gate_warp == 0) load_first_steps(g, smem);
 #pragma unroll 1
     for (int step = gate_warp % C::kTurns; step < task.blocks; step += C::kTurns) {
-        const auto [slot, phase] = Use<kStages>(step);
-        auto& stage = smem.stages[slot];
-        auto& columns = stage.columns[walker];
+        const auto [slot, phase] = Use<Memory::kStages>(step);
+        auto& columns = smem.columns[slot][strip];
         GateWarpOfBlock<C> x;
         x.readers = shared_address(&columns.readers), x.writers = shared_address(&columns.writers);
         x.gates = shared_address(&columns.gates);
-        if constexpr (!C::kIsLeft) x.inflow = shared_address(&stage.inflow[walker]);
-        x.of_readers = shared_address(&stage.of_readers), x.of_writers = shared_address(&stage.of_writers);
+        if constexpr (!C::kIsLeft) x.inflow = shared_address(&columns.inflow);
         x.out = C::kOutInPlace ? x.gates : shared_address(&smem.exchange.out[gate_warp]);
+        x.second_out = x.writers;
         x.products = shared_address(&smem.exchange.products[gate_warp]);
-        x.decay = shared_address(&smem.decay[slot][walker]);
+        x.decay = shared_address(&smem.decay[slot][strip]);
         x.lane = fresh_laneid();
-        wait(smem.arrived[slot], phase);  // 1
+        wait(smem.columns_arrived[slot], phase);  // 1
         x.load_gates(g.g_dtype);
         x.scale_writers(g.scale);  // 2
         fence_async_proxy();
-        arrive_warp(smem.written[slot][walker]);
-        const int block = task.template block_of<C>(step);
-        SumsOfLane others;
-        if (g.template adds<C>()) others.load(SumsOfBlock::of(g, task, block));
-        x.multiply_values();  // 3
-        if (g.template adds<C>()) others.add_products(x.products);
+        arrive_warp(smem.written[slot][strip]);
+        // NOTES: computed anew, to save registers
+        auto block = [&] { return task.template block_of<C>(anew(step)); };
+        auto sums = [&] { return SumsOfLane{SumsOfBlock::of(g, task, block())}; };
+        if (g.template adds<C>()) sums().prefetch();
+        const Use<Memory::kStages> use(step);  // 3
+        wait(smem.values_arrived[use.slot], use.phase);
+        auto& values = smem.values[Use<Memory::kValueStages>(step).slot];
+        x.of_readers = shared_address(&values.of_readers), x.of_writers = shared_address(&values.of_writers);
+        x.multiply_values();
+        if (g.template adds<C>()) sums().add_products(x.products);
         wait(smem.out_ready[gate_warp], Use<C::kTurns>(step).phase);  // 4
-        if (g.template adds<C>()) others.add_out(x.out);
+        load_values_behind(g, smem, step);
+        if (g.template adds<C>()) sums().template add_out<C>(x.out);
         if (!g.template makes_results<C>()) {
-            auto& sums = SumsOfBlock::of(g, task, block);
-            SumsOfLane::leave(sums, x.out, x.products);
-            if (!C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block + 1)))
-                sums.flow[fresh_laneid()] = known_flow(g, smem, walker, step);
-            arrive_warp(smem.out_free[gate_warp]);
+            sums().leave([&](int t) { return x.seen(t); }, x.products);
+            if (!C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block() + 1)))
+                sums().sums.flow[fresh_laneid()] = known_flow(g, smem, strip, step);
             fence_async_proxy();
-            arrive_warp(smem.free[slot]);
-            if (walker == 0) load_step(g, smem, step + kStages);
+            load_behind(g, smem, strip, step);
             continue;
         }
         const float2 sum = x.make_results(g.scale, g.needs_dg);
-        arrive_warp(smem.out_free[gate_warp]);
+        if constexpr (!C::kOutInPlace) arrive_warp(smem.out_free[gate_warp]);
         if constexpr (!C::kIsLeft)
-            if (g.needs_dg) x.store_sums(hand_on(g, smem, walker, step, x, sum), g.g_dtype);  // 6
-        fence_async_proxy();                                                                  // 7
+            if (g.needs_dg) x.store_sums(hand_on(g, smem, strip, step, x, sum), g.g_dtype);  // 6
+        fence_async_proxy();                                                                 // 7
         __syncwarp();
-        const int column = task.column + walker * kWalkerColumns;
-        store_block(g, task, g.result, x.readers, kRowBytes, column, block);
+        const int column = task.column + strip * kWalkerColumns;
+        store_block(g, task, g.result, x.readers, kRowBytes, column, block());
         if (g.needs_dg) {
             if constexpr (C::kIsLeft)
-                store_block(g, task, g.inflow, x.gates, kFloatRow, column, block);
+                store_block(g, task, g.inflow, x.gates, kFloatRow, column, block());
             else
-                store_block(g, task, g.dg, x.gates, g.gate_row_bytes(), column, block);
+                store_block(g, task, g.dg, x.gates, g.gate_row_bytes(), column, block());
         }
         commit_stores();
         wait_stores_read();
-        arrive_warp(smem.free[slot]);
-        if (walker == 0) load_step(g, smem, step + kStages);
+        load_behind(g, smem, strip, step);
     }
     wait_stores_done();
 }

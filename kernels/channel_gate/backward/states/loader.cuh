@@ -1,77 +1,120 @@
-// Loads of the walks over the states, by one warp: all tiles of a block of 16 tokens.
+// Loads of the walks over the states, by a warp: the tiles of a block of 16 tokens.
 #pragma once
 
 #include "channel_gate/backward/states/config.cuh"
 
 namespace tfla_tk::channel_gate {
 
-// Of a block, with needs_dg or not. Readers and inflow are for results alone.
-template <class C> __device__ inline uint32_t bytes_of_block(const StatesGlobals& g) {
-    const uint32_t gates = kBlock * g.gate_row_bytes();
-    const bool makes_results = g.template makes_results<C>();
-    const uint32_t inflow = !C::kIsLeft && g.needs_dg && makes_results ? kBlock * kFloatRow : 0;
-    const uint32_t columns = (makes_results ? 2 : 1) * C::Columns::loaded_bytes;
-    return 2 * C::Values::loaded_bytes + C::kWalkers * (columns + gates + inflow);
-}
-
-// By one thread.
-template <class C>
-__device__ inline void load_block(const StatesGlobals& g, StatesMemory<C>& smem, int slot, int row,
-                                  semaphore& landed) {
+// Loads columns or values of a step's block, whose place is free: `load(landed, row)` by one thread, of
+// `bytes`. Rows that belong to the next packed sequence are zeroed by `zero(first)`; only one block has some.
+template <class C, class Load, class Zero>
+__device__ inline void load_tiles(const StatesGlobals& g, StatesMemory<C>& smem, int step, uint32_t bytes,
+                                  semaphore& arrived, semaphore& of_tail, Load load, Zero zero) {
     const StatesTask& task = smem.task;
-    auto& stage = smem.stages[slot];
-    kittens::tma::expect_bytes(landed, bytes_of_block<C>(g));
-#pragma unroll
-    for (int i = 0; i < C::kWalkers; i++) {
-        auto& columns = stage.columns[i];
-        const int column = task.column + i * kWalkerColumns;
-        g.gates.load_panel(columns.gates, landed, column, row, task.head, task.batch);
-        load_panels(columns.writers, g.writers, landed, column, row, task.head, task.batch);
-        if (!g.template makes_results<C>()) continue;
-        load_panels(columns.readers, g.readers, landed, column, row, task.head, task.batch);
-        if constexpr (!C::kIsLeft)
-            if (g.needs_dg)
-                g.inflow.box.load_panel(stage.inflow[i], landed, column, row, task.head, task.batch);
-    }
-    load_panels(stage.of_readers, g.of_readers, landed, 0, row, task.head, task.batch);
-    load_panels(stage.of_writers, g.of_writers, landed, 0, row, task.head, task.batch);
-}
-
-// The rows of a block from `first` on, which belong to the next packed sequence.
-template <class C>
-__device__ inline void zero_rows_of_block(const StatesGlobals& g, StatesMemory<C>& smem, int slot,
-                                          int first) {
-    auto& stage = smem.stages[slot];
-    auto zero = [&](void* rows, uint32_t row_bytes) {
-        zero_units(reinterpret_cast<uint4*>(static_cast<char*>(rows) + first * row_bytes),
-                   (kBlock - first) * row_bytes / sizeof(uint4));
-    };
-    for (int i = 0; i < C::kWalkers; i++) {
-        auto& columns = stage.columns[i];
-        zero(columns.gates, g.gate_row_bytes());
-        zero_rows(columns.writers, first), zero_rows(columns.readers, first);
-        if constexpr (!C::kIsLeft) zero(stage.inflow[i], kFloatRow);
-    }
-    zero_rows(stage.of_readers, first), zero_rows(stage.of_writers, first);
-}
-
-// The block of a step, if there is one, once its place is free.
-template <class C> __device__ inline void load_step(const StatesGlobals& g, StatesMemory<C>& smem, int step) {
-    const StatesTask& task = smem.task;
-    if (step >= task.blocks) return;
     const int block = task.template block_of<C>(step), tokens = task.tokens_from(block);
-    const auto [slot, phase] = Use<StatesMemory<C>::kStages>(step);
-    const bool tail = g.packed() && tokens < kBlock;  // of one block of the sequence
-    semaphore& arrived = smem.arrived[slot];
-    wait_free(smem.free[slot], phase);
-    if (fresh_laneid() == 0) load_block(g, smem, slot, task.row_of(block), tail ? smem.tail_landed : arrived);
+    const bool tail = g.packed() && tokens < kBlock;
+    if (fresh_laneid() == 0) {
+        semaphore& landed = tail ? of_tail : arrived;
+        kittens::tma::expect_bytes(landed, bytes);
+        load(landed, task.row_of(block));
+    }
     __syncwarp();
     if (!tail) return;
-    wait(smem.tail_landed, 0);
-    zero_rows_of_block(g, smem, slot, tokens);
+    wait(of_tail, 0);
+    zero(tokens);
     fence_async_proxy();
     __syncwarp();
     if (fresh_laneid() == 0) kittens::arrive(arrived);
+}
+
+__device__ inline void zero_bytes(void* rows, uint32_t row_bytes, int first) {
+    zero_units(reinterpret_cast<uint4*>(static_cast<char*>(rows) + first * row_bytes),
+               (kBlock - first) * row_bytes / sizeof(uint4));
+}
+
+// Readers and inflow are for results alone.
+template <class C>
+__device__ inline void load_columns(const StatesGlobals& g, StatesMemory<C>& smem, int step) {
+    const StatesTask& task = smem.task;
+    const bool makes_results = g.template makes_results<C>();
+    const bool has_inflow = !C::kIsLeft && g.needs_dg && makes_results;
+    const uint32_t bytes = (makes_results ? 2 : 1) * C::Columns::loaded_bytes + kBlock * g.gate_row_bytes() +
+                           (has_inflow ? kBlock * kFloatRow : 0);
+    const int slot = Use<StatesMemory<C>::kStages>(step).slot;
+    auto& strips = smem.columns[slot];
+    auto load = [&](semaphore& landed, int row) {
+#pragma unroll
+        for (int i = 0; i < C::kStrips; i++) {
+            auto& columns = strips[i];
+            const int column = task.column + i * kWalkerColumns;
+            g.gates.load_panel(columns.gates, landed, column, row, task.head, task.batch);
+            load_panels(columns.writers, g.writers, landed, column, row, task.head, task.batch);
+            if (!makes_results) continue;
+            load_panels(columns.readers, g.readers, landed, column, row, task.head, task.batch);
+            if constexpr (!C::kIsLeft)
+                if (has_inflow)
+                    g.inflow.box.load_panel(columns.inflow, landed, column, row, task.head, task.batch);
+        }
+    };
+    load_tiles(g, smem, step, C::kStrips * bytes, smem.columns_arrived[slot], smem.columns_tail, load,
+               [&](int first) {
+                   for (auto& columns : strips) {
+                       zero_bytes(columns.gates, g.gate_row_bytes(), first);
+                       zero_rows(columns.writers, first), zero_rows(columns.readers, first);
+                       if constexpr (!C::kIsLeft) zero_bytes(columns.inflow, kFloatRow, first);
+                   }
+               });
+}
+
+template <class C>
+__device__ inline void load_values(const StatesGlobals& g, StatesMemory<C>& smem, int step) {
+    const StatesTask& task = smem.task;
+    using Memory = StatesMemory<C>;
+    semaphore& arrived = smem.values_arrived[Use<Memory::kStages>(step).slot];
+    auto& values = smem.values[Use<Memory::kValueStages>(step).slot];
+    auto load = [&](semaphore& landed, int row) {
+        load_panels(values.of_readers, g.of_readers, landed, 0, row, task.head, task.batch);
+        load_panels(values.of_writers, g.of_writers, landed, 0, row, task.head, task.batch);
+    };
+    load_tiles(g, smem, step, 2 * C::Values::loaded_bytes, arrived, smem.values_tail, load,
+               [&](int first) { zero_rows(values.of_readers, first), zero_rows(values.of_writers, first); });
+}
+
+// The first blocks.
+template <class C> __device__ inline void load_first_steps(const StatesGlobals& g, StatesMemory<C>& smem) {
+    const int columns = min(StatesMemory<C>::kStages, smem.task.blocks);
+    const int values = min(StatesMemory<C>::kValueStages, smem.task.blocks);
+#pragma unroll 1
+    for (int step = 0; step < columns; step++) {
+        load_columns(g, smem, step);
+        if (step < values) load_values(g, smem, step);
+    }
+}
+
+// By the gate warp of a step, once it has read of the walkers that they are done with the step's values:
+// later ones come into their place, if there is a ring of values.
+template <class C>
+__device__ inline void load_values_behind(const StatesGlobals& g, StatesMemory<C>& smem, int step) {
+    const int next = anew(step) + StatesMemory<C>::kValueStages;  // NOTES: places anew, to save registers
+    if (C::kSplitsV && next < smem.task.blocks) load_values(g, smem, next);
+}
+
+// By the gate warp of a step, after all else that it does there: the block that comes into the step's place.
+// With one ring the place is also another strip's and the walkers'.
+template <class C>
+__device__ inline void load_behind(const StatesGlobals& g, StatesMemory<C>& smem, int strip, int step) {
+    const int next = anew(step) + StatesMemory<C>::kStages;  // NOTES: likewise
+    if constexpr (C::kSplitsV) {
+        __syncwarp();
+        if (next < smem.task.blocks) load_columns(g, smem, next);
+    } else {
+        const auto [slot, phase] = Use<StatesMemory<C>::kStages>(next);
+        arrive_warp(smem.free[slot]);
+        if (strip != 0 || next >= smem.task.blocks) return;
+        wait_free(smem.free[slot], phase);
+        load_columns(g, smem, next);
+        load_values(g, smem, next);
+    }
 }
 
 }  // namespace tfla_tk::channel_gate

@@ -21,52 +21,57 @@ struct alignas(16) SumsOfBlock {
     }
 };
 
-// A lane's part of the sums of a block: its two channels of every token, and eight products.
+// What an earlier launch has left of a block, lane by lane: two channels of every token, and eight products.
 struct SumsOfLane {
-    float2 out[kBlock];
-    float4 products[2];
+    SumsOfBlock& sums;
 
-    __device__ __forceinline__ void load(const SumsOfBlock& sums) {
-        each<0, kBlock>([&](int t) { out[t] = __ldcs(place_of_out(sums, t)); });
-        each<0, 2>([&](int n) { products[n] = __ldcs(place_of_products(sums, n)); });
+    // So that they are near when they are added.
+    __device__ __forceinline__ void prefetch() const {
+        constexpr int kLine = 128, kLines = sizeof(SumsOfBlock) / kLine;
+        const char* const from = reinterpret_cast<const char*>(&sums);
+        for (int line = fresh_laneid(); line < kLines; line += 32)
+            asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from + line * kLine));
     }
-    // from: addresses of out and products in shared memory.
-    __device__ __forceinline__ void add_out(uint32_t to) const {
-        each<0, kBlock>([&](int t) {
-            const float2 x = load_floats(own_out(to, t));
-            store_floats(own_out(to, t), {x.x + out[t].x, x.y + out[t].y});
+    // to: addresses in shared memory. NOTES: a few at a time, for want of registers.
+    template <class C> __device__ __forceinline__ void add_out(uint32_t to) const {
+        const int lane = fresh_laneid();
+        constexpr int kTokens = 8;
+        each<0, kBlock / kTokens>([&](int i) {
+            float2 others[kTokens];
+            each<0, kTokens>([&](int t) { others[t] = __ldcs(place_of_out(i * kTokens + t)); });
+            each<0, kTokens>([&](int t) {
+                const uint32_t place = own_out<C>(to, i * kTokens + t, lane);
+                const float2 x = load_floats(place);
+                store_floats(place, {x.x + others[t].x, x.y + others[t].y});
+            });
         });
     }
     __device__ __forceinline__ void add_products(uint32_t to) const {
         each<0, 2>([&](int n) {
+            const float4 others = __ldcs(place_of_products(n));
             float x[4];
             load_four(x, own_products(to, n));
-            x[0] += products[n].x, x[1] += products[n].y, x[2] += products[n].z, x[3] += products[n].w;
+            x[0] += others.x, x[1] += others.y, x[2] += others.z, x[3] += others.w;
             store_four(own_products(to, n), x);
         });
         __syncwarp();
     }
-    __device__ static __forceinline__ void leave(SumsOfBlock& sums, uint32_t out, uint32_t products) {
-        each<0, kBlock>([&](int t) { __stcs(place_of_out(sums, t), load_floats(own_out(out, t))); });
+    // seen(t): of out.
+    template <class Seen> __device__ __forceinline__ void leave(Seen seen, uint32_t products) const {
+        each<0, kBlock>([&](int t) { __stcs(place_of_out(t), seen(t)); });
         each<0, 2>([&](int n) {
             float x[4];
             load_four(x, own_products(products, n));
-            __stcs(place_of_products(sums, n), {x[0], x[1], x[2], x[3]});
+            __stcs(place_of_products(n), {x[0], x[1], x[2], x[3]});
         });
     }
 
   private:
-    template <class To, class From> static __device__ __forceinline__ To* as(From& x) {
-        return reinterpret_cast<To*>(const_cast<float*>(&x));
+    __device__ __forceinline__ float2* place_of_out(int t) const {
+        return reinterpret_cast<float2*>(&sums.out[t][2 * fresh_laneid()]);
     }
-    static __device__ __forceinline__ float2* place_of_out(const SumsOfBlock& sums, int t) {
-        return as<float2>(sums.out[t][2 * fresh_laneid()]);
-    }
-    static __device__ __forceinline__ float4* place_of_products(const SumsOfBlock& sums, int n) {
-        return as<float4>(sums.products[0][0]) + 32 * n + fresh_laneid();
-    }
-    static __device__ __forceinline__ uint32_t own_out(uint32_t rows, int t) {
-        return rows + t * (kOutRow * 4) + 8 * fresh_laneid();
+    __device__ __forceinline__ float4* place_of_products(int n) const {
+        return reinterpret_cast<float4*>(&sums.products[0][0]) + 32 * n + fresh_laneid();
     }
     static __device__ __forceinline__ uint32_t own_products(uint32_t products, int n) {
         return products + 512 * n + 16 * fresh_laneid();

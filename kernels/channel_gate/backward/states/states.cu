@@ -3,9 +3,9 @@
 // Two kernels, in blocks of 16 tokens:
 //   gla_left   forward in time: dq, and q dq for the gates
 //   gla_right  backward in time: dk, and dg
-// One CTA of either owns a (segment, head, 64 or 128 columns of K):
-//     gate warps  four or eight per walker: what writes to the state, results, loads and stores
-//     (states/gates.cuh) walkers     one or two, the state or its gradient in registers (states/walker.cuh)
+// One CTA of either owns a (segment, head, one or two strips of 64 columns of K):
+//     gate warps  eight: what writes to the state, results, loads and stores (states/gates.cuh)
+//     walkers     one or two, the state or its gradient in registers (states/walker.cuh)
 // Equations: bindings/params_backward.h and docs/gla.md.
 #include <stdexcept>
 
@@ -43,7 +43,7 @@ inline int slots_of(const ChannelShape& s) {
 }
 
 template <class C> StatesGlobals states_globals(const GlaStatesParams& p) {
-    constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    constexpr int kColumns = C::kStrips * kWalkerColumns;
     const ChannelShape& s = p.shape;
     auto boxes = [&](const Operand& x, int dim, int rows) {
         return TensorMap(x, s.batch, s.heads, s.seq, dim, rows, s.half);
@@ -104,10 +104,9 @@ template <class C> void launch_states(const GlaStatesParams& p, cudaStream_t str
 }
 
 template <StateWalk kWalk, class T> void run_states(const GlaStatesParams& p, cudaStream_t stream) {
-    // NOTES: a state of more columns of V leaves no registers for two walkers
     if constexpr (TFLA_DIM_V <= 128)
-        if (p.walkers == 2) return launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk>>(p, stream);
-    launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk>>(p, stream);
+        if (p.walkers == 1) return launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk>>(p, stream);
+    launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk>>(p, stream);
 }
 
 template <StateWalk kWalk> void run_states(const GlaStatesParams& p, void* stream) {
