@@ -52,11 +52,12 @@ struct DeltaMatricesParams {
 };
 
 // The walk of the forward over chunks; A and P as DeltaMatricesParams makes them for the forward:
-//   W = V - e^b (K S)    U' = written A W    O = s e^b (Q S) + P U'    S <- e^{b_L} S + K^T (rest e^{b_L - b} U')
+//   W = V - e^b (K S)    U' = A W    O = s e^b (Q S) + P (written U')
+//   S <- e^{b_L} S + K^T (beta e^{b_L - b} U')
 struct DeltaForwardParams {
     DeltaShape shape;
     Operand q, k, v, o;
-    Operand writes;  // U', like o; data is null: not wanted
+    Operand writes;  // written U', rounded, like o; data is null: not wanted
     Gate g, beta;
     void *a, *p;
     const float* initial;  // [N, heads, K, V] or null: zero
@@ -71,11 +72,11 @@ struct DeltaForwardParams {
 
 // The mirror of that walk, backward in time; A and P as made for the backward. With dS the gradient of the
 // state that leaves a chunk:
-//   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U' / written
+//   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U'
 //   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
 struct DeltaMirrorParams {
     DeltaShape shape;
-    Operand q, k, dout, writes;  // writes: U' of the forward
+    Operand q, k, dout, writes;  // writes: of the forward
     Operand dv;                  // written
     Gate g, beta;
     void *a, *p;

@@ -6,7 +6,7 @@
 
 namespace tfla_tk {
 
-// The two walks over the states, once U' and dV are known. With U = rest U', P and M the scores of a chunk,
+// The two walks over the states, once U' and dV are known. With U = beta U', P and M the scores of a chunk,
 //   P_ij = s e^{b_i - b_j} dO_i.U_j for j <= i      M_ij = -e^{b_i - b_j} dV_i.U_j for j < i,
 // both rounded, S the state that enters a chunk and dS the gradient of the state that leaves it:
 //   left, forward in time:    dq = s e^b (dO S^T) + P K      left = -e^b (dV S^T) + M K
@@ -19,7 +19,7 @@ namespace tfla_tk {
 // at the anchors.
 struct DeltaStatesParams {
     DeltaShape shape;                // segments of kSegmentChunks
-    Operand q, k, writes, dout, dv;  // writes: U' of the forward
+    Operand q, k, writes, dout, dv;  // writes: of the forward, times `rest` U
     Operand dq;                      // the left walk writes it, for every head of v
     Operand left;                    // the left walk writes it, the right one reads it
     Operand dk;                      // the right walk writes it, for every head of v

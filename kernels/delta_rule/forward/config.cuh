@@ -37,7 +37,7 @@ struct ForwardGates {
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
     TokenFactors written;     // the part of beta that U' has
-    TokenFactors update;      // e^{b_L - b}, times the rest of beta
+    TokenFactors update;      // beta e^{b_L - b}
     float decay;              // e^{b_L}
 };
 

@@ -37,8 +37,7 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const Decays decays(log_decay);
-        const float2 written = written_part(beta), rest = rest_part(beta);
-        const float2 read = decays.to_token, kept = decays.to_end;
+        const float2 x = beta, read = decays.to_token, kept = decays.to_end;
         log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
@@ -46,8 +45,8 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
         const int lane = fresh_laneid();
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
-        gates.written.write(lane, written);
-        gates.update.write(lane, {rest.x * kept.x, rest.y * kept.y});
+        gates.written.write(lane, written_part(x));
+        gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }

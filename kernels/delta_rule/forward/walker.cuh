@@ -4,14 +4,13 @@
 //   3. Issue O^T = S^T Q^T.
 //   4. Wait for X. W^T = V^T - e^b X^T, rounded.
 //   5. Issue U'^T = W^T A^T. Under it hand over O of the chunk before, and free its stage.
-//   6. Wait for U' and Q S. Round U', times `written`, and leave it for the backward, where it is wanted.
-//   7. Issue S^T += (rest e^{b_L - b} U'^T) K.
-//   8. Under it scale O^T by s e^b and issue O^T += U'^T P^T.
+//   6. Wait for U' and Q S. Leave U', times `written`, for the backward, where it is wanted.
+//   7. Issue S^T += (beta e^{b_L - b} U'^T) K.
+//   8. Under it round U', times `written`; scale O^T by s e^b and issue O^T += U'^T P^T.
 //   9. Wait for S; P U' stays in flight.
-// The chain from chunk to chunk is X, W, U', S. The operand of step 7 is made of the rounded U', which is all
-// that the backward has: its left walk makes the same S of it. NOTES: the loop's edge is after step 6, where
-// no GEMM is in flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for
-// the same reason.
+// The chain from chunk to chunk is X, W, U', S. NOTES: the loop's edge is after step 6, where no GEMM is in
+// flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same
+// reason.
 #pragma once
 
 #include "delta_rule/forward/config.cuh"
@@ -122,8 +121,11 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
+    };
+    // U' as the backward is given it, to A operands.
+    auto round_writes = [&](int chunk) {
         each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage.gates.written.columns(j, lane);
+            const auto factors = stage_of(chunk).gates.written.columns(j, lane);
             each<0, 4>([&](int k) {
                 const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
                 tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
@@ -131,6 +133,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         });
     };
     auto leave_writes = [&](int chunk) {
+        round_writes(chunk);
         wait_free(smem.writes_free[walker], chunk & 1);
         store_transposed(shared_address(&smem.writes[walker]) + lane_offset, tokens);
         fence_async_proxy();
@@ -150,12 +153,13 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         each<0, kTokenSteps>([&](int j) {  // 7
             const auto factors = stage.gates.update.columns(j, lane);
             each<0, 4>([&](int k) {
-                const float2 z = to_float2(tokens[j].tiles[0][0].data[k]), e = factors.of[k / 2];
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
                 scaled(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
             multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);
         });
         wait_if_sequential();
+        round_writes(chunk);
         each<0, kTokenSteps>([&](int j) {  // 8
             const auto factors = stage.gates.out.columns(j, lane);
             each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });

@@ -3,11 +3,11 @@
 //   1. Leave S for the backward, where it is wanted. Round S^T to A operands, four steps at a time, and issue
 //      X^T = S^T K^T.
 //   2. W^T = V^T - e^b X^T, rounded. U'^T = W^T A^T.
-//   3. Round U', times `written`, and leave it for the backward, where it is wanted. From that make the
-//      operand of S, scaled by rest e^{b_L - b} and rounded (walker.cuh).
+//   3. Round U', times `written`, and leave it for the backward, where it is wanted. Round the operand of S,
+//      beta e^{b_L - b} U'^T.
 //   4. Round S^T again and issue O^T = S^T Q^T; scale S^T by its decay under the last of it.
 //   5. Scale O^T by s e^b.
-//   6. Issue O^T += U'^T P^T and S^T += (rest e^{b_L - b} U'^T) K.
+//   6. Issue O^T += U'^T P^T and S^T += (beta e^{b_L - b} U'^T) K.
 //   7. Wait for O and put it where V was; wait for S and hand the stage over.
 // NOTES: the loop's edge is after step 5, where no GEMM is in flight, and S^T is read in the iteration of the
 // GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517). Another accumulator for O,
@@ -122,7 +122,7 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         each<0, kTokenSteps>([&](int j) {
             const auto factors = stage.gates.update.columns(j, fresh_laneid());
             each<0, 4>([&](int k) {
-                const float2 z = to_float2(tokens[j].tiles[0][0].data[k]), e = factors.of[k / 2];
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
                 scaled[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
         });

@@ -37,8 +37,7 @@ struct MapsGlobals : WalkGlobals {
 // Factors of a chunk's tokens, as in the forward's walk.
 struct MapsGates {
     TokenFactors minus_read;  // -e^b
-    TokenFactors written;     // the part of beta that U' has
-    TokenFactors update;      // e^{b_L - b}, times the rest of beta
+    TokenFactors update;      // beta e^{b_L - b}
     float decay;              // e^{b_L}
 };
 
@@ -102,16 +101,14 @@ template <class C> __device__ inline void scan_map_gates(const MapsGlobals& g, M
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const Decays decays(log_decay);
-        const float2 written = written_part(beta), rest = rest_part(beta);
-        const float2 read = decays.to_token, kept = decays.to_end;
+        const float2 written = beta, read = decays.to_token, kept = decays.to_end;
         log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
         MapsGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
         gates.minus_read.write(lane, {-read.x, -read.y});
-        gates.written.write(lane, written);
-        gates.update.write(lane, {rest.x * kept.x, rest.y * kept.y});
+        gates.update.write(lane, {written.x * kept.x, written.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }
@@ -120,9 +117,7 @@ template <class C> __device__ inline void scan_map_gates(const MapsGlobals& g, M
 // A walker. X and U' share an accumulator; S^T is the state. Per chunk:
 //   1. Round S^T to A operands, then scale it by its decay. Issue X^T = S^T K^T; load V^T under it.
 //   2. Wait for X. W^T = V^T - e^b X^T, rounded. Issue U'^T = W^T A^T and wait for it.
-//   3. Round U', times `written`, as the forward does. Issue S^T += (rest e^{b_L - b} U'^T) K and wait for
-//   it; hand the stage
-//      over.
+//   3. Issue S^T += (beta e^{b_L - b} U'^T) K and wait for it; hand the stage over.
 template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMemory<C>& smem, int walker) {
     using T = typename C::T;
     using T2 = typename base_types::packing<T>::packed_type;
@@ -131,7 +126,7 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
     rt_fl<16, C::kDimK> state;     // S^T
     rt_fl<16, kChunk> x;           // X^T, then U'^T
     Fragment read[kStateSteps];    // S^T, rounded; then U'^T, scaled
-    Fragment tokens[kTokenSteps];  // V^T, then W^T, then U'^T
+    Fragment tokens[kTokenSteps];  // V^T, then W^T
     static_assert(kStateSteps >= kTokenSteps);
     auto scaled = [&](int j) -> Fragment& { return read[j]; };
 
@@ -186,18 +181,11 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
         each<0, kTokenSteps>([&](int j) { multiply_step<false>(x, tokens[j], a.at(j * 32), j > 0, j == 0); });
         warpgroup::mma_async_wait<0>();
         pin(x), pin_all(tokens);
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage.gates.written.columns(j, lane);
-            each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
-            });
-        });
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
         each<0, kTokenSteps>([&](int j) {  // 3
             const auto factors = stage.gates.update.columns(j, lane);
             each<0, 4>([&](int k) {
-                const float2 z = to_float2(tokens[j].tiles[0][0].data[k]), e = factors.of[k / 2];
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
                 scaled(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
             multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);

@@ -62,7 +62,7 @@ class Chunk:
         # beta in two parts: U' has one already, the other follows
         written = torch.where(beta.abs() < 1 / 64, 1, beta)
         rest = beta / written
-        self.written, self.rest = written[:, None], rest[:, None]
+        self.written = written[:, None]
         self.a = rounded(torch.linalg.inv(eye + overlap * beta))
         self.p = rounded(p * rest)
         self.a_of_mirror, self.p_of_mirror = (
@@ -91,9 +91,9 @@ class Walks:
         for x in chunks:
             read = r(state)
             w = r((x.v if values else 0) - x.read * (x.k @ read))
-            writes = x.written * (x.a @ w)
-            outputs.append(SCALE * x.read * (x.q @ read) + x.p @ r(writes))
-            state = x.whole * state + x.k.mT @ r(x.rest * x.kept * r(writes))
+            writes = x.a @ w
+            outputs.append(SCALE * x.read * (x.q @ read) + x.p @ r(x.written * writes))
+            state = x.whole * state + x.k.mT @ r(x.beta * x.kept * writes)
         return torch.cat(outputs), state
 
     def mirror(self, chunks: list[Chunk], state: Tensor) -> tuple[Tensor, Tensor]:
