@@ -1,29 +1,37 @@
 // The flow of gradient over a token's end, <S, dS> per channel of K: the sum of q dq - k dk behind that
-// token, without what has come together on the way. At the anchors the left walk leaves S rounded, in the
-// order in which the right walk's warps have dS.
+// token, without what has come together on the way. At the anchors the left walk leaves S in two parts, in
+// the order in which the right walk's warps have dS.
 #pragma once
 
 #include "channel_gate/backward/states/config.cuh"
 
 namespace tfla_tk::channel_gate {
 
-// A lane's units of an anchor's part, of 16 columns of V and the warp's 16 of K each, 32 apart. The anchor is
-// before `block`; units of columns of V before those of `walker` come first.
+constexpr int kAnchorUnits =
+    2 * 32;  // of 16 columns of V and 16 of K: high and low parts, a unit per lane each
+
+// A lane's first unit of an anchor's part, of the warp's 16 columns of K. The anchor is before `block`; units
+// of columns of V before those of `walker` come first.
 template <class C>
 __device__ inline uint4* anchor_units(const StatesGlobals& g, const StatesTask& task, int block, int part,
                                       int walker) {
     const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
     const int anchor = (task.first_slot + block / kBlocks) / kAnchorChunks;
     const int64_t place = (head * g.anchor_slots + anchor) * g.parts() + part;
-    return g.anchors + place * (C::kDimV / 16 * 32) + C::part_of(walker) * (C::kWalkerV / 16 * 32) +
-           fresh_laneid();
+    const int64_t tiles = place * (C::kDimV / 16) + C::part_of(walker) * (C::kWalkerV / 16);
+    return g.anchors + tiles * kAnchorUnits + fresh_laneid();
 }
 
 template <class C, class State> __device__ inline void store_anchor(uint4* units, const State& state) {
-    rt<typename C::T, 16, 16> rounded;
+    using T2 = typename base_types::packing<typename C::T>::packed_type;
     each<0, State::width>([&](int k) {
-        convert_fragment(rounded, state, k);
-        units[32 * k] = reinterpret_cast<const uint4&>(rounded.tiles[0][0].data);
+        T2 high[4], low[4];
+        each<0, 4>([&](int n) {
+            const HighAndLow<T2> parts(state.tiles[0][k].data[n]);
+            high[n] = parts.high, low[n] = parts.low;
+        });
+        units[kAnchorUnits * k] = reinterpret_cast<const uint4&>(high);
+        units[kAnchorUnits * k + 32] = reinterpret_cast<const uint4&>(low);
     });
 }
 
@@ -33,11 +41,12 @@ __device__ inline void store_flow(const uint4* units, const State& gradient, flo
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     float sums[2] = {0.f, 0.f};
     each<0, State::width>([&](int k) {
-        const uint4 unit = units[32 * k];
-        const auto* pairs = reinterpret_cast<const T2*>(&unit);
+        const uint4 units_of_tile[2] = {units[kAnchorUnits * k], units[kAnchorUnits * k + 32]};
+        const auto* high = reinterpret_cast<const T2*>(units_of_tile);
         each<0, 4>([&](int n) {
-            const float2 x = to_float2(pairs[n]), y = gradient.tiles[0][k].data[n];
-            sums[n % 2] += x.x * y.x + x.y * y.y;
+            const float2 x = to_float2(high[n]), rest = to_float2(high[4 + n]),
+                         y = gradient.tiles[0][k].data[n];
+            sums[n % 2] += (x.x + rest.x) * y.x + (x.y + rest.y) * y.y;
         });
     });
     const int lane = fresh_laneid();

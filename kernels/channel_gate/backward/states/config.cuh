@@ -14,18 +14,6 @@
 #include "channel_gate/walk.cuh"
 #include "channel_gate/writers.cuh"
 
-// Variants, to compare them: whether the right walk has `out` in the place of the gates where walkers do not
-// split V; the most blocks in shared memory; blocks of values of the right walk where they split V.
-#ifndef TFLA_OUT_IN_PLACE
-#define TFLA_OUT_IN_PLACE 0
-#endif
-#ifndef TFLA_MOST_STAGES
-#define TFLA_MOST_STAGES 99
-#endif
-#ifndef TFLA_VALUE_STAGES
-#define TFLA_VALUE_STAGES 4
-#endif
-
 namespace tfla_tk::channel_gate {
 
 enum class StateWalk { left, right };
@@ -49,7 +37,7 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     static constexpr bool kTakesSlices = kDimV == kSliceOfV;  // of V, see slices.cuh
     // Whether what readers see of the state takes the place of the gates, and the second part of it that of
     // the writers.
-    static constexpr bool kOutInPlace = kSplitsV || (TFLA_OUT_IN_PLACE && !kIsLeft);
+    static constexpr bool kOutInPlace = kSplitsV;
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker's
     // CTA has enough for all. A warp more, to load, would leave too few of them: it takes as many from each
@@ -179,13 +167,12 @@ template <class C> struct alignas(16) StatesExchange {
 template <class C> struct StatesMemory {
     using Values = StatesValues<C>;
     using Columns = StatesColumns<C, C::kIsLeft>;
-    static constexpr int kMost = std::min(C::kTurns + 4, std::max(C::kTurns, TFLA_MOST_STAGES)),
-                         kRest = 2048;  // kRest: bytes of barriers and task, and a margin
+    static constexpr int kMost = C::kTurns + 4, kRest = 2048;  // bytes of barriers and task, and a margin
     static constexpr int kForBlocks = MAX_SHARED_MEMORY - sizeof(StatesExchange<C>) - kRest;
     static constexpr int kOfColumns = C::kStrips * (sizeof(Columns) + kBlockChannels * sizeof(float));
     // Blocks. Where two walkers split V, values leave as soon as these have read them, columns when results
     // are stored, so that values have a ring of their own.
-    static constexpr int kOwnValues = C::kSplitsV ? TFLA_VALUE_STAGES + C::kIsLeft : 0;
+    static constexpr int kOwnValues = C::kSplitsV ? 4 + C::kIsLeft : 0;
     static constexpr int kStages = std::min<int>(
         (kForBlocks - kOwnValues * sizeof(Values)) / (kOfColumns + (kOwnValues ? 0 : sizeof(Values))), kMost);
     static constexpr int kValueStages = kOwnValues ? kOwnValues : kStages;

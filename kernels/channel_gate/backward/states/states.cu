@@ -120,7 +120,8 @@ namespace tfla_tk {
 
 std::int64_t gla_anchor_bytes(const ChannelShape& s) {
     const std::int64_t anchors = anchor_slots(channel_gate::slots_of(s));
-    const std::int64_t parts = (s.dim_k + 15) / 16, bytes_of_part = 2 * 16 * TFLA_DIM_V;
+    constexpr std::int64_t bytes_of_part = TFLA_DIM_V / 16 * channel_gate::kAnchorUnits * sizeof(uint4);
+    const std::int64_t parts = (s.dim_k + 15) / 16;
     return anchors * s.batch * s.heads * parts * bytes_of_part;
 }
 
