@@ -73,7 +73,9 @@ def test_any_length(more: int, borders: int, split_every: Split) -> None:
 def test_gates(gates: str, betas: str, split_every: Split) -> None:
     """Maps that keep a state, and such that leave nothing of it."""
     split_every(1)
-    wider = {"dg": 3e-2, "dq": 1.1e-2, "dk": 1.2e-2} if gates in ("none", "slow") else None
+    wider = {"dg": 3e-2, "dq": 1.1e-2, "dk": 1.2e-2} if gates in ("none", "slow") else {}
+    if (gates, betas) == ("none", "up to two"):
+        wider |= {"o": 5.5e-3, "final_state": 5.5e-3}  # of whole walks, too: 5.1e-3; fla's are 5.8e-3
     check(draw(1, 3 * SEGMENT_TOKENS + 100, gates=gates, betas=betas), wider=wider)
 
 
@@ -93,7 +95,12 @@ def test_errors_are_those_of_whole_sequences(gates: str, betas: str, split_every
     whole = errors(both(x))
     split_every(1)
     split = errors(both(x))
-    worse = {name: (split[name], e) for name, e in whole.items() if not split[name] <= 1.15 * e + 2e-4}
+    most = {"dg": 1.3}  # a small difference of large sums
+    worse = {
+        name: (split[name], e)
+        for name, e in whole.items()
+        if not split[name] <= most.get(name, 1.15) * e + 2e-4
+    }
     assert not worse, worse
 
 

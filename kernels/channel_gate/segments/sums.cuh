@@ -59,6 +59,9 @@ __device__ inline void scale_blocks(const SegmentsGlobals& g, SumsMemory<C>& sme
         auto& stage = smem.stages[slot];
         x.writers = shared_address(&stage.keys), x.gates = shared_address(stage.gates);
         x.decay = shared_address(smem.decay[slot]);
+        // NOTES: a gate warp is not slowed by the adder. Before the place's last block has left, its barrier
+        // would take this wait for that of two blocks before.
+        wait_free(smem.free[slot], phase);
         wait(smem.arrived[slot], phase);
         x.load_gates(g.g_dtype);
         x.scale_writers(g.scale);
