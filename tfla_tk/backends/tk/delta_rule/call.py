@@ -177,7 +177,7 @@ class Shape(NamedTuple):
         idle = every - pairs * -(-self.dim_v // WALKER_COLUMNS)
         if self.is_wide or self.walkers > 1 or idle <= 0 or self.split is not None:
             return 0
-        if costs.beside(pairs, idle) >= costs.WALKED[1] + costs.MADE_BEFORE * pairs / every:
+        if costs.beside(pairs, idle, self.dim_k) >= costs.WALKED[1] + costs.MADE_BEFORE * pairs / every:
             return 0
         return min(idle, self.batch * self.heads * self.slots)
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 # microseconds, from the log of 2026-11-26, of K = V = 128: of a chunk of the forward's walk by walkers of a
-# CTA, and of A and P of a chunk on a multiprocessor, before the walk and beside it; the last one is an
-# estimate: four chunks at a time, five before the walk
+# CTA, and of A and P of a chunk on a multiprocessor, before the walk and, by the tile of K, beside it. The
+# latter of K = 128 is an estimate: four chunks at a time, five before the walk; with K = 64 three
 WALKED = {1: 1.56, 2: 2.36}
-MADE_BEFORE, MADE_BESIDE = 1.88, 2.2
+MADE_BEFORE, MADE_BESIDE = 1.88, {64: 2.9, 128: 2.2}
 # fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
 # states alone, where their CTAs run all at once and where they take several waves; the start of a launch with
 # that of its CTAs. An estimate: a segment that is carried
@@ -36,13 +36,13 @@ class Slices(NamedTuple):
     keys: int
 
 
-def beside(pairs: int, idle: int) -> float:
+def beside(pairs: int, idle: int, dim_k: int) -> float:
     """Of a chunk of walks of one walker, with makers on so many multiprocessors.
 
     Args:
         pairs: sequences times heads.
     """
-    return max(WALKED[1], MADE_BESIDE * pairs / idle)
+    return max(WALKED[1], MADE_BESIDE[64 if dim_k <= 64 else 128] * pairs / idle)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,7 +74,7 @@ def segment_chunks(
     idle = multiprocessors - pairs * slices.values
     whole = made + walked(1, chunks) + _LAUNCH
     if idle > 0:
-        whole = min(whole, chunks * beside(pairs, idle))
+        whole = min(whole, chunks * beside(pairs, idle, 64 * slices.keys))
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
     best = min(sorted(lengths), key=split, default=None)
