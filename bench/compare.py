@@ -1,7 +1,8 @@
 """`tfla-tk compare`: time the backends side by side, with errors against fp64.
 
-On a CUDA GPU: the ThunderKittens kernels, the Triton kernels and the PyTorch reference at the benchmark
-shapes. Without one: the reference's forms at small shapes, and what is missing for the rest.
+On a CUDA GPU: the ThunderKittens kernels, the Triton kernels, FlashQLA and mamba_ssm where installed, and the
+PyTorch reference at the benchmark shapes. Without one: the reference's forms at small shapes, and what is
+missing for the rest.
 
 Exit status: 0 done; 1 where one of this package's backends, or any backend named by --backends, computes a
 wrong result or raises; a named backend that cannot serve the call counts as well. A baseline that fails is

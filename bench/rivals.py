@@ -32,6 +32,9 @@ from .inputs import OFFSETS
 
 FLASH_QLA, MAMBA = "tilelang:flash_qla", "triton:mamba_ssm"
 _FLASH_QLA_DIM = 128
+_INSTALL_MAMBA = (
+    "MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm"
+)
 MAMBA_CHUNK = 256  # that of its own layers
 
 
@@ -94,7 +97,7 @@ def _same_names(inputs: Mapping[str, Tensor], results: dict[str, Tensor]) -> dic
 
 def _prepare_mamba(inputs: Mapping[str, Tensor]) -> Prepared:
     q, k, v, g = (inputs[name] for name in "qkvg")
-    _check_installed(MAMBA, "mamba_ssm", "MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps mamba-ssm")
+    _check_installed(MAMBA, "mamba_ssm", _INSTALL_MAMBA)
     _check_installed(MAMBA, "einops", "pip install einops")
     _check_gpu(MAMBA, q)
     function = _mamba_module().mamba_chunk_scan_combined
@@ -140,7 +143,7 @@ def _mamba_module() -> Any:
             del sys.modules[loaded]
     spec = find_package("mamba_ssm")
     if spec is None or spec.submodule_search_locations is None:
-        raise UnsupportedError(MAMBA, "mamba_ssm is no package", "pip install --no-deps mamba-ssm")
+        raise UnsupportedError(MAMBA, "mamba_ssm is no package", _INSTALL_MAMBA)
     package = ModuleType("mamba_ssm")
     package.__path__ = list(spec.submodule_search_locations)
     package.__spec__ = spec

@@ -47,9 +47,9 @@ struct Decays {
     }
 };
 
-// beta as a product, written * rest. The forward makes `written` U' in the place of U', and rounds it: that
-// is what the backward is given. The rest follows where beta U' is used. So what a token writes is rounded
-// but once where nothing decays. A token that hardly writes leaves U' as it is, since dbeta needs it.
+// beta as a product, written * rest. The forward leaves the `writes` of its chunks for the backward: written
+// U', rounded. The rest follows where beta U' is used. So what a token adds to the state is rounded but once
+// where nothing decays. A token that hardly writes leaves U' itself, since dbeta needs it.
 __device__ inline bool hardly_writes(float beta) { return !(fabsf(beta) >= 1.f / 64); }
 __device__ inline float written_part(float beta) { return hardly_writes(beta) ? 1.f : beta; }
 __device__ inline float rest_part(float beta) { return hardly_writes(beta) ? beta : 1.f; }

@@ -21,7 +21,6 @@ DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
 DELTA_DIRECTIONS = ("forward", "backward")
 DELTA_SCHEDULES = ("sequential", "overlapped")
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
-GLA_MAX_DIM_K = 256
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
 GLA_DIRECTIONS = ("forward", "backward")
 GLA_SCHEDULES = ("sequential", "overlapped")

@@ -1,6 +1,6 @@
 // The mirror walk of the backward of gated linear attention (GLA): dV, and the gradient of the first state.
 // It is the forward's walk from the last chunk to the first: the gate warps make the same of a chunk, the
-// walkers carry the state's gradient. Equations: bindings/params_backward.h and docs/gla.md.
+// walkers carry the state's gradient. Equations: bindings/params_backward.h and docs/gla-backward.md.
 #include "channel_gate/bindings/params_backward.h"
 #include "channel_gate/forward/kernel.cuh"
 

@@ -4,16 +4,16 @@
 //   delta_matrices  A and P of every chunk, as the mirror takes them (chunk_matrices/kernel.cuh)
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
-//     producer      loads q, k, dO, U', A, P; scans the gates; stores dV
+//     producer      loads q, k, dO, the forward's writes, A, P; scans the gates; stores dV
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both of these: delta_mirror_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
 // delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
-// dq, dk and dg follow from dO, U' and dV by the walks of states/, and then
+// dq, dk and dg follow from dO, writes and dV by the walks of states/, and then
 //   delta_combine   adds up the heads of v that share one of q and k
 //   delta_inputs_backward  turns gradients into those of raw inputs (inputs/backward.cuh)
-// Equations: bindings/params.h and docs/delta-rule.md.
+// Equations: bindings/params.h and docs/delta-rule-backward.md.
 #include <stdexcept>
 
 #include "common/launch.cuh"

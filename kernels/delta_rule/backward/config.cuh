@@ -45,7 +45,7 @@ struct MirrorGates {
     float decay;              // e^{b_L}
 };
 
-// U', then U where it is wanted, until it is stored; of walks that leave more than states.
+// The forward's writes (gates.cuh), of walks that leave more than states.
 template <class C, bool kStatesAlone = C::kStatesAlone> struct MirrorWrites {
     typename C::Columns writes[C::kWalkers];
 };
@@ -61,7 +61,7 @@ template <class C> struct MirrorStage : MirrorWrites<C> {
 template <class C> struct MirrorMemory {
     MirrorStage<C> stages[C::kStages];
     MirrorGates gates[C::kStages];
-    semaphore arrived[C::kStages];  // tiles, dO and U' of each walker, gates
+    semaphore arrived[C::kStages];  // tiles, dO and writes of each walker, gates
     semaphore free[C::kStages];     // but for dO, which is followed by dV
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp

@@ -57,7 +57,8 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
     }
 }
 
-// One warp per walker: dO and U' into a stage, and out of it dV, which the walker has put in the place of dO.
+// One warp per walker: dO and writes into a stage, and out of it dV, which the walker has put in the place of
+// dO.
 template <class C>
 __device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem,
                                                         int walker) {

@@ -5,10 +5,11 @@
 //   2. Load dO^T and issue (P^T dO)^T = dO^T P and X^T = dS^T K^T.
 //   3. Wait for dO^T P. Scale dO^T by s e^b and issue dS^T += dO^T Q.
 //   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T, rounded.
-//   5. Issue dY^T = dU^T A. Load U'^T under it.
+//   5. Issue dY^T = dU^T A. Load the writes under it.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   8. Under it dV = beta dY in the place of dO; sums of dY . U' over the warp's 16 columns of V are dbeta's.
+//   8. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
+//      `written`, are dbeta's.
 //   9. Wait for dS; hand the stage over.
 // A walk that leaves states alone has no step 8.
 #pragma once
@@ -28,7 +29,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     rt_fl<16, C::kDimK> state;     // dS^T
     rt_fl<16, kChunk> x, through;  // X^T, then dY^T; (P^T dO)^T
     Fragment read[kStateSteps];    // dS^T, rounded; then dU^T, then -e^b beta dY^T
-    Fragment tokens[kTokenSteps];  // dO^T, as it is and scaled; then U'^T
+    Fragment tokens[kTokenSteps];  // dO^T, as it is and scaled; then the writes
     static_assert(kStateSteps >= kTokenSteps);
     auto rounded = [&](int j) -> Fragment& { return read[j]; };
 

@@ -5,7 +5,8 @@
 //   2. Load dO^T. Scale X^T by e^{b_L - b} and issue dU^T = X^T + dO^T P.
 //   3. Round dU^T to A operands and issue dY^T = dU^T A; scale dO^T by s e^b and issue dS^T += dO^T Q.
 //   4. Wait for dY. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   5. Under it dV = beta dY in the place of dO; sums of dY . U' over the warp's 16 columns of V are dbeta's.
+//   5. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
+//      `written`, are dbeta's.
 //   6. Wait for dS; hand the stage over.
 // NOTES: the loop's edge is after step 2, where no GEMM is in flight, and dS^T is read in the iteration of
 // the GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517).
@@ -26,7 +27,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     rt_fl<16, C::kDimK> state;        // dS^T
     rt_fl<16, kChunk> x;              // X^T, then dU^T, then dY^T
     Fragment fragments[kTokenSteps];  // dS^T, rounded; then dU^T, then -e^b beta dY^T
-    Fragment tokens[kTokenSteps];     // dO^T, as it is and scaled; then U'^T
+    Fragment tokens[kTokenSteps];     // dO^T, as it is and scaled; then the writes
 
     const WalkTask& task = smem.task;
     const int chunks = task.chunks;

@@ -5,7 +5,7 @@
 //   delta_matrices  of every chunk and head, in parallel, what depends on q, k and the gates alone: the
 //                   triangular inverse A and the scores P (chunk_matrices/kernel.cuh)
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
-//     producer      loads q, k, v, A, P; scans the gates; stores O, and U' where the backward wants it
+//     producer      loads q, k, v, A, P; scans the gates; stores O, and the writes for a backward
 //     walkers       one or two, the state in registers (forward/walker.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
@@ -13,7 +13,7 @@
 // which their segments begin.
 //   delta_maps      what each segment makes of the state (split/maps.cuh)
 //   delta_carry     the states that enter the segments (split/carry.cuh)
-// Equations: bindings/params.h and docs/delta-rule.md.
+// Equations: bindings/params.h and docs/delta-rule-kernels.md.
 #include <stdexcept>
 
 #include "common/launch.cuh"

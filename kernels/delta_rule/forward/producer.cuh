@@ -52,8 +52,8 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
     }
 }
 
-// One warp per walker: V into a stage, and out of it O, which the walker has put in its place; U' where it is
-// wanted.
+// One warp per walker: V into a stage, and out of it O, which the walker has put in its place; the writes
+// where they are wanted.
 template <class C>
 __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, ForwardMemory<C>& smem,
                                                      int walker) {

@@ -6,7 +6,7 @@
 // One CTA of either owns a (segment, head, one or two strips of 64 columns of K):
 //     gate warps  eight: what writes to the state, results, loads and stores (states/gates.cuh)
 //     walkers     one or two, the state or its gradient in registers (states/walker.cuh)
-// Equations: bindings/params_backward.h and docs/gla.md.
+// Equations: bindings/params_backward.h and docs/gla-backward.md.
 #include <stdexcept>
 
 #include "channel_gate/backward/states/gates.cuh"

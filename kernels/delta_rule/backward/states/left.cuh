@@ -1,14 +1,14 @@
 // A walker of the left walk (walker.cuh), forward in time: dq and the left part of dk. Per chunk:
 //   1. Round S to A operands, leave it at an anchor, then scale it by its decay.
 //   2. Issue the products of the scores and S dO^T; under the latter make the scores.
-//   3. Issue S dV^T. Wait for the other walker's scores, then scale this walker's part of U' in place by
-//      rest e^{b_L - b}. Wait for S dO^T; scale it by s e^b.
+//   3. Issue S dV^T. Wait for the other walker's scores, then scale this walker's part of the writes in
+//      place by rest e^{b_L - b}. Wait for S dO^T; scale it by s e^b.
 //   4. Issue dq^T += K^T P^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T M^T.
-//   5. Wait for the other walker's part and issue S += K^T (rest e^{b_L - b} U').
+//   5. Wait for the other walker's part and issue S += K^T (rest e^{b_L - b} writes).
 //   6. Wait for dq and left; their sums per token, and themselves in the places of q and k.
 //   7. Wait for S; hand the stage over.
-// NOTES: the operands of step 5 are those of the forward, rounded alike. So S is the forward's, in which each
-// token has made up for the errors of those before it. Else the errors of all tokens add up.
+// NOTES: where nothing decays, the operands of step 5 are those of the forward, rounded alike. So S is the
+// forward's, in which each token has made up for the errors of those before it. Else all errors add up.
 #pragma once
 
 #include "delta_rule/backward/states/walker.cuh"

@@ -11,7 +11,7 @@ template <class C> __device__ inline int chunk_of_step(const Task& task, int ste
     return C::kIsLeft ? step : task.chunks - 1 - step;
 }
 
-// One warp: U', dO and dV.
+// One warp: writes, dO and dV.
 template <class C> __device__ inline void load_values(const StatesGlobals& g, StatesMemory<C>& smem) {
     const StatesTask& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);

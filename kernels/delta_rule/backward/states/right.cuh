@@ -1,8 +1,8 @@
 // A walker of the right walk (walker.cuh), backward in time: dk, its left part given. Per chunk:
 //   1. The flow of gradient over the chunk's end where that is an anchor. Round dS to A operands, then scale
 //      it by its decay.
-//   2. Issue the products of the scores and right^T = dS U'^T; under the latter make the scores.
-//   3. Wait for the other walker's scores and for dS U'^T; scale it by rest e^{b_L - b}.
+//   2. Issue the products of the scores and right^T = dS writes^T; under the latter make the scores.
+//   3. Wait for the other walker's scores and for dS writes^T; scale it by rest e^{b_L - b}.
 //   4. Issue right^T += Q^T P + K^T M.
 //   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
 //   6. Wait for right; its sums per token, and left + right, of later slices of V right alone, in the place

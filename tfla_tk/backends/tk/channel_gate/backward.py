@@ -1,5 +1,5 @@
-"""The backward of gated linear attention by the ThunderKittens kernels: three walks, of nothing of the
-forward but its inputs and, where sequences are cut, the states at the borders between segments.
+"""The backward of gated linear attention by the ThunderKittens kernels: three walks. Of the
+forward they need its inputs alone and, where sequences are cut, the states at the borders between segments.
 
 The forward's mirror is backward in time, for dv and the initial state's gradient; these are sums over K, as
 the forward's are. Two walks are over the states of every segment, head and slice of K: forward in time for
@@ -7,7 +7,7 @@ dq, and backward in time for dk and dg, which needs q dq of the other one. They 
 launched once for every 256 columns of it: the last launch makes the results, the others leave their sums.
 
 Where sequences are cut into segments (`segments`), a launch before the walks gives the gradients of the
-states at the borders, and of a forward that has not kept them another one the states.
+states at the borders. Where the forward has not kept the states there, another launch makes them again.
 """
 
 from __future__ import annotations

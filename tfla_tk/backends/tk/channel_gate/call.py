@@ -73,7 +73,7 @@ class Shape(NamedTuple):
     def walkers_of_states(self) -> int:
         """Per CTA of the walks over the states, of 64 columns of K each: two share the loads of v and do, one
         alone is done earlier where there are multiprocessors for all. They are other instances, so an option
-        fixes the number. Where walkers split V it says nothing."""
+        fixes the number. Ignored with V > 128, where two walkers split V."""
         columns = -(-self.dim_k // _WALKER_COLUMNS)
         if columns == 1 or self.dim_v > _TWO_WALKERS_DIM_V:
             return 1

@@ -18,7 +18,7 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     refusals.check_schedule(variant, SCHEDULES)
     return (
         refusals.of_operands(call)
-        or refusals.of_head_dims(call, instances.GLA_MAX_DIM_K, instances.MAX_DIM_V)
+        or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
         or _refusal_of_value_heads(call)
         or refusals.of_count("heads", call.sequences * call.heads)
         or device.supports(call.device, _instances_of, *_key(call, variant))

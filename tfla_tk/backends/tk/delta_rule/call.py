@@ -15,7 +15,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
-MOST_K_OF_MAKERS = 128
+MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
@@ -70,8 +70,8 @@ class Shape(NamedTuple):
     @property
     def split(self) -> Cut | None:
         """The cut of the walks of the forward and of its mirror; None where they take whole sequences. Its
-        borders are such of the walks over the states."""
-        if self.batch_invariant or self.dim_k > costs.MAX_DIM_K:
+        borders are among those of the walks over the states."""
+        if self.batch_invariant or self.is_wide:
             return None
         # the host does not know the lengths of packed sequences
         tokens = -(-self.seq // self.sequences) if self.packed else self.seq
@@ -161,7 +161,7 @@ class Shape(NamedTuple):
     @property
     def is_wide(self) -> bool:
         """Whether a state takes half of a walker's registers; no makers then."""
-        return self.dim_k > MOST_K_OF_MAKERS
+        return self.dim_k > MOST_NARROW_K
 
     @property
     def walkers(self) -> int:

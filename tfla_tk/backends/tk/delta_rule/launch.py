@@ -2,8 +2,9 @@
 
 The forward has two kernels: of every chunk in parallel what depends on q, k and the gates alone, A and P, and
 the walk over the chunks. Where the walk leaves multiprocessors idle, one launch has both: makers of A and P
-run beside the walk. A training call keeps the walk's writes U', [B, T, HV, V], and the states at the borders
-between the segments of the backward's walks over the states.
+run beside the walk. A training call keeps the walk's writes, [B, T, HV, V] (beta U'; U' where beta is near 0,
+docs/delta-rule-backward.md), and the states at the borders between the segments of the backward's walks over
+the states.
 
 Few long sequences are split: two launches before the walk give the states with which its segments begin. Over
 a segment the state is mapped S -> M S + own; a training call keeps M for its backward, whose first walk is
@@ -12,8 +13,8 @@ split in the same way.
 The backward makes A and P again, in the same way, and walks over the chunks backward in time, which gives dv
 and the sums of dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
 part of dk from what a token erases, backward in time dk. The gradient of g follows from their sums. These two
-are cut into segments, which begin with the states that the forward has left at the borders between them, and
-the first walk of the backward their gradients.
+are cut into segments. They begin with what others have left at the borders between segments: the states, by
+the forward, and their gradients, by the backward's first walk.
 
 Where several heads of v share a head of q and k, a last kernel adds up their dq and dk.
 """

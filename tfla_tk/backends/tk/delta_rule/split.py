@@ -3,8 +3,8 @@ sequences fill the GPU, too.
 
 A split costs two more launches: walks that leave what each segment makes of the state, a matrix and a state,
 and a small kernel that carries the states over the segments. A and P have to be there before, so that no
-makers run beside a walk. In the backward, whose first launch needs no matrix, the split pays where it does in
-the forward.
+makers run beside a walk. The backward has the matrices from the forward and makes the states alone, so
+that a split pays there where it pays in the forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ MADE_BEFORE, MADE_BESIDE = 1.88, {64: 2.9, 128: 2.2}
 _MAPPED, _MAPPED_IN_WAVES, _LAUNCH, _CARRIED = 2.0, 2.7, 15.0, 1.3
 # of the time without a split, which a split has to stay below
 _WORTH = 0.9
-MAX_DIM_K = 128
 _WALKERS = 2  # of a CTA that leaves states alone
 
 

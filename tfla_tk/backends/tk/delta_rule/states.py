@@ -22,7 +22,7 @@ class Through(NamedTuple):
     """What the walks read besides the call's own tensors.
 
     Attributes:
-        writes, dv, do: U' and the gradients.
+        writes, dv, do: the writes that the forward has kept, and the gradients.
         dht: that of the final state.
         borders, d_borders: the states and their gradients at the borders between segments, None where every
             sequence is one segment.
