@@ -10,14 +10,15 @@ import torch
 
 from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule import launch
-from tfla_tk.backends.tk.delta_rule.call import SEGMENT_TOKENS, Shape
-from tfla_tk.core.layout import SEGMENT_CHUNKS
+from tfla_tk.backends.tk.delta_rule.call import Shape
+from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from .linear import REPEATS, Tensors, assert_equal, exact, run, train
 from .memory import uninitialised_memory_is_nan
 from .test_delta_rule import check, draw
 
 DIMS = [(64, 64), (128, 128), (96, 48), (128, 64), (64, 192), (128, 256)]
+SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 LENGTHS = [0, 900, 2 * SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 70, SEGMENT_TOKENS, 3 * SEGMENT_TOKENS + 65, 0]
 Split = Callable[[int], None]
 

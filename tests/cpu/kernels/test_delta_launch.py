@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tfla_tk import build, reference
 from tfla_tk.backends.tk.delta_rule import call, inputs, launch, split, states
-from tfla_tk.backends.tk.delta_rule.call import SEGMENT_TOKENS, Shape
+from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
 from tfla_tk.core.memo import Memo
@@ -38,7 +38,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
         monkeypatch.setattr(module, memo, Memo())
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
-    monkeypatch.setattr(call, "SEGMENT_TOKENS", CHUNK)
     return found
 
 
@@ -322,7 +321,9 @@ def shape_of(sequences: int, seq: int, *, packed: bool = False, heads: int = 16,
 
 
 def test_borders_are_anchors() -> None:
-    assert SEGMENT_CHUNKS % ANCHOR_CHUNKS == 0 and SEGMENT_TOKENS == SEGMENT_CHUNKS * CHUNK
+    segment_tokens = SEGMENT_CHUNKS * CHUNK
+    assert SEGMENT_CHUNKS % ANCHOR_CHUNKS == 0
+    assert [shape_of(1, segment_tokens + more).borders for more in (0, 1)] == [0, 1]
 
 
 @pytest.mark.parametrize("seq", [1, 64, 1023, 1024, 1025, 2048, 5000, 8192, 100_000])

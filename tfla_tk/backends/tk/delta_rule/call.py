@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _STATES_CYCLES = {1: 6100, 2: 8200}
 # of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
-SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
+Size: TypeAlias = tuple[int, ...]
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
 
@@ -92,12 +92,6 @@ class Shape(NamedTuple):
         """Slots for the states between the segments of a split, of all sequences; 0 without one."""
         return 0 if self.split is None else self.split.segments - self.sequences
 
-    def new_carried(self, like: Tensor, dim: int) -> MaybeTensor:
-        """For these an uninitialised [slots, HV, K, dim], on the device of a tensor; None without a split."""
-        if self.carried == 0:
-            return None
-        return like.new_empty((self.carried, self.heads, self.dim_k, dim), dtype=torch.float32)
-
     def with_offsets(self, address: int, cut: Cut | None = None) -> tuple[int, ...]:
         """With the address of the offsets, 0 for none; without a cut every sequence is one segment."""
         cut = cut or self.uncut
@@ -110,27 +104,17 @@ class Shape(NamedTuple):
     @property
     def borders(self) -> int:
         """Slots for the borders between segments of the walks over the states, of all sequences."""
-        if self.packed:
-            return self.seq // SEGMENT_TOKENS
-        return self.sequences * (max(self.seq - 1, 0) // SEGMENT_TOKENS)
+        return self.cut.segments - self.sequences
 
     @property
     def cut(self) -> Cut:
         """Of the walks over the states. It follows from the length of each sequence alone, so that the
         results of a sequence do not depend on what else is in the call."""
-        return Cut(self.sequences + self.borders, SEGMENT_CHUNKS)
+        return self.cut_into(SEGMENT_CHUNKS)
 
-    @property
-    def has_borders(self) -> bool:
-        """Whether sequences may be cut for the walks over the states."""
-        return self.borders > 0
-
-    def new_borders(self, like: Tensor) -> MaybeTensor:
-        """Uninitialised states at the borders, where there are some, on the device of a tensor."""
-        if not self.has_borders:
-            return None
-        size = (self.borders, self.heads, self.dim_k, self.dim_v)
-        return like.new_empty(size, dtype=torch.float32)
+    def states_size(self, slots: int, dim: int) -> Size | None:
+        """Of an allocation [slots, HV, K, dim]; None without slots."""
+        return (slots, self.heads, self.dim_k, dim) if slots else None
 
     @property
     def sum_parts(self) -> int:
@@ -198,6 +182,11 @@ class Shape(NamedTuple):
             return -(-ctas // multiprocessors(self.device)) * of_chunk[walkers]
 
         return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
+
+
+def new_states(like: Tensor, size: Size | None) -> MaybeTensor:
+    """Uninitialised states in fp32 on the device of a tensor; None for no size."""
+    return None if size is None else like.new_empty(size, dtype=torch.float32)
 
 
 def readable(core: DeltaRuleCore) -> DeltaRuleCore:

@@ -34,6 +34,7 @@ from tfla_tk.backends.tk.delta_rule.call import (
     Shape,
     gate_at,
     layout,
+    new_states,
     number,
 )
 from tfla_tk.backends.tk.delta_rule.states import Through, walk_states
@@ -127,8 +128,8 @@ class Forward:
     """
 
     def __init__(self, core: DeltaRuleCore, like: Tensor, *, output_final_state: bool, keep: bool) -> None:
-        self._shape = shape = Shape.of(core)
-        self._matrices_size = shape.matrices_size
+        shape = Shape.of(core)
+        self._device, self._matrices_size = shape.device, shape.matrices_size
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state, self._keep = output_final_state, keep
         kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
@@ -136,8 +137,11 @@ class Forward:
         matrices = shape.matrices_at(addresses.next())
         o_at, writes_at = addresses.next(), addresses.next(given=keep)
         last_at = addresses.next(given=output_final_state)
-        borders_at = addresses.next(given=keep and shape.has_borders)
-        is_split = shape.carried > 0
+        carried, is_split = shape.carried, shape.carried > 0
+        self._borders_size = shape.states_size(shape.borders, shape.dim_v) if keep else None
+        self._carried_size = shape.states_size(carried, shape.dim_v)
+        self._transposed_size = shape.states_size(carried, shape.dim_k)
+        borders_at = addresses.next(given=self._borders_size is not None)
         carried_at, maps_at, transposed_at = (
             addresses.next(given=given) for given in (is_split, is_split and keep, is_split)
         )
@@ -165,13 +169,12 @@ class Forward:
         matrices = v.new_empty(self._matrices_size)
         writes = v.new_empty(v.shape) if self._keep else None
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
-        shape, dim_k = self._shape, self._shape.dim_k
-        borders = shape.new_borders(v) if self._keep else None
-        carried, transposed = shape.new_carried(v, shape.dim_v), shape.new_carried(v, dim_k)
-        maps = shape.new_carried(v, dim_k) if self._keep else None
+        borders, carried = new_states(v, self._borders_size), new_states(v, self._carried_size)
+        transposed = new_states(v, self._transposed_size)
+        maps = new_states(v, self._transposed_size) if self._keep else None
         self._launches.run(
             starts(*core[:9], matrices, o.written, writes, last, borders, carried, maps, transposed),
-            current_stream(shape.device),
+            current_stream(self._device),
         )
         return o.filled(), last, None if writes is None else Kept((writes, borders, maps))
 
@@ -184,9 +187,11 @@ class Mirror:
     """
 
     def __init__(self, core: DeltaRuleCore, like: Tensor, do: Tensor, dht: MaybeTensor) -> None:
-        self._shape = shape = Shape.of(core)
+        shape = Shape.of(core)
         parts = -(-shape.dim_v // SUM_COLUMNS)
-        self._matrices_size = shape.matrices_size
+        self._device, self._matrices_size = shape.device, shape.matrices_size
+        self._borders_size = shape.states_size(shape.borders, shape.dim_v)
+        self._carried_size = shape.states_size(shape.carried, shape.dim_v)
         self._sums_shape = (parts, shape.batch, shape.heads, shape.seq)
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
@@ -195,8 +200,8 @@ class Mirror:
         sums_at = addresses.next()
         dht_at = addresses.next(given=dht is not None)
         dh0_at = addresses.next(given=core.initial_state is not None)
-        borders_at = addresses.next(given=shape.has_borders)
-        carried_at, maps_at = (addresses.next(given=shape.carried > 0) for _ in range(2))
+        borders_at = addresses.next(given=self._borders_size is not None)
+        carried_at, maps_at = (addresses.next(given=self._carried_size is not None) for _ in range(2))
         whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
@@ -232,11 +237,10 @@ class Mirror:
         dv = Result.like(like)
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
-        borders = self._shape.new_borders(v)
-        carried = self._shape.new_carried(v, self._shape.dim_v)
+        borders, carried = new_states(v, self._borders_size), new_states(v, self._carried_size)
         self._launches.run(
             starts(*core[:9], matrices, do, writes, dv.written, sums, dht, dh0, borders, carried, maps),
-            current_stream(self._shape.device),
+            current_stream(self._device),
         )
         return dv, sums, dh0, borders
 
