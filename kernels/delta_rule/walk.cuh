@@ -118,15 +118,21 @@ template <class Globals> __device__ inline auto* border_state(const Globals& g, 
     return g.borders + (static_cast<int64_t>(slot) * g.heads + task.head) * g.dim_k * g.dim_v;
 }
 
-// Waits until a chunk's matrices are made, by one warp, which may load them then.
-__device__ inline void wait_made(const WalkGlobals& g, const Task& task, int chunk) {
-    if (fresh_laneid() == 0) {
-        const int head = task.batch * g.heads + task.head;
-        const int* const made = g.made + head * g.slots + task.first_slot + chunk;
-        while (acquire_from_device(made) == 0) __nanosleep(32);
-        fence_async_global();
+// Waits until a chunk's matrices are made, by one warp, which may load them then. Returns how many chunks are
+// made from this one on, of those that the lanes ask for.
+__device__ inline int wait_made(const WalkGlobals& g, const Task& task, int chunk) {
+    const int asked = chunk + fresh_laneid(), head = task.batch * g.heads + task.head;
+    const int* const flag = g.made + head * g.slots + task.first_slot + asked;
+    int made = 0;
+    while (true) {
+        const bool is_made = asked < task.chunks && acquire_from_device(flag) != 0;
+        made = __clz(__brev(~__ballot_sync(0xffffffff, is_made)));
+        if (made > 0) break;
+        __nanosleep(32);
     }
     __syncwarp();
+    fence_async_global();
+    return made;
 }
 
 // Loads A and P of a chunk, by one thread, which has expected their bytes.

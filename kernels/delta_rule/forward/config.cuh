@@ -29,6 +29,7 @@ struct ForwardGlobals : WalkGlobals {
     TensorMap v;                // boxes of a chunk
     TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
     TensorMap writes, writes_box, writes_row;
+    GateWords g_words, beta_words;  // of g and beta, for GateStream
     bool keep_writes;
 };
 

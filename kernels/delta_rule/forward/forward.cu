@@ -91,6 +91,8 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         maps.of_values(writes, kChunk),
         maps.of_values(writes, kBoxRows),
         maps.of_values(writes, 1),
+        GateWords(p.g),
+        GateWords(p.beta),
         keep_writes,
     };
     if constexpr (C::kMakers > 0)
