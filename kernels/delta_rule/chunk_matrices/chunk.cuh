@@ -40,7 +40,7 @@ struct ChunkOfHead {
     int slot;               // of the matrices
 };
 
-template <class T, int kDimK> struct MatricesMemory {
+template <class T, int kDimK> struct MatricesTiles {
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
     struct Inputs {
@@ -50,44 +50,38 @@ template <class T, int kDimK> struct MatricesMemory {
         Square a, p;
         TriangularMatrix matrix;
     };
-    union {
-        Inputs in;
-        Results out;  // once the GEMMs have read the inputs
-    };
+};
+
+// Per token.
+struct MatricesFactors {
     alignas(16) float2 log2_decay[kChunk];            // b, as high and low part
     float row_factor[kChunk], column_factor[kChunk];  // of L: beta or 1
     float score_factor[kChunk];                       // of columns of P: the rest of beta, or 1
-    int slot, head;                                   // of the results in their tensors
-    semaphore arrived;
+
+    __device__ inline void write_beta(const MatricesGlobals& g, float2 beta) {
+        const int place = 2 * fresh_laneid();
+        const float2 ones{1.f, 1.f};
+        write_pair(row_factor, place, g.beta_on_rows ? beta : ones);
+        write_pair(column_factor, place, g.beta_on_rows ? ones : beta);
+        write_pair(score_factor, place, g.beta_on_rows ? ones : rest_part(beta));
+    }
 };
 
-// Starts the loads of q and k, by one thread.
+// Starts the loads of q and k, by one thread. Their bytes are expected.
 template <class Memory>
 __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk) {
-    smem.slot = chunk.slot, smem.head = chunk.batch * g.heads + chunk.head;
-    tma::expect_bytes(smem.arrived, 2 * Memory::Tile::loaded_bytes);
     const int key_head = chunk.head / g.group;
     load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
     load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
 }
 
-// The gates of the chunk, by two warps.
-template <class Memory>
-__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk,
-                                        int warp) {
-    const int lane = fresh_laneid();
-    if (warp == 0) {
-        const float2 log_decay =
-            load_log_decay(g.g, chunk.batch, chunk.head, chunk.first_row, 0, chunk.tokens);
-        write_log2_decay(smem.log2_decay, lane, cumulative_log2_decay(log_decay));
-    } else if (warp == 1) {
-        const float2 beta =
-            GateRows(g.beta, chunk.batch, chunk.head, chunk.first_row).pair(0, chunk.tokens, 0.f);
-        const float2 ones{1.f, 1.f};
-        write_pair(smem.row_factor, 2 * lane, g.beta_on_rows ? beta : ones);
-        write_pair(smem.column_factor, 2 * lane, g.beta_on_rows ? ones : beta);
-        write_pair(smem.score_factor, 2 * lane, g.beta_on_rows ? ones : rest_part(beta));
-    }
+// Of the lane's two tokens.
+__device__ inline TwoPairs load_log2_decay(const MatricesGlobals& g, const ChunkOfHead& chunk) {
+    return cumulative_log2_decay(
+        load_log_decay(g.g, chunk.batch, chunk.head, chunk.first_row, 0, chunk.tokens));
+}
+__device__ inline float2 load_beta(const MatricesGlobals& g, const ChunkOfHead& chunk) {
+    return GateRows(g.beta, chunk.batch, chunk.head, chunk.first_row).pair(0, chunk.tokens, 0.f);
 }
 
 // Rounds the inverse to a tile: two threads take a row. Zero right of the diagonal and past the last token.
@@ -139,33 +133,32 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
         }
 }
 
-// Steps 2 to 4, once the gates are there; the results are in shared memory, visible to the TMA engine.
-// phase: of the loads. meet: waits for the other warps of the warpgroup.
-template <class T, int kDimK, class Memory, class Meet>
-__device__ inline void make_matrices(Memory& smem, int tokens, float scale, uint32_t phase, int warp,
-                                     Meet meet) {
+// Steps 2 to 4, once the inputs and the factors are there. The results are in shared memory, visible to the
+// TMA engine, once all warps are through.
+//   meet   waits for the other warps of the warpgroup
+//   gated  called when this warp has read the factors, before it writes P and A
+template <class T, int kDimK, class Memory, class Meet, class Gated>
+__device__ inline void make_matrices(Memory& smem, int tokens, float scale, int warp, Meet meet,
+                                     Gated gated) {
     rt_fl<16, kChunk> of_keys, of_queries;
-    wait(smem.arrived, phase);
     issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
     issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
     warpgroup::mma_async_wait<0>();
     pin(of_keys), pin(of_queries);
-    meet();  // the results replace the inputs
+    meet();  // the results may replace the inputs
     gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
+    gated();
     store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
     invert_unit_lower(smem.out.matrix, warp, fresh_laneid(), meet);
     round_inverse<T>(smem.out.a, smem.out.matrix, tokens);
     fence_async_proxy();
-    meet();
 }
 
-// Starts the stores of both tiles, by one thread.
-template <class Memory> __device__ inline void store_matrices(const MatricesGlobals& g, Memory& smem) {
-    // NOTES: reread, to save registers
-    const int row = load_anew(shared_address(&smem.slot)) * kChunk;
-    const int head = load_anew(shared_address(&smem.head));
-    g.a.store_panel(shared_address(&smem.out.a), 0, row, head, 0);
-    g.p.store_panel(shared_address(&smem.out.p), 0, row, head, 0);
+// Starts the stores of both tiles, by one thread. slot, head: of the results in their tensors.
+template <class Memory>
+__device__ inline void store_matrices(const MatricesGlobals& g, Memory& smem, int slot, int head) {
+    g.a.store_panel(shared_address(&smem.out.a), 0, slot * kChunk, head, 0);
+    g.p.store_panel(shared_address(&smem.out.p), 0, slot * kChunk, head, 0);
     commit_stores();
 }
 

@@ -6,6 +6,20 @@
 
 namespace tfla_tk::delta_rule {
 
+// Inputs, then results: once the GEMMs have read the inputs.
+template <class Tiles> struct InputsOrResults {
+    union {
+        typename Tiles::Inputs in;
+        typename Tiles::Results out;
+    };
+};
+
+template <class T, int kDimK>
+struct MatricesMemory : InputsOrResults<MatricesTiles<T, kDimK>>, MatricesFactors {
+    int slot, head;  // of the results in their tensors
+    semaphore arrived;
+};
+
 template <class T, int kDimK>
 __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_constant__ MatricesGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -19,15 +33,23 @@ __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_con
     const ChunkOfHead chunk{g.packed() ? 0 : found.sequence, head, found.first_row, found.tokens,
                             g.packed() ? index : found.number};
     if (threadIdx.x == 0) {
+        smem.slot = chunk.slot, smem.head = chunk.batch * g.heads + head;
         init_semaphore(smem.arrived, 1);
         publish_barriers();
+        tma::expect_bytes(smem.arrived, sizeof(smem.in));
         load_inputs(g, smem, chunk);
     }
-    load_chunk_gates(g, smem, chunk, warp);
+    if (warp == 0)
+        write_log2_decay(smem.log2_decay, fresh_laneid(), load_log2_decay(g, chunk));
+    else if (warp == 1)
+        smem.write_beta(g, load_beta(g, chunk));
     __syncthreads();
-    make_matrices<T, kDimK>(smem, chunk.tokens, g.scale, 0, warp, [] { __syncthreads(); });
+    wait(smem.arrived, 0);
+    make_matrices<T, kDimK>(smem, chunk.tokens, g.scale, warp, [] { __syncthreads(); }, [] {});
+    __syncthreads();
     if (threadIdx.x == 0) {
-        store_matrices(g, smem);
+        // NOTES: reread, to save registers
+        store_matrices(g, smem, load_anew(shared_address(&smem.slot)), load_anew(shared_address(&smem.head)));
         wait_stores_done();
     }
 }

@@ -1,12 +1,16 @@
 // Makers: CTAs of a walk's launch that make A and P while the walk runs, on multiprocessors that it leaves
 // idle.
 //
-// All warpgroups of a CTA are makers. They take the chunks in the order in which the walks need them: the
-// first one of every sequence and head, then the second one, and so on. A flag per chunk and head of v tells
-// the walks that its matrices are in device memory. The flags are zero at the launch.
+// Of a CTA's warpgroups all but the last are makers. A warp of the last one serves each of them: it loads q
+// and k, scans the gates, stores the results and tells the walks; so a maker waits for nothing but its
+// inputs, which are a chunk ahead.
 //
-// Makers are the first CTAs of the grid and wait for nobody. Where a CTA of the walk runs, all makers have
-// begun: so it waits for CTAs that come to their end, whatever else the GPU has to do.
+// Makers take the chunks in the order in which the walks need them: the first one of every sequence and head,
+// then the second one, and so on. A flag per chunk and head of v tells the walks that its matrices are in
+// device memory. The flags are zero at the launch.
+//
+// Makers are the first CTAs of the grid and wait for no other CTA. Where a CTA of the walk runs, all makers
+// have begun: so it waits for CTAs that come to their end, whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
@@ -14,8 +18,8 @@
 
 namespace tfla_tk::delta_rule {
 
-// Of a CTA. NOTES: five, as many as a multiprocessor holds CTAs of delta_matrices, lack registers; and where
-// a CTA of K = 64 has more than three warpgroups, ptxas spills the walker's registers, setmaxnreg or not.
+// Warpgroups of a CTA: makers and the one that serves them. NOTES: where a CTA of K = 64 has more than three,
+// ptxas spills the walker's registers, setmaxnreg or not.
 template <int kDimK> constexpr int kMakersOfCta = kDimK == 64 ? 3 : 4;
 
 struct MakersGlobals : MatricesGlobals {
@@ -35,8 +39,31 @@ template <class Walk> struct WithMakers {
     MakersGlobals makers;
 };
 
+template <class Tiles> struct InputsAndResults {
+    typename Tiles::Inputs in;
+    typename Tiles::Results out;
+};
+
+template <class T, int kDimK>
+struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>>, MatricesFactors {
+    int tokens;         // of the chunk; 0: there is none any more
+    semaphore arrived;  // the inputs, the factors and the tokens
+    semaphore gated;    // all of these are read
+    semaphore ready;    // the results
+    semaphore stored;   // they may be overwritten
+
+    __device__ inline void init_barriers() {
+        init_warp_barrier(arrived, 1);
+        init_warp_barrier(gated, 4);
+        init_warp_barrier(ready, 4);
+        init_warp_barrier(stored, 1);
+        publish_barriers();
+    }
+};
+
 template <class C> struct MakersMemory {
-    MatricesMemory<typename C::T, C::kDimK> of[C::kMakers];
+    static constexpr int kMakers = C::kMakers - 1;
+    MakerMemory<typename C::T, C::kDimK> of[kMakers];
 };
 
 // The number-th one in the order of the walks, where there is one.
@@ -74,36 +101,78 @@ __device__ inline void publish_matrices(int* made) {
     release_to_device(made, 1);
 }
 
-// The makers of the cta-th CTA.
-template <class C>
-__device__ inline void run_makers(const MakersGlobals& g, unsigned char* shared_memory, int cta) {
-    const int maker = __shfl_sync(0xffffffff, fresh_thread() / 128, 0), warp = warpgroup::warpid();
-    auto& own = reinterpret_cast<MakersMemory<C>*>(shared_memory)->of[maker];
+// One maker, until it is handed a chunk without tokens.
+template <class C, class Memory>
+__device__ inline void make_chunks(const MakersGlobals& g, Memory& own, int maker) {
+    const int warp = warpgroup::warpid();
     auto meet = [&] { named_sync<128>(NamedBarrier::matrices, maker); };
-    const bool is_first = fresh_thread() % 128 == 0;
-    const int stride = C::kMakers * g.ctas;
-    int number = maker * g.ctas + cta;
-    ChunkOfHead chunk = next_chunk(g, number, stride);
-    if (is_first) {
-        init_semaphore(own.arrived, 1);
-        publish_barriers();
-        if (chunk.tokens > 0) load_inputs(g, own, chunk);
+#pragma unroll 1
+    for (uint32_t phase = 0;; phase ^= 1) {
+        wait(own.arrived, phase);
+        const int tokens = own.tokens;
+        if (tokens <= 0) break;
+        make_matrices<typename C::T, C::kDimK>(own, tokens, g.scale, warp, meet, [&] {
+            arrive_warp(own.gated);
+            wait_free(own.stored, phase);
+        });
+        arrive_warp(own.ready);
     }
+}
+
+// The warp that serves a maker: it takes every stride-th chunk from `number` on.
+template <class Memory>
+__device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int number, int stride) {
+    const bool is_first = fresh_laneid() == 0;
+    ChunkOfHead chunk = next_chunk(g, number, stride), next = chunk;  // the maker's, the one behind it
+    TwoPairs log2_decay;
+    float2 beta;
+    auto load_gates = [&] { log2_decay = load_log2_decay(g, next), beta = load_beta(g, next); };
+    auto hand_over = [&] {
+        write_log2_decay(own.log2_decay, fresh_laneid(), log2_decay);
+        own.write_beta(g, beta);
+        if (is_first) own.tokens = next.tokens;
+        arrive_warp_expecting(own.arrived, next.tokens > 0 ? sizeof(own.in) : 0);
+        if (is_first && next.tokens > 0) load_inputs(g, own, next);
+        __syncwarp();
+    };
+    load_gates();
+    hand_over();
+    next = next_chunk(g, number, stride);
+    load_gates();
 #pragma unroll 1
     for (uint32_t phase = 0; chunk.tokens > 0; phase ^= 1) {
-        load_chunk_gates(g, own, chunk, warp);
-        meet();
-        make_matrices<typename C::T, C::kDimK>(own, chunk.tokens, g.scale, phase, warp, meet);
-        chunk = next_chunk(g, number, stride);
+        wait(own.gated, phase);
+        hand_over();
+        const int slot = chunk.slot, head = chunk.batch * g.heads + chunk.head;
+        chunk = next, next = next_chunk(g, number, stride);
+        load_gates();
+        wait(own.ready, phase);
         if (is_first) {
-            int* const made = g.made + own.head * g.slots + own.slot;
-            store_matrices(g, own);
+            store_matrices(g, own, slot, head);
             wait_stores_read();
-            if (chunk.tokens > 0) load_inputs(g, own, chunk);
-            publish_matrices(made);
         }
+        arrive_warp(own.stored);
+        if (is_first) publish_matrices(g.made + head * g.slots + slot);
         __syncwarp();
     }
+}
+
+// The cta-th CTA of makers.
+template <class C>
+__device__ inline void run_makers(const MakersGlobals& g, unsigned char* shared_memory, int cta) {
+    using Memory = MakersMemory<C>;
+    auto& smem = *reinterpret_cast<Memory*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, fresh_thread() / 128, 0), warp = warpgroup::warpid();
+    const bool serves = warpgroup_id == Memory::kMakers && warp < Memory::kMakers;
+    if (serves && fresh_laneid() == 0) {
+        smem.of[warp].init_barriers();
+        g.a.prefetch(), g.p.prefetch();
+    }
+    __syncthreads();
+    if (serves)
+        serve_maker(g, smem.of[warp], warp * g.ctas + cta, Memory::kMakers * g.ctas);
+    else if (warpgroup_id < Memory::kMakers)
+        make_chunks<C>(g, smem.of[warpgroup_id], warpgroup_id);
 }
 
 }  // namespace tfla_tk::delta_rule
