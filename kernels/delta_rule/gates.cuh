@@ -78,4 +78,46 @@ struct alignas(16) TokenFactors {
     }
 };
 
+// The gates of a walk's steps as a warp loads them, kGatesAhead steps before it scans them: in a ring of
+// shared memory.
+constexpr int kGatesAhead = 4;
+struct GateRing {
+    GateCopies::Words decays[kGatesAhead], betas[kGatesAhead];
+};
+
+class GatesAhead {
+    GateRing& ring;
+    GateCopies decays, betas;
+    int tokens, decaying;  // of the task
+
+  public:
+    // Without a gate `decay` no token decays.
+    template <class Task>
+    __device__ inline GatesAhead(GateRing& ring, const GateWords& decay, const GateWords& beta,
+                                 const Task& task)
+        : ring(ring),
+          decays(decay, task.batch, task.head, task.first_row),
+          betas(beta, task.batch, task.head, task.first_row),
+          tokens(task.tokens),
+          decaying(decay.data ? task.tokens : 0) {}
+
+    // Starts the loads of a step, by a whole warp, in the order of the steps; of none for a chunk before the
+    // first one or past the last one. A step's loads take the place of those kGatesAhead steps before.
+    __device__ inline void load(int step, int chunk) {
+        const int slot = step % kGatesAhead;
+        decays.start(ring.decays[slot], chunk, decaying);
+        betas.start(ring.betas[slot], chunk, tokens);
+        commit_copies();
+    }
+    // Of the lane's two tokens, once kGatesAhead steps are loaded and not taken.
+    struct Pairs {
+        float2 log_decay, beta;
+    };
+    __device__ inline Pairs take(int step) const {
+        wait_copies<kGatesAhead - 1>();
+        const int slot = step % kGatesAhead;
+        return {decays.of(ring.decays[slot]), betas.of(ring.betas[slot])};
+    }
+};
+
 }  // namespace tfla_tk::delta_rule

@@ -125,11 +125,12 @@ __device__ inline int wait_made(const WalkGlobals& g, const Task& task, int chun
     const int* const flag = g.made + head * g.slots + task.first_slot + asked;
     int made = 0;
     while (true) {
-        const bool is_made = asked < task.chunks && acquire_from_device(flag) != 0;
+        const bool is_made = asked < task.chunks && peek_from_device(flag) != 0;
         made = __clz(__brev(~__ballot_sync(0xffffffff, is_made)));
         if (made > 0) break;
         __nanosleep(32);
     }
+    if (fresh_laneid() < made) acquire_from_device(flag);
     __syncwarp();
     fence_async_global();
     return made;

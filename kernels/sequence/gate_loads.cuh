@@ -1,4 +1,4 @@
-// Loads of gates from global memory: single ones, a chunk's, or one chunk ahead.
+// Loads of gates from global memory: single ones, a chunk's, one chunk ahead or several.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,7 +39,8 @@ struct GateRows {
     }
 };
 
-// A Gate as GateStream reads it: strides in bytes, and how to extract a number from an aligned 32-bit word.
+// A Gate as GateStream and GateCopies read it: strides in bytes, and how to extract a number from an aligned
+// 32-bit word.
 // NOTES: computed on the host, since operands from the constant bank cost the gate warp neither instructions
 // nor registers.
 struct GateWords {
@@ -60,6 +61,24 @@ struct GateWords {
         bytes = is_float ? 0x3210 : is_half ? 0x4410 : 0x1044;
         a_byte_later = is_half ? 0x11 : 0x1100;
     }
+
+    // Of the gate of a token of a (batch, head), counted from a row.
+    __device__ inline const char* at(int batch, int head, int row, int t) const {
+        return data + batch * batch_bytes + head * head_bytes + (row + t) * row_bytes;
+    }
+    // Of __byte_perm, for the number at an address.
+    __device__ inline uint32_t selector(const char* at) const {
+        const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) & 2;  // 0 or 2
+        return bytes + byte * a_byte_later;
+    }
+    __device__ inline float number(uint32_t word, uint32_t selector) const {
+        const uint32_t bits = __byte_perm(word, 0, selector);
+        const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+        return is_half ? of_half : __uint_as_float(bits);
+    }
+    __device__ static inline uintptr_t word_of(const char* at) {
+        return reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3};
+    }
 };
 
 // A gate's values of the lane's two tokens, chunk by chunk, loaded one chunk before they are used. NOTES: a
@@ -74,7 +93,7 @@ struct GateStream {
     __device__ inline GateStream(const GateWords& gate, int batch, int head, int row, int tokens)
         : gate(gate) {
         const int t = 2 * fresh_laneid();
-        at = gate.data + batch * gate.batch_bytes + head * gate.head_bytes + (row + t) * gate.row_bytes;
+        at = gate.at(batch, head, row, t);
         load(t, tokens);
     }
 
@@ -91,19 +110,57 @@ struct GateStream {
   private:
     __device__ inline void load(int t, int tokens) {
         auto load_word = [&](uint32_t& word, const char* at, int t) {
-            const uintptr_t address = reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3};
             asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; @p ld.global.nc.b32 %0, [%1];}"
                          : "+r"(word)
-                         : "l"(address), "r"(t), "r"(tokens));
+                         : "l"(GateWords::word_of(at)), "r"(t), "r"(tokens));
         };
         load_word(first, at, t), load_word(second, at + gate.row_bytes, t + 1);
     }
     __device__ inline float number(uint32_t word, const char* at) const {
-        const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) & 2;  // 0 or 2
-        const uint32_t bits = __byte_perm(word, 0, gate.bytes + byte * gate.a_byte_later);
-        const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-        return gate.is_half ? of_half : __uint_as_float(bits);
+        return gate.number(word, gate.selector(at));
     }
 };
+
+// The same by copies to shared memory, which a warp may start any number of chunks ahead. A lane copies what
+// it reads itself. NOTES: beside a stage's tiles a load is answered after more than a chunk; and registers
+// that rotate would wait for their loads.
+struct GateCopies {
+    using Words = uint2[32];  // of a chunk
+    const GateWords& gate;
+    const char* at;                // address of the gate of the first of the lane's two tokens of chunk 0
+    uint32_t of_first, of_second;  // selectors, the same in every chunk
+
+    __device__ inline GateCopies(const GateWords& gate, int batch, int head, int row)
+        : gate(gate),
+          at(gate.at(batch, head, row, 2 * fresh_laneid())),
+          of_first(gate.selector(at)),
+          of_second(gate.selector(at + gate.row_bytes)) {}
+
+    // Zeros where there is no token: before chunk 0 or past `tokens`.
+    __device__ inline void start(Words& words, int chunk, int tokens) const {
+        const int lane = fresh_laneid(), t = chunk * kChunk + 2 * lane;
+        const char* const first = at + chunk * gate.chunk_bytes;
+        const auto place = static_cast<uint32_t>(__cvta_generic_to_shared(&words[lane]));
+        auto copy = [&](uint32_t place, const char* at, int t) {
+            const bool is_there = t >= 0 && t < tokens;
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                         :
+                         : "r"(place), "l"(GateWords::word_of(at)), "r"(is_there ? 4 : 0)
+                         : "memory");
+        };
+        copy(place, first, t), copy(place + 4, first + gate.row_bytes, t + 1);
+    }
+    // The gates of a chunk whose copies are done.
+    __device__ inline float2 of(const Words& words) const {
+        const uint2 pair = words[fresh_laneid()];
+        return {gate.number(pair.x, of_first), gate.number(pair.y, of_second)};
+    }
+};
+
+// Ends a group of this thread's copies; waits until no more than kNewest groups are under way.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kNewest = 0> __device__ inline void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}
 
 }  // namespace tfla_tk

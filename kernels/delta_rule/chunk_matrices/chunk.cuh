@@ -24,7 +24,7 @@ using namespace kittens;
 struct MatricesGlobals {
     TensorMap q, k;  // boxes of a chunk
     TensorMap a, p;
-    Gate g, beta;
+    GateWords g, beta;
     Cut cut;  // every chunk is one segment
     int heads, group, seq, slots;
     float scale;
@@ -73,15 +73,6 @@ __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const
     const int key_head = chunk.head / g.group;
     load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
     load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
-}
-
-// Of the lane's two tokens.
-__device__ inline TwoPairs load_log2_decay(const MatricesGlobals& g, const ChunkOfHead& chunk) {
-    return cumulative_log2_decay(
-        load_log_decay(g.g, chunk.batch, chunk.head, chunk.first_row, 0, chunk.tokens));
-}
-__device__ inline float2 load_beta(const MatricesGlobals& g, const ChunkOfHead& chunk) {
-    return GateRows(g.beta, chunk.batch, chunk.head, chunk.first_row).pair(0, chunk.tokens, 0.f);
 }
 
 // Rounds the inverse to a tile: two threads take a row. Zero right of the diagonal and past the last token.
@@ -135,16 +126,18 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
 
 // Steps 2 to 4, once the inputs and the factors are there. The results are in shared memory, visible to the
 // TMA engine, once all warps are through.
-//   meet   waits for the other warps of the warpgroup
-//   gated  called when this warp has read the factors, before it writes P and A
-template <class T, int kDimK, class Memory, class Meet, class Gated>
+//   meet        waits for the other warps of the warpgroup
+//   multiplied  called when this warp has read the inputs
+//   gated       called when this warp has read the factors, before it writes P and A
+template <class T, int kDimK, class Memory, class Meet, class Multiplied, class Gated>
 __device__ inline void make_matrices(Memory& smem, int tokens, float scale, int warp, Meet meet,
-                                     Gated gated) {
+                                     Multiplied multiplied, Gated gated) {
     rt_fl<16, kChunk> of_keys, of_queries;
     issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
     issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
     warpgroup::mma_async_wait<0>();
     pin(of_keys), pin(of_queries);
+    multiplied();
     meet();  // the results may replace the inputs
     gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
     gated();

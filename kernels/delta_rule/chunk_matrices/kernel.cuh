@@ -32,20 +32,28 @@ __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_con
     if (found.tokens <= 0) return;
     const ChunkOfHead chunk{g.packed() ? 0 : found.sequence, head, found.first_row, found.tokens,
                             g.packed() ? index : found.number};
-    if (threadIdx.x == 0) {
-        smem.slot = chunk.slot, smem.head = chunk.batch * g.heads + head;
-        init_semaphore(smem.arrived, 1);
-        publish_barriers();
-        tma::expect_bytes(smem.arrived, sizeof(smem.in));
-        load_inputs(g, smem, chunk);
+    auto load_gates = [&](const GateWords& gate) {
+        return GateStream(gate, chunk.batch, head, chunk.first_row, gate.data ? chunk.tokens : 0);
+    };
+    auto take = [&](GateStream& gates) { return gates.take(0, gates.gate.data ? chunk.tokens : 0, 0.f); };
+    if (warp == 0) {
+        GateStream decays = load_gates(g.g);
+        if (threadIdx.x == 0) {
+            smem.slot = chunk.slot, smem.head = chunk.batch * g.heads + head;
+            init_semaphore(smem.arrived, 1);
+            publish_barriers();
+            tma::expect_bytes(smem.arrived, sizeof(smem.in));
+            load_inputs(g, smem, chunk);
+        }
+        __syncwarp();
+        write_log2_decay(smem.log2_decay, fresh_laneid(), cumulative_log2_decay(take(decays)));
+    } else if (warp == 1) {
+        GateStream betas = load_gates(g.beta);
+        smem.write_beta(g, take(betas));
     }
-    if (warp == 0)
-        write_log2_decay(smem.log2_decay, fresh_laneid(), load_log2_decay(g, chunk));
-    else if (warp == 1)
-        smem.write_beta(g, load_beta(g, chunk));
     __syncthreads();
     wait(smem.arrived, 0);
-    make_matrices<T, kDimK>(smem, chunk.tokens, g.scale, warp, [] { __syncthreads(); }, [] {});
+    make_matrices<T, kDimK>(smem, chunk.tokens, g.scale, warp, [] { __syncthreads(); }, [] {}, [] {});
     __syncthreads();
     if (threadIdx.x == 0) {
         // NOTES: reread, to save registers

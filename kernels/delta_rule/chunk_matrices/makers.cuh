@@ -46,14 +46,17 @@ template <class Tiles> struct InputsAndResults {
 
 template <class T, int kDimK>
 struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>>, MatricesFactors {
-    int tokens;         // of the chunk; 0: there is none any more
-    semaphore arrived;  // the inputs, the factors and the tokens
-    semaphore gated;    // all of these are read
-    semaphore ready;    // the results
-    semaphore stored;   // they may be overwritten
+    GateCopies::Words decays, betas;  // of the chunk behind
+    int tokens;                       // of the chunk; 0: there is none any more
+    semaphore arrived;                // the inputs, and the factors with the tokens
+    semaphore multiplied;             // the inputs are read
+    semaphore gated;                  // the factors and the tokens are read
+    semaphore ready;                  // the results
+    semaphore stored;                 // they may be overwritten
 
     __device__ inline void init_barriers() {
-        init_warp_barrier(arrived, 1);
+        init_semaphore(arrived, 1 + kArrivalsPerWarp);
+        init_warp_barrier(multiplied, 4);
         init_warp_barrier(gated, 4);
         init_warp_barrier(ready, 4);
         init_warp_barrier(stored, 1);
@@ -111,10 +114,12 @@ __device__ inline void make_chunks(const MakersGlobals& g, Memory& own, int make
         wait(own.arrived, phase);
         const int tokens = own.tokens;
         if (tokens <= 0) break;
-        make_matrices<typename C::T, C::kDimK>(own, tokens, g.scale, warp, meet, [&] {
-            arrive_warp(own.gated);
-            wait_free(own.stored, phase);
-        });
+        make_matrices<typename C::T, C::kDimK>(
+            own, tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
+            [&] {
+                arrive_warp(own.gated);
+                wait_free(own.stored, phase);
+            });
         arrive_warp(own.ready);
     }
 }
@@ -124,37 +129,62 @@ template <class Memory>
 __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int number, int stride) {
     const bool is_first = fresh_laneid() == 0;
     ChunkOfHead chunk = next_chunk(g, number, stride), next = chunk;  // the maker's, the one behind it
-    TwoPairs log2_decay;
-    float2 beta;
-    auto load_gates = [&] { log2_decay = load_log2_decay(g, next), beta = load_beta(g, next); };
-    auto hand_over = [&] {
-        write_log2_decay(own.log2_decay, fresh_laneid(), log2_decay);
-        own.write_beta(g, beta);
-        if (is_first) own.tokens = next.tokens;
-        arrive_warp_expecting(own.arrived, next.tokens > 0 ? sizeof(own.in) : 0);
-        if (is_first && next.tokens > 0) load_inputs(g, own, next);
+    auto gates_of = [&](const GateWords& gate) {
+        return GateCopies(gate, next.batch, next.head, next.first_row);
+    };
+    auto start_gates = [&] {
+        gates_of(g.g).start(own.decays, 0, g.g.data ? next.tokens : 0);
+        gates_of(g.beta).start(own.betas, 0, next.tokens);
+        commit_copies();
+    };
+    auto start_inputs = [&] {
+        if (is_first) {
+            tma::expect_bytes(own.arrived, next.tokens > 0 ? sizeof(own.in) : 0);
+            if (next.tokens > 0) load_inputs(g, own, next);
+        }
         __syncwarp();
     };
-    load_gates();
-    hand_over();
+    auto scanned = [&] {
+        wait_copies();
+        return cumulative_log2_decay(gates_of(g.g).of(own.decays));
+    };
+    auto hand_over = [&](const TwoPairs& log2_decay) {
+        write_log2_decay(own.log2_decay, fresh_laneid(), log2_decay);
+        own.write_beta(g, gates_of(g.beta).of(own.betas));
+        if (is_first) own.tokens = next.tokens;
+        arrive_warp(own.arrived);
+    };
+    int* made = nullptr;  // the flag of results that are stored, until they are told of
+    auto publish = [&] {
+        if (is_first && made) publish_matrices(made);
+        __syncwarp();
+    };
+    start_gates();
+    start_inputs();
+    hand_over(scanned());
     next = next_chunk(g, number, stride);
-    load_gates();
+    start_gates();
 #pragma unroll 1
     for (uint32_t phase = 0; chunk.tokens > 0; phase ^= 1) {
+        wait(own.multiplied, phase);
+        start_inputs();
+        publish();
+        const TwoPairs log2_decay = scanned();
         wait(own.gated, phase);
-        hand_over();
+        hand_over(log2_decay);
         const int slot = chunk.slot, head = chunk.batch * g.heads + chunk.head;
+        made = g.made + head * g.slots + slot;
         chunk = next, next = next_chunk(g, number, stride);
-        load_gates();
+        start_gates();
         wait(own.ready, phase);
         if (is_first) {
             store_matrices(g, own, slot, head);
             wait_stores_read();
         }
         arrive_warp(own.stored);
-        if (is_first) publish_matrices(g.made + head * g.slots + slot);
-        __syncwarp();
     }
+    publish();
+    wait_copies();
 }
 
 // The cta-th CTA of makers.

@@ -29,7 +29,7 @@ struct ForwardGlobals : WalkGlobals {
     TensorMap v;                // boxes of a chunk
     TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
     TensorMap writes, writes_box, writes_row;
-    GateWords g_words, beta_words;  // of g and beta, for GateStream
+    GateWords g_words, beta_words;  // of g and beta, for GatesAhead
     bool keep_writes;
 };
 
@@ -53,8 +53,9 @@ template <class C> struct ForwardStage {
 template <class C> struct ForwardMemory {
     ForwardStage<C> stages[C::kStages];
     typename C::Columns writes[C::kWalkers];  // written U', until it is stored
-    semaphore arrived[C::kStages];            // tiles, values of each walker, gates
-    semaphore free[C::kStages];               // but for the values, which are followed by O
+    GateRing gate_ring;
+    semaphore arrived[C::kStages];  // tiles, values of each walker, gates
+    semaphore free[C::kStages];     // but for the values, which are followed by O
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp

@@ -30,13 +30,14 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
 // One warp; a lane has two tokens.
 template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, ForwardMemory<C>& smem) {
     const Task& task = smem.task;
-    const int decaying = g.g.data ? task.tokens : 0;
-    GateStream decays_of(g.g_words, task.batch, task.head, task.first_row, decaying);
-    GateStream betas(g.beta_words, task.batch, task.head, task.first_row, task.tokens);
+    GatesAhead ahead(smem.gate_ring, g.g_words, g.beta_words, task);
+    for (int chunk = 0; chunk < kGatesAhead; chunk++) ahead.load(chunk, chunk);
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        const Decays decays(decays_of.take(chunk, decaying, 0.f));
-        const float2 x = betas.take(chunk, task.tokens, 0.f), read = decays.to_token, kept = decays.to_end;
+        const auto [log_decay, x] = ahead.take(chunk);
+        const Decays decays(log_decay);
+        const float2 read = decays.to_token, kept = decays.to_end;
+        ahead.load(chunk + kGatesAhead, chunk + kGatesAhead);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
         ForwardGates& gates = smem.stages[slot].gates;
@@ -48,6 +49,7 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }
+    wait_copies();
 }
 
 // One warp per walker: V into a stage, and out of it O, which the walker has put in its place; the writes

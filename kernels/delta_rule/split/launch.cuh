@@ -17,6 +17,8 @@ template <class T, int kDimK> void launch_maps(const DeltaMapsParams& p, cudaStr
         {keys,    keys,    a,       a,     p.g,     p.beta,  s.cut, p.initial, nullptr, p.carried,
          nullptr, s.heads, s.group, s.seq, s.dim_k, s.dim_v, 0,     0.f,       nullptr, slots_of(s)},
         maps.of_values(p.v, kChunk),
+        GateWords(p.g),
+        GateWords(p.beta),
         p.maps,
         p.transposed,
     };
