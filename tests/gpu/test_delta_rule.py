@@ -15,7 +15,7 @@ from tfla_tk.backends.tk.delta_rule import launch
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-from .conftest import forget_calls
+from .conftest import TOLERANCE, forget_calls
 from .linear import (
     REPEATS,
     Normal,
@@ -89,7 +89,7 @@ def check(
     **options: Any,
 ) -> None:
     """Forward and backward; wider: other tolerances of gradients."""
-    check_both(x, function, wider, **options)
+    check_both(x, function, {"dv": TOLERANCE[x["v"].dtype]} | (wider or {}), **options)
 
 
 @pytest.mark.parametrize("dims", [*DIMS, *PADDED, *LARGE], ids="{0[0]}_{0[1]}".format)
@@ -101,7 +101,8 @@ def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 2048])
 @pytest.mark.parametrize("dims", [(64, 128), (256, 192)], ids="{0[0]}_{0[1]}".format)
 def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
-    check(draw(1, seq, dims=dims, dtype=dtype))
+    # of few tokens many heads: sums such as dbeta may nearly cancel where there are only two
+    check(draw(1, seq, max(2, 32 // seq), dims=dims, dtype=dtype))
 
 
 @pytest.mark.parametrize("gates", GATES)

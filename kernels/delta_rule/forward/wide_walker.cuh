@@ -118,6 +118,8 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         };
         // NOTES: a branch lies between the two: else ptxas makes both at once and spills
         round_writes(scaled, stage.gates.update);
+        // NOTES: never; but where all GEMMs are waited for, ptxas rounds late and spills without it
+        if (kSequential && g.heads == 0) store_transposed(values_of(chunk), scaled);
         if (g.keep_writes) {
             round_writes(tokens, stage.gates.written);
             wait_free(smem.writes_free[walker], chunk & 1);

@@ -59,16 +59,8 @@ class Chunk:
         p = SCALE * decays * (q @ k.mT)
         self.q, self.k, self.v, self.do, self.beta = q, k, v, do, beta[:, None]
         self.read, self.kept, self.whole = b.exp()[:, None], (b[-1] - b).exp()[:, None], b[-1].exp()
-        # beta in two parts: U' has one already, the other follows
-        written = torch.where(beta.abs() < 1 / 64, 1, beta)
-        rest = beta / written
-        self.written = written[:, None]
-        self.a = rounded(torch.linalg.inv(eye + overlap * beta))
-        self.p = rounded(p * rest)
-        self.a_of_mirror, self.p_of_mirror = (
-            rounded(torch.linalg.inv(eye + beta[:, None] * overlap)),
-            rounded(p),
-        )
+        self.a = rounded(-torch.linalg.solve_triangular(eye + overlap * beta, overlap, upper=False))
+        self.p = rounded(p)
 
 
 class Walks:
@@ -90,9 +82,9 @@ class Walks:
         outputs, r = [], self.rounded
         for x in chunks:
             read = r(state)
-            w = r((x.v if values else 0) - x.read * (x.k @ read))
-            writes = x.a @ w
-            outputs.append(SCALE * x.read * (x.q @ read) + x.p @ r(x.written * writes))
+            w = (x.v if values else 0) - x.read * (x.k @ read)
+            writes = w + x.a @ r(x.beta * w)
+            outputs.append(SCALE * x.read * (x.q @ read) + x.p @ r(x.beta * writes))
             state = x.whole * state + x.k.mT @ r(x.beta * x.kept * writes)
         return torch.cat(outputs), state
 
@@ -100,8 +92,8 @@ class Walks:
         """dV and the gradient of the first state."""
         gradients, r = [], self.rounded
         for x in reversed(chunks):
-            du = r(x.p_of_mirror.mT @ x.do + x.kept * (x.k @ r(state)))
-            dy = x.a_of_mirror.mT @ du
+            du = x.p.mT @ x.do + x.kept * (x.k @ r(state))
+            dy = du + x.a.mT @ r(x.beta * du)
             gradients.append(x.beta * dy)
             state = x.whole * state + x.q.mT @ r(SCALE * x.read * x.do) - x.k.mT @ r(x.read * x.beta * dy)
         return torch.cat(gradients[::-1]), state
