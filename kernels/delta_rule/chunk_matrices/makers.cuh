@@ -25,7 +25,6 @@ template <int kDimK> constexpr int kMakersOfCta = kDimK == 64 ? 3 : 4;
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
     int ctas;
-    bool from_the_end;  // the walks begin with the last chunk
 
     // Sequences and heads.
     __device__ inline int pairs() const { return cut.sequences * heads; }
@@ -44,15 +43,16 @@ template <class Tiles> struct InputsAndResults {
     typename Tiles::Results out;
 };
 
-template <class T, int kDimK>
-struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>>, MatricesFactors {
-    GateCopies::Words decays, betas;  // of the chunk behind
-    int tokens;                       // of the chunk; 0: there is none any more
-    semaphore arrived;                // the inputs, and the factors with the tokens
-    semaphore multiplied;             // the inputs are read
-    semaphore gated;                  // the factors and the tokens are read
-    semaphore ready;                  // the results
-    semaphore stored;                 // they may be overwritten
+template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>> {
+    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    alignas(16) float beta[2][kChunk];      // of the chunk and the one behind it, in turns
+    GateCopies::Words decays, betas;        // of the chunk behind
+    int tokens;                             // of the chunk; 0: there is none any more
+    semaphore arrived;                      // the inputs, and the gates with the tokens
+    semaphore multiplied;                   // the inputs are read
+    semaphore gated;                        // the log decay and the tokens are read
+    semaphore ready;                        // the results
+    semaphore stored;                       // they may be overwritten
 
     __device__ inline void init_barriers() {
         init_semaphore(arrived, 1 + kArrivalsPerWarp);
@@ -79,10 +79,9 @@ __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number)
         start = found.start, tokens = found.tokens;
     }
     const int chunks = (tokens + kChunk - 1) / kChunk;
-    const int chunk = g.from_the_end ? chunks - 1 - step : step, first = chunk * kChunk;
-    const int left = step < chunks ? min(tokens - first, kChunk) : 0;
-    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + chunk};
-    return {sequence, head, first, left, chunk};
+    const int first = step * kChunk, left = step < chunks ? min(tokens - first, kChunk) : 0;
+    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + step};
+    return {sequence, head, first, left, step};
 }
 
 // The first chunk with tokens of those of `number` and every stride-th one behind it; without tokens where
@@ -115,7 +114,7 @@ __device__ inline void make_chunks(const MakersGlobals& g, Memory& own, int make
         const int tokens = own.tokens;
         if (tokens <= 0) break;
         make_matrices<typename C::T, C::kDimK>(
-            own, tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
+            own, own.beta[phase], tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
             [&] {
                 arrive_warp(own.gated);
                 wait_free(own.stored, phase);
@@ -148,9 +147,9 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
         wait_copies();
         return cumulative_log2_decay(gates_of(g.g).of(own.decays));
     };
-    auto hand_over = [&](const TwoPairs& log2_decay) {
+    auto hand_over = [&](const TwoPairs& log2_decay, uint32_t turn) {
         write_log2_decay(own.log2_decay, fresh_laneid(), log2_decay);
-        own.write_beta(g, gates_of(g.beta).of(own.betas));
+        write_pair(own.beta[turn], 2 * fresh_laneid(), gates_of(g.beta).of(own.betas));
         if (is_first) own.tokens = next.tokens;
         arrive_warp(own.arrived);
     };
@@ -161,7 +160,7 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
     };
     start_gates();
     start_inputs();
-    hand_over(scanned());
+    hand_over(scanned(), 0);
     next = next_chunk(g, number, stride);
     start_gates();
 #pragma unroll 1
@@ -171,7 +170,7 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
         publish();
         const TwoPairs log2_decay = scanned();
         wait(own.gated, phase);
-        hand_over(log2_decay);
+        hand_over(log2_decay, phase ^ 1);
         const int slot = chunk.slot, head = chunk.batch * g.heads + chunk.head;
         made = g.made + head * g.slots + slot;
         chunk = next, next = next_chunk(g, number, stride);
