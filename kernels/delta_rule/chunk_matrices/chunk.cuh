@@ -51,12 +51,6 @@ template <class T, int kDimK> struct MatricesTiles {
     };
 };
 
-// Per token.
-struct MatricesFactors {
-    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
-    alignas(16) float beta[kChunk];
-};
-
 // Starts the loads of q and k, by one thread. Their bytes are expected.
 template <class Memory>
 __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk) {
@@ -83,8 +77,8 @@ __device__ inline void round_matrix(Square& tile, const TriangularMatrix& m) {
 // Step 3: of K K^T and Q K^T -L, in shared memory, and P in place. Both are zero past the last token, and so
 // is A then.
 template <class Memory>
-__device__ inline void gate_scores(Memory& smem, const MatricesFactors& factors, rt_fl<16, kChunk>& of_keys,
-                                   rt_fl<16, kChunk>& of_queries, int tokens, float scale, int warp) {
+__device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_fl<16, kChunk>& of_queries,
+                                   int tokens, float scale, int warp) {
     const int first_row = 16 * warp + fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
@@ -92,8 +86,8 @@ __device__ inline void gate_scores(Memory& smem, const MatricesFactors& factors,
         for (int k = 0; k < 4; k++) {
             const int row = first_row + 8 * (k % 2), column = first_column + 16 * j + 8 * (k / 2);
             float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
-            const float2 b = factors.log2_decay[row];
-            const float4 before = *reinterpret_cast<const float4*>(&factors.log2_decay[column]);
+            const float2 b = smem.log2_decay[row];
+            const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
             auto gated = [&](float& of_keys, float& of_queries, float2 before, int column) {
                 const float gate = exp2f((b.x - before.x) + (b.y - before.y));
                 const bool seen = column <= row && row < tokens, strictly = column < row;
@@ -106,14 +100,14 @@ __device__ inline void gate_scores(Memory& smem, const MatricesFactors& factors,
         }
 }
 
-// Steps 2 to 4, once the inputs and the factors are there. The results are in shared memory, visible to the
-// TMA engine, once all warps are through.
+// Steps 2 to 4, once the inputs and the gates are there. The results are in shared memory, visible to the TMA
+// engine, once all warps are through. beta: of 64 tokens.
 //   meet        waits for the other warps of the warpgroup
 //   multiplied  called when this warp has read the inputs
-//   await_room  called before this warp writes P and A
-template <class T, int kDimK, class Memory, class Meet, class Multiplied, class AwaitRoom>
-__device__ inline void make_matrices(Memory& smem, const MatricesFactors& factors, int tokens, float scale,
-                                     int warp, Meet meet, Multiplied multiplied, AwaitRoom await_room) {
+//   gated       called when this warp has read the log decay, before it writes P and A
+template <class T, int kDimK, class Memory, class Meet, class Multiplied, class Gated>
+__device__ inline void make_matrices(Memory& smem, const float* beta, int tokens, float scale, int warp,
+                                     Meet meet, Multiplied multiplied, Gated gated) {
     rt_fl<16, kChunk> of_keys, of_queries;
     issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
     issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
@@ -121,10 +115,10 @@ __device__ inline void make_matrices(Memory& smem, const MatricesFactors& factor
     pin(of_keys), pin(of_queries);
     multiplied();
     meet();  // the results may replace the inputs
-    gate_scores(smem, factors, of_keys, of_queries, tokens, scale, warp);
-    await_room();
+    gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
+    gated();
     store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
-    solve_unit_lower(smem.out.matrix, factors.beta, warp, fresh_laneid(), meet);
+    solve_unit_lower(smem.out.matrix, beta, warp, fresh_laneid(), meet);
     round_matrix<T>(smem.out.a, smem.out.matrix);
     fence_async_proxy();
 }

@@ -15,7 +15,8 @@ template <class Tiles> struct InputsOrResults {
 };
 
 template <class T, int kDimK> struct MatricesMemory : InputsOrResults<MatricesTiles<T, kDimK>> {
-    MatricesFactors factors;
+    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    alignas(16) float beta[kChunk];
     int slot, head;  // of the results in their tensors
     semaphore arrived;
 };
@@ -46,15 +47,15 @@ __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_con
             load_inputs(g, smem, chunk);
         }
         __syncwarp();
-        write_log2_decay(smem.factors.log2_decay, fresh_laneid(), cumulative_log2_decay(take(decays)));
+        write_log2_decay(smem.log2_decay, fresh_laneid(), cumulative_log2_decay(take(decays)));
     } else if (warp == 1) {
         GateStream betas = load_gates(g.beta);
-        write_pair(smem.factors.beta, 2 * fresh_laneid(), take(betas));
+        write_pair(smem.beta, 2 * fresh_laneid(), take(betas));
     }
     __syncthreads();
     wait(smem.arrived, 0);
     make_matrices<T, kDimK>(
-        smem, smem.factors, chunk.tokens, g.scale, warp, [] { __syncthreads(); }, [] {}, [] {});
+        smem, smem.beta, chunk.tokens, g.scale, warp, [] { __syncthreads(); }, [] {}, [] {});
     __syncthreads();
     if (threadIdx.x == 0) {
         // NOTES: reread, to save registers

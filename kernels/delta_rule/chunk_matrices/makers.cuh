@@ -43,22 +43,21 @@ template <class Tiles> struct InputsAndResults {
     typename Tiles::Results out;
 };
 
-// What a maker has per chunk beside q and k.
-struct MakerChunk : MatricesFactors {
-    int tokens;  // 0: there is no chunk any more
-};
-
 template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>> {
-    GateCopies::Words decays, betas;  // of the chunk behind
-    MakerChunk chunks[2];             // even and odd ones of the maker: the chunk, and the one behind it
-    semaphore arrived;                // the inputs, and what belongs to the chunk
-    semaphore multiplied;             // the inputs are read, and all of the chunk before
-    semaphore ready;                  // the results
-    semaphore stored;                 // they may be overwritten
+    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    alignas(16) float beta[2][kChunk];      // of the chunk and the one behind it, in turns
+    GateCopies::Words decays, betas;        // of the chunk behind
+    int tokens;                             // of the chunk; 0: there is none any more
+    semaphore arrived;                      // the inputs, and the gates with the tokens
+    semaphore multiplied;                   // the inputs are read
+    semaphore gated;                        // the log decay and the tokens are read
+    semaphore ready;                        // the results
+    semaphore stored;                       // they may be overwritten
 
     __device__ inline void init_barriers() {
         init_semaphore(arrived, 1 + kArrivalsPerWarp);
         init_warp_barrier(multiplied, 4);
+        init_warp_barrier(gated, 4);
         init_warp_barrier(ready, 4);
         init_warp_barrier(stored, 1);
         publish_barriers();
@@ -112,12 +111,14 @@ __device__ inline void make_chunks(const MakersGlobals& g, Memory& own, int make
 #pragma unroll 1
     for (uint32_t phase = 0;; phase ^= 1) {
         wait(own.arrived, phase);
-        const MakerChunk& chunk = own.chunks[phase];
-        const int tokens = chunk.tokens;
+        const int tokens = own.tokens;
         if (tokens <= 0) break;
         make_matrices<typename C::T, C::kDimK>(
-            own, chunk, tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
-            [&] { wait_free(own.stored, phase); });
+            own, own.beta[phase], tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
+            [&] {
+                arrive_warp(own.gated);
+                wait_free(own.stored, phase);
+            });
         arrive_warp(own.ready);
     }
 }
@@ -142,12 +143,14 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
         }
         __syncwarp();
     };
-    auto hand_over = [&](uint32_t phase) {
-        MakerChunk& to = own.chunks[phase];
+    auto scanned = [&] {
         wait_copies();
-        write_log2_decay(to.log2_decay, fresh_laneid(), cumulative_log2_decay(gates_of(g.g).of(own.decays)));
-        write_pair(to.beta, 2 * fresh_laneid(), gates_of(g.beta).of(own.betas));
-        if (is_first) to.tokens = next.tokens;
+        return cumulative_log2_decay(gates_of(g.g).of(own.decays));
+    };
+    auto hand_over = [&](const TwoPairs& log2_decay, uint32_t turn) {
+        write_log2_decay(own.log2_decay, fresh_laneid(), log2_decay);
+        write_pair(own.beta[turn], 2 * fresh_laneid(), gates_of(g.beta).of(own.betas));
+        if (is_first) own.tokens = next.tokens;
         arrive_warp(own.arrived);
     };
     int* made = nullptr;  // the flag of results that are stored, until they are told of
@@ -157,7 +160,7 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
     };
     start_gates();
     start_inputs();
-    hand_over(0);
+    hand_over(scanned(), 0);
     next = next_chunk(g, number, stride);
     start_gates();
 #pragma unroll 1
@@ -165,7 +168,9 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
         wait(own.multiplied, phase);
         start_inputs();
         publish();
-        hand_over(phase ^ 1);
+        const TwoPairs log2_decay = scanned();
+        wait(own.gated, phase);
+        hand_over(log2_decay, phase ^ 1);
         const int slot = chunk.slot, head = chunk.batch * g.heads + chunk.head;
         made = g.made + head * g.slots + slot;
         chunk = next, next = next_chunk(g, number, stride);
