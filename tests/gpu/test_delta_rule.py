@@ -314,6 +314,21 @@ def test_makers_beside_the_walks_change_no_bit(
         assert_equal(both(x), expected)
 
 
+def test_makers_beside_waves_of_walks_change_no_bit(
+    dtype: torch.dtype, make_beside: Callable[[bool], None]
+) -> None:
+    """Of more walks of two walkers than there are multiprocessors, and of sequences of several lengths."""
+    lengths = [0, 900, 1, 64, 1500, 65] * 12
+    packed = draw(1, sum(lengths), 1, 4, (128, 128), dtype, sequences=len(lengths))
+    packed["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
+    for x in (draw(8, 1000, 8, 16, (128, 128), dtype), draw(8, 700, 16, 16, (64, 256), dtype), packed):
+        make_beside(False)
+        expected = both(x)
+        make_beside(True)
+        for _ in range(REPEATS):
+            assert_equal(both(x), expected)
+
+
 def test_a_graph_replays_makers(make_beside: Callable[[bool], None]) -> None:
     """Each time the flags of the chunks are cleared."""
     x, other = draw(1, 3000, 8, 16), draw(1, 3000, 8, 16, seed=1)

@@ -64,7 +64,7 @@ struct DeltaForwardParams {
     float* borders;        // S at the borders between segments, or null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
-    int makers;   // CTAs that make A and P meanwhile, for walks of one walker; 0: they are made before
+    int makers;   // CTAs that make A and P meanwhile; 0: they are made before
     int* made;    // workspace of the makers, [batch * heads, slots]
 };
 

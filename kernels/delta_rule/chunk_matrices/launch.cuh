@@ -42,7 +42,11 @@ template <class T, int kDimK> void launch_matrices(const DeltaMatricesParams& p,
 // Launches a walk with p.makers CTAs of makers in front.
 template <auto kKernel, class C, class Memory, class Walk, class Params>
 void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, const char* name) {
-    const MakersGlobals makers{matrices_globals(p), p.made, p.makers};
+    int multiprocessors = 0;
+    check_launch(
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, p.shape.device), name);
+    const int wave = std::max((multiprocessors - p.makers) / walk.ctas, 1);
+    const MakersGlobals makers{matrices_globals(p), p.made, p.makers, wave};
     const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * makers.slots;
     check_launch(cudaMemsetAsync(p.made, 0, flags * sizeof(*p.made), stream), name);
     dim3 grid = walk_grid(walk, name);

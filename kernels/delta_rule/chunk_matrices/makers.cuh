@@ -5,8 +5,8 @@
 // and k, scans the gates, stores the results and tells the walks; so a maker waits for nothing but its
 // inputs, which are a chunk ahead.
 //
-// Makers take the chunks in the order in which the walks need them: the first one of every sequence and head,
-// then the second one, and so on. A flag per chunk and head of v tells the walks that its matrices are in
+// Makers take the chunks in the order in which the walks need them: of the sequences and heads whose walks run
+// at once, a wave, the first chunk of each, then the second one, and so on; then those of the next wave. A flag per chunk and head of v tells the walks that its matrices are in
 // device memory. The flags are zero at the launch.
 //
 // Makers are the first CTAs of the grid and wait for no other CTA. Where a CTA of the walk runs, all makers
@@ -25,6 +25,7 @@ template <int kDimK> constexpr int kMakersOfCta = kDimK == 64 ? 3 : 4;
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
     int ctas;
+    int wave;  // sequences and heads whose walks run at once
 
     // Sequences and heads.
     __device__ inline int pairs() const { return cut.sequences * heads; }
@@ -71,7 +72,9 @@ template <class C> struct MakersMemory {
 
 // The number-th one in the order of the walks, where there is one.
 __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number) {
-    const int step = number / g.pairs(), pair = number % g.pairs();
+    const int first_pair = number / (g.wave * g.most_chunks()) * g.wave;
+    const int left_over = number - first_pair * g.most_chunks(), wave = min(g.wave, g.pairs() - first_pair);
+    const int step = left_over / wave, pair = first_pair + left_over % wave;
     const int sequence = pair / g.heads, head = pair % g.heads;
     int start = 0, tokens = g.seq;
     if (g.packed()) {

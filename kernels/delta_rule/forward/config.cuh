@@ -15,8 +15,11 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0
     static constexpr bool kIsWide = kDimK > 128;
     static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kProducerRegisters = 40, kWalkerRegisters = kIsWide && kWalkers == 1 ? 248 : 232;
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
+    static constexpr int kProducerRegisters = 40;
+    static constexpr int kWalkerRegisters = kWalkers == 2 && kIdleWarpgroups > 0 ? 224
+                                            : kIsWide && kWalkers == 1           ? 248
+                                                                                 : 232;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
 

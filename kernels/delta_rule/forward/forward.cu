@@ -107,8 +107,10 @@ template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t st
     if (p.makers > 0) {
         if constexpr (TFLA_DIM_K > 128)
             throw std::runtime_error("delta_forward: no makers where K > 128");
-        else
+        else if (p.walkers == 1)
             launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+        else
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
     } else if (p.walkers == 1)
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else

@@ -378,18 +378,35 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_makers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the multiprocessors that walks of one walker leave idle, where these make A and P in time."""
+    """On the multiprocessors that the forward's walk leaves idle, where these make A and P in time."""
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(Shape, "split", None)
-    found = {heads: shape_of(1, 8192, heads=heads).makers for heads in (1, 16, 32, 40, 48, 66, 80)}
-    assert found == {1: 128, 16: 100, 32: 68, 40: 52, 48: 0, 66: 0, 80: 0}
-    assert shape_of(8, 8192).makers == 0
-    assert [shape_of(n, 4096, dim=64).makers for n in (2, 4)] == [100, 0]
+    found = {heads: shape_of(1, 8192, heads=heads).makers for heads in (1, 16, 32)}
+    assert found == {1: 128, 16: 100, 32: 68}
+    assert shape_of(2, 4096, dim=64).makers == 100
     assert shape_of(3, 300, packed=True, heads=4).makers == 32  # no more than there are slots
     assert shape_of(1, 1, heads=2).makers == 2
     for heads in range(1, 200):
         shape = shape_of(1, 8192, heads=heads)
-        assert shape.makers == 0 or (shape.walkers == 1 and shape.makers + 2 * heads <= 132)
+        ctas = heads * -(-2 // shape.forward_walkers)
+        assert 0 <= shape.makers < 132
+        assert shape.makers == 0 or shape.forward_walkers == 2 or shape.makers + ctas <= 132
+
+
+def test_makers_beside_waves_of_two_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all walks at once would leave no multiprocessor idle. The mirror has no makers and no waves."""
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(Shape, "split", None)
+    for count, seq, heads in ((8, 8192, 16), (4, 8192, 16), (8, 1024, 32), (32, 2048, 16)):
+        shape = shape_of(count, seq, heads=heads)
+        assert shape.forward_walkers == 2 and shape.makers > 0
+        waves = -(-count * heads // (132 - shape.makers))
+        assert count * heads <= waves * (132 - shape.makers)
+    assert shape_of(4, 8192).walkers == 1
+    # one block of 64 columns has one walker
+    assert shape_of(8, 8192, dim=64).forward_walkers == 1
+    fixed = shape_of(4, 8192)._replace(batch_invariant=True)
+    assert fixed.forward_walkers == fixed.walkers == 2
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ class Shape(NamedTuple):
 
     @property
     def walkers(self) -> int:
-        """Of a CTA of the walks of the forward and of its mirror."""
+        """Of a CTA of the mirror's walk, and of the forward's without makers."""
         of_chunk = _WIDE_CYCLES if self.is_wide else _CYCLES
         return self._walkers(self.dim_v, (self.split or self.uncut).segments, of_chunk)
 
@@ -157,13 +157,25 @@ class Shape(NamedTuple):
     def makers(self) -> int:
         """CTAs that make A and P beside the forward's walk, on multiprocessors that it leaves idle; 0 where
         A and P are done earlier by a launch before the walk."""
-        pairs, every = self.sequences * self.heads, multiprocessors(self.device)
-        idle = every - pairs * -(-self.dim_v // WALKER_COLUMNS)
-        if self.is_wide or self.walkers > 1 or idle <= 0 or self.split is not None:
-            return 0
-        if costs.beside(pairs, idle, self.dim_k) >= costs.WALKED[1] + costs.MADE_BEFORE * pairs / every:
-            return 0
-        return min(idle, self.batch * self.heads * self.slots)
+        found = self._forward
+        return min(found.makers, self.batch * self.heads * self.slots) if found else 0
+
+    @property
+    def forward_walkers(self) -> int:
+        """Of a CTA of the forward's walk."""
+        found = self._forward
+        return found.walkers if found and found.makers else self.walkers
+
+    @property
+    def _forward(self) -> costs.Forward | None:
+        """As it runs where it can have makers."""
+        if self.is_wide or self.split is not None:
+            return None
+        slices = costs.Slices(*(-(-dim // WALKER_COLUMNS) for dim in (self.dim_v, self.dim_k)))
+        pairs, chunks = self.sequences * self.heads, -(-self.batch * self.seq // (self.sequences * CHUNK))
+        of_cta = (1,) if slices.values == 1 else (self.walkers,) if self.batch_invariant else (1, 2)
+        multi = multiprocessors(self.device)
+        return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), slices, of_cta, multi)
 
     @property
     def states_walkers(self) -> int:

@@ -152,7 +152,7 @@ class Forward:
         writes = operand_at(writes_at, torch.empty(core.v.shape, device="meta")) if keep else NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
-            carried_at, borders_at, core.scale, shape.walkers, shape.makers,
+            carried_at, borders_at, core.scale, shape.forward_walkers, shape.makers,
         )  # fmt: skip
         before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
         if is_split:

@@ -10,15 +10,18 @@ split pays there where it pays in the forward.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-# microseconds, from the log of 2026-11-26, of K = V = 128: of a chunk of the forward's walk by walkers of a
-# CTA, and of A and P of a chunk on a multiprocessor, before the walk and, by the tile of K, beside it. The
-# latter of K = 128 is an estimate: four chunks at a time, five before the walk; with K = 64 three
-WALKED = {1: 1.56, 2: 2.36}
-MADE_BEFORE, MADE_BESIDE = 1.88, {64: 2.9, 128: 2.2}
+# microseconds, from the log of 2026-11-26 (H100), of K = V = 128: of a chunk of the forward's walk by walkers
+# of a CTA, and of A and P of a chunk on a multiprocessor, before the walk and, by the tile of K, beside it
+WALKED = {1: 1.38, 2: 1.92}
+MADE_BEFORE, MADE_BESIDE = 2.26, {64: 1.86, 128: 1.74}
+_BYTES = 2.9e6  # that device memory gives in a microsecond
+_MOST_WAVES = 8  # that are tried
+_WAVE = 5.0  # estimate: the start of a wave's CTAs
 # fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
 # states alone, where their CTAs run all at once and where they take several waves; the start of a launch with
 # that of its CTAs. An estimate: a segment that is carried
@@ -35,13 +38,51 @@ class Slices(NamedTuple):
     keys: int
 
 
-def beside(pairs: int, idle: int, dim_k: int) -> float:
-    """Of a chunk of walks of one walker, with makers on so many multiprocessors.
+class Forward(NamedTuple):
+    """How a forward runs that is not split."""
+
+    walkers: int  # of a CTA of the walk
+    makers: int  # CTAs that make A and P beside it; 0: a launch before the walk makes them
+    time: float
+
+
+@functools.lru_cache(maxsize=4096)
+def forward(
+    pairs: int,
+    chunks: int,
+    dims: tuple[int, int],
+    slices: Slices,
+    walkers: tuple[int, ...],
+    multiprocessors: int,
+) -> Forward:
+    """The fastest of one sequence length, with makers or without.
+
+    CTAs of the walk that do not run all at once run in waves. Makers take the multiprocessors that a wave
+    leaves idle, and make the chunks of a wave while it walks.
 
     Args:
         pairs: sequences times heads.
+        chunks: of each sequence.
+        dims: K, at most 128, and V.
+        walkers: of a CTA, to choose among.
     """
-    return max(WALKED[1], MADE_BESIDE[64 if dim_k <= 64 else 128] * pairs / idle)
+    # what a chunk of all pairs reads and writes but for its matrices, of which the one or the other leaves L2
+    moved = pairs * 2 * CHUNK * (2 * sum(dims) + CHUNK) / _BYTES
+    made = MADE_BESIDE[64 if dims[0] <= 64 else 128] * pairs
+
+    def runs(count: int) -> Iterator[Forward]:
+        ctas = pairs * -(-slices.values // count)
+        waves = _waves(ctas, multiprocessors)
+        of_chunk = max(waves * WALKED[count], moved) + MADE_BEFORE * pairs / multiprocessors
+        yield Forward(count, 0, chunks * of_chunk + waves * _WAVE)
+        # one walker in waves is no faster than two
+        for waves in range(1, _MOST_WAVES + 1 if count == 2 else 2):
+            makers = multiprocessors - -(-ctas // waves)
+            if makers > 0:
+                of_chunk = max(waves * WALKED[count], made / makers, moved)
+                yield Forward(count, makers, chunks * of_chunk + waves * _WAVE)
+
+    return min((run for count in walkers for run in runs(count)), key=lambda run: run.time)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,10 +111,8 @@ def segment_chunks(
         carried = _CARRIED * max(_waves(pairs * slices.values, multiprocessors), 1) * (segments - 2)
         return made + mapped + carried + walked(segments, length) + 3 * _LAUNCH
 
-    idle = multiprocessors - pairs * slices.values
-    whole = made + walked(1, chunks) + _LAUNCH
-    if idle > 0:
-        whole = min(whole, chunks * beside(pairs, idle, 64 * slices.keys))
+    dims = (64 * slices.keys, 64 * slices.values)
+    whole = forward(pairs, chunks, dims, slices, tuple(WALKED), multiprocessors).time + _LAUNCH
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
     best = min(sorted(lengths), key=split, default=None)
