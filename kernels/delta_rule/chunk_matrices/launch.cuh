@@ -43,8 +43,8 @@ template <class T, int kDimK> void launch_matrices(const DeltaMatricesParams& p,
 template <auto kKernel, class C, class Memory, class Walk, class Params>
 void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, const char* name) {
     int multiprocessors = 0;
-    check_launch(
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, p.shape.device), name);
+    check_launch(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, p.shape.device),
+                 name);
     const int wave = std::max((multiprocessors - p.makers) / walk.ctas, 1);
     const MakersGlobals makers{matrices_globals(p), p.made, p.makers, wave};
     const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * makers.slots;

@@ -5,9 +5,10 @@
 // and k, scans the gates, stores the results and tells the walks; so a maker waits for nothing but its
 // inputs, which are a chunk ahead.
 //
-// Makers take the chunks in the order in which the walks need them: of the sequences and heads whose walks run
-// at once, a wave, the first chunk of each, then the second one, and so on; then those of the next wave. A flag per chunk and head of v tells the walks that its matrices are in
-// device memory. The flags are zero at the launch.
+// Makers take the chunks in the order in which the walks need them: of the sequences and heads whose walks
+// run at once, a wave, the first chunk of each, then the second one, and so on; then those of the next wave.
+// A flag per chunk and head of v tells the walks that its matrices are in device memory. The flags are zero
+// at the launch.
 //
 // Makers are the first CTAs of the grid and wait for no other CTA. Where a CTA of the walk runs, all makers
 // have begun: so it waits for CTAs that come to their end, whatever else the GPU has to do.

@@ -18,7 +18,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kWalkerRegisters = kWalkers == 2 && kIdleWarpgroups > 0 ? 224
-                                            : kIsWide && kWalkers == 1           ? 248
+                                            : kIsWide&& kWalkers == 1            ? 248
                                                                                  : 232;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
