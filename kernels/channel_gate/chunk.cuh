@@ -19,10 +19,11 @@ namespace tfla_tk::channel_gate {
 
 constexpr int kBlocks = kChunk / kBlock;
 
-// Where scores are, of the forward: P, a panel. Of the mirror: P^T in two parts, in a panel of 80 rows, so
-// that rows are N and columns k of every operand. With blocks of 16 x 16, and i >= j, the high part of block
-// (i, j) of P is transposed at rows of block j and columns of block i. The low part is beside it, where a
-// score above the diagonal would be, or below: at rows of block 4 - i + j and columns of block 3 - i.
+// The forward has P in a panel. The mirror has P^T in two parts, in a panel of 80 rows, which holds nothing
+// but the blocks of 16 x 16 on and below P's diagonal. Those of block (i, j), j <= i, are
+//   high: in the rows of block j and the columns of block i
+//   low:  in the rows of block 4 - i + j and the columns of block 3 - i
+// So the blocks of one i, each part for itself, are an operand of N = 16 (i + 1) rows, with columns as k.
 constexpr int kLowRows = kBlock;  // of the panel, behind those of a chunk
 constexpr __device__ int low_row(int i, int j) { return (kBlocks - i + j) * kBlock; }
 constexpr __device__ int low_column(int i) { return (kBlocks - 1 - i) * kBlock; }

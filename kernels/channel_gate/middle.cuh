@@ -1,7 +1,7 @@
 // A chunk whose gates are mild, around its middle: one pair of operands serves the walk and the scores.
 //   Q = s q e^{b - r}    K = k e^{r - b}    P = tril(Q K^T)    before = e^r    behind = e^{b_L - r}
-// r is, per channel, the largest number not above b at the end of the chunk's first half that makes `behind` a
-// power of two. The walk scales the state by `before`, reads it by Q, adds K^T V to it and scales it by
+// r is, per channel, the largest number not above b at the end of the chunk's first half that makes `behind`
+// a power of two. The walk scales the state by `before`, reads it by Q, adds K^T V to it and scales it by
 // `behind`. Equal to the form of chunk.cuh but for rounding, which is relative to each number: no factor
 // leaves 2^-81 to 2^81 (fp16: 2^-5 to 2^5). K is rounded as k e^{b_L - b} would be: so the last tokens, which
 // count most in the state, have next to no error where decays are fast.
@@ -36,6 +36,7 @@ struct PowerOfTwo {
 
 // kTwoParts: scores are made of Q and K in two parts, high and low ones, of which the walk has the high ones:
 // the error of o is then that of scores made in fp32, three quarters of that with one part.
+// kMirrors: P is stored as the mirror wants it (chunk.cuh).
 template <class T, int kDimK, bool kTwoParts, bool kMirrors> struct AroundMiddle {
     using Warp = GateWarp<T, kDimK, kMirrors>;
     using T2 = typename Warp::T2;

@@ -86,7 +86,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             [&](int j) { load_transposed(fragments[j], values + 16 * j * kPanelColumns * sizeof(T)); });
         if constexpr (C::kOwnColumns) columns.hand_over_values(chunk);
     };
-    // O^T += V^T P^T. Of the mirror: 16 rows of P after 16, up to their diagonal block, in two parts.
+    // O^T += V^T P^T. Of the mirror: 16 rows of P after 16, up to their diagonal block, in two parts. NOTES:
+    // its products differ in shape, so the fence before each one is what orders them.
     auto multiply_scores = [&](Operand128B p) {
         auto multiply = [&]<int i>() {
             if constexpr (!C::kBackward) {

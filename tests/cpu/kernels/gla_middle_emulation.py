@@ -82,9 +82,8 @@ class ChunkAroundMiddle(Chunk):
         low = (HALF == 0)[:, None]
         queries, keys = np.where(low, queries, queries * beside), np.where(low, keys * beside, keys)
         second_half = self._totals_at(2, part)
-        half = np.prod(
-            [self.memory.load_wide(second_half + n * self.dim_k * 4, CHANNELS) for n in range(2)], 0
-        )
+        half = self.memory.load_wide(second_half, CHANNELS)
+        half = half * self.memory.load_wide(second_half + self.dim_k * 4, CHANNELS)
         behind = power_of_two(half)
         down = half / behind
         if block % 2 == 0:

@@ -33,8 +33,8 @@ def test_ptxas_reports_no_fault(instance: build.Instance, compile_once: Compile)
         (t, n) for t in (False, True) for n in (1, 2, 2)
     ]
     dim_k = int(dict(instance.defines)["TFLA_DIM_K"])
-    # steps that read the state, of the first chunk and of others; of P V, by parts of P, and K^T V, of the last
-    # chunk and of others; of the scores around a chunk's middle, of operands in two parts
+    # steps that read the state, of the first chunk and of others; of P V, of the mirror by parts of P, and of
+    # K^T V, of the last chunk and of others; of the scores around a chunk's middle, of operands in two parts
     of_scores = 8 if "backward" in instance.name else 4
     assert [k.wgmmas for k in kernels] == [2 * (dim_k // 16 + of_scores + 4) + 3 * dim_k // 16] * 6
 
