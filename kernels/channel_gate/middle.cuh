@@ -28,8 +28,9 @@ template <class T> constexpr float kMildBits = std::is_same_v<T, bf16> ? 80.f : 
 // The least power of two that is not less than x.
 struct PowerOfTwo {
     uint32_t bits;
-    __device__ __forceinline__ explicit PowerOfTwo(float x)
-        : bits((__float_as_uint(x) + 0x7FFFFF) & 0x7F800000) {}
+    __device__ __forceinline__ explicit PowerOfTwo(float x) {
+        bits = (__float_as_uint(x) + 0x7FFFFF) & 0x7F800000;
+    }
     __device__ __forceinline__ float value() const { return __uint_as_float(bits); }
     __device__ __forceinline__ float inverse() const { return __uint_as_float(0x7F000000 - bits); }
 };
