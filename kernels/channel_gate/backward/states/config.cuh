@@ -150,8 +150,10 @@ template <class C> __device__ constexpr uint32_t out_row(int token) {
 template <class C> __device__ constexpr uint32_t out_swizzle(int token) {
     return C::kOutInPlace ? token / 2 % 4 * 32 : 0;
 }
-template <class C> __device__ __forceinline__ uint32_t own_out(uint32_t out, int token, int lane) {
-    return out + out_row<C>(token) + ((8 * lane) ^ out_swizzle<C>(token));
+// Of token first + i; first: a multiple of four, i: less than four.
+template <class C> __device__ __forceinline__ uint32_t own_out(uint32_t out, int first, int i, int lane) {
+    const uint32_t of_first = out + out_row<C>(first) + ((8 * lane) ^ out_swizzle<C>(first));
+    return (of_first ^ out_swizzle<C>(i)) + out_row<C>(i);
 }
 
 // What walkers and gate warps tell each other, by gate warp or walker; and a gate warp keeps.
@@ -216,7 +218,7 @@ template <class C> struct StatesMemory {
 
 // A gate warp's number, of those of all strips: the one of `strip` that is at the walk's `step`.
 template <class C> __device__ inline int gate_warp_of(int strip, int step) {
-    return strip * C::kTurns + step % C::kTurns;
+    return strip * C::kTurns + static_cast<unsigned>(step) % C::kTurns;
 }
 
 }  // namespace tfla_tk::channel_gate

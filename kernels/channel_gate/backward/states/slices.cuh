@@ -36,15 +36,16 @@ struct SumsOfLane {
     template <class C> __device__ __forceinline__ void add_out(uint32_t to) const {
         const int lane = fresh_laneid();
         constexpr int kTokens = 8;
-        each<0, kBlock / kTokens>([&](int i) {
+#pragma unroll 1
+        for (int first = 0; first < kBlock; first += kTokens) {
             float2 others[kTokens];
-            each<0, kTokens>([&](int t) { others[t] = __ldcs(place_of_out(i * kTokens + t)); });
+            each<0, kTokens>([&](int t) { others[t] = __ldcs(place_of_out(first + t)); });
             each<0, kTokens>([&](int t) {
-                const uint32_t place = own_out<C>(to, i * kTokens + t, lane);
+                const uint32_t place = own_out<C>(to, first + t / 4 * 4, t % 4, lane);
                 const float2 x = load_floats(place);
                 store_floats(place, {x.x + others[t].x, x.y + others[t].y});
             });
-        });
+        }
     }
     __device__ __forceinline__ void add_products(uint32_t to) const {
         each<0, 2>([&](int n) {
@@ -56,9 +57,11 @@ struct SumsOfLane {
         });
         __syncwarp();
     }
-    // seen(t): of out.
+    // seen(first, i): of out, that of token first + i.
     template <class Seen> __device__ __forceinline__ void leave(Seen seen, uint32_t products) const {
-        each<0, kBlock>([&](int t) { __stcs(place_of_out(t), seen(t)); });
+#pragma unroll 1
+        for (int first = 0; first < kBlock; first += 4)
+            each<0, 4>([&](int i) { __stcs(place_of_out(first + i), seen(first, i)); });
         each<0, 2>([&](int n) {
             float x[4];
             load_four(x, own_products(products, n));

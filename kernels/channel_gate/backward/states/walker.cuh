@@ -71,6 +71,10 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     const int first_column = 16 * warpgroup::warpid();  // of the strip's
     auto column = [&] { return task.column + strip * kWalkerColumns + first_column; };
     const int value_column = part * C::kWalkerV;
+    const uint32_t own_panels = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;  // bytes before
+    // The next step at whose begin there is an anchor.
+    int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
+    if (!g.needs_dg || column() >= g.dim_k) anchor_step = task.blocks;
 
     auto hand_out = [&](int step) {  // 4
         const Use<kStages> use(step);
@@ -97,16 +101,19 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     };
 
     auto walk_block = [&](int step) {
-        const int slot = Use<kStages>(step).slot, block = task.template block_of<C>(step);
-        if (g.needs_dg && column() < g.dim_k) {
-            if (C::kIsLeft && task.is_anchor(block))
-                store_anchor<C>(anchor_units<C>(g, task, block, column() / 16, walker), state);
-            if (!C::kIsLeft && task.is_anchor(block + 1))
-                store_flow<C>(anchor_units<C>(g, task, block + 1, column() / 16, walker), state,
-                              &smem.exchange.flow[walker][first_column]);
+        const int slot = Use<kStages>(step).slot;
+        if (step == anchor_step) {
+            anchor_step += kBlocksOfAnchor;
+            const int block = task.template block_of<C>(step) + !C::kIsLeft;  // the anchor is before it
+            uint4* const units = anchor_units<C>(g, task, block, column() / 16, walker);
+            if constexpr (C::kIsLeft)
+                store_anchor<C>(units, state);
+            else
+                store_flow<C>(units, state, &smem.exchange.flow[walker][first_column]);
         }
         auto& tiles = smem.values[Use<Memory::kValueStages>(step).slot];
-        const auto readers = Operand128B::rows(&tiles.of_readers);
+        // NOTES: descriptors by shares, so that those of all steps are one and a constant
+        const Operand128B readers{Operand128B::rows(&tiles.of_readers).low + own_panels / 16};
         auto round_half = [&](int half) {
             each<0, kHalf>([&](int k) {
                 split_fragment(high[k], low[k], state, half * kHalf + k);
@@ -114,10 +121,8 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
             });
         };
         auto read_half = [&](int half) {
-            const uint32_t first = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;
             each<0, kHalf>([&](int k) {
-                const int at = half * kHalf + k;
-                const uint64_t values = readers.at(first + at / 4 * Values::panel_bytes + at % 4 * 32);
+                const uint64_t values = readers.row_step(Values::panel_bytes, half * kHalf + k);
                 multiply_step<false>(out, high[k], values, half + k > 0, k == 0);
                 wgmma_step<false>(out, low[k], 0, values);
             });
@@ -142,7 +147,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         read_half(1);  // 3
         auto& columns = smem.columns[slot][strip];
         const auto values = Operand128B::columns(&tiles.of_writers, Values::panel_bytes);
-        const uint64_t own_values = values.at(part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes);
+        const uint64_t own_values = Operand128B{values.low + own_panels / 16}.at(0);
         auto write = [&](const void* writers) {
             kittens::detail::wgmma::base<float, T, C::kWalkerV, 1, 1>::st_st(
                 state, Operand128B::columns(writers, 0).at(0), own_values, 1);
@@ -170,15 +175,16 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         put_last_flow<C>(g, state, g.borders + task.border * state_size, column(), value_column,
                          [&](int n, float sum) { flow[8 * n] = sum; });
     }
+    const int blocks = task.blocks;
 #pragma unroll 1
-    for (int step = 0; step < task.blocks; step++) {
+    for (int step = 0; step < blocks; step++) {
         if constexpr (!C::kSplitsV) {
             wait_values(step);
         }
         walk_block(step);
     }
     if constexpr (C::kSplitsV)
-        if (task.blocks > 0) hand_out(task.blocks - 1);
+        if (blocks > 0) hand_out(blocks - 1);
     if (C::kIsLeft && g.needs_dg && g.d_last && task.is_last)
         store_last_flow<C>(g, smem, state, walker, column(), value_column);
 }
