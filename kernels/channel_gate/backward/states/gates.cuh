@@ -95,12 +95,15 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         });
         each<0, kBlock>([&](int n) { x.waiting[n] = writer[token(n)]; });
         float2 sum{0.f, 0.f};
-#pragma unroll 1
-        for (int group = 0;; group++) {
+#ifndef TFLA_UNROLL
+#define TFLA_UNROLL 1
+#endif
+#pragma unroll TFLA_UNROLL
+        for (int group = 0; group < kGroups; group++) {
             make_group(x, group, sum, wants_sums);
-            if (group == kGroups - 1) return sum;
-            go_on(x, group);
+            if (group < kGroups - 1) go_on(x, group);
         }
+        return sum;
     }
 
     // Step 6: the same sum over all tokens behind the block, for the first token in it and those before it.

@@ -28,6 +28,12 @@ template <class State> __device__ inline void decay_rows(State& state, float2 de
     });
 }
 
+__device__ inline float load_float(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+
 // 16 columns of a state as two A operands, whose sum they are.
 template <class A, class State>
 __device__ inline void split_fragment(A& high, A& low, const State& state, int column_tile) {
@@ -37,26 +43,68 @@ __device__ inline void split_fragment(A& high, A& low, const State& state, int c
     });
 }
 
-// The transpose of a warp's 16 rows of out^T, which are columns from `first_column` on.
-template <class C>
-__device__ inline void store_out(uint32_t rows, const rt_fl<16, kBlock>& out, int first_column, int lane) {
-    const int first_token = lane % 4 * 2;  // and the next one, and eight behind
-    const uint32_t address = rows + out_row<C>(first_token) + lane / 4 * 4;
-    auto store = [&](int token, uint32_t column, float x) {
-        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address + out_row<C>(token) + column), "f"(x)
-                     : "memory");
+// Where this lane's numbers of a warp's 16 rows of out^T are in `out`; first_column: of these.
+template <class C> __device__ inline uint32_t lane_in_out(uint32_t first_column) {
+    const uint32_t lane = fresh_laneid(), first_token = lane % 4 * 2;  // and the next one, and eight behind
+    return out_row<C>(first_token) + lane / 4 * 4 + ((4 * first_column) ^ out_swizzle<C>(first_token));
+}
+
+// The transpose of a warp's 16 rows of out^T. place: where `out` is, and the lane's numbers in it.
+template <class C> __device__ inline void store_out(uint32_t place, const rt_fl<16, kBlock>& out) {
+    auto store = [](uint32_t address, float x) {
+        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address), "f"(x) : "memory");
     };
     each<0, 2>([&](int n) {
-        const uint32_t column = (4 * first_column + 32 * n) ^ out_swizzle<C>(first_token);
+        const uint32_t rows = C::kOutInPlace ? place ^ 32 * n : place + 32 * n;
         each<0, 2>([&](int half) {
             const float2 x = out.tiles[0][0].data[2 * half + n];
-            store(8 * half, column, x.x), store(8 * half + 1, column, x.y);
+            store(rows + out_row<C>(8 * half), x.x), store(rows + out_row<C>(8 * half + 1), x.y);
         });
     });
 }
 
+// Shared memory as if it began at its number, for the numbers of places in it; nothing is read by it. NOTES:
+// of a symbol's address the compiler would ask for the CTA's number anew at every use.
+template <class Memory> __device__ inline const Memory& by_numbers(const Memory& smem) {
+    return *reinterpret_cast<const Memory*>(static_cast<uintptr_t>(static_cast<uint32_t>(anew(shared_address(&smem)))));
+}
+template <class Member> __device__ inline uint32_t number_of(const Member& member) {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&member));
+}
+
+__device__ inline void wait_at(uint32_t barrier, uint32_t phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra.uni DONE;\n"
+        "bra.uni WAIT;\n"
+        "DONE:\n"
+        "}\n" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+__device__ inline void arrive_warp_at(uint32_t barrier) {
+    if (arrives_for_warp())
+        asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// A place in a ring of kSlots, and the phase of its barriers, which go on step by step.
+template <int kSlots> struct RingPlace {
+    int slot = kSlots - 1;  // of the step before the first one
+    uint32_t phase = 1;
+
+    __device__ inline void go_on() {
+        const bool wraps = slot == kSlots - 1;
+        slot = wraps ? 0 : slot + 1, phase ^= wraps;
+    }
+};
+
+// warp: of those of all walkers. NOTES: what is the same for a warp's lanes must follow from numbers that the
+// compiler knows to be so; else descriptors of operands leave uniform registers.
 template <class C>
-__device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
+__device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int warp) {
     using T = typename C::T;
     using Values = typename C::Values;
     constexpr int kStateSteps = C::kWalkerV / 16, kHalf = kStateSteps / 2;
@@ -67,59 +115,70 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     rt<T, 16, 16> high[kHalf], low[kHalf];  // of half of the state
 
     const StatesTask& task = smem.task;
-    const int strip = C::strip_of(walker), part = C::part_of(walker);
-    const int first_column = 16 * warpgroup::warpid();  // of the strip's
+    const int walker = warp / 4, strip = C::strip_of(walker), part = C::part_of(walker);
+    const int first_column = warp % 4 * 16;  // of the strip's
     auto column = [&] { return task.column + strip * kWalkerColumns + first_column; };
     const int value_column = part * C::kWalkerV;
     const uint32_t own_panels = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;  // bytes before
     // The next step at whose begin there is an anchor.
     int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
-    if (!g.needs_dg || column() >= g.dim_k) anchor_step = task.blocks;
+    if (!g.needs_dg) anchor_step = task.blocks;
+
+    const Memory& at = by_numbers(smem);
+    const uint32_t out_of_lane = lane_in_out<C>(first_column);
+    const uint32_t decay_of_lane = number_of(at.decay[0][strip][first_column + unsigned(fresh_laneid()) / 4]);
+    RingPlace<kStages> use;  // of the block whose `out` is here
+    int value_slot = Memory::kValueStages - 1;
 
     auto hand_out = [&](int step) {  // 4
-        const Use<kStages> use(step);
-        auto& columns = smem.columns[use.slot][strip];
+        const auto& columns = at.columns[use.slot][strip];
         const int gate_warp = gate_warp_of<C>(strip, step);
         uint32_t rows;
         if constexpr (C::kSplitsV) {
-            wait(smem.read[use.slot], use.phase);
-            rows = part == 0 ? shared_address(&columns.gates) : shared_address(&columns.writers);
+            wait_at(number_of(at.read[use.slot]), use.phase);
+            // NOTES: the second walker's is where the first one's would be but for a constant
+            rows = number_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
         } else if constexpr (C::kOutInPlace) {
             warpgroup::sync(1 + walker);  // all warps' GEMMs have read the low parts there
-            rows = shared_address(&columns.gates);
+            rows = number_of(columns.gates);
         } else {
-            wait_free(smem.out_free[gate_warp], Use<C::kTurns>(step).phase);
-            rows = shared_address(&smem.exchange.out[gate_warp]);
+            wait_at(number_of(at.out_free[gate_warp]), ~(static_cast<unsigned>(step) / C::kTurns) & 1);
+            rows = number_of(at.exchange.out[gate_warp]);
         }
-        store_out<C>(rows, out, first_column, fresh_laneid());
-        arrive_warp(smem.out_ready[gate_warp]);
-    };
-
-    auto wait_values = [&](int step) {
-        const Use<kStages> use(step);
-        wait(smem.values_arrived[use.slot], use.phase);
+        store_out<C>(rows + out_of_lane, out);
+        arrive_warp_at(number_of(at.out_ready[gate_warp]));
     };
 
     auto walk_block = [&](int step) {
-        const int slot = Use<kStages>(step).slot;
         if (step == anchor_step) {
             anchor_step += kBlocksOfAnchor;
             const int block = task.template block_of<C>(step) + !C::kIsLeft;  // the anchor is before it
-            uint4* const units = anchor_units<C>(g, task, block, column() / 16, walker);
-            if constexpr (C::kIsLeft)
-                store_anchor<C>(units, state);
-            else
-                store_flow<C>(units, state, &smem.exchange.flow[walker][first_column]);
+            if (column() < g.dim_k) {
+                uint4* const units = anchor_units<C>(g, task, block, column() / 16, walker);
+                if constexpr (C::kIsLeft)
+                    store_anchor<C>(units, state);
+                else
+                    store_flow<C>(units, state, &smem.exchange.flow[walker][first_column]);
+            }
         }
-        auto& tiles = smem.values[Use<Memory::kValueStages>(step).slot];
-        // NOTES: descriptors by shares, so that those of all steps are one and a constant
-        const Operand128B readers{Operand128B::rows(&tiles.of_readers).low + own_panels / 16};
         auto round_half = [&](int half) {
             each<0, kHalf>([&](int k) {
                 split_fragment(high[k], low[k], state, half * kHalf + k);
                 pin(high[k]), pin(low[k]);
             });
         };
+        if constexpr (C::kSplitsV) {
+            round_half(0);  // 1
+            if (step > 0) hand_out(step - 1);
+        }
+        use.go_on();
+        if constexpr (C::kSplitsV) value_slot = value_slot == Memory::kValueStages - 1 ? 0 : value_slot + 1;
+        const auto& tiles = at.values[C::kSplitsV ? value_slot : use.slot];
+        const uint32_t of_readers = number_of(tiles.of_readers) + own_panels,
+                       of_writers = number_of(tiles.of_writers) + own_panels;
+        wait_at(number_of(at.values_arrived[use.slot]), use.phase);
+        if constexpr (!C::kSplitsV) round_half(0);  // 1
+        const Operand128B readers{(of_readers & 0x3FFFF) >> 4 | 1 << 16};
         auto read_half = [&](int half) {
             each<0, kHalf>([&](int k) {
                 const uint64_t values = readers.row_step(Values::panel_bytes, half * kHalf + k);
@@ -127,39 +186,32 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
                 wgmma_step<false>(out, low[k], 0, values);
             });
         };
-        round_half(0);  // 1
-        if constexpr (C::kSplitsV) {
-            if (step > 0) hand_out(step - 1);
-            wait_values(step);
-        }
         forget(out);
         read_half(0);
         warpgroup::mma_commit_group();
         warpgroup::mma_async_wait<0>();
         pin(out), pin_all(high), pin_all(low);
         round_half(1);  // 2
-        const Use<kStages> use(step);
-        wait(smem.written[slot][strip], use.phase);
-        const int lane = fresh_laneid();
-        const float* const decay = &smem.decay[slot][strip][first_column + lane / 4];
-        decay_rows(state, {decay[0], decay[8]});
+        wait_at(number_of(at.written[use.slot][strip]), use.phase);
+        const uint32_t decay = decay_of_lane + use.slot * sizeof(smem.decay[0]);
+        decay_rows(state, {load_float(decay), load_float(decay + 32)});
         pin(state);
         read_half(1);  // 3
-        auto& columns = smem.columns[slot][strip];
-        const auto values = Operand128B::columns(&tiles.of_writers, Values::panel_bytes);
-        const uint64_t own_values = Operand128B{values.low + own_panels / 16}.at(0);
-        auto write = [&](const void* writers) {
-            kittens::detail::wgmma::base<float, T, C::kWalkerV, 1, 1>::st_st(
-                state, Operand128B::columns(writers, 0).at(0), own_values, 1);
+        const auto& columns = at.columns[use.slot][strip];
+        const Operand128B values{(of_writers & 0x3FFFF) >> 4 | (Values::panel_bytes >> 4) << 16};
+        auto write = [&](uint32_t writers) {
+            const Operand128B keys{(writers & 0x3FFFF) >> 4};
+            kittens::detail::wgmma::base<float, T, C::kWalkerV, 1, 1>::st_st(state, keys.at(0), values.at(0),
+                                                                             1);
         };
-        write(&columns.writers), write(&columns.gates);
+        write(number_of(columns.writers)), write(number_of(columns.gates));
         warpgroup::mma_commit_group();
         warpgroup::mma_async_wait<0>();  // 4
         pin(out), pin_all(high), pin_all(low), pin(state);
         if constexpr (C::kSplitsV)
-            arrive_warp(smem.read[slot]);
+            arrive_warp_at(number_of(at.read[use.slot]));
         else
-            hand_out(step), arrive_warp(smem.free[slot]);
+            hand_out(step), arrive_warp_at(number_of(at.free[use.slot]));
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
@@ -177,12 +229,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     }
     const int blocks = task.blocks;
 #pragma unroll 1
-    for (int step = 0; step < blocks; step++) {
-        if constexpr (!C::kSplitsV) {
-            wait_values(step);
-        }
-        walk_block(step);
-    }
+    for (int step = 0; step < blocks; step++) walk_block(step);
     if constexpr (C::kSplitsV)
         if (blocks > 0) hand_out(blocks - 1);
     if (C::kIsLeft && g.needs_dg && g.d_last && task.is_last)
