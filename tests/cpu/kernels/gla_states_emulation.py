@@ -1,4 +1,4 @@
-"""channel_gate/backward/states in NumPy, a gate warp lane by lane; walkers by matrices.
+"""channel_gate/backward/states in NumPy, lane by lane but what walkers write to the state.
 
 Numbers are those of fp64, or operands and results are rounded as the kernels round them. What wgmma and TMA
 read and write of a panel is taken from the panel's layout.
@@ -111,7 +111,33 @@ class Unit:
             return self.memory.load(place + np.arange(BLOCK) * ROW, CHANNELS)
         return self.memory.load_wide(place + np.arange(BLOCK) * FLOAT_ROW, CHANNELS)
 
-    # the walker's hand-over
+    # the walkers
+
+    def see_state(self, state: Array, first_column: int) -> Array:
+        """walker.cuh's add_columns of four warps: [16 tokens, 64 channels].
+
+        Args:
+            state: of the walker's columns of V, from first_column on.
+        """
+        row = (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
+        of_readers = self.at.of_readers + first_column // 64 * PANEL + row
+        rounded, out = self.rounding.of_both(state), np.full((BLOCK, CHANNELS), np.nan)
+        for warp in range(4):
+            c = np.zeros((2, 32, 4))
+            for tile in range(state.shape[1] // 16):
+                values = self.memory.matrices((of_readers ^ (tile % 4 * 32)) + tile // 4 * PANEL)
+                fragment = [
+                    rounded[
+                        (16 * warp + FRAGMENT_ROW + 8 * (i % 2))[:, None],
+                        (16 * tile + FRAGMENT_COLUMN + 8 * (i // 2))[:, None] + np.arange(2),
+                    ]
+                    for i in range(4)
+                ]
+                for n in range(2):
+                    multiply_16(c[n], fragment, values[2 * n : 2 * n + 2])
+            for half, n, e in np.ndindex(2, 2, 2):
+                out[8 * half + FRAGMENT_COLUMN + e, 16 * warp + 8 * n + FRAGMENT_ROW] = c[half][:, 2 * n + e]
+        return out
 
     def store_out(self, place: int, out: Array) -> None:
         """walker.cuh's store_out of four warps; out [16 tokens, 64 channels]."""
@@ -336,8 +362,7 @@ class Walk:
             written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
             for number, place in enumerate(x.parts):
                 columns = slice(WALKER_V * number, WALKER_V * (number + 1))
-                state = self.rounding.of_both(self.state[:, columns])
-                x.store_out(place, _padded(of_readers[rows, columns]) @ state.T)
+                x.store_out(place, x.see_state(self.state[:, columns], columns.start))
             self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
             if not self.is_first:
                 x.add_out(self.handed[block][0])

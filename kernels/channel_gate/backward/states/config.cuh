@@ -221,4 +221,14 @@ template <class C> __device__ inline int gate_warp_of(int strip, int step) {
     return strip * C::kTurns + static_cast<unsigned>(step) % C::kTurns;
 }
 
+// Brings kBytes near, into L2, by a warp, before they are read.
+template <int kBytes> __device__ __forceinline__ void prefetch_bytes(const void* from) {
+    constexpr int kLine = 128, kLines = kBytes / kLine;
+    const char* const own = static_cast<const char*>(from) + fresh_laneid() * kLine;
+    each<0, (kLines + 31) / 32>([&](int i) {
+        if (32 * i + 32 <= kLines || fresh_laneid() < kLines - 32 * i)
+            asm volatile("prefetch.global.L2 [%0];\n" ::"l"(own + 32 * i * kLine));
+    });
+}
+
 }  // namespace tfla_tk::channel_gate

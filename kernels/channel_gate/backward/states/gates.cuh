@@ -25,10 +25,6 @@
 #include "channel_gate/backward/states/loader.cuh"
 #include "channel_gate/backward/states/slices.cuh"
 
-#ifndef TFLA_UNROLL
-#define TFLA_UNROLL 1
-#endif
-
 namespace tfla_tk::channel_gate {
 
 // What a gate that counts as closed lets through. Sums in fp32 do not resolve the flow of gradient through
@@ -99,8 +95,7 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         });
         each<0, kBlock>([&](int n) { x.waiting[n] = writer[token(n)]; });
         float2 sum{0.f, 0.f};
-        constexpr int kUnroll = TFLA_UNROLL;
-#pragma unroll kUnroll
+#pragma unroll 1
         for (int group = 0; group < kGroups; group++) {
             make_group(x, group, sum, wants_sums);
             if (group < kGroups - 1) go_on(x, group);

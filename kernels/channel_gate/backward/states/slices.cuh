@@ -26,12 +26,7 @@ struct SumsOfLane {
     SumsOfBlock& sums;
 
     // So that they are near when they are added.
-    __device__ __forceinline__ void prefetch() const {
-        constexpr int kLine = 128, kLines = sizeof(SumsOfBlock) / kLine;
-        const char* const from = reinterpret_cast<const char*>(&sums);
-        for (int line = fresh_laneid(); line < kLines; line += 32)
-            asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from + line * kLine));
-    }
+    __device__ __forceinline__ void prefetch() const { prefetch_bytes<sizeof(SumsOfBlock)>(&sums); }
     // to: addresses in shared memory. NOTES: a few at a time, for want of registers.
     template <class C> __device__ __forceinline__ void add_out(uint32_t to) const {
         const int lane = fresh_laneid();

@@ -34,13 +34,23 @@ __device__ inline float load_float(uint32_t address) {
     return x;
 }
 
-// 16 columns of a state as two A operands, whose sum they are.
-template <class A, class State>
-__device__ inline void split_fragment(A& high, A& low, const State& state, int column_tile) {
-    each<0, 4>([&](int k) {
-        const HighAndLow<typename A::dtype> parts(state.tiles[0][column_tile].data[k]);
-        high.tiles[0][0].data[k] = parts.high, low.tiles[0][0].data[k] = parts.low;
+// A warp's 16 rows of out^T, as mma.sync has them: of the first eight tokens and of the last ones.
+using OutOfWarp = float[2][4];
+
+// Adds to out^T what 16 columns of the state give: high and low parts apart. rows: where this lane's rows of
+// these columns of the values are.
+template <class T2, class State>
+__device__ __forceinline__ void add_columns(OutOfWarp& of_high, OutOfWarp& of_low, const State& state,
+                                            int column_tile, uint32_t rows) {
+    const Fragment<T2> values(rows);
+    Fragment<T2> high, low;
+    each<0, 4>([&](int i) {
+        const HighAndLow<T2> parts(state.tiles[0][column_tile].data[i]);
+        high.x[i] = parts.high, low.x[i] = parts.low;
     });
+    const bool is_first = column_tile == 0;
+    each<0, 2>([&](int n) { multiply_16(of_high[n], high, values, n, !is_first); });
+    each<0, 2>([&](int n) { multiply_16(of_low[n], low, values, n, !is_first); });
 }
 
 // Where this lane's numbers of a warp's 16 rows of out^T are in `out`; first_column: of these.
@@ -49,16 +59,22 @@ template <class C> __device__ inline uint32_t lane_in_out(uint32_t first_column)
     return out_row<C>(first_token) + lane / 4 * 4 + ((4 * first_column) ^ out_swizzle<C>(first_token));
 }
 
+// Where this lane's row of values of 16 columns of V is, for ldmatrix: the tiles of tokens 0 to 7 first.
+__device__ inline uint32_t lane_in_values() {
+    const uint32_t lane = fresh_laneid();
+    return (lane / 16 * 8 + lane % 8) * kRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+}
+
 // The transpose of a warp's 16 rows of out^T. place: where `out` is, and the lane's numbers in it.
-template <class C> __device__ inline void store_out(uint32_t place, const rt_fl<16, kBlock>& out) {
+template <class C> __device__ inline void store_out(uint32_t place, const OutOfWarp& out) {
     auto store = [](uint32_t address, float x) {
         asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address), "f"(x) : "memory");
     };
     each<0, 2>([&](int n) {
         const uint32_t rows = C::kOutInPlace ? place ^ 32 * n : place + 32 * n;
         each<0, 2>([&](int half) {
-            const float2 x = out.tiles[0][0].data[2 * half + n];
-            store(rows + out_row<C>(8 * half), x.x), store(rows + out_row<C>(8 * half + 1), x.y);
+            store(rows + out_row<C>(8 * half), out[half][2 * n]);
+            store(rows + out_row<C>(8 * half + 1), out[half][2 * n + 1]);
         });
     });
 }
@@ -106,13 +122,13 @@ template <int kSlots> struct RingPlace {
 template <class C>
 __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int warp) {
     using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
     using Values = typename C::Values;
-    constexpr int kStateSteps = C::kWalkerV / 16, kHalf = kStateSteps / 2;
+    constexpr int kTiles = C::kWalkerV / 16;  // of the state's columns
     using Memory = StatesMemory<C>;
     constexpr int kStages = Memory::kStages;
     rt_fl<16, C::kWalkerV> state;
-    rt_fl<16, kBlock> out;
-    rt<T, 16, 16> high[kHalf], low[kHalf];  // of half of the state
+    OutOfWarp out;
 
     const StatesTask& task = smem.task;
     const int walker = warp / 4, strip = C::strip_of(walker), part = C::part_of(walker);
@@ -120,98 +136,97 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     auto column = [&] { return task.column + strip * kWalkerColumns + first_column; };
     const int value_column = part * C::kWalkerV;
     const uint32_t own_panels = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;  // bytes before
-    // The next step at whose begin there is an anchor.
+    // The next step at whose begin there is an anchor. The right walk asks for it some steps ahead.
+    constexpr int kAnchorAhead = 8;
     int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
     if (!g.needs_dg) anchor_step = task.blocks;
 
     const Memory& at = by_numbers(smem);
     const uint32_t out_of_lane = lane_in_out<C>(first_column);
+    const uint32_t values_of_lane = own_panels + lane_in_values();
     const uint32_t decay_of_lane = number_of(at.decay[0][strip][first_column + unsigned(fresh_laneid()) / 4]);
-    RingPlace<kStages> use;  // of the block whose `out` is here
+    using Place = RingPlace<kStages>;
+    Place use;  // of the step's block
     int value_slot = Memory::kValueStages - 1;
 
-    auto hand_out = [&](int step) {  // 4
-        const auto& columns = at.columns[use.slot][strip];
-        const int gate_warp = gate_warp_of<C>(strip, step);
-        uint32_t rows;
+    // Where a block's out goes; waits until it may.
+    auto place_of_out = [&](int step, const Place& place) {
+        const auto& columns = at.columns[place.slot][strip];
         if constexpr (C::kSplitsV) {
-            wait_at(number_of(at.read[use.slot]), use.phase);
+            wait_at(number_of(at.read[place.slot]), place.phase);
             // NOTES: the second walker's is where the first one's would be but for a constant
-            rows = number_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
-        } else if constexpr (C::kOutInPlace) {
-            warpgroup::sync(1 + walker);  // all warps' GEMMs have read the low parts there
-            rows = number_of(columns.gates);
+            return number_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
         } else {
+            const int gate_warp = gate_warp_of<C>(strip, step);
             wait_at(number_of(at.out_free[gate_warp]), ~(static_cast<unsigned>(step) / C::kTurns) & 1);
-            rows = number_of(at.exchange.out[gate_warp]);
+            return number_of(at.exchange.out[gate_warp]);
         }
-        store_out<C>(rows + out_of_lane, out);
-        arrive_warp_at(number_of(at.out_ready[gate_warp]));
+    };
+    auto tell_gate_warp = [&](int step) {
+        arrive_warp_at(number_of(at.out_ready[gate_warp_of<C>(strip, step)]));
+    };
+    auto hand_out = [&](int step, const Place& place) {
+        store_out<C>(place_of_out(step, place) + out_of_lane, out);
+        tell_gate_warp(step);
+    };
+
+    auto anchor_at = [&](int step) {
+        const int block = task.template block_of<C>(step) + !C::kIsLeft;  // the anchor is before it
+        return anchor_units<C>(g, task, block, column() / 16, walker);
     };
 
     auto walk_block = [&](int step) {
         if (step == anchor_step) {
-            anchor_step += kBlocksOfAnchor;
-            const int block = task.template block_of<C>(step) + !C::kIsLeft;  // the anchor is before it
             if (column() < g.dim_k) {
-                uint4* const units = anchor_units<C>(g, task, block, column() / 16, walker);
                 if constexpr (C::kIsLeft)
-                    store_anchor<C>(units, state);
+                    store_anchor<C>(anchor_at(step), state);
                 else
-                    store_flow<C>(units, state, &smem.exchange.flow[walker][first_column]);
+                    store_flow<C>(anchor_at(step), state, &smem.exchange.flow[walker][first_column]);
             }
+            anchor_step += kBlocksOfAnchor;
         }
-        auto round_half = [&](int half) {
-            each<0, kHalf>([&](int k) {
-                split_fragment(high[k], low[k], state, half * kHalf + k);
-                pin(high[k]), pin(low[k]);
-            });
-        };
-        if constexpr (C::kSplitsV) {
-            round_half(0);  // 1
-            if (step > 0) hand_out(step - 1);
-        }
+        if (!C::kIsLeft && step == max(anchor_step - kAnchorAhead, 0) && anchor_step < task.blocks &&
+            column() < g.dim_k)
+            prefetch_anchor<C>(anchor_at(anchor_step));
+        const Place before = use;
         use.go_on();
         if constexpr (C::kSplitsV) value_slot = value_slot == Memory::kValueStages - 1 ? 0 : value_slot + 1;
         const auto& tiles = at.values[C::kSplitsV ? value_slot : use.slot];
-        const uint32_t of_readers = number_of(tiles.of_readers) + own_panels,
+        const uint32_t of_readers = number_of(tiles.of_readers) + values_of_lane,
                        of_writers = number_of(tiles.of_writers) + own_panels;
         wait_at(number_of(at.values_arrived[use.slot]), use.phase);
-        if constexpr (!C::kSplitsV) round_half(0);  // 1
-        const Operand128B readers{(of_readers & 0x3FFFF) >> 4 | 1 << 16};
-        auto read_half = [&](int half) {
-            each<0, kHalf>([&](int k) {
-                const uint64_t values = readers.row_step(Values::panel_bytes, half * kHalf + k);
-                multiply_step<false>(out, high[k], values, half + k > 0, k == 0);
-                wgmma_step<false>(out, low[k], 0, values);
-            });
+        OutOfWarp of_high, of_low;
+        auto add_tile = [&](int k) {  // 1
+            constexpr int kOfPanel = kPanelColumns / 16;
+            const uint32_t rows = (of_readers ^ k % kOfPanel * 32) + k / kOfPanel * Values::panel_bytes;
+            add_columns<T2>(of_high, of_low, state, k, rows);
         };
-        forget(out);
-        read_half(0);
-        warpgroup::mma_commit_group();
-        warpgroup::mma_async_wait<0>();
-        pin(out), pin_all(high), pin_all(low);
-        round_half(1);  // 2
-        wait_at(number_of(at.written[use.slot][strip]), use.phase);
+        each<0, kTiles / 2>(add_tile);
+        if constexpr (C::kSplitsV)
+            if (step > 0) hand_out(step - 1, before);
+        each<kTiles / 2, kTiles>(add_tile);
+        wait_at(number_of(at.written[use.slot][strip]), use.phase);  // 2
         const uint32_t decay = decay_of_lane + use.slot * sizeof(smem.decay[0]);
         decay_rows(state, {load_float(decay), load_float(decay + 32)});
         pin(state);
-        read_half(1);  // 3
         const auto& columns = at.columns[use.slot][strip];
         const Operand128B values{(of_writers & 0x3FFFF) >> 4 | (Values::panel_bytes >> 4) << 16};
-        auto write = [&](uint32_t writers) {
+        auto write = [&](uint32_t writers) {  // 3
             const Operand128B keys{(writers & 0x3FFFF) >> 4};
             kittens::detail::wgmma::base<float, T, C::kWalkerV, 1, 1>::st_st(state, keys.at(0), values.at(0),
                                                                              1);
         };
+        wgmma_fence();
         write(number_of(columns.writers)), write(number_of(columns.gates));
         warpgroup::mma_commit_group();
+        each<0, 8>([&](int i) { out[i / 4][i % 4] = of_high[i / 4][i % 4] + of_low[i / 4][i % 4]; });
+        if constexpr (!C::kSplitsV) store_out<C>(place_of_out(step, use) + out_of_lane, out);
         warpgroup::mma_async_wait<0>();  // 4
-        pin(out), pin_all(high), pin_all(low), pin(state);
+        pin(state);
         if constexpr (C::kSplitsV)
             arrive_warp_at(number_of(at.read[use.slot]));
         else
-            hand_out(step), arrive_warp_at(number_of(at.free[use.slot]));
+            tell_gate_warp(step), arrive_warp_at(number_of(at.free[use.slot]));
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
@@ -231,7 +246,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
 #pragma unroll 1
     for (int step = 0; step < blocks; step++) walk_block(step);
     if constexpr (C::kSplitsV)
-        if (blocks > 0) hand_out(blocks - 1);
+        if (blocks > 0) hand_out(blocks - 1, use);
     if (C::kIsLeft && g.needs_dg && g.d_last && task.is_last)
         store_last_flow<C>(g, smem, state, walker, column(), value_column);
 }
