@@ -239,8 +239,9 @@ class Unit:
                 for w in range(GROUP):
                     before[e] = before[e] + by[of[w]] * self.others[GROUPS - 1 - back][w]
         writers: list[Array] = []
+        through = np.ones((32, 2))
         for e in range(GROUP):
-            through = through * self.fade[e] if e else self.fade[e]
+            through = through * self.fade[e]
             writers = [*(writer * self.fade[e] for writer in writers), self.waiting[e]]
             by = self.memory.load_wide(np.array(rows + of[e] * BLOCK * 4), 4)
             x = through * before[e]

@@ -106,6 +106,10 @@ struct StatesTask : Task {
     template <class C> __device__ inline int block_of(int step) const {
         return C::kIsLeft ? step : blocks - 1 - step;
     }
+    // Whether this CTA needs the products of values, of slices of V.
+    template <class C> __device__ inline bool makes_products(const StatesGlobals& g) const {
+        return g.template makes_results<C>() || column == 0;
+    }
     __device__ inline int row_of(int block) const { return first_row + block * kBlock; }
     __device__ inline int tokens_from(int block) const { return tokens - block * kBlock; }
     // Whether there is an anchor before a block.

@@ -5,14 +5,15 @@
 //   2. Writers, scaled: k times the product of a behind the token (left), s q times that up to and with it
 //      (right). They are in two parts, high + low: the high ones in place, the low ones in the place of the
 //      gates. Hand them to the walker, with the product over the block.
-//   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
+//   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp. They
+//      are the same for all K: of launches that leave sums, the head's first CTA alone makes them.
 //   4. Wait for what the readers see of the state; where walkers split V these are two parts, to be added up,
 //      and a later block's values are loaded into the place of this one's. Of a slice of V, add what earlier
 //      launches have left; a launch before the last one leaves the sums, and goes on with the hand-over of 7.
-//      Reader after reader, away from where the walk comes from: writers fade by one token's gate, the
-//      reader's own joins them, their products with its row of step 3 are added up in fp32. Those of the
-//      first half fade no further than its end, their sum does. So no factor exceeds 1 and none is a
-//      quotient.
+//      Readers follow in groups of four, away from where the walk comes from. What a group sees of the state
+//      and of writers of earlier groups is summed up as of the group's begin, and the sum fades from reader to
+//      reader. So do the group's own writers: each joins at its reader, and their products with the rows of
+//      step 3 are added up in fp32. No factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
@@ -175,7 +176,8 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         float2 through;       // the product of gates between the state and the group, times s (left)
         float2 fade[kGroup];  // before each reader
         // First the fades of the groups to come. Each group leaves its writers in the last place, faded up
-        // to its last token; all else moves to the place before. So in group n the last n places have writers.
+        // to its last token; all else moves to the place before. So in group n the last n places have
+        // writers.
         float2 others[kGroups - 1][kGroup];
         T2 waiting[kBlock];  // writers of this group and those behind it
         float2 writer[kGroup];
@@ -194,9 +196,8 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
             each<0, kGroup>([&](int e) {
                 float by[4];
                 load_four(by, rows + of(e) * (kBlock * 4) + (C::kIsLeft ? -16 : 16) * back);
-                each<0, kGroup>([&](int w) {
-                    add_product(seen_before[e], by[of(w)], x.others[kGroups - 1 - back][w]);
-                });
+                each<0, kGroup>(
+                    [&](int w) { add_product(seen_before[e], by[of(w)], x.others[kGroups - 1 - back][w]); });
             });
         });
         T2 result[kGroup];
@@ -268,7 +269,7 @@ __device__ inline float2 known_flow(const StatesGlobals& g, StatesMemory<C>& sme
         flow = {flow.x + second.x, flow.y + second.y};
     }
     if (!g.template adds<C>()) return flow;
-    const float2 others = SumsOfBlock::of(g, smem.task, smem.task.template block_of<C>(step)).flow[lane];
+    const float2 others = SumsOfLane::of(g, smem.task, smem.task.template block_of<C>(step)).sums.flow[lane];
     return {flow.x + others.x, flow.y + others.y};
 }
 
@@ -336,19 +337,22 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         arrive_warp(smem.written[slot][strip]);
         // NOTES: computed anew, to save registers
         auto block = [&] { return task.template block_of<C>(anew(step)); };
-        auto sums = [&] { return SumsOfLane{SumsOfBlock::of(g, task, block())}; };
+        auto sums = [&] { return SumsOfLane::of(g, task, block()); };
         if (g.template adds<C>()) sums().prefetch();
         const Use<Memory::kStages> use(step);  // 3
         wait(smem.values_arrived[use.slot], use.phase);
         auto& values = smem.values[Use<Memory::kValueStages>(step).slot];
         x.of_readers = shared_address(&values.of_readers), x.of_writers = shared_address(&values.of_writers);
-        x.multiply_values(g.scale);
-        if (g.template adds<C>()) sums().add_products(x.products);
+        if (task.template makes_products<C>(g)) {
+            x.multiply_values(g.scale);
+            if (g.template adds<C>()) sums().add_products(x.products);
+        }
         wait(smem.out_ready[gate_warp], Use<C::kTurns>(step).phase);  // 4
         load_values_behind(g, smem, step);
         if (g.template adds<C>()) sums().template add_out<C>(x.out);
         if (!g.template makes_results<C>()) {
-            sums().leave([&](int first, int i) { return x.seen(first, i); }, x.products);
+            sums().leave_out([&](int first, int i) { return x.seen(first, i); });
+            if (task.template makes_products<C>(g)) sums().leave_products(x.products);
             if (!C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block() + 1)))
                 sums().sums.flow[fresh_laneid()] = known_flow(g, smem, strip, step);
             fence_async_proxy();

@@ -1,7 +1,8 @@
 // Slices of V. What readers see of the state, the products of values and the flow of gradient over an anchor
 // are sums over V, so that launches one after the other may take 256 columns of V each. All but the last one
 // leave these sums in fp32, every lane in its own place, and make no results. The next launch adds them to
-// its own, before anything is rounded.
+// its own, before anything is rounded. The products are the same for all K, so the head's first CTA alone
+// makes and leaves them.
 #pragma once
 
 #include "channel_gate/backward/states/config.cuh"
@@ -11,22 +12,30 @@ namespace tfla_tk::channel_gate {
 // Of a block and 64 columns of K.
 struct alignas(16) SumsOfBlock {
     float out[kBlock][kBlockChannels];  // as in StatesExchange
-    float products[kBlock][kBlock];     // likewise
+    float products[kBlock][kBlock];     // likewise, in the head's first one
     float2 flow[kBlockChannels / 2];    // over the block's end, where there is an anchor; by lane
 
-    __device__ static inline SumsOfBlock& of(const StatesGlobals& g, const StatesTask& task, int block) {
+    // column: of K
+    __device__ static inline SumsOfBlock& of(const StatesGlobals& g, const StatesTask& task, int block,
+                                             int column) {
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         const int64_t place = head * g.block_slots + task.first_slot * kBlocks + block;
-        return static_cast<SumsOfBlock*>(g.sums)[place * g.ctas + task.column / kWalkerColumns];
+        return static_cast<SumsOfBlock*>(g.sums)[place * g.ctas + column / kWalkerColumns];
     }
 };
 
 // What an earlier launch has left of a block, lane by lane: two channels of every token, and eight products.
 struct SumsOfLane {
-    SumsOfBlock& sums;
+    SumsOfBlock &sums, &of_head;  // of_head: where the products are
 
+    __device__ static inline SumsOfLane of(const StatesGlobals& g, const StatesTask& task, int block) {
+        return {SumsOfBlock::of(g, task, block, task.column), SumsOfBlock::of(g, task, block, 0)};
+    }
     // So that they are near when they are added.
-    __device__ __forceinline__ void prefetch() const { prefetch_bytes<sizeof(SumsOfBlock)>(&sums); }
+    __device__ __forceinline__ void prefetch() const {
+        prefetch_bytes<sizeof(sums.out)>(&sums.out);
+        prefetch_bytes<sizeof(sums.products)>(&of_head.products);
+    }
     // to: addresses in shared memory. NOTES: a few at a time, for want of registers.
     template <class C> __device__ __forceinline__ void add_out(uint32_t to) const {
         const int lane = fresh_laneid();
@@ -53,10 +62,12 @@ struct SumsOfLane {
         __syncwarp();
     }
     // seen(first, i): of out, that of token first + i.
-    template <class Seen> __device__ __forceinline__ void leave(Seen seen, uint32_t products) const {
+    template <class Seen> __device__ __forceinline__ void leave_out(Seen seen) const {
 #pragma unroll 1
         for (int first = 0; first < kBlock; first += 4)
             each<0, 4>([&](int i) { __stcs(place_of_out(first + i), seen(first, i)); });
+    }
+    __device__ __forceinline__ void leave_products(uint32_t products) const {
         each<0, 2>([&](int n) {
             float x[4];
             load_four(x, own_products(products, n));
@@ -69,7 +80,7 @@ struct SumsOfLane {
         return reinterpret_cast<float2*>(&sums.out[t][2 * fresh_laneid()]);
     }
     __device__ __forceinline__ float4* place_of_products(int n) const {
-        return reinterpret_cast<float4*>(&sums.products[0][0]) + 32 * n + fresh_laneid();
+        return reinterpret_cast<float4*>(&of_head.products[0][0]) + 32 * n + fresh_laneid();
     }
     static __device__ __forceinline__ uint32_t own_products(uint32_t products, int n) {
         return products + 512 * n + 16 * fresh_laneid();

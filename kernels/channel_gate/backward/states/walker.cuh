@@ -2,17 +2,16 @@
 // the state of these (64 columns of K, up to 128 of V) in fp32 and computes what readers see of it
 // transposed. All that is rounded on the way from the state or to it is in two parts, high + low, and so are
 // its GEMMs: dg is a difference of sums that cancel but for rounding. Per block of 16 tokens:
-//   1. out^T = state values^T with the values of the readers, over the first half of V. NOTES: operands of
-//      both halves at once would not leave registers. At an anchor the left walk leaves the state there, the
-//      right one finds the flow of gradient.
-//   2. The state's second half to operands. Wait for the gate warp's writers and scale the state by the
-//      block's decay, a factor per row. NOTES: before the second half's first GEMM: ptxas does not follow a
-//      GEMM's accumulators over the loop's edge while another GEMM is in flight (C7517).
-//   3. Issue out^T += state values^T over the second half, and state += writers^T values.
-//   4. Wait for both. Hand out to the gate warp, which then may write where the low parts of writers are, and
-//      hand over the block's place. Where walkers split V, each puts its part of out where the writers' high
-//      or low parts are, so it waits until the GEMMs of both walkers have read these: under the other one's
-//      work of step 1 of the next block.
+//   1. out^T = state values^T with the values of the readers, by mma.sync: each warp rounds 16 columns of its
+//      16 rows of the state and multiplies them while it rounds the next ones. NOTES: a wgmma of so few
+//      columns takes the warps longer to meet for than to compute. At an anchor the left walk leaves the
+//      state there, the right one finds the flow of gradient.
+//   2. Wait for the gate warp's writers and scale the state by the block's decay, a factor per row.
+//   3. Issue state += writers^T values, by wgmma.
+//   4. Store out for the gate warp. Wait for the GEMM. Tell the gate warp, which then may write where the low
+//      parts of writers are, and hand over the block's place. Where walkers split V, each puts its part of
+//      out where the writers' high or low parts are, so it waits until the GEMMs of both walkers have read
+//      these: in the middle of step 1 of the next block, when the other one has got as far.
 #pragma once
 
 #include "channel_gate/backward/states/anchors.cuh"
@@ -37,8 +36,8 @@ __device__ inline float load_float(uint32_t address) {
 // A warp's 16 rows of out^T, as mma.sync has them: of the first eight tokens and of the last ones.
 using OutOfWarp = float[2][4];
 
-// Adds to out^T what 16 columns of the state give: high and low parts apart. rows: where this lane's rows of
-// these columns of the values are.
+// Adds to out^T what 16 columns of the state give, by high and low parts apart. rows: where this lane's row
+// of the values of these columns is, see lane_in_values.
 template <class T2, class State>
 __device__ __forceinline__ void add_columns(OutOfWarp& of_high, OutOfWarp& of_low, const State& state,
                                             int column_tile, uint32_t rows) {
@@ -82,7 +81,8 @@ template <class C> __device__ inline void store_out(uint32_t place, const OutOfW
 // Shared memory as if it began at its number, for the numbers of places in it; nothing is read by it. NOTES:
 // of a symbol's address the compiler would ask for the CTA's number anew at every use.
 template <class Memory> __device__ inline const Memory& by_numbers(const Memory& smem) {
-    return *reinterpret_cast<const Memory*>(static_cast<uintptr_t>(static_cast<uint32_t>(anew(shared_address(&smem)))));
+    return *reinterpret_cast<const Memory*>(
+        static_cast<uintptr_t>(static_cast<uint32_t>(anew(shared_address(&smem)))));
 }
 template <class Member> __device__ inline uint32_t number_of(const Member& member) {
     return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&member));
