@@ -11,9 +11,9 @@
 //      and a later block's values are loaded into the place of this one's. Of a slice of V, add what earlier
 //      launches have left; a launch before the last one leaves the sums, and goes on with the hand-over of 7.
 //      Readers follow in groups of four, away from where the walk comes from. What a group sees of the state
-//      and of writers of earlier groups is summed up as of the group's begin, and the sum fades from reader to
-//      reader. So do the group's own writers: each joins at its reader, and their products with the rows of
-//      step 3 are added up in fp32. No factor exceeds 1 and none is a quotient.
+//      and of writers of earlier groups is summed up as of the group's begin, and the sum fades from reader
+//      to reader. So do the group's own writers: each joins at its reader, and their products with the rows
+//      of step 3 are added up in fp32. No factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
@@ -338,7 +338,10 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         // NOTES: computed anew, to save registers
         auto block = [&] { return task.template block_of<C>(anew(step)); };
         auto sums = [&] { return SumsOfLane::of(g, task, block()); };
-        if (g.template adds<C>()) sums().prefetch();
+        auto has_flow = [&] {  // which the walkers give
+            return !C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block() + 1));
+        };
+        if (g.template adds<C>()) sums().prefetch(has_flow());
         const Use<Memory::kStages> use(step);  // 3
         wait(smem.values_arrived[use.slot], use.phase);
         auto& values = smem.values[Use<Memory::kValueStages>(step).slot];
@@ -353,8 +356,7 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         if (!g.template makes_results<C>()) {
             sums().leave_out([&](int first, int i) { return x.seen(first, i); });
             if (task.template makes_products<C>(g)) sums().leave_products(x.products);
-            if (!C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block() + 1)))
-                sums().sums.flow[fresh_laneid()] = known_flow(g, smem, strip, step);
+            if (has_flow()) sums().sums.flow[fresh_laneid()] = known_flow(g, smem, strip, step);
             fence_async_proxy();
             load_behind(g, smem, strip, step);
             continue;

@@ -32,9 +32,10 @@ struct SumsOfLane {
         return {SumsOfBlock::of(g, task, block, task.column), SumsOfBlock::of(g, task, block, 0)};
     }
     // So that they are near when they are added.
-    __device__ __forceinline__ void prefetch() const {
+    __device__ __forceinline__ void prefetch(bool has_flow) const {
         prefetch_bytes<sizeof(sums.out)>(&sums.out);
         prefetch_bytes<sizeof(sums.products)>(&of_head.products);
+        if (has_flow) prefetch_bytes<sizeof(sums.flow)>(&sums.flow);
     }
     // to: addresses in shared memory. NOTES: a few at a time, for want of registers.
     template <class C> __device__ __forceinline__ void add_out(uint32_t to) const {
