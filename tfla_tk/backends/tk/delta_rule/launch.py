@@ -21,6 +21,7 @@ Where several heads of v share a head of q and k, a last kernel adds up their dq
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -67,6 +68,16 @@ def forward(
         prepared = Forward(core, like, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
     return prepared(core, like)
+
+
+def prepare(
+    core: DeltaRuleCore, *, output_final_state: bool, keep: bool
+) -> Callable[..., tuple[Tensor, MaybeTensor, Kept | None]]:
+    """`forward` of the tensors of all calls whose tensors lie like these."""
+    options = core[9:]
+    return lambda *tensors: forward(
+        DeltaRuleCore._make((*tensors, *options)), output_final_state=output_final_state, keep=keep
+    )
 
 
 def backward(
