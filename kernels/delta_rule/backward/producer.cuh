@@ -17,7 +17,6 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
         semaphore& arrived = smem.arrived[slot];
-        if constexpr (C::kMakers > 0) wait_made(g, task, chunk);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);

@@ -1,8 +1,8 @@
 // The matrices A and P (bindings/params.h) of one chunk and head of v, by one warpgroup:
 //   1. Load q and k; two warps scan the log decay and load beta.
 //   2. K K^T and Q K^T, in flight together.
-//   3. P = s e^{b_i - b_j} Q K^T, rounded; L = e^{b_i - b_j} K K^T, times beta, to shared memory.
-//   4. A = (I + L)^{-1} (triangular_inverse.cuh), rounded.
+//   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
+//   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
 //   5. Store both tiles.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include "common/warp.cuh"
 #include "common/wgmma.cuh"
 #include "delta_rule/bindings/params.h"
-#include "delta_rule/chunk_matrices/triangular_inverse.cuh"
+#include "delta_rule/chunk_matrices/triangular_solve.cuh"
 #include "delta_rule/gates.cuh"
 #include "delta_rule/scores.cuh"
 #include "sequence/segments.cuh"
@@ -28,7 +28,6 @@ struct MatricesGlobals {
     Cut cut;  // every chunk is one segment
     int heads, group, seq, slots;
     float scale;
-    bool beta_on_rows;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
@@ -54,10 +53,9 @@ template <class T, int kDimK> struct MatricesMemory {
         Inputs in;
         Results out;  // once the GEMMs have read the inputs
     };
-    alignas(16) float2 log2_decay[kChunk];            // b, as high and low part
-    float row_factor[kChunk], column_factor[kChunk];  // of L: beta or 1
-    float score_factor[kChunk];                       // of columns of P: the rest of beta, or 1
-    int slot, head;                                   // of the results in their tensors
+    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    alignas(16) float beta[kChunk];
+    int slot, head;  // of the results in their tensors
     semaphore arrived;
 };
 
@@ -83,34 +81,27 @@ __device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, 
     } else if (warp == 1) {
         const float2 beta =
             GateRows(g.beta, chunk.batch, chunk.head, chunk.first_row).pair(0, chunk.tokens, 0.f);
-        const float2 ones{1.f, 1.f};
-        write_pair(smem.row_factor, 2 * lane, g.beta_on_rows ? beta : ones);
-        write_pair(smem.column_factor, 2 * lane, g.beta_on_rows ? ones : beta);
-        write_pair(smem.score_factor, 2 * lane, g.beta_on_rows ? ones : rest_part(beta));
+        write_pair(smem.beta, 2 * lane, beta);
     }
 }
 
-// Rounds the inverse to a tile: two threads take a row. Zero right of the diagonal and past the last token.
+// Rounds a matrix to a tile: two threads take a row.
 template <class T, class Square>
-__device__ inline void round_inverse(Square& tile, const TriangularMatrix& m, int tokens) {
+__device__ inline void round_matrix(Square& tile, const TriangularMatrix& m) {
     using T2 = typename base_types::packing<T>::packed_type;
     const int thread = fresh_thread() % 128, row = thread / 2, first_unit = thread % 2 * 4;
 #pragma unroll
     for (int unit = first_unit; unit < first_unit + 4; unit++) {
         T2 x[4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const int column = 8 * unit + 2 * n;
-            const float2 pair = *reinterpret_cast<const float2*>(&m.data[row][column]);
-            const bool inside = row < tokens;
-            x[n] = from_float2<T2>(
-                {inside && column <= row ? pair.x : 0.f, inside && column + 1 <= row ? pair.y : 0.f});
-        }
+        for (int n = 0; n < 4; n++)
+            x[n] = from_float2<T2>(*reinterpret_cast<const float2*>(&m.data[row][8 * unit + 2 * n]));
         store_shared(shared_address(&tile) + panel_offset(row, unit), x);
     }
 }
 
-// Step 3: of K K^T and Q K^T L, in shared memory, and P in place.
+// Step 3: of K K^T and Q K^T -L, in shared memory, and P in place. Both are zero past the last token, and so
+// is A then.
 template <class Memory>
 __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_fl<16, kChunk>& of_queries,
                                    int tokens, float scale, int warp) {
@@ -123,18 +114,14 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
             float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
             const float2 b = smem.log2_decay[row];
             const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
-            const float row_factor = smem.row_factor[row];
-            const float2 factor = *reinterpret_cast<const float2*>(&smem.column_factor[column]);
-            const float2 of_scores = *reinterpret_cast<const float2*>(&smem.score_factor[column]);
-            auto gated = [&](float& of_keys, float& of_queries, float2 before, float factor, float of_scores,
-                             int column) {
+            auto gated = [&](float& of_keys, float& of_queries, float2 before, int column) {
                 const float gate = exp2f((b.x - before.x) + (b.y - before.y));
                 const bool seen = column <= row && row < tokens, strictly = column < row;
-                of_keys = seen && strictly ? row_factor * factor * gate * of_keys : 0.f;
-                of_queries = seen ? scale * of_scores * gate * of_queries : 0.f;
+                of_keys = seen && strictly ? -gate * of_keys : 0.f;
+                of_queries = seen ? scale * gate * of_queries : 0.f;
             };
-            gated(keys.x, queries.x, {before.x, before.y}, factor.x, of_scores.x, column);
-            gated(keys.y, queries.y, {before.z, before.w}, factor.y, of_scores.y, column + 1);
+            gated(keys.x, queries.x, {before.x, before.y}, column);
+            gated(keys.y, queries.y, {before.z, before.w}, column + 1);
             *reinterpret_cast<float2*>(&smem.out.matrix.data[row][column]) = keys;
         }
 }
@@ -153,8 +140,8 @@ __device__ inline void make_matrices(Memory& smem, int tokens, float scale, uint
     meet();  // the results replace the inputs
     gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
     store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
-    invert_unit_lower(smem.out.matrix, warp, fresh_laneid(), meet);
-    round_inverse<T>(smem.out.a, smem.out.matrix, tokens);
+    solve_unit_lower(smem.out.matrix, smem.beta, warp, fresh_laneid(), meet);
+    round_matrix<T>(smem.out.a, smem.out.matrix);
     fence_async_proxy();
     meet();
 }

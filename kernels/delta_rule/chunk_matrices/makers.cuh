@@ -21,7 +21,6 @@ template <int kDimK> constexpr int kMakersOfCta = kDimK == 64 ? 3 : 4;
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
     int ctas;
-    bool from_the_end;  // the walks begin with the last chunk
 
     // Sequences and heads.
     __device__ inline int pairs() const { return cut.sequences * heads; }
@@ -49,10 +48,9 @@ __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number)
         start = found.start, tokens = found.tokens;
     }
     const int chunks = (tokens + kChunk - 1) / kChunk;
-    const int chunk = g.from_the_end ? chunks - 1 - step : step, first = chunk * kChunk;
-    const int left = step < chunks ? min(tokens - first, kChunk) : 0;
-    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + chunk};
-    return {sequence, head, first, left, chunk};
+    const int first = step * kChunk, left = step < chunks ? min(tokens - first, kChunk) : 0;
+    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + step};
+    return {sequence, head, first, left, step};
 }
 
 // The first chunk with tokens of those of `number` and every stride-th one behind it; without tokens where

@@ -36,9 +36,10 @@ struct ForwardGlobals : WalkGlobals {
 struct ForwardGates {
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
-    TokenFactors written;     // the part of beta that U' has
-    TokenFactors update;      // beta e^{b_L - b}
-    float decay;              // e^{b_L}
+    TokenFactors beta;
+    TokenFactors written;  // the part of beta that what is left for the backward has
+    TokenFactors update;   // beta e^{b_L - b}
+    float decay;           // e^{b_L}
 };
 
 // All of a chunk, by one barrier: the answer of a barrier takes a walker some 30 cycles.

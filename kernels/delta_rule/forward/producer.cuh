@@ -45,6 +45,7 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
         const int lane = fresh_laneid();
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
+        gates.beta.write(lane, x);
         gates.written.write(lane, written_part(x));
         gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;

@@ -155,8 +155,8 @@ class Shape(NamedTuple):
 
     @property
     def makers(self) -> int:
-        """CTAs that make A and P beside the walks of the forward and of its mirror, on multiprocessors that
-        these leave idle; 0 where A and P are done earlier by a launch before the walk."""
+        """CTAs that make A and P beside the forward's walk, on multiprocessors that it leaves idle; 0 where
+        A and P are done earlier by a launch before the walk."""
         pairs, every = self.sequences * self.heads, multiprocessors(self.device)
         idle = every - pairs * -(-self.dim_v // WALKER_COLUMNS)
         if self.is_wide or self.walkers > 1 or idle <= 0 or self.split is not None:

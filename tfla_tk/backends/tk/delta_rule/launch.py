@@ -2,16 +2,16 @@
 
 The forward has two kernels: of every chunk in parallel what depends on q, k and the gates alone, A and P, and
 the walk over the chunks. Where the walk leaves multiprocessors idle, one launch has both: makers of A and P
-run beside the walk. A training call keeps the walk's writes, [B, T, HV, V] (beta U'; U' where beta is near 0,
-docs/delta-rule-backward.md), and the states at the borders between the segments of the backward's walks over
-the states.
+run beside the walk. A training call keeps A and P, the walk's writes, [B, T, HV, V] (beta U'; U' where beta
+is near 0, docs/delta-rule-backward.md), and the states at the borders between the segments of the backward's
+walks over the states.
 
 Few long sequences are split: two launches before the walk give the states with which its segments begin. Over
 a segment the state is mapped S -> M S + own; a training call keeps M for its backward, whose first walk is
 split in the same way.
 
-The backward makes A and P again, in the same way, and walks over the chunks backward in time, which gives dv
-and the sums of dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
+The backward walks over the chunks backward in time, with the same A and P, which gives dv and the sums of
+dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
 part of dk from what a token erases, backward in time dk. The gradient of g follows from their sums. These two
 are cut into segments. They begin with what others have left at the borders between segments: the states, by
 the forward, and their gradients, by the backward's first walk.
@@ -53,8 +53,8 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 def forward(
     core: DeltaRuleCore, *, output_final_state: bool, keep: bool
 ) -> tuple[Tensor, MaybeTensor, Kept | None]:
-    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes U', the states at
-    the borders and M of the segments of a split, None where there are none.
+    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes, the states at the
+    borders and M of the segments of a split, None where there are none, and A and P.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -114,14 +114,14 @@ def _backward(
     if kept is None:
         _, _, kept = forward(core, output_final_state=False, keep=True)
     assert kept is not None
-    writes, borders, maps = kept.tensors
+    writes, borders, maps, matrices = kept.tensors
     key = (layout(core), given.v.stride(), do.stride(), dht is not None)
     mirror = _mirrors.get(key)
     if mirror is None:
         mirror = Mirror(core, given.v, do, dht)
         _mirrors.keep(key, mirror)
-    assert writes is not None
-    dv, dbeta_parts, dh0, d_borders = mirror(core, given.v, writes, maps, do, dht)
+    assert writes is not None and matrices is not None
+    dv, dbeta_parts, dh0, d_borders = mirror(core, given.v, matrices, writes, maps, do, dht)
     needs_dg = needs_gates and core.g is not None
     through = Through(writes, dv.written, do, dht, borders, d_borders)
     dq, dk, dg = walk_states(given, core, through, needs_dg=needs_dg)
@@ -187,7 +187,7 @@ class Forward:
             starts(*core[:9], matrices, o.written, writes, last, borders, carried, maps, transposed),
             current_stream(self._device),
         )
-        return o.filled(), last, None if writes is None else Kept((writes, borders, maps))
+        return o.filled(), last, None if writes is None else Kept((writes, borders, maps, matrices))
 
 
 class Mirror:
@@ -200,34 +200,34 @@ class Mirror:
     def __init__(self, core: DeltaRuleCore, like: Tensor, do: Tensor, dht: MaybeTensor) -> None:
         shape = Shape.of(core)
         parts = -(-shape.dim_v // SUM_COLUMNS)
-        self._device, self._matrices_size = shape.device, shape.matrices_size
+        self._device = shape.device
         self._borders_size = shape.states_size(shape.borders, shape.dim_v)
         self._carried_size = shape.states_size(shape.carried, shape.dim_v)
         self._sums_shape = (parts, shape.batch, shape.heads, shape.seq)
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
-        matrices = shape.matrices_at(addresses.next())
+        matrices = shape.matrices_at(addresses.next())[:2]
         do_at, writes_at, dv_at = (addresses.next() for _ in range(3))
         sums_at = addresses.next()
         dht_at = addresses.next(given=dht is not None)
         dh0_at = addresses.next(given=core.initial_state is not None)
         borders_at = addresses.next(given=self._borders_size is not None)
         carried_at, maps_at = (addresses.next(given=self._carried_size is not None) for _ in range(2))
-        whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
+        of = shape.with_offsets(at.cu_seqlens, shape.split)
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
         dense = torch.empty(core.v.shape, device="meta")
         dout, dv = operand_at(do_at, do), operand_at(dv_at, Result.like(like, "meta").written)
         walk = kernel.mirror(
             of, q, k, dout, operand_at(writes_at, dense), dv, *gates, matrices, sums_at, dht_at, dh0_at,
-            carried_at, borders_at, core.scale, shape.walkers, shape.makers, False,
+            carried_at, borders_at, core.scale, shape.walkers, False,
         )  # fmt: skip
-        before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
+        before = []
         if carried_at:
-            before += [
+            before = [
                 kernel.mirror(
                     of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
-                    carried_at, 0, core.scale, shape.walkers, 0, True,
+                    carried_at, 0, core.scale, shape.walkers, True,
                 ),
                 kernel.carry(of, carried_at, maps_at, borders_at),
             ]  # fmt: skip
@@ -237,6 +237,7 @@ class Mirror:
         self,
         core: DeltaRuleCore,
         like: Tensor,
+        matrices: Tensor,
         writes: Tensor,
         maps: MaybeTensor,
         do: Tensor,
@@ -244,7 +245,6 @@ class Mirror:
     ) -> tuple[Result, Tensor, MaybeTensor, MaybeTensor]:
         """dv, the parts of dbeta [parts, B, HV, T], dh0 and dS at the borders."""
         v, initial = core.v, core.initial_state
-        matrices = v.new_empty(self._matrices_size)
         dv = Result.like(like)
         sums = v.new_empty(self._sums_shape, dtype=torch.float32)
         dh0 = None if initial is None else torch.empty_like(initial)
