@@ -93,8 +93,8 @@ class LinearOps:
     Attributes:
         fwd, bwd, packed, packed_bwd: the ops.
         direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
-            arguments are the inputs, and in one tuple the prepared forward, the options with the schedule,
-            and output_final_state.
+            arguments are the inputs, and in one tuple the prepared forward, its module, the options with the
+            schedule, and output_final_state.
     """
 
     def __init__(self, family: Family) -> None:
@@ -133,10 +133,9 @@ class LinearOps:
         """
         core, count = read(*tensors), self._count
         recorded = records(tuple(tensors))
-        forward = self.family.kernels().prepare(
-            core, output_final_state=call.output_final_state, keep=recorded
-        )
-        constants = forward, core[count:], call.output_final_state
+        kernels = self.family.kernels()
+        forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
+        constants = forward, kernels, core[count:], call.output_final_state
         # then nothing is to be done but to leave out what is no input, for the host's time
         reads_as_given = all(x is y for x, y in zip(core[:count], tensors[:count], strict=True))
 
@@ -351,34 +350,32 @@ class LinearOps:
 
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
-        *inputs, (forward, options, output_final_state) = args
+        *inputs, (forward, kernels, options, output_final_state) = args
         if are_saved_tensors_hooked():
             # checkpointing wants the call and its recomputation to save alike, and the op, which one of them
             # may take, keeps nothing
             core = self.family.core(*inputs, *options)
-            o, last, kept = self.family.kernels().forward(
-                core, output_final_state=output_final_state, keep=False
-            )
+            o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
         else:
             o, last, kept = forward(*inputs)
         saved, needs = self._saved(inputs, last)
         if kept is None:
-            return Recorded((o, last), (), saved, (options, needs, None))
+            return Recorded((o, last), (), saved, (kernels, options, needs, None))
         left = kept._replace(tensors=())
-        return Recorded((o, last), (), (*saved, *kept.tensors), (options, needs, left))
+        return Recorded((o, last), (), (*saved, *kept.tensors), (kernels, options, needs, left))
 
     def _differentiate_directly(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
         """The kernels again where the backward is plain, too."""
-        options_of_core, needs, left = options
+        kernels, options_of_core, needs, left = options
         saved, kept = saved[: self._count + 1], tuple(saved[self._count + 1 :])
         tensors = _with_grads(saved, *grads)
         if not autograd.is_plain_backward((*tensors, *kept), grads):
             found: Sequence[MaybeTensor] = self.bwd(*tensors, *options_of_core, needs)
             return found
         inputs, (last, do, dht) = tensors[: self._count], tensors[self._count :]
-        found = self.family.kernels().backward(
+        found = kernels.backward(
             self.family.core(*inputs, *options_of_core),
             None if left is None else Kept(kept, left.layout),
             last,
