@@ -94,7 +94,8 @@ class CallMemo(Generic[Result]):
 
         eager says that the call is such a one: nothing traces or intercepts it.
         """
-        latest = self._latest
+        # while torch.compile traces, `_latest` is not looked at: it would compile anew when that changes
+        latest = None if _is_watched() else self._latest
         if latest is not None and latest[0].is_of(tensors, options):
             return latest[1]
         try:
@@ -115,7 +116,7 @@ class CallMemo(Generic[Result]):
 
 
 class _Likeness:
-    """Whether calls are plain, eager and of one signature.
+    """Whether eager calls are plain and of one signature.
 
     torch's own guards compare metadata in a call for all tensors. They are asked about dense tensors alone:
     of a nested one they end the process.
@@ -139,10 +140,9 @@ class _Likeness:
             self._are_alike = guards.check
 
     def is_of(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
-        """Whether it is such a call; False may be wrong."""
+        """Whether a call that nothing watches is such a call; False may be wrong."""
         if (
             self._are_alike is None
-            or _is_watched()
             or tuple(map(type, tensors + options)) != self._types
             or options != self._options
             or _around(tensors) != self._around

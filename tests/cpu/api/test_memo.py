@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -568,3 +569,19 @@ def test_default_device_is_a_mode_like_any_other(served: Served, make_inputs: Ma
         with context():
             mlstm_chunkwise(**make_inputs())
     assert (served.direct, served.dispatched) == (1, 1)
+
+
+def test_eager_calls_do_not_make_torch_compile_anew(make_inputs: Make) -> None:
+    """What is remembered of them is nothing that a compiled call depends on."""
+    import torch._dynamo.testing
+
+    graphs = torch._dynamo.testing.CompileCounter()
+    call = partial(mlstm_chunkwise, backend="reference")
+    compiled = torch.compile(lambda **x: call(**x), fullgraph=True, backend=graphs)
+    x = make_inputs()
+    expected = compiled(**x)
+    for other in (x, {n: t[:1] for n, t in x.items()}, x):
+        call(**other)
+        torch.testing.assert_close(compiled(**x), expected)
+    assert graphs.frame_count == 1
+    torch._dynamo.reset()
