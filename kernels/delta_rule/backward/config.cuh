@@ -16,6 +16,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, bool kNothingElse =
     // chunks in shared memory
     static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) || kStatesAlone ? 3 : 2;
     static_assert(!(kIsWide && kStatesAlone), "the wide walker makes dV");
+    static constexpr bool kHasGateRing = !(kIsWide && kWalkers == 2);  // else it would not fit
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <= 65536 / kThreads / 8 * 8 * kWarpgroups);
@@ -62,6 +63,7 @@ template <class C> struct MirrorMemory {
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     WalkTask task;
+    GateRingIf<C::kHasGateRing> gate_ring;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = C::kStatesAlone ? 1 : 2;  // keys, queries, both matrices

@@ -24,7 +24,7 @@ using namespace kittens;
 struct MatricesGlobals {
     TensorMap q, k;  // boxes of a chunk
     TensorMap a, p;
-    Gate g, beta;
+    GateWords g, beta;
     Cut cut;  // every chunk is one segment
     int heads, group, seq, slots;
     float scale;
@@ -39,7 +39,7 @@ struct ChunkOfHead {
     int slot;               // of the matrices
 };
 
-template <class T, int kDimK> struct MatricesMemory {
+template <class T, int kDimK> struct MatricesTiles {
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
     struct Inputs {
@@ -49,40 +49,20 @@ template <class T, int kDimK> struct MatricesMemory {
         Square a, p;
         TriangularMatrix matrix;
     };
-    union {
-        Inputs in;
-        Results out;  // once the GEMMs have read the inputs
-    };
-    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
-    alignas(16) float beta[kChunk];
-    int slot, head;  // of the results in their tensors
-    semaphore arrived;
 };
 
-// Starts the loads of q and k, by one thread.
+// Per token.
+struct MatricesFactors {
+    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    alignas(16) float beta[kChunk];
+};
+
+// Starts the loads of q and k, by one thread. Their bytes are expected.
 template <class Memory>
 __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk) {
-    smem.slot = chunk.slot, smem.head = chunk.batch * g.heads + chunk.head;
-    tma::expect_bytes(smem.arrived, 2 * Memory::Tile::loaded_bytes);
     const int key_head = chunk.head / g.group;
     load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
     load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
-}
-
-// The gates of the chunk, by two warps.
-template <class Memory>
-__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk,
-                                        int warp) {
-    const int lane = fresh_laneid();
-    if (warp == 0) {
-        const float2 log_decay =
-            load_log_decay(g.g, chunk.batch, chunk.head, chunk.first_row, 0, chunk.tokens);
-        write_log2_decay(smem.log2_decay, lane, cumulative_log2_decay(log_decay));
-    } else if (warp == 1) {
-        const float2 beta =
-            GateRows(g.beta, chunk.batch, chunk.head, chunk.first_row).pair(0, chunk.tokens, 0.f);
-        write_pair(smem.beta, 2 * lane, beta);
-    }
 }
 
 // Rounds a matrix to a tile: two threads take a row.
@@ -103,8 +83,8 @@ __device__ inline void round_matrix(Square& tile, const TriangularMatrix& m) {
 // Step 3: of K K^T and Q K^T -L, in shared memory, and P in place. Both are zero past the last token, and so
 // is A then.
 template <class Memory>
-__device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_fl<16, kChunk>& of_queries,
-                                   int tokens, float scale, int warp) {
+__device__ inline void gate_scores(Memory& smem, const MatricesFactors& factors, rt_fl<16, kChunk>& of_keys,
+                                   rt_fl<16, kChunk>& of_queries, int tokens, float scale, int warp) {
     const int first_row = 16 * warp + fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
@@ -112,8 +92,8 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
         for (int k = 0; k < 4; k++) {
             const int row = first_row + 8 * (k % 2), column = first_column + 16 * j + 8 * (k / 2);
             float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
-            const float2 b = smem.log2_decay[row];
-            const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
+            const float2 b = factors.log2_decay[row];
+            const float4 before = *reinterpret_cast<const float4*>(&factors.log2_decay[column]);
             auto gated = [&](float& of_keys, float& of_queries, float2 before, int column) {
                 const float gate = exp2f((b.x - before.x) + (b.y - before.y));
                 const bool seen = column <= row && row < tokens, strictly = column < row;
@@ -126,33 +106,34 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
         }
 }
 
-// Steps 2 to 4, once the gates are there; the results are in shared memory, visible to the TMA engine.
-// phase: of the loads. meet: waits for the other warps of the warpgroup.
-template <class T, int kDimK, class Memory, class Meet>
-__device__ inline void make_matrices(Memory& smem, int tokens, float scale, uint32_t phase, int warp,
-                                     Meet meet) {
+// Steps 2 to 4, once the inputs and the factors are there. The results are in shared memory, visible to the
+// TMA engine, once all warps are through.
+//   meet        waits for the other warps of the warpgroup
+//   multiplied  called when this warp has read the inputs
+//   await_room  called before this warp writes P and A
+template <class T, int kDimK, class Memory, class Meet, class Multiplied, class AwaitRoom>
+__device__ inline void make_matrices(Memory& smem, const MatricesFactors& factors, int tokens, float scale,
+                                     int warp, Meet meet, Multiplied multiplied, AwaitRoom await_room) {
     rt_fl<16, kChunk> of_keys, of_queries;
-    wait(smem.arrived, phase);
     issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
     issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
     warpgroup::mma_async_wait<0>();
     pin(of_keys), pin(of_queries);
-    meet();  // the results replace the inputs
-    gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
+    multiplied();
+    meet();  // the results may replace the inputs
+    gate_scores(smem, factors, of_keys, of_queries, tokens, scale, warp);
+    await_room();
     store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
-    solve_unit_lower(smem.out.matrix, smem.beta, warp, fresh_laneid(), meet);
+    solve_unit_lower(smem.out.matrix, factors.beta, warp, fresh_laneid(), meet);
     round_matrix<T>(smem.out.a, smem.out.matrix);
     fence_async_proxy();
-    meet();
 }
 
-// Starts the stores of both tiles, by one thread.
-template <class Memory> __device__ inline void store_matrices(const MatricesGlobals& g, Memory& smem) {
-    // NOTES: reread, to save registers
-    const int row = load_anew(shared_address(&smem.slot)) * kChunk;
-    const int head = load_anew(shared_address(&smem.head));
-    g.a.store_panel(shared_address(&smem.out.a), 0, row, head, 0);
-    g.p.store_panel(shared_address(&smem.out.p), 0, row, head, 0);
+// Starts the stores of both tiles, by one thread. slot, head: of the results in their tensors.
+template <class Memory>
+__device__ inline void store_matrices(const MatricesGlobals& g, Memory& smem, int slot, int head) {
+    g.a.store_panel(shared_address(&smem.out.a), 0, slot * kChunk, head, 0);
+    g.p.store_panel(shared_address(&smem.out.p), 0, slot * kChunk, head, 0);
     commit_stores();
 }
 

@@ -53,8 +53,9 @@ template <class C> struct ForwardStage {
 template <class C> struct ForwardMemory {
     ForwardStage<C> stages[C::kStages];
     typename C::Columns writes[C::kWalkers];  // written U', until it is stored
-    semaphore arrived[C::kStages];            // tiles, values of each walker, gates
-    semaphore free[C::kStages];               // but for the values, which are followed by O
+    GateRing gate_ring;
+    semaphore arrived[C::kStages];  // tiles, values of each walker, gates
+    semaphore free[C::kStages];     // but for the values, which are followed by O
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp

@@ -51,6 +51,7 @@ template <class C> struct MapsStage {
 
 template <class C> struct MapsMemory {
     MapsStage<C> stages[C::kStages];
+    GateRing gate_ring;
     semaphore arrived[C::kStages];  // tiles, gates
     semaphore free[C::kStages];
     WalkTask task;
@@ -94,16 +95,14 @@ template <class C> __device__ inline void load_map_tiles(const MapsGlobals& g, M
 // One warp; a lane has two tokens.
 template <class C> __device__ inline void scan_map_gates(const MapsGlobals& g, MapsMemory<C>& smem) {
     const Task& task = smem.task;
-    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
-    auto load_decay = [&](int chunk) {
-        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
-    };
-    float2 log_decay = load_decay(0), beta = betas.pair(0, task.tokens, 0.f);
+    GatesAhead ahead(smem.gate_ring, g.g, g.beta, task);
+    for (int chunk = 0; chunk < ahead.kSteps; chunk++) ahead.load(chunk, chunk);
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [log_decay, x] = ahead.take(chunk);
         const Decays decays(log_decay);
-        const float2 x = beta, read = decays.to_token, kept = decays.to_end;
-        log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
+        const float2 read = decays.to_token, kept = decays.to_end;
+        ahead.load(chunk + ahead.kSteps, chunk + ahead.kSteps);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
         MapsGates& gates = smem.stages[slot].gates;
@@ -114,6 +113,7 @@ template <class C> __device__ inline void scan_map_gates(const MapsGlobals& g, M
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }
+    wait_copies();
 }
 
 // A walker. X, W and U' share an accumulator; S^T is the state. Per chunk:
