@@ -49,6 +49,14 @@ __device__ inline int acquire_from_device(const int* place) {
     return number;
 }
 
+// The same without an order: a number of another CTA that is there sooner or later. NOTES: an acquire empties
+// the L1 cache, so a wait in a loop had better have this and acquire at its end.
+__device__ inline int peek_from_device(const int* place) {
+    int number;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(number) : "l"(place) : "memory");
+    return number;
+}
+
 // A word of shared memory, reread at every call. NOTES: ptxas keeps values derived from special registers
 // live; with this only one 4-byte address stays live instead.
 __device__ inline uint32_t load_anew(uint32_t address) {

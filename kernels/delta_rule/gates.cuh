@@ -1,6 +1,8 @@
 // Gates of a chunk: the cumulative log decay, and the factors of a walk per token.
 #pragma once
 
+#include <type_traits>
+
 #include "common/sync.cuh"
 #include "common/warp.cuh"
 #include "sequence/gate_loads.cuh"
@@ -11,12 +13,6 @@ namespace tfla_tk::delta_rule {
 
 __device__ inline void write_pair(float* values, int place, float2 x) {
     *reinterpret_cast<float2*>(&values[place]) = x;
-}
-
-// The log decay of the lane's two tokens. Tokens past `tokens`, and all without a gate, do not decay.
-__device__ inline float2 load_log_decay(const Gate& g, int batch, int head, int row, int chunk, int tokens) {
-    if (g.data == nullptr) return {0.f, 0.f};
-    return GateRows(g, batch, head, row).pair(chunk, tokens, 0.f);
 }
 
 // log2 of the decay from the chunk's start up to and with each of the lane's tokens 2 l and 2 l + 1, by one
@@ -75,6 +71,56 @@ struct alignas(16) TokenFactors {
     __device__ inline Columns columns(int j, int lane) const {
         const float4 x = *reinterpret_cast<const float4*>(&data[16 * j + lane % 4 * 4]);
         return {{{x.x, x.y}, {x.z, x.w}}};
+    }
+};
+
+// The gates of a walk's next steps as a warp loads them: of several steps in shared memory, or of one step in
+// registers.
+struct GateRing {
+    static constexpr int kSteps = 4;
+    GateCopies::Words decays[kSteps], betas[kSteps];
+};
+struct GateRegisters {
+    static constexpr int kSteps = 1;
+    uint2 decays[kSteps], betas[kSteps];
+};
+struct NoGateRing {};
+template <bool kIsThere> using GateRingIf = std::conditional_t<kIsThere, GateRing, NoGateRing>;
+
+// Loads gates Ring::kSteps steps before they are scanned.
+template <class Ring> class GatesAhead {
+    Ring& ring;
+    GateCopies decays, betas;
+    int tokens, decaying;  // of the task
+
+  public:
+    static constexpr int kSteps = Ring::kSteps;
+
+    // Without a gate `decay` no token decays.
+    template <class Task>
+    __device__ inline GatesAhead(Ring& ring, const GateWords& decay, const GateWords& beta, const Task& task)
+        : ring(ring),
+          decays(decay, task.batch, task.head, task.first_row),
+          betas(beta, task.batch, task.head, task.first_row),
+          tokens(task.tokens),
+          decaying(decay.data ? task.tokens : 0) {}
+
+    // Starts the loads of a step, by a whole warp, in the order of the steps; of none for a chunk before the
+    // first one or past the last one. A step's loads take the place of those kSteps steps before.
+    __device__ inline void load(int step, int chunk) {
+        const int slot = step % kSteps;
+        decays.start(ring.decays[slot], chunk, decaying);
+        betas.start(ring.betas[slot], chunk, tokens);
+        commit_copies();
+    }
+    // Of the lane's two tokens, once kSteps steps are loaded and not taken.
+    struct Pairs {
+        float2 log_decay, beta;
+    };
+    __device__ inline Pairs take(int step) const {
+        wait_copies<kSteps - 1>();
+        const int slot = step % kSteps;
+        return {decays.of(ring.decays[slot]), betas.of(ring.betas[slot])};
     }
 };
 

@@ -36,15 +36,15 @@ struct OperandMaps {
 template <class C, class Params>
 WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand& q, const Operand& k,
                          const Gate& g, const Gate& beta, void* a, void* scores, const float* entering,
-                         float* leaving, float scale) {
+                         float* leaving, float scale, const int* made = nullptr) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
     return {maps.of_keys(q),
             maps.of_keys(k),
             maps.of_matrices(a),
             maps.of_matrices(scores),
-            g,
-            beta,
+            GateWords(g),
+            GateWords(beta),
             s.cut,
             entering,
             leaving,
@@ -57,7 +57,7 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
             s.dim_v,
             (s.dim_v + kColumns - 1) / kColumns,
             scale,
-            p.made,
+            made,
             slots_of(s)};
 }
 

@@ -33,7 +33,7 @@ enum class Schedule : int { sequential = 0, overlapped = 1 };
 // Arguments that both walks share; fields as in bindings/params.h.
 struct WalkGlobals {
     TensorMap q, k, a, p;  // boxes of a chunk
-    Gate g, beta;
+    GateWords g, beta;
     Cut cut;
     const float* entering;  // the first state, or the gradient of the last one; null: zero
     float* leaving;         // the last state, or the gradient of the first one; null: not wanted
@@ -118,15 +118,22 @@ template <class Globals> __device__ inline auto* border_state(const Globals& g, 
     return g.borders + (static_cast<int64_t>(slot) * g.heads + task.head) * g.dim_k * g.dim_v;
 }
 
-// Waits until a chunk's matrices are made, by one warp, which may load them then.
-__device__ inline void wait_made(const WalkGlobals& g, const Task& task, int chunk) {
-    if (fresh_laneid() == 0) {
-        const int head = task.batch * g.heads + task.head;
-        const int* const made = g.made + head * g.slots + task.first_slot + chunk;
-        while (acquire_from_device(made) == 0) __nanosleep(32);
-        fence_async_global();
+// Waits until a chunk's matrices are made, by one warp, which may load them then. Returns how many chunks are
+// made from this one on, of those that the lanes ask for.
+__device__ inline int wait_made(const WalkGlobals& g, const Task& task, int chunk) {
+    const int asked = chunk + fresh_laneid(), head = task.batch * g.heads + task.head;
+    const int* const flag = g.made + head * g.slots + task.first_slot + asked;
+    int made = 0;
+    while (true) {
+        const bool is_made = asked < task.chunks && peek_from_device(flag) != 0;
+        made = __clz(__brev(~__ballot_sync(0xffffffff, is_made)));
+        if (made > 0) break;
+        __nanosleep(32);
     }
+    if (fresh_laneid() < made) acquire_from_device(flag);
     __syncwarp();
+    fence_async_global();
+    return made;
 }
 
 // Loads A and P of a chunk, by one thread, which has expected their bytes.

@@ -1,4 +1,4 @@
-// Loads of gates from global memory: single ones, a chunk's, or one chunk ahead.
+// Loads of gates from global memory: single ones, a chunk's, one chunk ahead or several.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,7 +39,8 @@ struct GateRows {
     }
 };
 
-// A Gate as GateStream reads it: strides in bytes, and how to extract a number from an aligned 32-bit word.
+// A Gate as GateStream and GateCopies read it: strides in bytes, and how to extract a number from an aligned
+// 32-bit word.
 // NOTES: computed on the host, since operands from the constant bank cost the gate warp neither instructions
 // nor registers.
 struct GateWords {
@@ -60,6 +61,24 @@ struct GateWords {
         bytes = is_float ? 0x3210 : is_half ? 0x4410 : 0x1044;
         a_byte_later = is_half ? 0x11 : 0x1100;
     }
+
+    // Of the gate of a token of a (batch, head), counted from a row.
+    __device__ inline const char* at(int batch, int head, int row, int t) const {
+        return data + batch * batch_bytes + head * head_bytes + (row + t) * row_bytes;
+    }
+    // Of __byte_perm, for the number at an address.
+    __device__ inline uint32_t selector(const char* at) const {
+        const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) & 2;  // 0 or 2
+        return bytes + byte * a_byte_later;
+    }
+    __device__ inline float number(uint32_t word, uint32_t selector) const {
+        const uint32_t bits = __byte_perm(word, 0, selector);
+        const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+        return is_half ? of_half : __uint_as_float(bits);
+    }
+    __device__ static inline uintptr_t word_of(const char* at) {
+        return reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3};
+    }
 };
 
 // A gate's values of the lane's two tokens, chunk by chunk, loaded one chunk before they are used. NOTES: a
@@ -74,7 +93,7 @@ struct GateStream {
     __device__ inline GateStream(const GateWords& gate, int batch, int head, int row, int tokens)
         : gate(gate) {
         const int t = 2 * fresh_laneid();
-        at = gate.data + batch * gate.batch_bytes + head * gate.head_bytes + (row + t) * gate.row_bytes;
+        at = gate.at(batch, head, row, t);
         load(t, tokens);
     }
 
@@ -91,19 +110,79 @@ struct GateStream {
   private:
     __device__ inline void load(int t, int tokens) {
         auto load_word = [&](uint32_t& word, const char* at, int t) {
-            const uintptr_t address = reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3};
             asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; @p ld.global.nc.b32 %0, [%1];}"
                          : "+r"(word)
-                         : "l"(address), "r"(t), "r"(tokens));
+                         : "l"(GateWords::word_of(at)), "r"(t), "r"(tokens));
         };
         load_word(first, at, t), load_word(second, at + gate.row_bytes, t + 1);
     }
     __device__ inline float number(uint32_t word, const char* at) const {
-        const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) & 2;  // 0 or 2
-        const uint32_t bits = __byte_perm(word, 0, gate.bytes + byte * gate.a_byte_later);
-        const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-        return gate.is_half ? of_half : __uint_as_float(bits);
+        return gate.number(word, gate.selector(at));
     }
 };
+
+// The same for chunks in any order. By copies to shared memory a warp may start any number of chunks ahead; a
+// lane copies what it reads itself. NOTES: beside a stage's tiles a load is answered after more than a chunk;
+// and registers that rotate would wait for their loads.
+struct GateCopies {
+    using Words = uint2[32];  // of a chunk
+    const GateWords& gate;
+    const char* at;                // address of the gate of the first of the lane's two tokens of chunk 0
+    uint32_t of_first, of_second;  // selectors, the same in every chunk
+
+    __device__ inline GateCopies(const GateWords& gate, int batch, int head, int row)
+        : gate(gate),
+          at(gate.at(batch, head, row, 2 * fresh_laneid())),
+          of_first(gate.selector(at)),
+          of_second(gate.selector(at + gate.row_bytes)) {}
+
+    // Starts the loads of a chunk to shared memory or to registers. Zeros where there is no token: before
+    // chunk 0 or past `tokens`.
+    __device__ inline void start(Words& words, int chunk, int tokens) const {
+        auto copy = [](uint32_t* place, uintptr_t word, bool is_there) {
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                         :
+                         : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(place))), "l"(word),
+                           "r"(is_there ? 4 : 0)
+                         : "memory");
+        };
+        uint2& own = words[fresh_laneid()];
+        for_both(own, chunk, tokens, copy);
+    }
+    __device__ inline void start(uint2& words, int chunk, int tokens) const {
+        for_both(words, chunk, tokens, [](uint32_t* place, uintptr_t word, bool is_there) {
+            asm volatile(
+                "{\n"
+                ".reg .pred there;\n"
+                "setp.ne.u32 there, %2, 0;\n"
+                "mov.b32 %0, 0;\n"
+                "@there ld.global.nc.b32 %0, [%1];\n"
+                "}\n"
+                : "=&r"(*place)
+                : "l"(word), "r"(static_cast<uint32_t>(is_there)));
+        });
+    }
+    // The gates of a chunk whose loads are done.
+    __device__ inline float2 of(const Words& words) const { return of(words[fresh_laneid()]); }
+    __device__ inline float2 of(const uint2& pair) const {
+        return {gate.number(pair.x, of_first), gate.number(pair.y, of_second)};
+    }
+
+  private:
+    template <class Load>
+    __device__ inline void for_both(uint2& words, int chunk, int tokens, Load load) const {
+        const int t = chunk * kChunk + 2 * fresh_laneid();
+        const char* const first = at + chunk * gate.chunk_bytes;
+        auto is_there = [&](int t) { return t >= 0 && t < tokens; };
+        load(&words.x, GateWords::word_of(first), is_there(t));
+        load(&words.y, GateWords::word_of(first + gate.row_bytes), is_there(t + 1));
+    }
+};
+
+// Ends a group of this thread's copies; waits until no more than kNewest groups are under way.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kNewest = 0> __device__ inline void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
+}
 
 }  // namespace tfla_tk

@@ -1,13 +1,10 @@
 // What the backward of the delta rule has of its own: the gradients of the values, of beta and of the states.
 //
-// Three kernels:
-//   delta_matrices  A and P of every chunk, as the mirror takes them (chunk_matrices/kernel.cuh)
+// Of A and P, which the forward has kept,
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
 //     producer      loads q, k, dO, the forward's writes, A, P; scans the gates; stores dV
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
-// Where the walk leaves multiprocessors idle, one launch has both of these: delta_mirror_with_makers
-// (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
 // delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
 // dq, dk and dg follow from dO, writes and dV by the walks of states/, and then
@@ -22,7 +19,6 @@
 #include "delta_rule/backward/producer.cuh"
 #include "delta_rule/backward/walker.cuh"
 #include "delta_rule/backward/wide_walker.cuh"
-#include "delta_rule/chunk_matrices/launch.cuh"
 #include "delta_rule/inputs/backward.cuh"
 #include "delta_rule/launch_walk.cuh"
 #include "delta_rule/split/launch.cuh"
@@ -33,12 +29,13 @@
 
 namespace tfla_tk::delta_rule {
 
-// The block-th CTA of the walk.
 template <class C>
-__device__ inline void run_walk(const MirrorGlobals& g, unsigned char* shared_memory, int block) {
+__global__ __launch_bounds__(C::kThreads,
+                             1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
+    extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<MirrorMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, block,
+    if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
@@ -54,32 +51,13 @@ __device__ inline void run_walk(const MirrorGlobals& g, unsigned char* shared_me
             else
                 load_columns_and_store_gradients(g, smem, warp - 2);
         }
-    } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
+    } else {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         if constexpr (C::kIsWide)
             walk_mirror_wide(g, smem, warpgroup_id - 1);
         else
             walk_mirror(g, smem, warpgroup_id - 1);
-    } else if constexpr (C::kIdleWarpgroups > 0)
-        set_registers<C::kIdleRegisters, C::kThreads, 1>();
-}
-
-template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    run_walk<C>(g, shared_memory, blockIdx.x);
-}
-
-// The walk beside makers (chunk_matrices/makers.cuh).
-template <class C>
-__global__ __launch_bounds__(C::kThreads, 1) void delta_mirror_with_makers_kernel(
-    const __grid_constant__ WithMakers<MirrorGlobals> g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    if (blockIdx.x >= g.makers.ctas)
-        run_walk<C>(g.walk, shared_memory, blockIdx.x - g.makers.ctas);
-    else
-        run_makers<C>(g.makers, shared_memory, blockIdx.x);
+    }
 }
 
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
@@ -97,25 +75,19 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
     };
-    if constexpr (C::kMakers > 0)
-        launch_with_makers<delta_mirror_with_makers_kernel<C>, C, MirrorMemory<C>>(g, p, true, stream,
-                                                                                   "delta_mirror");
-    else
-        launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
-                                                                p.shape.device, stream, "delta_mirror");
+    launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
+                                                            p.shape.device, stream, "delta_mirror");
 }
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if (p.states_alone || p.makers > 0) {
+    if (p.states_alone) {
         if constexpr (TFLA_DIM_K > 128)
-            throw std::runtime_error("delta_mirror: no split and no makers where K > 128");
-        else if (!p.states_alone)
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+            throw std::runtime_error("delta_mirror: no split where K > 128");
         else if (p.walkers == 1)
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, 0, true>>(p, stream);
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, true>>(p, stream);
         else
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, 0, true>>(p, stream);
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, true>>(p, stream);
     } else if (p.walkers == 1)
         launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else
@@ -125,12 +97,6 @@ template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stre
 }  // namespace tfla_tk::delta_rule
 
 namespace tfla_tk {
-
-void delta_matrices(const DeltaMatricesParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K>(params, s)
-                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
-}
 
 void delta_mirror(const DeltaMirrorParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);

@@ -5,24 +5,21 @@
 
 namespace tfla_tk::delta_rule {
 
-// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none. kNothingElse: the walk leaves
-// nothing but states, for the split of sequences.
-template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0, bool kNothingElse = false>
-struct MirrorConfig {
+// kNothingElse: the walk leaves nothing but states, for the split of sequences.
+template <class Type, int kDim, int kCount, Schedule kOrder, bool kNothingElse = false> struct MirrorConfig {
     using T = Type;
-    static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
+    static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
+    static constexpr int kWarpgroups = kWalkers + 1, kThreads = 128 * kWarpgroups;
     static constexpr bool kIsWide = kDimK > 128;
     // chunks in shared memory
     static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) || kStatesAlone ? 3 : 2;
     static_assert(!(kIsWide && kStatesAlone), "the wide walker makes dV");
+    static constexpr bool kHasGateRing = !(kIsWide && kWalkers == 2);  // else it would not fit
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
-    static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
-    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
-                  65536 / kThreads / 8 * 8 * kWarpgroups);
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <= 65536 / kThreads / 8 * 8 * kWarpgroups);
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
@@ -66,6 +63,7 @@ template <class C> struct MirrorMemory {
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     WalkTask task;
+    GateRingIf<C::kHasGateRing> gate_ring;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = C::kStatesAlone ? 1 : 2;  // keys, queries, both matrices

@@ -17,7 +17,6 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
         semaphore& arrived = smem.arrived[slot];
-        if constexpr (C::kMakers > 0) wait_made(g, task, chunk);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
@@ -29,21 +28,18 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
 }
 
 // One warp; a lane has two tokens.
-template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem) {
+template <class C, class Ring>
+__device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem, Ring& ring) {
     const Task& task = smem.task;
-    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
-    auto load_decay = [&](int chunk) {
-        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
-    };
-    float2 log_decay{}, beta{};
-    if (task.chunks > 0)
-        log_decay = load_decay(task.chunks - 1), beta = betas.pair(task.chunks - 1, task.tokens, 0.f);
+    GatesAhead ahead(ring, g.g, g.beta, task);
+    auto load = [&](int step) { ahead.load(step, task.chunks - 1 - step); };
+    for (int step = 0; step < ahead.kSteps; step++) load(step);
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
-        const int before = max(task.chunks - 2 - step, 0);
+        const auto [log_decay, x] = ahead.take(step);
         const Decays decays(log_decay);
-        const float2 x = beta, read = decays.to_token;
-        log_decay = load_decay(before), beta = betas.pair(before, task.tokens, 0.f);
+        const float2 read = decays.to_token;
+        load(step + ahead.kSteps);
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
         MirrorGates& gates = smem.gates[slot];
@@ -54,6 +50,15 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
+    }
+    wait_copies();
+}
+template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem) {
+    if constexpr (C::kHasGateRing) {
+        scan_gates(g, smem, smem.gate_ring);
+    } else {
+        GateRegisters registers;
+        scan_gates(g, smem, registers);
     }
 }
 

@@ -4,8 +4,8 @@
 //      follow a GEMM's accumulators over the loop's edge while another GEMM is in flight (C7517).
 //   2. Load dO^T and issue (P^T dO)^T = dO^T P and X^T = dS^T K^T.
 //   3. Wait for dO^T P. Scale dO^T by s e^b and issue dS^T += dO^T Q.
-//   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T, rounded.
-//   5. Issue dY^T = dU^T A. Load the writes under it.
+//   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T in the place of X^T; round beta dU^T.
+//   5. Issue dY^T = dU^T + (beta dU^T) A. Load the writes under it.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
 //   8. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
@@ -27,8 +27,8 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
     constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;     // dS^T
-    rt_fl<16, kChunk> x, through;  // X^T, then dY^T; (P^T dO)^T
-    Fragment read[kStateSteps];    // dS^T, rounded; then dU^T, then -e^b beta dY^T
+    rt_fl<16, kChunk> x, through;  // X^T, then dU^T, then dY^T; (P^T dO)^T
+    Fragment read[kStateSteps];    // dS^T, rounded; then beta dU^T, then -e^b beta dY^T
     Fragment tokens[kTokenSteps];  // dO^T, as it is and scaled; then the writes
     static_assert(kStateSteps >= kTokenSteps);
     auto rounded = [&](int j) -> Fragment& { return read[j]; };
@@ -45,11 +45,12 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
     auto pin_rounded = [&] { each<0, kTokenSteps>([&](int j) { pin(rounded(j)); }); };
-    // d = fragments(j) B, B's columns are N
-    auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square) {
+    // d (+)= fragments(j) B, B's columns are N
+    auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square, bool accumulate) {
         const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(d, fragment(j), columns.column_step(j), j > 0, j == 0); });
+        each<0, kTokenSteps>([&](int j) {
+            multiply_step<true>(d, fragment(j), columns.column_step(j), accumulate || j > 0, j == 0);
+        });
         wait_if_sequential();
     };
     // state += fragments(j) B
@@ -89,7 +90,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         pin(state);
         load_tokens(stage.douts[walker]);  // 2
         forget(through);
-        multiply_square(through, token, stage.p);
+        multiply_square(through, token, stage.p, false);
         forget(x);
         const auto keys = Operand128B::rows(&stage.keys);
         each<0, kStateSteps>([&](int k) {
@@ -103,16 +104,16 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         wait_but.template operator()<kTokenSteps>();  // 4
         pin(x), pin_all(read);
         each<0, kTokenSteps>([&](int j) {
-            const auto factors = gates.update.columns(j, lane);
+            const auto factors = gates.update.columns(j, lane), betas = gates.beta.columns(j, lane);
             each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                const float2 d = through.tiles[0][j].data[k];
-                rounded(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x + d.x, e.y * z.y + d.y});
+                float2& du = x.tiles[0][j].data[k];
+                fma_in_place(du, factors.of[k / 2], through.tiles[0][j].data[k]);
+                rounded(j).tiles[0][0].data[k] =
+                    from_float2<T2>({betas.of[k / 2].x * du.x, betas.of[k / 2].y * du.y});
             });
         });
-        forget(x);
-        multiply_square(x, rounded, stage.a);  // 5
-        warpgroup::mma_async_wait<0>();        // 6
+        multiply_square(x, rounded, stage.a, true);  // 5
+        warpgroup::mma_async_wait<0>();              // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
             const auto factors = gates.minus_read.columns(j, lane);

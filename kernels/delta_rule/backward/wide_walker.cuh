@@ -3,7 +3,8 @@
 //   1. Leave dS for the walks over the states, where it is wanted. Round dS^T to A operands, four steps at a
 //      time, and issue X^T = dS^T K^T; scale dS^T by its decay under the last of them.
 //   2. Load dO^T. Scale X^T by e^{b_L - b} and issue dU^T = X^T + dO^T P.
-//   3. Round dU^T to A operands and issue dY^T = dU^T A; scale dO^T by s e^b and issue dS^T += dO^T Q.
+//   3. Round beta dU^T to A operands and issue dY^T = dU^T + (beta dU^T) A; scale dO^T by s e^b and issue
+//   dS^T += dO^T Q.
 //   4. Wait for dY. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
 //   5. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
 //      `written`, are dbeta's.
@@ -26,7 +27,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;        // dS^T
     rt_fl<16, kChunk> x;              // X^T, then dU^T, then dY^T
-    Fragment fragments[kTokenSteps];  // dS^T, rounded; then dU^T, then -e^b beta dY^T
+    Fragment fragments[kTokenSteps];  // dS^T, rounded; then beta dU^T, then -e^b beta dY^T
     Fragment tokens[kTokenSteps];     // dO^T, as it is and scaled; then the writes
 
     const WalkTask& task = smem.task;
@@ -38,13 +39,11 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     auto wait_if_sequential = [&] {
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
-    // d (+)= a B, B's columns are N
-    auto multiply_square = [&](auto& d, Fragment(&a)[kTokenSteps], const typename C::Square& square,
-                               bool accumulate) {
+    // d += a B, B's columns are N
+    auto multiply_square = [&](auto& d, Fragment(&a)[kTokenSteps], const typename C::Square& square) {
         const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
-        each<0, kTokenSteps>([&](int j) {
-            multiply_step<true>(d, a[j], columns.column_step(j), accumulate || j > 0, j == 0);
-        });
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, j == 0); });
         wait_if_sequential();
     };
     // state += a B
@@ -93,7 +92,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
             const auto factors = gates.update.columns(j, fresh_laneid());
             each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
         });
-        multiply_square(x, tokens, stage.p, true);
+        multiply_square(x, tokens, stage.p);
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(tokens);
     };
@@ -102,9 +101,14 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         const int chunk = chunks - 1 - step, slot = Use<C::kStages>(step).slot;
         MirrorStage<C>& stage = smem.stages[slot];
         const MirrorGates& gates = smem.gates[slot];
-        each<0, kTokenSteps>([&](int j) { convert_fragment(fragments[j], x, j); });  // 3
-        forget(x);
-        multiply_square(x, fragments, stage.a, false);
+        each<0, kTokenSteps>([&](int j) {  // 3
+            const auto factors = gates.beta.columns(j, fresh_laneid());
+            each<0, 4>([&](int k) {
+                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                fragments[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+            });
+        });
+        multiply_square(x, fragments, stage.a);
         each<0, kTokenSteps>([&](int j) {
             const auto factors = gates.out.columns(j, fresh_laneid());
             each<0, 4>([&](int k) {

@@ -7,7 +7,7 @@ namespace tfla_tk {
 
 void place(DeltaMirrorParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.g, x.beta, x.a, x.p);
-    at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.borders, x.made);
+    at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.borders);
 }
 
 void place(DeltaCombineParams& x, const Addresses& at) { at.all(x.dq_of_heads, x.dk_of_heads, x.dq, x.dk); }
@@ -25,30 +25,14 @@ using namespace tfla_tk;
 
 std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                const OperandTuple& dout, const OperandTuple& writes, const OperandTuple& dv,
-                               const GateTuple& g, const GateTuple& beta, const MatricesTuple& matrices,
+                               const GateTuple& g, const GateTuple& beta, const Pair& matrices,
                                std::int64_t dbeta, std::int64_t d_last, std::int64_t d_initial,
                                std::int64_t carried, std::int64_t borders, float scale, int walkers,
-                               int makers, bool states_alone) {
-    return prepared<&delta_mirror>(DeltaMirrorParams{shape(of),
-                                                     operand(q),
-                                                     operand(k),
-                                                     operand(dout),
-                                                     operand(writes),
-                                                     operand(dv),
-                                                     gate(g),
-                                                     gate(beta),
-                                                     pointer(matrices[0]),
-                                                     pointer(matrices[1]),
-                                                     pointer(dbeta),
-                                                     pointer(d_last),
-                                                     pointer(d_initial),
-                                                     pointer(carried),
-                                                     pointer(borders),
-                                                     scale,
-                                                     walkers,
-                                                     makers,
-                                                     reinterpret_cast<int*>(matrices[2]),
-                                                     states_alone});
+                               bool states_alone) {
+    return prepared<&delta_mirror>(DeltaMirrorParams{
+        shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), gate(g), gate(beta),
+        pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last), pointer(d_initial),
+        pointer(carried), pointer(borders), scale, walkers, states_alone});
 }
 
 std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
@@ -76,11 +60,10 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     export_constants(m);
     export_launches(m);
-    def_matrices<true>(m);
     m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
           py::arg("dv"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
           py::arg("d_last"), py::arg("d_initial"), py::arg("carried"), py::arg("borders"), py::arg("scale"),
-          py::arg("walkers"), py::arg("makers"), py::arg("states_alone"),
+          py::arg("walkers"), py::arg("states_alone"),
           "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none; "
           "carried: 0 where no sequence is cut; states_alone: it leaves those alone.");
     def_carry<true>(m);

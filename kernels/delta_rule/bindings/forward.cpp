@@ -5,6 +5,10 @@
 
 namespace tfla_tk {
 
+void place(DeltaMatricesParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.q, x.k, x.g, x.beta, x.a, x.p);
+}
+
 void place(DeltaForwardParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.writes, x.g, x.beta, x.a, x.p, x.initial, x.last);
     at.all(x.carried, x.borders, x.made);
@@ -23,6 +27,16 @@ void place(DeltaInputsParams& x, const Addresses& at) {
 namespace {
 
 using namespace tfla_tk;
+
+using MatricesTuple = std::array<std::int64_t, 3>;  // addresses of A, P and the flags of makers, 0 for none
+
+std::unique_ptr<Launch> matrices(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
+                                 const GateTuple& g, const GateTuple& beta, const Pair& matrices,
+                                 float scale) {
+    return prepared<&delta_matrices>(DeltaMatricesParams{shape(of), operand(q), operand(k), gate(g),
+                                                         gate(beta), pointer(matrices[0]),
+                                                         pointer(matrices[1]), scale});
+}
 
 std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                 const OperandTuple& v, const OperandTuple& o, const OperandTuple& writes,
@@ -58,7 +72,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     export_constants(m);
     export_launches(m);
-    def_matrices<false>(m);
+    m.def("matrices", &matrices, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"),
+          py::arg("matrices"), py::arg("scale"), "Prepares A and P of every chunk.");
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
           py::arg("last"), py::arg("carried"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),

@@ -35,9 +35,11 @@ struct DeltaShape {
     int device;
 };
 
-// Of every chunk and head of v two 64 x 64 matrices that depend on q, k and the gates alone, with
-//   L_ij = e^{b_i - b_j} k_i.k_j for j < i      P_ij = s e^{b_i - b_j} q_i.k_j for j <= i
-// and b the cumulative sum of the log decay in the chunk. Both are of q's type, [batch * heads, slots, 64,
+// Of every chunk and head of v two 64 x 64 matrices that depend on q, k and the gates alone,
+//   A = -(I + L diag(beta))^{-1} L    P_ij = s e^{b_i - b_j} q_i.k_j for j <= i
+// with L_ij = e^{b_i - b_j} k_i.k_j for j < i and b the cumulative sum of the log decay in the chunk. A is
+// zero on its diagonal, too. So (I + L diag(beta))^{-1} = I + A diag(beta) serves the forward, and
+// (I + diag(beta) L)^{-1} = I + diag(beta) A the backward. Both are of q's type, [batch * heads, slots, 64,
 // 64], with one slot per chunk (chunk_slots in sequence/cut.h); zero past the last token.
 struct DeltaMatricesParams {
     DeltaShape shape;  // dim_v is not read
@@ -45,19 +47,15 @@ struct DeltaMatricesParams {
     Gate g, beta;  // log decay; g.data is null where nothing decays
     void *a, *p;
     float scale;  // s
-    // false, for the forward:  A = (I + L diag(beta))^{-1}, P diag(rest)
-    // true, for the backward:  A = (I + diag(beta) L)^{-1}, P
-    // with beta = written * rest (gates.cuh)
-    bool beta_on_rows;
 };
 
-// The walk of the forward over chunks; A and P as DeltaMatricesParams makes them for the forward:
-//   W = V - e^b (K S)    U' = A W    O = s e^b (Q S) + P (written U')
+// The walk of the forward over chunks:
+//   W = V - e^b (K S)    U' = W + A (beta W)    O = s e^b (Q S) + P (beta U')
 //   S <- e^{b_L} S + K^T (beta e^{b_L - b} U')
 struct DeltaForwardParams {
     DeltaShape shape;
     Operand q, k, v, o;
-    Operand writes;  // written U', rounded, like o; data is null: not wanted
+    Operand writes;  // written U' (gates.cuh), rounded, like o; data is null: not wanted
     Gate g, beta;
     void *a, *p;
     const float* initial;  // [N, heads, K, V] or null: zero
@@ -70,9 +68,8 @@ struct DeltaForwardParams {
     int* made;    // workspace of the makers, [batch * heads, slots]
 };
 
-// The mirror of that walk, backward in time; A and P as made for the backward. With dS the gradient of the
-// state that leaves a chunk:
-//   dU = P^T dO + e^{b_L - b} (K dS)    dY = A^T dU    dV = beta dY    dbeta = rows of dY . U'
+// The mirror of that walk, backward in time. With dS the gradient of the state that leaves a chunk:
+//   dU = P^T dO + e^{b_L - b} (K dS)    dY = dU + A^T (beta dU)    dV = beta dY    dbeta = rows of dY . U'
 //   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
 struct DeltaMirrorParams {
     DeltaShape shape;
@@ -86,8 +83,7 @@ struct DeltaMirrorParams {
     float* carried;    // dS that leaves every segment but the last; null where no sequence is cut
     float* borders;    // dS at the borders between segments, or null: not wanted
     float scale;
-    int walkers, makers;
-    int* made;
+    int walkers;
     // The walk leaves nothing but states: own of every segment but the first in `carried`, where the last one
     // begins with d_last; writes, dv and dbeta are not used.
     bool states_alone;
@@ -100,7 +96,7 @@ struct DeltaMapsParams {
     DeltaShape shape;
     Operand k, v;
     Gate g, beta;
-    void* a;  // as made for the forward
+    void* a;
     const float* initial;
     float* carried;
     float* maps;  // null: not wanted

@@ -10,8 +10,7 @@ namespace tfla_tk {
 
 // cut (5), batch, heads, seq, dim_k, dim_v, group, half, device
 using ShapeTuple = std::array<std::int64_t, 13>;
-using Pair = std::array<std::int64_t, 2>;           // addresses of A and P
-using MatricesTuple = std::array<std::int64_t, 3>;  // and of the flags of makers, 0 for none
+using Pair = std::array<std::int64_t, 2>;  // addresses, as of A and P
 
 inline DeltaShape shape(const ShapeTuple& x) {
     auto number = [&](int place) { return static_cast<int>(x[place]); };
@@ -26,10 +25,6 @@ inline DeltaShape shape(const ShapeTuple& x) {
             number(12)};
 }
 
-inline void place(DeltaMatricesParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.q, x.k, x.g, x.beta, x.a, x.p);
-}
-
 inline void place(DeltaCarryParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.carried, x.maps, x.borders);
 }
@@ -37,20 +32,6 @@ inline void place(DeltaCarryParams& x, const Addresses& at) {
 inline void export_constants(pybind11::module_& m) {
     export_chunk_and_dtypes(m);
     m.attr("SEGMENT_CHUNKS") = kSegmentChunks;
-}
-
-template <bool kBetaOnRows> void def_matrices(pybind11::module_& m) {
-    namespace py = pybind11;
-    m.def(
-        "matrices",
-        [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const GateTuple& g,
-           const GateTuple& beta, const Pair& matrices, float scale) {
-            return prepared<&delta_matrices>(DeltaMatricesParams{shape(of), operand(q), operand(k), gate(g),
-                                                                 gate(beta), pointer(matrices[0]),
-                                                                 pointer(matrices[1]), scale, kBetaOnRows});
-        },
-        py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"), py::arg("matrices"),
-        py::arg("scale"), "Prepares A and P of every chunk, as this module's walk takes them.");
 }
 
 template <bool kBackward> void def_carry(pybind11::module_& m) {

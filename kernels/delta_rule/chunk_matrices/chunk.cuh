@@ -1,8 +1,8 @@
 // The matrices A and P (bindings/params.h) of one chunk and head of v, by one warpgroup:
 //   1. Load q and k; two warps scan the log decay and load beta.
 //   2. K K^T and Q K^T, in flight together.
-//   3. P = s e^{b_i - b_j} Q K^T, rounded; L = e^{b_i - b_j} K K^T, times beta, to shared memory.
-//   4. A = (I + L)^{-1} (triangular_inverse.cuh), rounded.
+//   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
+//   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
 //   5. Store both tiles.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include "common/warp.cuh"
 #include "common/wgmma.cuh"
 #include "delta_rule/bindings/params.h"
-#include "delta_rule/chunk_matrices/triangular_inverse.cuh"
+#include "delta_rule/chunk_matrices/triangular_solve.cuh"
 #include "delta_rule/gates.cuh"
 #include "delta_rule/scores.cuh"
 #include "sequence/segments.cuh"
@@ -24,11 +24,10 @@ using namespace kittens;
 struct MatricesGlobals {
     TensorMap q, k;  // boxes of a chunk
     TensorMap a, p;
-    Gate g, beta;
+    GateWords g, beta;
     Cut cut;  // every chunk is one segment
     int heads, group, seq, slots;
     float scale;
-    bool beta_on_rows;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
@@ -40,7 +39,7 @@ struct ChunkOfHead {
     int slot;               // of the matrices
 };
 
-template <class T, int kDimK> struct MatricesMemory {
+template <class T, int kDimK> struct MatricesTiles {
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
     struct Inputs {
@@ -50,70 +49,42 @@ template <class T, int kDimK> struct MatricesMemory {
         Square a, p;
         TriangularMatrix matrix;
     };
-    union {
-        Inputs in;
-        Results out;  // once the GEMMs have read the inputs
-    };
-    alignas(16) float2 log2_decay[kChunk];            // b, as high and low part
-    float row_factor[kChunk], column_factor[kChunk];  // of L: beta or 1
-    float score_factor[kChunk];                       // of columns of P: the rest of beta, or 1
-    int slot, head;                                   // of the results in their tensors
-    semaphore arrived;
 };
 
-// Starts the loads of q and k, by one thread.
+// Per token.
+struct MatricesFactors {
+    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    alignas(16) float beta[kChunk];
+};
+
+// Starts the loads of q and k, by one thread. Their bytes are expected.
 template <class Memory>
 __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk) {
-    smem.slot = chunk.slot, smem.head = chunk.batch * g.heads + chunk.head;
-    tma::expect_bytes(smem.arrived, 2 * Memory::Tile::loaded_bytes);
     const int key_head = chunk.head / g.group;
     load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
     load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
 }
 
-// The gates of the chunk, by two warps.
-template <class Memory>
-__device__ inline void load_chunk_gates(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk,
-                                        int warp) {
-    const int lane = fresh_laneid();
-    if (warp == 0) {
-        const float2 log_decay =
-            load_log_decay(g.g, chunk.batch, chunk.head, chunk.first_row, 0, chunk.tokens);
-        write_log2_decay(smem.log2_decay, lane, cumulative_log2_decay(log_decay));
-    } else if (warp == 1) {
-        const float2 beta =
-            GateRows(g.beta, chunk.batch, chunk.head, chunk.first_row).pair(0, chunk.tokens, 0.f);
-        const float2 ones{1.f, 1.f};
-        write_pair(smem.row_factor, 2 * lane, g.beta_on_rows ? beta : ones);
-        write_pair(smem.column_factor, 2 * lane, g.beta_on_rows ? ones : beta);
-        write_pair(smem.score_factor, 2 * lane, g.beta_on_rows ? ones : rest_part(beta));
-    }
-}
-
-// Rounds the inverse to a tile: two threads take a row. Zero right of the diagonal and past the last token.
+// Rounds a matrix to a tile: two threads take a row.
 template <class T, class Square>
-__device__ inline void round_inverse(Square& tile, const TriangularMatrix& m, int tokens) {
+__device__ inline void round_matrix(Square& tile, const TriangularMatrix& m) {
     using T2 = typename base_types::packing<T>::packed_type;
     const int thread = fresh_thread() % 128, row = thread / 2, first_unit = thread % 2 * 4;
 #pragma unroll
     for (int unit = first_unit; unit < first_unit + 4; unit++) {
         T2 x[4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const int column = 8 * unit + 2 * n;
-            const float2 pair = *reinterpret_cast<const float2*>(&m.data[row][column]);
-            const bool inside = row < tokens;
-            x[n] = from_float2<T2>(
-                {inside && column <= row ? pair.x : 0.f, inside && column + 1 <= row ? pair.y : 0.f});
-        }
+        for (int n = 0; n < 4; n++)
+            x[n] = from_float2<T2>(*reinterpret_cast<const float2*>(&m.data[row][8 * unit + 2 * n]));
         store_shared(shared_address(&tile) + panel_offset(row, unit), x);
     }
 }
 
-// Step 3: of K K^T and Q K^T L, in shared memory, and P in place.
+// Step 3: of K K^T and Q K^T -L, in shared memory, and P in place. Both are zero past the last token, and so
+// is A then.
 template <class Memory>
-__device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_fl<16, kChunk>& of_queries,
-                                   int tokens, float scale, int warp) {
+__device__ inline void gate_scores(Memory& smem, const MatricesFactors& factors, rt_fl<16, kChunk>& of_keys,
+                                   rt_fl<16, kChunk>& of_queries, int tokens, float scale, int warp) {
     const int first_row = 16 * warp + fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
@@ -121,51 +92,48 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
         for (int k = 0; k < 4; k++) {
             const int row = first_row + 8 * (k % 2), column = first_column + 16 * j + 8 * (k / 2);
             float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
-            const float2 b = smem.log2_decay[row];
-            const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
-            const float row_factor = smem.row_factor[row];
-            const float2 factor = *reinterpret_cast<const float2*>(&smem.column_factor[column]);
-            const float2 of_scores = *reinterpret_cast<const float2*>(&smem.score_factor[column]);
-            auto gated = [&](float& of_keys, float& of_queries, float2 before, float factor, float of_scores,
-                             int column) {
+            const float2 b = factors.log2_decay[row];
+            const float4 before = *reinterpret_cast<const float4*>(&factors.log2_decay[column]);
+            auto gated = [&](float& of_keys, float& of_queries, float2 before, int column) {
                 const float gate = exp2f((b.x - before.x) + (b.y - before.y));
                 const bool seen = column <= row && row < tokens, strictly = column < row;
-                of_keys = seen && strictly ? row_factor * factor * gate * of_keys : 0.f;
-                of_queries = seen ? scale * of_scores * gate * of_queries : 0.f;
+                of_keys = seen && strictly ? -gate * of_keys : 0.f;
+                of_queries = seen ? scale * gate * of_queries : 0.f;
             };
-            gated(keys.x, queries.x, {before.x, before.y}, factor.x, of_scores.x, column);
-            gated(keys.y, queries.y, {before.z, before.w}, factor.y, of_scores.y, column + 1);
+            gated(keys.x, queries.x, {before.x, before.y}, column);
+            gated(keys.y, queries.y, {before.z, before.w}, column + 1);
             *reinterpret_cast<float2*>(&smem.out.matrix.data[row][column]) = keys;
         }
 }
 
-// Steps 2 to 4, once the gates are there; the results are in shared memory, visible to the TMA engine.
-// phase: of the loads. meet: waits for the other warps of the warpgroup.
-template <class T, int kDimK, class Memory, class Meet>
-__device__ inline void make_matrices(Memory& smem, int tokens, float scale, uint32_t phase, int warp,
-                                     Meet meet) {
+// Steps 2 to 4, once the inputs and the factors are there. The results are in shared memory, visible to the
+// TMA engine, once all warps are through.
+//   meet        waits for the other warps of the warpgroup
+//   multiplied  called when this warp has read the inputs
+//   await_room  called before this warp writes P and A
+template <class T, int kDimK, class Memory, class Meet, class Multiplied, class AwaitRoom>
+__device__ inline void make_matrices(Memory& smem, const MatricesFactors& factors, int tokens, float scale,
+                                     int warp, Meet meet, Multiplied multiplied, AwaitRoom await_room) {
     rt_fl<16, kChunk> of_keys, of_queries;
-    wait(smem.arrived, phase);
     issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
     issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
     warpgroup::mma_async_wait<0>();
     pin(of_keys), pin(of_queries);
-    meet();  // the results replace the inputs
-    gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
+    multiplied();
+    meet();  // the results may replace the inputs
+    gate_scores(smem, factors, of_keys, of_queries, tokens, scale, warp);
+    await_room();
     store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
-    invert_unit_lower(smem.out.matrix, warp, fresh_laneid(), meet);
-    round_inverse<T>(smem.out.a, smem.out.matrix, tokens);
+    solve_unit_lower(smem.out.matrix, factors.beta, warp, fresh_laneid(), meet);
+    round_matrix<T>(smem.out.a, smem.out.matrix);
     fence_async_proxy();
-    meet();
 }
 
-// Starts the stores of both tiles, by one thread.
-template <class Memory> __device__ inline void store_matrices(const MatricesGlobals& g, Memory& smem) {
-    // NOTES: reread, to save registers
-    const int row = load_anew(shared_address(&smem.slot)) * kChunk;
-    const int head = load_anew(shared_address(&smem.head));
-    g.a.store_panel(shared_address(&smem.out.a), 0, row, head, 0);
-    g.p.store_panel(shared_address(&smem.out.p), 0, row, head, 0);
+// Starts the stores of both tiles, by one thread. slot, head: of the results in their tensors.
+template <class Memory>
+__device__ inline void store_matrices(const MatricesGlobals& g, Memory& smem, int slot, int head) {
+    g.a.store_panel(shared_address(&smem.out.a), 0, slot * kChunk, head, 0);
+    g.p.store_panel(shared_address(&smem.out.p), 0, slot * kChunk, head, 0);
     commit_stores();
 }
 

@@ -6,6 +6,20 @@
 
 namespace tfla_tk::delta_rule {
 
+// Inputs, then results: once the GEMMs have read the inputs.
+template <class Tiles> struct InputsOrResults {
+    union {
+        typename Tiles::Inputs in;
+        typename Tiles::Results out;
+    };
+};
+
+template <class T, int kDimK> struct MatricesMemory : InputsOrResults<MatricesTiles<T, kDimK>> {
+    MatricesFactors factors;
+    int slot, head;  // of the results in their tensors
+    semaphore arrived;
+};
+
 template <class T, int kDimK>
 __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_constant__ MatricesGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
@@ -18,16 +32,33 @@ __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_con
     if (found.tokens <= 0) return;
     const ChunkOfHead chunk{g.packed() ? 0 : found.sequence, head, found.first_row, found.tokens,
                             g.packed() ? index : found.number};
-    if (threadIdx.x == 0) {
-        init_semaphore(smem.arrived, 1);
-        publish_barriers();
-        load_inputs(g, smem, chunk);
+    auto load_gates = [&](const GateWords& gate) {
+        return GateStream(gate, chunk.batch, head, chunk.first_row, gate.data ? chunk.tokens : 0);
+    };
+    auto take = [&](GateStream& gates) { return gates.take(0, gates.gate.data ? chunk.tokens : 0, 0.f); };
+    if (warp == 0) {
+        GateStream decays = load_gates(g.g);
+        if (threadIdx.x == 0) {
+            smem.slot = chunk.slot, smem.head = chunk.batch * g.heads + head;
+            init_semaphore(smem.arrived, 1);
+            publish_barriers();
+            tma::expect_bytes(smem.arrived, sizeof(smem.in));
+            load_inputs(g, smem, chunk);
+        }
+        __syncwarp();
+        write_log2_decay(smem.factors.log2_decay, fresh_laneid(), cumulative_log2_decay(take(decays)));
+    } else if (warp == 1) {
+        GateStream betas = load_gates(g.beta);
+        write_pair(smem.factors.beta, 2 * fresh_laneid(), take(betas));
     }
-    load_chunk_gates(g, smem, chunk, warp);
     __syncthreads();
-    make_matrices<T, kDimK>(smem, chunk.tokens, g.scale, 0, warp, [] { __syncthreads(); });
+    wait(smem.arrived, 0);
+    make_matrices<T, kDimK>(
+        smem, smem.factors, chunk.tokens, g.scale, warp, [] { __syncthreads(); }, [] {}, [] {});
+    __syncthreads();
     if (threadIdx.x == 0) {
-        store_matrices(g, smem);
+        // NOTES: reread, to save registers
+        store_matrices(g, smem, load_anew(shared_address(&smem.slot)), load_anew(shared_address(&smem.head)));
         wait_stores_done();
     }
 }

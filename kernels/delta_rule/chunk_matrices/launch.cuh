@@ -10,8 +10,8 @@
 
 namespace tfla_tk::delta_rule {
 
-// beta_on_rows: as in DeltaMatricesParams, whose other arguments the walks' have, too.
-template <class Params> MatricesGlobals matrices_globals(const Params& p, bool beta_on_rows) {
+// Of DeltaMatricesParams, whose arguments the walk's have, too.
+template <class Params> MatricesGlobals matrices_globals(const Params& p) {
     const DeltaShape& s = p.shape;
     const OperandMaps maps(s);
     Cut chunks = s.cut;  // every chunk is a segment
@@ -21,30 +21,28 @@ template <class Params> MatricesGlobals matrices_globals(const Params& p, bool b
             maps.of_keys(p.k),
             maps.of_matrices(p.a),
             maps.of_matrices(p.p),
-            p.g,
-            p.beta,
+            GateWords(p.g),
+            GateWords(p.beta),
             chunks,
             s.heads,
             s.group,
             s.seq,
             slots,
-            p.scale,
-            beta_on_rows};
+            p.scale};
 }
 
 template <class T, int kDimK> void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_matrices");
-    const MatricesGlobals g = matrices_globals(p, p.beta_on_rows);
+    const MatricesGlobals g = matrices_globals(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads;
     launch<delta_matrices_kernel<T, kDimK>, sizeof(MatricesMemory<T, kDimK>)>(
         g, grid_of(ctas, 1, "delta_matrices"), 128, p.shape.device, stream, "delta_matrices");
 }
 
-// Launches a walk with p.makers CTAs of makers in front. backward: it is the mirror.
+// Launches a walk with p.makers CTAs of makers in front.
 template <auto kKernel, class C, class Memory, class Walk, class Params>
-void launch_with_makers(const Walk& walk, const Params& p, bool backward, cudaStream_t stream,
-                        const char* name) {
-    const MakersGlobals makers{matrices_globals(p, backward), p.made, p.makers, backward};
+void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, const char* name) {
+    const MakersGlobals makers{matrices_globals(p), p.made, p.makers};
     const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * makers.slots;
     check_launch(cudaMemsetAsync(p.made, 0, flags * sizeof(*p.made), stream), name);
     dim3 grid = walk_grid(walk, name);

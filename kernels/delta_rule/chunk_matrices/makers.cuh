@@ -1,12 +1,16 @@
 // Makers: CTAs of a walk's launch that make A and P while the walk runs, on multiprocessors that it leaves
 // idle.
 //
-// All warpgroups of a CTA are makers. They take the chunks in the order in which the walks need them: the
-// first one of every sequence and head, then the second one, and so on. A flag per chunk and head of v tells
-// the walks that its matrices are in device memory. The flags are zero at the launch.
+// Of a CTA's warpgroups all but the last are makers. A warp of the last one serves each of them: it loads q
+// and k, scans the gates, stores the results and tells the walks; so a maker waits for nothing but its
+// inputs, which are a chunk ahead.
 //
-// Makers are the first CTAs of the grid and wait for nobody. Where a CTA of the walk runs, all makers have
-// begun: so it waits for CTAs that come to their end, whatever else the GPU has to do.
+// Makers take the chunks in the order in which the walks need them: the first one of every sequence and head,
+// then the second one, and so on. A flag per chunk and head of v tells the walks that its matrices are in
+// device memory. The flags are zero at the launch.
+//
+// Makers are the first CTAs of the grid and wait for no other CTA. Where a CTA of the walk runs, all makers
+// have begun: so it waits for CTAs that come to their end, whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
@@ -14,14 +18,13 @@
 
 namespace tfla_tk::delta_rule {
 
-// Of a CTA. NOTES: five, as many as a multiprocessor holds CTAs of delta_matrices, lack registers; and where
-// a CTA of K = 64 has more than three warpgroups, ptxas spills the walker's registers, setmaxnreg or not.
+// Warpgroups of a CTA: makers and the one that serves them. NOTES: where a CTA of K = 64 has more than three,
+// ptxas spills the walker's registers, setmaxnreg or not.
 template <int kDimK> constexpr int kMakersOfCta = kDimK == 64 ? 3 : 4;
 
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
     int ctas;
-    bool from_the_end;  // the walks begin with the last chunk
 
     // Sequences and heads.
     __device__ inline int pairs() const { return cut.sequences * heads; }
@@ -35,8 +38,36 @@ template <class Walk> struct WithMakers {
     MakersGlobals makers;
 };
 
+template <class Tiles> struct InputsAndResults {
+    typename Tiles::Inputs in;
+    typename Tiles::Results out;
+};
+
+// What a maker has per chunk beside q and k.
+struct MakerChunk : MatricesFactors {
+    int tokens;  // 0: there is no chunk any more
+};
+
+template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>> {
+    GateCopies::Words decays, betas;  // of the chunk behind
+    MakerChunk chunks[2];             // even and odd ones of the maker: the chunk, and the one behind it
+    semaphore arrived;                // the inputs, and what belongs to the chunk
+    semaphore multiplied;             // the inputs are read, and all of the chunk before
+    semaphore ready;                  // the results
+    semaphore stored;                 // they may be overwritten
+
+    __device__ inline void init_barriers() {
+        init_semaphore(arrived, 1 + kArrivalsPerWarp);
+        init_warp_barrier(multiplied, 4);
+        init_warp_barrier(ready, 4);
+        init_warp_barrier(stored, 1);
+        publish_barriers();
+    }
+};
+
 template <class C> struct MakersMemory {
-    MatricesMemory<typename C::T, C::kDimK> of[C::kMakers];
+    static constexpr int kMakers = C::kMakers - 1;
+    MakerMemory<typename C::T, C::kDimK> of[kMakers];
 };
 
 // The number-th one in the order of the walks, where there is one.
@@ -49,10 +80,9 @@ __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number)
         start = found.start, tokens = found.tokens;
     }
     const int chunks = (tokens + kChunk - 1) / kChunk;
-    const int chunk = g.from_the_end ? chunks - 1 - step : step, first = chunk * kChunk;
-    const int left = step < chunks ? min(tokens - first, kChunk) : 0;
-    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + chunk};
-    return {sequence, head, first, left, chunk};
+    const int first = step * kChunk, left = step < chunks ? min(tokens - first, kChunk) : 0;
+    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + step};
+    return {sequence, head, first, left, step};
 }
 
 // The first chunk with tokens of those of `number` and every stride-th one behind it; without tokens where
@@ -74,36 +104,99 @@ __device__ inline void publish_matrices(int* made) {
     release_to_device(made, 1);
 }
 
-// The makers of the cta-th CTA.
-template <class C>
-__device__ inline void run_makers(const MakersGlobals& g, unsigned char* shared_memory, int cta) {
-    const int maker = __shfl_sync(0xffffffff, fresh_thread() / 128, 0), warp = warpgroup::warpid();
-    auto& own = reinterpret_cast<MakersMemory<C>*>(shared_memory)->of[maker];
+// One maker, until it is handed a chunk without tokens.
+template <class C, class Memory>
+__device__ inline void make_chunks(const MakersGlobals& g, Memory& own, int maker) {
+    const int warp = warpgroup::warpid();
     auto meet = [&] { named_sync<128>(NamedBarrier::matrices, maker); };
-    const bool is_first = fresh_thread() % 128 == 0;
-    const int stride = C::kMakers * g.ctas;
-    int number = maker * g.ctas + cta;
-    ChunkOfHead chunk = next_chunk(g, number, stride);
-    if (is_first) {
-        init_semaphore(own.arrived, 1);
-        publish_barriers();
-        if (chunk.tokens > 0) load_inputs(g, own, chunk);
-    }
 #pragma unroll 1
-    for (uint32_t phase = 0; chunk.tokens > 0; phase ^= 1) {
-        load_chunk_gates(g, own, chunk, warp);
-        meet();
-        make_matrices<typename C::T, C::kDimK>(own, chunk.tokens, g.scale, phase, warp, meet);
-        chunk = next_chunk(g, number, stride);
+    for (uint32_t phase = 0;; phase ^= 1) {
+        wait(own.arrived, phase);
+        const MakerChunk& chunk = own.chunks[phase];
+        const int tokens = chunk.tokens;
+        if (tokens <= 0) break;
+        make_matrices<typename C::T, C::kDimK>(
+            own, chunk, tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
+            [&] { wait_free(own.stored, phase); });
+        arrive_warp(own.ready);
+    }
+}
+
+// The warp that serves a maker: it takes every stride-th chunk from `number` on.
+template <class Memory>
+__device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int number, int stride) {
+    const bool is_first = fresh_laneid() == 0;
+    ChunkOfHead chunk = next_chunk(g, number, stride), next = chunk;  // the maker's, the one behind it
+    auto gates_of = [&](const GateWords& gate) {
+        return GateCopies(gate, next.batch, next.head, next.first_row);
+    };
+    auto start_gates = [&] {
+        gates_of(g.g).start(own.decays, 0, g.g.data ? next.tokens : 0);
+        gates_of(g.beta).start(own.betas, 0, next.tokens);
+        commit_copies();
+    };
+    auto start_inputs = [&] {
         if (is_first) {
-            int* const made = g.made + own.head * g.slots + own.slot;
-            store_matrices(g, own);
-            wait_stores_read();
-            if (chunk.tokens > 0) load_inputs(g, own, chunk);
-            publish_matrices(made);
+            tma::expect_bytes(own.arrived, next.tokens > 0 ? sizeof(own.in) : 0);
+            if (next.tokens > 0) load_inputs(g, own, next);
         }
         __syncwarp();
+    };
+    auto hand_over = [&](uint32_t phase) {
+        MakerChunk& to = own.chunks[phase];
+        wait_copies();
+        write_log2_decay(to.log2_decay, fresh_laneid(), cumulative_log2_decay(gates_of(g.g).of(own.decays)));
+        write_pair(to.beta, 2 * fresh_laneid(), gates_of(g.beta).of(own.betas));
+        if (is_first) to.tokens = next.tokens;
+        arrive_warp(own.arrived);
+    };
+    int* made = nullptr;  // the flag of results that are stored, until they are told of
+    auto publish = [&] {
+        if (is_first && made) publish_matrices(made);
+        __syncwarp();
+    };
+    start_gates();
+    start_inputs();
+    hand_over(0);
+    next = next_chunk(g, number, stride);
+    start_gates();
+#pragma unroll 1
+    for (uint32_t phase = 0; chunk.tokens > 0; phase ^= 1) {
+        wait(own.multiplied, phase);
+        start_inputs();
+        publish();
+        hand_over(phase ^ 1);
+        const int slot = chunk.slot, head = chunk.batch * g.heads + chunk.head;
+        made = g.made + head * g.slots + slot;
+        chunk = next, next = next_chunk(g, number, stride);
+        start_gates();
+        wait(own.ready, phase);
+        if (is_first) {
+            store_matrices(g, own, slot, head);
+            wait_stores_read();
+        }
+        arrive_warp(own.stored);
     }
+    publish();
+    wait_copies();
+}
+
+// The cta-th CTA of makers.
+template <class C>
+__device__ inline void run_makers(const MakersGlobals& g, unsigned char* shared_memory, int cta) {
+    using Memory = MakersMemory<C>;
+    auto& smem = *reinterpret_cast<Memory*>(shared_memory);
+    const int warpgroup_id = __shfl_sync(0xffffffff, fresh_thread() / 128, 0), warp = warpgroup::warpid();
+    const bool serves = warpgroup_id == Memory::kMakers && warp < Memory::kMakers;
+    if (serves && fresh_laneid() == 0) {
+        smem.of[warp].init_barriers();
+        g.a.prefetch(), g.p.prefetch();
+    }
+    __syncthreads();
+    if (serves)
+        serve_maker(g, smem.of[warp], warp * g.ctas + cta, Memory::kMakers * g.ctas);
+    else if (warpgroup_id < Memory::kMakers)
+        make_chunks<C>(g, smem.of[warpgroup_id], warpgroup_id);
 }
 
 }  // namespace tfla_tk::delta_rule

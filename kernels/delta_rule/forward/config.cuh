@@ -36,9 +36,10 @@ struct ForwardGlobals : WalkGlobals {
 struct ForwardGates {
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
-    TokenFactors written;     // the part of beta that U' has
-    TokenFactors update;      // beta e^{b_L - b}
-    float decay;              // e^{b_L}
+    TokenFactors beta;
+    TokenFactors written;  // the part of beta that what is left for the backward has
+    TokenFactors update;   // beta e^{b_L - b}
+    float decay;           // e^{b_L}
 };
 
 // All of a chunk, by one barrier: the answer of a barrier takes a walker some 30 cycles.
@@ -52,8 +53,9 @@ template <class C> struct ForwardStage {
 template <class C> struct ForwardMemory {
     ForwardStage<C> stages[C::kStages];
     typename C::Columns writes[C::kWalkers];  // written U', until it is stored
-    semaphore arrived[C::kStages];            // tiles, values of each walker, gates
-    semaphore free[C::kStages];               // but for the values, which are followed by O
+    GateRing gate_ring;
+    semaphore arrived[C::kStages];  // tiles, values of each walker, gates
+    semaphore free[C::kStages];     // but for the values, which are followed by O
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp

@@ -2,8 +2,9 @@
 //
 // Two kernels, and one in front of them for raw inputs:
 //   delta_inputs    the norm of q and k, the sigmoid of beta, the log decay (inputs/forward.cuh)
-//   delta_matrices  of every chunk and head, in parallel, what depends on q, k and the gates alone: the
-//                   triangular inverse A and the scores P (chunk_matrices/kernel.cuh)
+//   delta_matrices  of every chunk and head, in parallel, what depends on q, k and the gates alone: A of a
+//                   triangular system and the scores P (chunk_matrices/kernel.cuh). The backward has them,
+//                   too.
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
 //     producer      loads q, k, v, A, P; scans the gates; stores O, and the writes for a backward
 //     walkers       one or two, the state in registers (forward/walker.cuh)
@@ -83,7 +84,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
     const bool keep_writes = p.writes.data != nullptr;
     const Operand& writes = keep_writes ? p.writes : p.o;
     const ForwardGlobals g{
-        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.initial, p.last, p.scale),
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.initial, p.last, p.scale, p.made),
         maps.of_values(p.v, kChunk),
         maps.of_values(p.o, kChunk),
         maps.of_values(p.o, kBoxRows),
@@ -94,7 +95,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         keep_writes,
     };
     if constexpr (C::kMakers > 0)
-        launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, false, stream,
+        launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, stream,
                                                                                      "delta_forward");
     else
         launch<delta_forward_kernel<C>, sizeof(ForwardMemory<C>)>(

@@ -10,12 +10,13 @@ namespace tfla_tk::delta_rule {
 template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, ForwardMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
+    int made = 0;  // chunks whose matrices are known to be there
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = Use<C::kStages>(chunk);
         ForwardStage<C>& stage = smem.stages[slot];
         semaphore& arrived = smem.arrived[slot];
-        if constexpr (C::kMakers > 0) wait_made(g, task, chunk);
+        if (C::kMakers > 0 && chunk >= made) made = chunk + wait_made(g, task, chunk);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
@@ -29,27 +30,27 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
 // One warp; a lane has two tokens.
 template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, ForwardMemory<C>& smem) {
     const Task& task = smem.task;
-    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
-    auto load_decay = [&](int chunk) {
-        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
-    };
-    float2 log_decay = load_decay(0), beta = betas.pair(0, task.tokens, 0.f);
+    GatesAhead ahead(smem.gate_ring, g.g, g.beta, task);
+    for (int chunk = 0; chunk < ahead.kSteps; chunk++) ahead.load(chunk, chunk);
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [log_decay, x] = ahead.take(chunk);
         const Decays decays(log_decay);
-        const float2 x = beta, read = decays.to_token, kept = decays.to_end;
-        log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
+        const float2 read = decays.to_token, kept = decays.to_end;
+        ahead.load(chunk + ahead.kSteps, chunk + ahead.kSteps);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
         ForwardGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
+        gates.beta.write(lane, x);
         gates.written.write(lane, written_part(x));
         gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }
+    wait_copies();
 }
 
 // One warp per walker: V into a stage, and out of it O, which the walker has put in its place; the writes

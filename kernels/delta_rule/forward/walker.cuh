@@ -2,11 +2,11 @@
 //   1. Round S^T to A operands and issue X^T = S^T K^T; scale S^T by its decay meanwhile.
 //   2. Wait for the GEMM of the chunk before, P U', and put its O where V was.
 //   3. Issue O^T = S^T Q^T.
-//   4. Wait for X. W^T = V^T - e^b X^T, rounded.
-//   5. Issue U'^T = W^T A^T. Under it hand over O of the chunk before, and free its stage.
-//   6. Wait for U' and Q S. Leave U', times `written`, for the backward, where it is wanted.
+//   4. Wait for X. W^T = V^T - e^b X^T in the place of X^T; round beta W^T.
+//   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before, and free its stage.
+//   6. Wait for U' and Q S. Leave U', times `written`, rounded, for the backward, where it is wanted.
 //   7. Issue S^T += (beta e^{b_L - b} U'^T) K.
-//   8. Under it round U', times `written`; scale O^T by s e^b and issue O^T += U'^T P^T.
+//   8. Under it round beta U'; scale O^T by s e^b and issue O^T += (beta U'^T) P^T.
 //   9. Wait for S; P U' stays in flight.
 // The chain from chunk to chunk is X, W, U', S. NOTES: the loop's edge is after step 6, where no GEMM is in
 // flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same
@@ -25,9 +25,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
     constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;     // S^T
-    rt_fl<16, kChunk> x, out;      // X^T, then U'^T; O^T
+    rt_fl<16, kChunk> x, out;      // X^T, then W^T, then U'^T; O^T
     Fragment read[kStateSteps];    // S^T, rounded
-    Fragment tokens[kTokenSteps];  // V^T, then W^T, then U'^T
+    Fragment tokens[kTokenSteps];  // V^T, then beta W^T, then beta U'^T
     // U'^T, scaled: in place of S^T, which nobody reads any more then
     static_assert(kStateSteps >= kTokenSteps);
     auto scaled = [&](int j) -> Fragment& { return read[j]; };
@@ -45,11 +45,11 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto wait_if_sequential = [&] {
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
-    // d (+)= tokens B^T
-    auto multiply_square = [&](auto& d, const typename C::Square& square, bool accumulate) {
+    // d += tokens B^T
+    auto multiply_square = [&](auto& d, const typename C::Square& square) {
         const auto rows = Operand128B::rows(&square);
         each<0, kTokenSteps>(
-            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), accumulate || j > 0, j == 0); });
+            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), true, j == 0); });
         wait_if_sequential();
     };
     // Behind the last chunk begin_chunk makes nothing that is asked for out of what lies in the stage: the
@@ -104,15 +104,17 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         pin(first);
         wait_but.template operator()<kStateSteps>();
         pin(x);
-        each<0, 4 * kTokenSteps>([&](int i) {  // 4
-            const int j = i / 4, k = i % 4;
-            T2& pair = tokens[j].tiles[0][0].data[k];
-            const float2 v = j == 0 ? first[k] : to_float2(pair), e = factors[j].of[k / 2];
-            const float2 z = x.tiles[0][j].data[k];
-            pair = from_float2<T2>({v.x + e.x * z.x, v.y + e.y * z.y});
+        each<0, kTokenSteps>([&](int j) {  // 4
+            const auto betas = stage.gates.beta.columns(j, lane);
+            each<0, 4>([&](int k) {
+                T2& pair = tokens[j].tiles[0][0].data[k];
+                const float2 v = j == 0 ? first[k] : to_float2(pair), beta = betas.of[k / 2];
+                float2& w = x.tiles[0][j].data[k];
+                fma_in_place(w, factors[j].of[k / 2], v);
+                pair = from_float2<T2>({beta.x * w.x, beta.y * w.y});
+            });
         });
-        forget(x);
-        multiply_square(x, stage.a, false);  // 5
+        multiply_square(x, stage.a);  // 5
         if constexpr (follows) {
             const int slot = Use<C::kStages>(chunk - 1).slot;
             fence_async_proxy();
@@ -122,10 +124,10 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
     };
-    // U' as the backward is given it, to A operands.
-    auto round_writes = [&](int chunk) {
+    // U' times factors, to A operands.
+    auto round_writes = [&](const TokenFactors& by) {
         each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage_of(chunk).gates.written.columns(j, lane);
+            const auto factors = by.columns(j, lane);
             each<0, 4>([&](int k) {
                 const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
                 tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
@@ -133,7 +135,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         });
     };
     auto leave_writes = [&](int chunk) {
-        round_writes(chunk);
+        round_writes(stage_of(chunk).gates.written);
         wait_free(smem.writes_free[walker], chunk & 1);
         store_transposed(shared_address(&smem.writes[walker]) + lane_offset, tokens);
         fence_async_proxy();
@@ -159,12 +161,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);
         });
         wait_if_sequential();
-        round_writes(chunk);
+        round_writes(stage.gates.beta);
         each<0, kTokenSteps>([&](int j) {  // 8
             const auto factors = stage.gates.out.columns(j, lane);
             each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });
         });
-        multiply_square(out, stage.p, true);
+        multiply_square(out, stage.p);
         wait_arrived(chunk + 1);
         wait_but.template operator()<kTokenSteps>();  // 9
         pin(state);

@@ -1,13 +1,13 @@
-// A walker of the forward (walk.cuh) for K of more than 128, whose state takes half of its registers. X, U'
-// and O below share an accumulator; S^T is the state. Per chunk:
+// A walker of the forward (walk.cuh) for K of more than 128, whose state takes half of its registers. X, W,
+// U' and O below share an accumulator; S^T is the state. Per chunk:
 //   1. Leave S for the backward, where it is wanted. Round S^T to A operands, four steps at a time, and issue
 //      X^T = S^T K^T.
-//   2. W^T = V^T - e^b X^T, rounded. U'^T = W^T A^T.
-//   3. Round U', times `written`, and leave it for the backward, where it is wanted. Round the operand of S,
-//      beta e^{b_L - b} U'^T.
+//   2. W^T = V^T - e^b X^T; round beta W^T. U'^T = W^T + (beta W^T) A^T.
+//   3. Round the operand of S, beta e^{b_L - b} U'^T. Leave U', times `written`, rounded, for the backward,
+//      where it is wanted. Round beta U'.
 //   4. Round S^T again and issue O^T = S^T Q^T; scale S^T by its decay under the last of it.
 //   5. Scale O^T by s e^b.
-//   6. Issue O^T += U'^T P^T and S^T += (beta e^{b_L - b} U'^T) K.
+//   6. Issue O^T += (beta U'^T) P^T and S^T += (beta e^{b_L - b} U'^T) K.
 //   7. Wait for O and put it where V was; wait for S and hand the stage over.
 // NOTES: the loop's edge is after step 5, where no GEMM is in flight, and S^T is read in the iteration of the
 // GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517). Another accumulator for O,
@@ -26,9 +26,9 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
     constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;        // S^T
-    rt_fl<16, kChunk> x;              // X^T, then U'^T, then O^T
+    rt_fl<16, kChunk> x;              // X^T, then W^T, then U'^T, then O^T
     Fragment fragments[kTokenSteps];  // S^T, rounded
-    Fragment tokens[kTokenSteps];     // V^T, then W^T, then U'^T
+    Fragment tokens[kTokenSteps];     // V^T, then beta W^T, then beta U'^T
     Fragment scaled[kTokenSteps];     // U'^T, scaled
 
     const WalkTask& task = smem.task;
@@ -47,11 +47,11 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
     auto wait_if_sequential = [&] {
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
-    // d (+)= tokens B^T
-    auto multiply_square = [&](auto& d, const typename C::Square& square, bool accumulate) {
+    // d += tokens B^T
+    auto multiply_square = [&](auto& d, const typename C::Square& square) {
         const auto rows = Operand128B::rows(&square);
         each<0, kTokenSteps>(
-            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), accumulate || j > 0, j == 0); });
+            [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), true, j == 0); });
         wait_if_sequential();
     };
     auto load_tokens = [&](int chunk) {
@@ -95,37 +95,37 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         pin(x), pin_each(fragments);
         each<0, kTokenSteps>([&](int j) {  // 2
             const auto factors = stage.gates.minus_read.columns(j, fresh_laneid());
+            const auto betas = stage.gates.beta.columns(j, fresh_laneid());
             each<0, 4>([&](int k) {
                 T2& pair = tokens[j].tiles[0][0].data[k];
-                const float2 v = to_float2(pair), e = factors.of[k / 2], z = x.tiles[0][j].data[k];
-                pair = from_float2<T2>({v.x + e.x * z.x, v.y + e.y * z.y});
+                float2& w = x.tiles[0][j].data[k];
+                fma_in_place(w, factors.of[k / 2], to_float2(pair));
+                pair = from_float2<T2>({betas.of[k / 2].x * w.x, betas.of[k / 2].y * w.y});
             });
         });
-        forget(x);
-        multiply_square(x, stage.a, false);
+        multiply_square(x, stage.a);
         scale_state(g.heads > 0 ? 1.f : 0.f);  // NOTES: else ptxas keeps all of the rounded state for step 4
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(tokens);
-        each<0, kTokenSteps>([&](int j) {  // 3
-            const auto factors = stage.gates.written.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                tokens[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+        auto round_writes = [&](Fragment(&a)[kTokenSteps], const TokenFactors& by) {  // 3
+            each<0, kTokenSteps>([&](int j) {
+                const auto factors = by.columns(j, fresh_laneid());
+                each<0, 4>([&](int k) {
+                    const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                    a[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
+                });
             });
-        });
+        };
+        // NOTES: a branch lies between the two: else ptxas makes both at once and spills
+        round_writes(scaled, stage.gates.update);
         if (g.keep_writes) {
+            round_writes(tokens, stage.gates.written);
             wait_free(smem.writes_free[walker], chunk & 1);
             store_transposed(shared_address(&smem.writes[walker]) + lane_offset(), tokens);
             fence_async_proxy();
             arrive_warp(smem.writes_ready[walker]);
         }
-        each<0, kTokenSteps>([&](int j) {
-            const auto factors = stage.gates.update.columns(j, fresh_laneid());
-            each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
-                scaled[j].tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
-            });
-        });
+        round_writes(tokens, stage.gates.beta);
         pin_each(tokens), pin_each(scaled);
         read_state.template operator()<first || kSequential>(x, stage.queries);  // 4
         scale_state(__uint_as_float(load_anew(shared_address(&stage.gates.decay))));
@@ -141,7 +141,7 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
     auto end_chunk = [&](int chunk) {
         const int slot = Use<C::kStages>(chunk).slot;
         ForwardStage<C>& stage = smem.stages[slot];
-        multiply_square(x, stage.p, true);  // 6
+        multiply_square(x, stage.p);  // 6
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
         each<0, kTokenSteps>(
             [&](int j) { multiply_step<true>(state, scaled[j], keys.column_step(j), true, j == 0); });

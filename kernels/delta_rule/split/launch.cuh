@@ -14,8 +14,9 @@ template <class T, int kDimK> void launch_maps(const DeltaMapsParams& p, cudaStr
     const OperandMaps maps(s);
     const TensorMap keys = maps.of_keys(p.k), a = maps.of_matrices(p.a);
     MapsGlobals g{
-        {keys,    keys,    a,       a,     p.g,     p.beta,  s.cut, p.initial, nullptr, p.carried,
-         nullptr, s.heads, s.group, s.seq, s.dim_k, s.dim_v, 0,     0.f,       nullptr, slots_of(s)},
+        {keys,      keys,    a,         a,       GateWords(p.g), GateWords(p.beta), s.cut,
+         p.initial, nullptr, p.carried, nullptr, s.heads,        s.group,           s.seq,
+         s.dim_k,   s.dim_v, 0,         0.f,     nullptr,        slots_of(s)},
         maps.of_values(p.v, kChunk),
         p.maps,
         p.transposed,

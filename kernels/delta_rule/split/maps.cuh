@@ -37,8 +37,9 @@ struct MapsGlobals : WalkGlobals {
 // Factors of a chunk's tokens, as in the forward's walk.
 struct MapsGates {
     TokenFactors minus_read;  // -e^b
-    TokenFactors update;      // beta e^{b_L - b}
-    float decay;              // e^{b_L}
+    TokenFactors beta;
+    TokenFactors update;  // beta e^{b_L - b}
+    float decay;          // e^{b_L}
 };
 
 template <class C> struct MapsStage {
@@ -50,6 +51,7 @@ template <class C> struct MapsStage {
 
 template <class C> struct MapsMemory {
     MapsStage<C> stages[C::kStages];
+    GateRing gate_ring;
     semaphore arrived[C::kStages];  // tiles, gates
     semaphore free[C::kStages];
     WalkTask task;
@@ -93,30 +95,30 @@ template <class C> __device__ inline void load_map_tiles(const MapsGlobals& g, M
 // One warp; a lane has two tokens.
 template <class C> __device__ inline void scan_map_gates(const MapsGlobals& g, MapsMemory<C>& smem) {
     const Task& task = smem.task;
-    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
-    auto load_decay = [&](int chunk) {
-        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
-    };
-    float2 log_decay = load_decay(0), beta = betas.pair(0, task.tokens, 0.f);
+    GatesAhead ahead(smem.gate_ring, g.g, g.beta, task);
+    for (int chunk = 0; chunk < ahead.kSteps; chunk++) ahead.load(chunk, chunk);
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [log_decay, x] = ahead.take(chunk);
         const Decays decays(log_decay);
-        const float2 written = beta, read = decays.to_token, kept = decays.to_end;
-        log_decay = load_decay(chunk + 1), beta = betas.pair(chunk + 1, task.tokens, 0.f);
+        const float2 read = decays.to_token, kept = decays.to_end;
+        ahead.load(chunk + ahead.kSteps, chunk + ahead.kSteps);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
         MapsGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
         gates.minus_read.write(lane, {-read.x, -read.y});
-        gates.update.write(lane, {written.x * kept.x, written.y * kept.y});
+        gates.beta.write(lane, x);
+        gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }
+    wait_copies();
 }
 
-// A walker. X and U' share an accumulator; S^T is the state. Per chunk:
+// A walker. X, W and U' share an accumulator; S^T is the state. Per chunk:
 //   1. Round S^T to A operands, then scale it by its decay. Issue X^T = S^T K^T; load V^T under it.
-//   2. Wait for X. W^T = V^T - e^b X^T, rounded. Issue U'^T = W^T A^T and wait for it.
+//   2. Wait for X. W^T = V^T - e^b X^T; round beta W^T. Issue U'^T = W^T + (beta W^T) A^T and wait for it.
 //   3. Issue S^T += (beta e^{b_L - b} U'^T) K and wait for it; hand the stage over.
 template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMemory<C>& smem, int walker) {
     using T = typename C::T;
@@ -124,9 +126,9 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
     rt_fl<16, C::kDimK> state;     // S^T
-    rt_fl<16, kChunk> x;           // X^T, then U'^T
+    rt_fl<16, kChunk> x;           // X^T, then W^T, then U'^T
     Fragment read[kStateSteps];    // S^T, rounded; then U'^T, scaled
-    Fragment tokens[kTokenSteps];  // V^T, then W^T
+    Fragment tokens[kTokenSteps];  // V^T, then beta W^T
     static_assert(kStateSteps >= kTokenSteps);
     auto scaled = [&](int j) -> Fragment& { return read[j]; };
 
@@ -170,15 +172,16 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
         pin(x), pin_all(read);
         each<0, kTokenSteps>([&](int j) {
             const auto factors = stage.gates.minus_read.columns(j, lane);
+            const auto betas = stage.gates.beta.columns(j, lane);
             each<0, 4>([&](int k) {
                 T2& pair = tokens[j].tiles[0][0].data[k];
-                const float2 v = to_float2(pair), e = factors.of[k / 2], z = x.tiles[0][j].data[k];
-                pair = from_float2<T2>({v.x + e.x * z.x, v.y + e.y * z.y});
+                float2& w = x.tiles[0][j].data[k];
+                fma_in_place(w, factors.of[k / 2], to_float2(pair));
+                pair = from_float2<T2>({betas.of[k / 2].x * w.x, betas.of[k / 2].y * w.y});
             });
         });
-        forget(x);
         const auto a = Operand128B::rows(&stage.a);
-        each<0, kTokenSteps>([&](int j) { multiply_step<false>(x, tokens[j], a.at(j * 32), j > 0, j == 0); });
+        each<0, kTokenSteps>([&](int j) { multiply_step<false>(x, tokens[j], a.at(j * 32), true, j == 0); });
         warpgroup::mma_async_wait<0>();
         pin(x), pin_all(tokens);
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);

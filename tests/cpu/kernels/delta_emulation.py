@@ -30,8 +30,7 @@ ARGUMENTS = {
     "carry": ("shape", "carried", "maps", "borders"),
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", *GATES, "matrices"),
-        *("dbeta", "d_last", "d_initial", "carried", "borders", "scale", "walkers", "makers"),
-        "states_alone",
+        *("dbeta", "d_last", "d_initial", "carried", "borders", "scale", "walkers", "states_alone"),
     ),
     "inputs": (
         *("shape", "q", "k", "unit_q", "unit_k", "beta", "g", "a_log", "dt_bias"),
@@ -117,6 +116,11 @@ class Arguments:
         return self.floats(at, self.carried, self.heads, self.dim_k, self.dim_k) if at else None
 
     @property
+    def slots(self) -> int:
+        """Of the matrices of a head."""
+        return -(-self.seq // CHUNK) + (self.cut[2] if self.cut[0] else 0)
+
+    @property
     def carried(self) -> int:
         """Slots of the states of a split."""
         return self.cut[3] - self.cut[2]
@@ -157,6 +161,47 @@ def sequences_in(x: Arguments) -> Any:
         for row in range(sequence.batch):
             number = (sequence.which.start or 0) + row
             yield row, number, sequence.start, sequence.end
+
+
+class ChunkOfSequence(NamedTuple):
+    """Row of the batch, tokens, and slot of the matrices."""
+
+    row: int
+    tokens: slice
+    slot: int
+
+
+def chunks_of(x: Arguments) -> Iterator[ChunkOfSequence]:
+    for row, sequence, start, end in sequences_in(x):
+        first_slot = start // CHUNK + sequence if x.cut[0] else 0
+        for number, first in enumerate(range(start, end, CHUNK)):
+            yield ChunkOfSequence(row, slice(first, min(first + CHUNK, end)), first_slot + number)
+
+
+def matrices_at(x: Arguments, addresses: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """A alone, or A and P, [HV, 64, 64] of every chunk, where they lie."""
+    size = (x.batch, x.heads, x.slots, CHUNK, CHUNK)
+    matrices = [tensor_at(x.address(at), x.dtype, size) for at in addresses]
+    for chunk in chunks_of(x):
+        yield tuple(y[chunk.row, :, chunk.slot] for y in matrices)
+
+
+def matrices_of(x: Arguments) -> Iterator[tuple[Tensor, ...]]:
+    """The same of q, k and the gates of a launch, by their definitions; zero past the last token."""
+    of_q = hasattr(x.of, "q")
+    k, gates = x.keys(x.of.k), (x.gate(x.of.g), x.gate(x.of.beta))
+    q = x.keys(x.of.q) if of_q else k
+    for row, tokens, _ in chunks_of(x):
+        own_q, own_k = (y[row, tokens].transpose(0, 1) for y in (q, k))
+        g, beta = (y[row, tokens].T for y in gates)
+        b = g.cumsum(1)
+        decays = torch.exp(b[:, :, None] - b[:, None]).tril()
+        overlap = (decays * (own_k @ own_k.mT)).tril(-1)
+        eye = torch.eye(overlap.shape[1])
+        a = -torch.linalg.solve_triangular(eye + overlap * beta[:, None], overlap, upper=False)
+        p = x.of.scale * decays * (own_q @ own_k.mT) if of_q else None
+        lack = CHUNK - overlap.shape[1]
+        yield tuple(torch.nn.functional.pad(y, (0, lack, 0, lack)) for y in (a, p) if y is not None)
 
 
 class Kernel(PreparedLaunches):
@@ -228,23 +273,32 @@ class Kernel(PreparedLaunches):
 
     def compute_matrices(self, x: Arguments) -> None:
         assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
-        assert len(x.of.matrices) == 2
+        self.make_matrices(x, *x.of.matrices)
 
-    def check_makers(self, x: Arguments) -> None:
-        """Of a walk: it has flags where it has makers, and A and P of a launch before it where not."""
+    def make_matrices(self, x: Arguments, *addresses: int) -> None:
+        for places, made in zip(matrices_at(x, addresses), matrices_of(x), strict=True):
+            for place, matrix in zip(places, made, strict=True):
+                place.copy_(matrix)
+
+    def check_matrices(self, x: Arguments, *addresses: int) -> None:
+        """Of a walk: they are those of its q, k and gates."""
+        for places, made in zip(matrices_at(x, addresses), matrices_of(x), strict=True):
+            assert all(
+                torch.equal(place, matrix.to(x.dtype)) for place, matrix in zip(places, made, strict=True)
+            )
+
+    def start_makers(self, x: Arguments) -> None:
+        """Of a walk: it has flags where it has makers."""
         a, p, flags = x.of.matrices
         assert (x.of.makers > 0) == (flags != 0)
         if x.of.makers == 0:
-            of_split = ("maps", "mirror", "carry")
-            *_, before = (y for y in self.launches[:-1] if y.name not in of_split)
-            assert (before.name, before.matrices) == ("matrices", (a, p))
             return
         assert x.of.walkers == 1
-        slots = -(-x.seq // CHUNK) + (x.cut[2] if x.cut[0] else 0)
-        numbers = x.batch * x.heads * slots * CHUNK**2
-        made = tensor_at(x.address(flags), torch.int32, (x.batch * x.heads, slots))
+        made = tensor_at(x.address(flags), torch.int32, (x.batch * x.heads, x.slots))
+        numbers = x.batch * x.heads * x.slots * CHUNK**2
         assert x.address(p) == x.address(a) + 2 * numbers and x.address(flags) == x.address(p) + 2 * numbers
         made.fill_(1)
+        self.make_matrices(x, a, p)
 
     def check_cut(self, x: Arguments) -> None:
         """Of a walk of the forward or the mirror: segments of a split end at borders."""
@@ -255,6 +309,7 @@ class Kernel(PreparedLaunches):
 
     def compute_maps(self, x: Arguments) -> None:
         self.check_cut(x)
+        self.check_matrices(x, x.of.a)
         k, g, beta, v = x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta), x.operand(x.of.v, x.dim_v)
         initial, carried = x.states(x.of.initial, x.cut[2]), x.states(x.of.carried, x.carried)
         maps, transposed = (x.maps(at) for at in x.of.maps)
@@ -297,7 +352,8 @@ class Kernel(PreparedLaunches):
                 borders[first + (piece.tokens.start - piece.start) // self.segment - 1] = carried[slot]
 
     def compute_forward(self, x: Arguments) -> None:
-        self.check_makers(x)
+        self.start_makers(x)
+        self.check_matrices(x, *x.of.matrices[:2])
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)
@@ -327,7 +383,7 @@ class Kernel(PreparedLaunches):
                 last[piece.sequence] = state
 
     def compute_mirror(self, x: Arguments) -> None:
-        self.check_makers(x)
+        self.check_matrices(x, *x.of.matrices)
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         dout, parts = x.operand(x.of.dout, x.dim_v), -(-x.dim_v // PART)

@@ -17,7 +17,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
 from tfla_tk.core.memo import Memo
 
-from .addresses import sequences_of
+from .addresses import at_odd_address, sequences_of
 from .delta_emulation import Kernel
 
 B, T, H = 2, 150, 2
@@ -32,10 +32,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(build, "load", found.load)
     for module in (inputs, launch, states):
         monkeypatch.setattr(module, "current_stream", lambda device: 7)
-    for module, memo in ((launch, "_forwards"), (launch, "_mirrors"), (launch, "_combines")):
-        monkeypatch.setattr(module, memo, Memo())
-    for module, memo in ((states, "_states"), (inputs, "_inputs"), (inputs, "_gradients")):
-        monkeypatch.setattr(module, memo, Memo())
+    for memo in ("_forwards", "_backwards"):
+        monkeypatch.setattr(launch, memo, Memo())
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
     return found
@@ -119,7 +117,8 @@ def test_tensors_and_sizes(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With A and P made before the walks, where these leave no multiprocessor idle, and beside them."""
+    """With A and P made before the forward's walk, where it leaves no multiprocessor idle, and beside it. The
+    backward has the same ones."""
     if not makers:
         monkeypatch.setattr(call, "multiprocessors", lambda device: 1)
     core = draw(group=group, gate=gate, packed=packed, state=state)
@@ -129,14 +128,7 @@ def test_tensors_and_sizes(
     assert [of[0] != 0 for of in kernel.anchor_shapes] == [packed] * len(kernel.anchor_shapes)
     assert bool(kernel.anchor_shapes) == gate
     names = [x.name for x in kernel.launches]
-    backward = [
-        *["matrices"] * (not makers),
-        "mirror",
-        "left",
-        "right",
-        *["mlstm_bwd_gates"] * gate,
-        *["combine"] * (group > 1),
-    ]
+    backward = ["mirror", "left", "right", *["mlstm_bwd_gates"] * gate, *["combine"] * (group > 1)]
     forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
 
@@ -157,8 +149,8 @@ def test_split_sequences(
     core = draw((48, dim_v), group=group, packed=packed, state=state, tokens=200)
     check(core)
     names = [x.name for x in kernel.launches]
-    forward, mirror = ["matrices", "maps", "carry", "forward"], ["matrices", "mirror", "carry", "mirror"]
-    assert names[:8] == forward + mirror
+    forward = ["matrices", "maps", "carry", "forward"]
+    assert names[:7] == [*forward, "mirror", "carry", "mirror"]
     kernel.launches.clear()
     launch.forward(core, output_final_state=True, keep=False)
     assert [x.name for x in kernel.launches] == forward
@@ -192,7 +184,7 @@ def test_which_calls_are_split(packed: bool, monkeypatch: pytest.MonkeyPatch) ->
 def test_large_head_dims(dims: tuple[int, int], group: int, kernel: Kernel) -> None:
     """Several slices of V in the walks over the states, and more columns of K than makers serve."""
     check(draw(dims, group=group, tokens=70))
-    walks = [x for x in kernel.launches if x.name in ("forward", "mirror")]
+    walks = [x for x in kernel.launches if x.name == "forward"]
     assert walks and (dims[0] <= 128 or not any(x.makers for x in walks))
 
 
@@ -279,11 +271,34 @@ def test_raw_inputs_of_any_layout(kernel: Kernel) -> None:
     check_raw(core._replace(q=odd, k=turned, **gates))
 
 
+@pytest.mark.parametrize("given", [(), (True, True, True), (True, False, False)], ids=["made", "raw", "norm"])
+@pytest.mark.parametrize("keep", [False, True], ids=["alone", "kept"])
+def test_a_prepared_forward(given: tuple[bool, ...], keep: bool, kernel: Kernel) -> None:
+    """It serves tensors that lie alike, wherever they begin, and what has to be copied."""
+    core = draw(tokens=70)
+    if given:
+        core = raw(core, *given)
+    odd = core._replace(**{name: at_odd_address(getattr(core, name)) for name in ("q", "v", "initial_state")})
+    split = core._replace(v=torch.cat([core.v, core.v[..., :1]], -1)[..., :-1])
+    options = {"output_final_state": True, "keep": keep}
+    for first, calls in ((core, (core, odd, core)), (odd, (core, odd)), (split, (split,))):
+        prepared = launch.prepare(first, **options)
+        for one in calls:
+            o, last, kept = prepared(*one[:9])
+            expected = launch.forward(core, **options)
+            assert torch.equal(o, expected[0]) and torch.equal(last, expected[1])
+            assert (kept is not None) == keep
+
+
 def test_raw_inputs_are_prepared_once_for_each_kind(kernel: Kernel) -> None:
     core = raw(draw(tokens=70), True, True, True)
-    for one in (core, core, core._replace(neg_eigval=False), core._replace(dt_bias=None), core):
+    kinds = (core, core._replace(neg_eigval=False), core._replace(dt_bias=None))
+    for one in kinds:
         check_raw(one)
-    assert len(inputs._inputs) == 3 and len(inputs._gradients) == 6
+    prepared = len(kernel.instances)
+    for one in kinds:
+        check_raw(one)
+    assert len(kernel.instances) == prepared
 
 
 def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:

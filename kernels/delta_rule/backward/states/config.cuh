@@ -38,7 +38,7 @@ struct StatesGlobals {
     TensorMap q, k, writes, dout, dv, left;  // boxes of a chunk
     ResultMaps dq;                           // of the left walk
     ResultMaps dk;                           // of the left walk: the left part
-    Gate g, beta;
+    GateWords g, beta;
     Cut cut;
     const float* borders;
     int heads, group, seq, dim_k, dim_v;
@@ -133,6 +133,9 @@ template <class C> struct StatesMemory {
     static constexpr int kFree = MAX_SHARED_MEMORY - kScores * sizeof(ChunkScores<C>) - kRest;
     static constexpr int kFitting = kFree / sizeof(StatesStage<C>);
     static constexpr int kStages = std::clamp(kFitting, 2, kMost);  // chunks in shared memory
+    static constexpr int kOfStages = kStages * (sizeof(StatesStage<C>) + sizeof(StatesGates));
+    static constexpr int kOthers = kScores * sizeof(ChunkScores<C>) + 512;  // 512: barriers, the task
+    static constexpr bool kHasGateRing = kOfStages + kOthers + sizeof(GateRing) <= MAX_SHARED_MEMORY;
 
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores[kScores];  // of even and odd chunks: a walker may be one chunk ahead of the other
@@ -142,6 +145,7 @@ template <class C> struct StatesMemory {
     semaphore out_ready[C::kWalkers][kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     StatesTask task;
+    GateRingIf<kHasGateRing> gate_ring;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = C::kIsLeft ? 2 : 3;

@@ -29,25 +29,19 @@ template <class C> __device__ inline void load_values(const StatesGlobals& g, St
 }
 
 // One warp; a lane has two tokens.
-template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
+template <class C, class Ring>
+__device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem, Ring& ring) {
     const Task& task = smem.task;
-    auto load_decay = [&](int step) {
-        const int chunk = chunk_of_step<C>(task, step);
-        if (chunk < 0) return float2{0.f, 0.f};
-        return load_log_decay(g.g, task.batch, task.head, task.first_row, chunk, task.tokens);
-    };
-    const GateRows betas(g.beta, task.batch, task.head, task.first_row);
-    auto load_beta = [&](int step) {
-        const int chunk = chunk_of_step<C>(task, step);
-        return chunk < 0 ? float2{0.f, 0.f} : betas.pair(chunk, task.tokens, 0.f);
-    };
-    float2 log_decay = load_decay(0), beta = load_beta(0);
+    GatesAhead ahead(ring, g.g, g.beta, task);
+    auto load = [&](int step) { ahead.load(step, chunk_of_step<C>(task, step)); };
+    for (int step = 0; step < ahead.kSteps; step++) load(step);
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
+        const auto [log_decay, beta] = ahead.take(step);
         const TwoPairs b = cumulative_log2_decay(log_decay);
         const Decays decays(b);
         const float2 rest = rest_part(beta), kept = decays.to_end;
-        log_decay = load_decay(step + 1), beta = load_beta(step + 1);
+        load(step + ahead.kSteps);
         const auto [slot, phase] = Use<StatesMemory<C>::kStages>(step);
         wait_free(smem.free[slot], phase);
         StatesGates& gates = smem.gates[slot];
@@ -58,6 +52,15 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
         write_log2_decay(gates.log2_decay, lane, b);
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
+    }
+    wait_copies();
+}
+template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
+    if constexpr (StatesMemory<C>::kHasGateRing) {
+        scan_gates(g, smem, smem.gate_ring);
+    } else {
+        GateRegisters registers;
+        scan_gates(g, smem, registers);
     }
 }
 

@@ -3,8 +3,8 @@ sequences fill the GPU, too.
 
 A split costs two more launches: walks that leave what each segment makes of the state, a matrix and a state,
 and a small kernel that carries the states over the segments. A and P have to be there before, so that no
-makers run beside a walk. The backward has the matrices from the forward and makes the states alone, so
-that a split pays there where it pays in the forward.
+makers run beside a walk. The backward has A, P and M from the forward and makes the states alone, so that a
+split pays there where it pays in the forward.
 """
 
 from __future__ import annotations
