@@ -19,15 +19,24 @@ namespace tfla_tk::channel_gate {
 
 constexpr int kBlocks = kChunk / kBlock;
 
+// The forward has P in a panel. The mirror has P^T in two parts, in a panel of 80 rows, which holds nothing
+// but the blocks of 16 x 16 on and below P's diagonal. Those of block (i, j), j <= i, are
+//   high: in the rows of block j and the columns of block i
+//   low:  in the rows of block 4 - i + j and the columns of block 3 - i
+// So the blocks of one i, each part for itself, are an operand of N = 16 (i + 1) rows, with columns as k.
+constexpr int kLowRows = kBlock;  // of the panel, behind those of a chunk
+constexpr __device__ int low_row(int i, int j) { return (kBlocks - i + j) * kBlock; }
+constexpr __device__ int low_column(int i) { return (kBlocks - 1 - i) * kBlock; }
+
 // A chunk in shared memory, by addresses.
 struct ChunkPlaces {
     uint32_t q, k;   // tiles of 64-column panels; they become s q e^b and k e^{b_L - b}
     uint32_t work;   // memory of the blocks, 64 channels after 64, with the log gates
-    uint32_t p;      // a panel; zero above the diagonal blocks in the first 16 rows
+    uint32_t p;      // scores; of the forward zero above the diagonal blocks in the first 16 rows
     uint32_t decay;  // e^{b_L}, fp32
 };
 
-template <class T, int kDimK> struct GateWarp {
+template <class T, int kDimK, bool kMirrors> struct GateWarp {
     using T2 = typename base_types::packing<T>::packed_type;
     static constexpr int kParts = kDimK / kBlockChannels;  // of K
     static_assert(kParts == 1 || kParts == 2);
@@ -132,14 +141,33 @@ template <class T, int kDimK> struct GateWarp {
             multiply_blocks(c, rows + row * kBlockBytes, rows + column * kBlockBytes);
             store_scores(row, column, c, scale);
         }
-        if (kParts > 1 && warp == 6) {  // nothing above the diagonal, where partial sums were
+        if (!kMirrors && kParts > 1 && warp == 6) {  // nothing above the diagonal, where partial sums were
             const float nothing[2][4]{};
             store_scores(1, 2, nothing, 0.f), store_scores(1, 3, nothing, 0.f);
             store_scores(2, 3, nothing, 0.f);
         }
     }
 
+    // A block of the mirror's P^T in two parts: x as in an accumulator of wgmma.
+    __device__ __forceinline__ void store_parts(int row, int column, const float2 (&x)[4]) const {
+        const int lane = this->x.lane();
+        const uint32_t to = chunk.p + lane_of_block(lane, column, row);
+        T2 high[4], low[4];
+        each<0, 4>([&](int n) {
+            const HighAndLow<T2> both(x[n]);
+            high[n] = both.high, low[n] = both.low;
+        });
+        move<T2>::stsm4t(to, high[0], high[1], high[2], high[3]);
+        const uint32_t more = chunk.p + lane_of_block(lane, kBlocks - row + column, kBlocks - 1 - row);
+        move<T2>::stsm4t(more, low[0], low[1], low[2], low[3]);
+    }
+
   private:
+    // This lane's address for a transposed stmatrix of a block of the panel of scores.
+    __device__ static __forceinline__ uint32_t lane_of_block(int lane, int row, int column) {
+        return panel_offset(kBlock * row + transposed_row(lane), 2 * column + lane / 8 % 2);
+    }
+
     __device__ __forceinline__ void add_partial() {
         each<0, 2>([&](int i) {
             float more[4];
@@ -188,10 +216,12 @@ template <class T, int kDimK> struct GateWarp {
     // 16 x 16 scores into P.
     __device__ __forceinline__ void store_scores(int row, int column, const float (&c)[2][4],
                                                  float scale) const {
+        auto pair = [&](int i) {
+            return float2{scale * c[i / 2][i % 2 * 2], scale * c[i / 2][i % 2 * 2 + 1]};
+        };
+        if constexpr (kMirrors) return store_parts(row, column, {pair(0), pair(1), pair(2), pair(3)});
         T2 y[4];
-        each<0, 4>([&](int i) {
-            y[i] = from_float2<T2>({scale * c[i / 2][i % 2 * 2], scale * c[i / 2][i % 2 * 2 + 1]});
-        });
+        each<0, 4>([&](int i) { y[i] = from_float2<T2>(pair(i)); });
         const int lane = x.lane();
         move<T2>::stsm4(chunk.p + panel_offset(kBlock * row + lane % 16, 2 * column + lane / 16), y[0], y[1],
                         y[2], y[3]);

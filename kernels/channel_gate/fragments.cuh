@@ -13,6 +13,7 @@ using namespace kittens;
 // as they come: A wants four in a row, B two.
 template <class T2> struct Fragment {
     T2 x[4];
+    Fragment() = default;
     __device__ __forceinline__ explicit Fragment(uint32_t address) {
         move<T2>::ldsm4(x[0], x[1], x[2], x[3], address);
     }

@@ -1,8 +1,10 @@
 // A chunk whose gates are mild, around its middle: one pair of operands serves the walk and the scores.
-//   Q = s q e^{b - m}    K = k e^{m - b}    P = tril(Q K^T)    before = e^m    behind = e^{b_L - m}
-// m is b at the end of the chunk's first half. The walk scales the state by `before`, reads it by Q, adds
-// K^T V to it and scales it by `behind`. Equal to the form of chunk.cuh but for rounding, which is relative
-// to each number: no factor leaves 2^-80 to 2^80 (fp16: 2^-4 to 2^4).
+//   Q = s q e^{b - r}    K = k e^{r - b}    P = tril(Q K^T)    before = e^r    behind = e^{b_L - r}
+// r is, per channel, the largest number not above b at the end of the chunk's first half that makes `behind`
+// a power of two. The walk scales the state by `before`, reads it by Q, adds K^T V to it and scales it by
+// `behind`. Equal to the form of chunk.cuh but for rounding, which is relative to each number: no factor
+// leaves 2^-81 to 2^81 (fp16: 2^-5 to 2^5). K is rounded as k e^{b_L - b} would be: so the last tokens, which
+// count most in the state, have next to no error where decays are fast.
 //
 // A warp has a block of 16 tokens and 64 channels, as in chunk.cuh, a lane four channels of eight tokens.
 // Steps:
@@ -19,14 +21,25 @@
 namespace tfla_tk::channel_gate {
 
 // The largest sum of |log2 a| on a side of a middle that counts as mild, for every channel: no factor leaves
-// 2^-80 to 2^80. NOTES: so operands of bf16 stay in its range with 46 binary digits to spare; those of fp16
-// lose none of their eleven where q and k are 2^-10 or more.
+// 2^-81 to 2^81. NOTES: so operands of bf16 stay in its range with 45 binary digits to spare; those of fp16
+// lose none of their eleven where q and k are 2^-9 or more.
 template <class T> constexpr float kMildBits = std::is_same_v<T, bf16> ? 80.f : 4.f;
+
+// The least power of two that is not less than x.
+struct PowerOfTwo {
+    uint32_t bits;
+    __device__ __forceinline__ explicit PowerOfTwo(float x) {
+        bits = (__float_as_uint(x) + 0x7FFFFF) & 0x7F800000;
+    }
+    __device__ __forceinline__ float value() const { return __uint_as_float(bits); }
+    __device__ __forceinline__ float inverse() const { return __uint_as_float(0x7F000000 - bits); }
+};
 
 // kTwoParts: scores are made of Q and K in two parts, high and low ones, of which the walk has the high ones:
 // the error of o is then that of scores made in fp32, three quarters of that with one part.
-template <class T, int kDimK, bool kTwoParts> struct AroundMiddle {
-    using Warp = GateWarp<T, kDimK>;
+// kMirrors: P is stored as the mirror wants it (chunk.cuh).
+template <class T, int kDimK, bool kTwoParts, bool kMirrors> struct AroundMiddle {
+    using Warp = GateWarp<T, kDimK, kMirrors>;
     using T2 = typename Warp::T2;
     static constexpr int kTokens = 8, kChannels = 4;           // of a lane
     static constexpr int kColumns = kChunk / Warp::kParts;     // of P, of a warpgroup
@@ -91,6 +104,17 @@ template <class T, int kDimK, bool kTwoParts> struct AroundMiddle {
             else
                 keys[c] *= beside[c];
             x[c] = both;
+        });
+        // From the middle to r. NOTES: in one step with the above ptxas spills four bytes.
+        float z[kChannels];
+        const uint32_t second_half = of.totals() + 2 * kDimK * 4 + lane.channel() * 4;
+        load_four(y, second_half), load_four(z, second_half + kDimK * 4);
+        each<0, kChannels>([&](int c) {
+            const float half = y[c] * z[c];
+            const PowerOfTwo behind(half);
+            const float down = half * behind.inverse();
+            queries[c] *= __fdividef(1.f, down), keys[c] *= down;
+            x[c] = block < 2 ? x[c] * down : behind.value();
         });
         if (block % 2 == 0 && lane.half() == 0)
             store_four(decay + (block / 2 * kDimK + of.part() * kBlockChannels + lane.channel()) * 4, x);
@@ -224,14 +248,24 @@ template <class T, int kDimK, bool kTwoParts> struct AroundMiddle {
     __device__ __forceinline__ void store_scores(const rt_fl<16, kColumns>& scores) const {
         const int lane = of.x.lane(), row = of.block() * kBlock + lane / 4;
         const int column = of.part() * kColumns + lane % 4 * 2;
+        auto visible = [&](int j, int n) {
+            const float2 x = scores.tiles[0][j].data[n];
+            const int behind = column + 16 * j + n / 2 * 8 - (row + n % 2 * 8);  // of x.x; visible: <= 0
+            return float2{behind <= 0 ? x.x : 0.f, behind < 0 ? x.y : 0.f};
+        };
+        if constexpr (kMirrors) {
+            each<0, kColumns / 16>([&](int j) {
+                const int block = of.part() * (kColumns / 16) + j;
+                if (block <= of.block())
+                    of.store_parts(of.block(), block,
+                                   {visible(j, 0), visible(j, 1), visible(j, 2), visible(j, 3)});
+            });
+            return;
+        }
         const uint32_t to = of.chunk.p + panel_offset(of.block() * kBlock + lane % 16, lane / 16);
         each<0, kColumns / 16>([&](int j) {
             T2 y[4];
-            each<0, 4>([&](int n) {
-                const float2 x = scores.tiles[0][j].data[n];
-                const int behind = column + 16 * j + n / 2 * 8 - (row + n % 2 * 8);  // of x.x; visible: <= 0
-                y[n] = from_float2<T2>({behind <= 0 ? x.x : 0.f, behind < 0 ? x.y : 0.f});
-            });
+            each<0, 4>([&](int n) { y[n] = from_float2<T2>(visible(j, n)); });
             move<T2>::stsm4(to ^ (32 * j + of.part() * kColumns * 2), y[0], y[1], y[2], y[3]);
         });
     }

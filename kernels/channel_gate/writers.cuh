@@ -16,7 +16,8 @@ template <class Type, bool kIsForward> struct WritersOfBlock {
     // addresses in shared memory: rows of k or q, log gates, and where the product over the block goes
     uint32_t writers, gates, decay;
     int lane;
-    float2 a[kBlock], writer[kBlock];
+    float2 a[kBlock];
+    T2 writer[kBlock];  // as loaded
 
     // The n-th token of the walk.
     static constexpr __device__ int token(int n) { return kIsForward ? n : kBlock - 1 - n; }
@@ -51,13 +52,13 @@ template <class Type, bool kIsForward> struct WritersOfBlock {
     // Scales the writers, high parts in place and low ones in the place of the gates. Returns the product
     // over the block, which it also stores.
     __device__ __forceinline__ float2 scale_writers(float scale) {
-        each<0, kBlock>([&](int t) { writer[t] = to_float2(load_pair_of<T2>(column_of(writers, t))); });
+        each<0, kBlock>([&](int t) { writer[t] = load_pair_of<T2>(column_of(writers, t)); });
         float2 product{1.f, 1.f};
         each<0, kBlock>([&](int n) {
             const int t = kBlock - 1 - token(n);
             if constexpr (!kIsForward) product = product * a[t];
             const float2 by = kIsForward ? product : product * scale;
-            const HighAndLow<T2> parts(writer[t] * by);
+            const HighAndLow<T2> parts(to_float2(writer[t]) * by);
             store_pair_of(column_of(writers, t), parts.high);
             store_pair_of(column_of(gates, t), parts.low);
             if constexpr (kIsForward) product = product * a[t];

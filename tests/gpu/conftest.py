@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import tfla_tk
-from tfla_tk import mlstm
+from tfla_tk import delta_rule, gla, mlstm, simple_gla
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.channel_gate import backward as gla_backward
-from tfla_tk.backends.tk.channel_gate import launch as gla
+from tfla_tk.backends.tk.channel_gate import launch as gla_launch
+from tfla_tk.backends.tk.delta_rule import launch as delta_launch
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
 from tfla_tk.bench.operators import KINK
@@ -283,11 +284,12 @@ def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
-    mlstm._chunkwise.plans.clear()
-    tk_forward._forwards.clear()
-    tk_backward._backwards.clear()
-    gla._forwards.clear()
-    gla_backward._backwards.clear()
+    for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path):
+        path.plans.clear()
+    for launches in (tk_forward, gla_launch, delta_launch):
+        launches._forwards.clear()
+    for launches in (tk_backward, gla_backward, delta_launch):
+        launches._backwards.clear()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from torch.nn.functional import logsigmoid
 
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
-from tfla_tk.backends.tk.delta_rule import launch
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
@@ -280,16 +279,12 @@ def make_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], No
     """Has A and P made beside the walks, where the call's sizes allow it, or before them."""
     makers = Shape.makers
 
-    def forget() -> None:
-        launch._forwards.clear()
-        launch._mirrors.clear()
-
     def make_beside(so: bool) -> None:
         monkeypatch.setattr(Shape, "makers", makers if so else 0)
-        forget()
+        forget_calls()
 
     yield make_beside
-    forget()
+    forget_calls()
 
 
 def both(x: Tensors) -> Tensors:

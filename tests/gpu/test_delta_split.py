@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
-from tfla_tk.backends.tk.delta_rule import launch
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
+from .conftest import forget_calls
 from .linear import REPEATS, Tensors, assert_equal, exact, run, train
 from .memory import uninitialised_memory_is_nan
 from .test_delta_rule import check, draw
@@ -27,18 +27,14 @@ Split = Callable[[int], None]
 def split_every(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
     """Cuts the walks of the forward and the mirror into segments of so many borders; 0: not at all."""
 
-    def forget() -> None:
-        launch._forwards.clear()
-        launch._mirrors.clear()
-
     def split_every(borders: int) -> None:
         chunks = borders * SEGMENT_CHUNKS
         found = property(lambda shape: shape.cut_into(chunks)) if borders else None
         monkeypatch.setattr(Shape, "split", found)
-        forget()
+        forget_calls()
 
     yield split_every
-    forget()
+    forget_calls()
 
 
 def both(x: Tensors) -> Tensors:

@@ -256,14 +256,18 @@ def test_torch_compile() -> None:
     assert_equal(train(x, function=torch.compile(chunk_gla, fullgraph=True)), train(x))
 
 
-def test_no_less_accurate_than_triton() -> None:
-    x = draw(2, 500, states=False)
+@pytest.mark.parametrize("seq", [64, 500])
+@pytest.mark.parametrize("times", [0.05, 1.0, 4.0])
+def test_no_less_accurate_than_triton(times: float, seq: int) -> None:
+    """With slow, usual and fast gates, of one chunk and of several."""
+    x = draw(2, seq, states=False)
+    x["g"] *= times
     truth = train(exact(x), "reference")
     errors = {
         backend: {name: (t.double() - truth[name]).norm() / truth[name].norm() for name, t in found.items()}
         for backend, found in ((backend, train(x, backend)) for backend in ("tk", "triton"))
     }
-    worse = {name: e for name, e in errors["tk"].items() if not e <= 1.05 * errors["triton"][name]}
+    worse = {name: e for name, e in errors["tk"].items() if not e <= 1.02 * errors["triton"][name]}
     assert not worse, errors
 
 

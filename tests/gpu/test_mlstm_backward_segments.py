@@ -34,7 +34,7 @@ def ids(dims: tuple[int, int]) -> str:
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plain call, whose dq begins with the states that the forward left, and the op, which makes them."""
     if request.param == "op":
-        monkeypatch.setattr(memo, "is_eager", lambda tensors: False)
+        monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
 
 
 @pytest.mark.usefixtures("both_ways")

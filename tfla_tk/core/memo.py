@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ try:
         _len_torch_function_stack,
     )
     from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch.autograd import _profiler_enabled
 except ImportError:
@@ -48,14 +50,9 @@ Result = TypeVar("Result")
 
 
 class Memo(Generic[Result]):
-    """Results by signature, at most LIMIT of them: when it is full the oldest goes.
+    """Results by key, at most LIMIT of them: when it is full the oldest goes."""
 
-    Args:
-        strided: strides are part of the signature.
-    """
-
-    def __init__(self, strided: bool = False) -> None:
-        self._strided = strided
+    def __init__(self) -> None:
         self._results: dict[Hashable, Result] = {}
         self._lock = threading.Lock()
         self.get = self._results.get
@@ -64,11 +61,43 @@ class Memo(Generic[Result]):
     def __len__(self) -> int:
         return len(self._results)
 
+    def keep(self, key: Hashable, result: Result) -> None:
+        """Have `get(key)` return the result from now on."""
+        with self._lock:
+            while len(self._results) >= LIMIT and key not in self._results:
+                del self._results[next(iter(self._results))]
+            self._results[key] = result
+
+
+class CallMemo(Generic[Result]):
+    """Results by the signature of plain eager calls. That a call is like the latest one takes less to see.
+
+    Args:
+        strided: strides are part of the signature.
+    """
+
+    def __init__(self, strided: bool = False) -> None:
+        self._strided = strided
+        self._known: Memo[tuple[_Likeness, Result]] = Memo()
+        self._latest: tuple[_Likeness, Result] | None = None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def clear(self) -> None:
+        """Forget all results."""
+        self._known.clear()
+        self._latest = None
+
     def of(self, tensors: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Result]) -> Result:
         """What `make(tensors, options, eager=...)` returns, made once for plain eager calls of one signature.
 
         eager says that the call is such a one: nothing traces or intercepts it.
         """
+        # while torch.compile traces, `_latest` is not looked at: it would compile anew when that changes
+        latest = None if _is_watched() else self._latest
+        if latest is not None and latest[0].is_of(tensors, options):
+            return latest[1]
         try:
             key = signature(tensors, options, self._strided)
         except RuntimeError:
@@ -76,18 +105,57 @@ class Memo(Generic[Result]):
             key = None
         if key is None:
             return make(tensors, options, eager=False)
-        result = self.get(key)
-        if result is None:
-            result = make(tensors, options, eager=True)
-            self.keep(key, result)
-        return result
+        found = self._known.get(key)
+        if found is None or found is latest:
+            # the latest is of this signature, too, but was not seen to be: as in inference mode
+            result = make(tensors, options, eager=True) if found is None else found[1]
+            found = _Likeness(tensors, options, self._strided), result
+            self._known.keep(key, found)
+        self._latest = found
+        return found[1]
 
-    def keep(self, key: Hashable, result: Result) -> None:
-        """Have `get(key)` return the result from now on."""
-        with self._lock:
-            while len(self._results) >= LIMIT and key not in self._results:
-                del self._results[next(iter(self._results))]
-            self._results[key] = result
+
+class _Likeness:
+    """Whether eager calls are plain and of one signature.
+
+    torch's own guards compare metadata in a call for all tensors. They are asked about dense tensors alone:
+    of a nested one they end the process.
+
+    Args:
+        tensors, options: of such a call. strided: strides are part of the signature.
+    """
+
+    def __init__(self, tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool) -> None:
+        present = [x for x in tensors if x is not None]
+        self._types = tuple(map(type, tensors + options))
+        self._options = options
+        self._around = _around(tensors)
+        self._grad_mode = torch.is_grad_enabled()
+        self._leaves = [x.is_leaf for x in present] if records(tensors) else None
+        sizes: Any = [list(x.shape) for x in present]
+        strides: Any = [list(x.stride()) if strided else [None] * x.dim() for x in present]
+        self._are_alike: Callable[..., bool] | None = None
+        with suppress(TypeError):  # other arguments in another version of torch
+            guards = TensorGuards(*present, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            self._are_alike = guards.check
+
+    def is_of(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> bool:
+        """Whether a call that nothing watches is such a call; False may be wrong."""
+        if (
+            self._are_alike is None
+            or tuple(map(type, tensors + options)) != self._types
+            or options != self._options
+            or _around(tensors) != self._around
+            or torch.is_grad_enabled() != self._grad_mode
+        ):
+            return False
+        present = [x for x in tensors if x is not None]
+        for x in present:
+            if x.is_nested or x.layout is not torch.strided:
+                return False
+        if self._leaves is not None and [x.is_leaf for x in present] != self._leaves:
+            return False
+        return self._are_alike(*present)
 
 
 def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool = False) -> Hashable | None:
@@ -104,7 +172,7 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool 
     types = tuple(map(type, options))
     if not (is_eager(tensors) and _OPTION_TYPES.issuperset(types)):
         return None
-    parts: list[Hashable] = [options, types, _profiler_enabled(), is_batch_invariant()]
+    parts: list[Hashable] = [options, types, _around(tensors)]
     grad_mode = torch.is_grad_enabled()
     for x in tensors:
         if x is None:
@@ -118,16 +186,18 @@ def signature(tensors: tuple[Any, ...], options: tuple[Any, ...], strided: bool 
             parts.append((x.shape, x.dtype, x.device, x.is_neg()))
         if grad_mode and x.requires_grad:
             parts.append(x.is_leaf)
-    if _is_any_autocast_enabled():
-        parts.append(autocast_dtype(tensors[0], None))
     return tuple(parts)
+
+
+def _around(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a signature has of the state that torch and this package are in."""
+    autocast = autocast_dtype(tensors[0], None) if _is_any_autocast_enabled() else None
+    return _profiler_enabled(), is_batch_invariant(), autocast
 
 
 def is_eager(tensors: tuple[Any, ...]) -> bool:
     """Whether nothing traces, transforms or intercepts torch operations on these tensors or Nones."""
-    if torch.compiler.is_compiling() or not KNOWS_EAGER_CALLS or _is_intercepted():
-        return False
-    return _TENSOR_TYPES.issuperset(map(type, tensors))
+    return not _is_watched() and _TENSOR_TYPES.issuperset(map(type, tensors))
 
 
 def is_plain(tensors: tuple[Any, ...]) -> bool:
@@ -173,9 +243,12 @@ def are_saved_tensors_hooked() -> bool:
     return _top_saved_tensors_default_hooks(False) is not None
 
 
-def _is_intercepted() -> bool:
+def _is_watched() -> bool:
+    """Whether something traces, transforms or intercepts torch operations, or may do so unseen."""
     return (
-        _len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling()
+        or not KNOWS_EAGER_CALLS
+        or _len_torch_dispatch_stack() > 0
         or _len_torch_function_stack() > 0
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None

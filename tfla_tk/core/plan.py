@@ -14,7 +14,7 @@ import torch
 
 from tfla_tk.backends.registry import family_module
 from tfla_tk.core.dispatch import choose
-from tfla_tk.core.memo import Memo
+from tfla_tk.core.memo import CallMemo
 
 
 class Call(Protocol):
@@ -75,7 +75,7 @@ class CallPath:
     ) -> None:
         self.name = name
         self.arguments = tensors + options
-        self.plans: Memo[Plan] = Memo(strided)
+        self.plans: CallMemo[Plan] = CallMemo(strided)
         self._check = check
         self._cast = cast
 

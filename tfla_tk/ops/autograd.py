@@ -95,8 +95,12 @@ def direct_function(
             found = op(*tensors, *ctx.options)
         return _needed(ctx.needs_input_grad, found)
 
-    # what torch.autograd.Function.apply calls where no transform of torch.func is near
-    apply: Callable[..., Any] = super(torch.autograd.Function, _new_class(name, run, run_back)).apply  # type: ignore[misc]
+    return direct_apply(_new_class(name, run, run_back))
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What torch.autograd.Function.apply calls where no transform of torch.func is near."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 

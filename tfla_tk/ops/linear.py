@@ -20,11 +20,14 @@ tfla_tk::packed_<name>(_bwd): the reference over packed sequences, on any device
 The kernels of a family are a module with
 
     forward(core, *, output_final_state, keep) -> (o, final_state or None, Kept or None)
+    prepare(core, *, output_final_state, keep) -> a function of the inputs, which returns what forward does
     backward(core, kept, final_state, do, dht, *, needs_gates) -> gradients
 
-core is the family's NamedTuple: the inputs, the options and the schedule. With `keep` the forward may return
-what its backward can use (`layout.Kept`); the registered ops keep nothing, so kept is None there and the
-backward computes it again. final_state is given where gates have a gradient and the final state is an output.
+core is the family's NamedTuple: the inputs, the options and the schedule. What `prepare` returns is for all
+inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
+return what its backward can use (`layout.Kept`); the registered ops keep nothing, so kept is None there and
+the backward computes it again. final_state is given where gates have a gradient and the final state is an
+output.
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
 inputs but cu_seqlens in their order, each like its input; None for what was not asked for.
 """
@@ -89,8 +92,9 @@ class LinearOps:
 
     Attributes:
         fwd, bwd, packed, packed_bwd: the ops.
-        direct: the autograd function of plain eager calls, which calls the kernels themselves; its arguments
-            are the inputs, and in one tuple the options, the schedule and output_final_state.
+        direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
+            arguments are the inputs, and in one tuple the prepared forward, its module, the options with the
+            schedule, and output_final_state.
     """
 
     def __init__(self, family: Family) -> None:
@@ -105,7 +109,9 @@ class LinearOps:
             getattr(ops, each).default
             for each in (f"{name}_fwd", f"{name}_bwd", f"packed_{name}", f"packed_{name}_bwd")
         )
-        self.direct = autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
+        self.direct = autograd.direct_apply(
+            autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
+        )
         self._implement()
         self._register()
 
@@ -125,24 +131,23 @@ class LinearOps:
             read: makes the core of the tensors of a call.
             tensors: those of the family's inputs first, in their order.
         """
-        make_core, count = self._core_maker(read, tensors), self._count
-        if records(tuple(tensors)):
-
-            def recorded(*tensors: Any) -> Result:
-                core = make_core(*tensors)
-                o, last = self.direct.apply(*core[:count], (*core[count:], call.output_final_state))
-                return o, as_asked(call, last)
-
-            return recorded
-
+        core, count = read(*tensors), self._count
+        recorded = records(tuple(tensors))
         kernels = self.family.kernels()
+        forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
+        constants = forward, kernels, core[count:], call.output_final_state
+        # then nothing is to be done but to leave out what is no input, for the host's time
+        reads_as_given = all(x is y for x, y in zip(core[:count], tensors[:count], strict=True))
 
-        def plain(*tensors: Any) -> Result:
-            core = make_core(*tensors)
-            o, last, _ = kernels.forward(core, output_final_state=call.output_final_state, keep=False)
+        def run(*tensors: Any) -> Result:
+            inputs = tensors[:count] if reads_as_given else read(*tensors)[:count]
+            if recorded:
+                o, last = self.direct(*inputs, constants)
+            else:
+                o, last, _ = forward(*inputs)
             return o, as_asked(call, last)
 
-        return plain
+        return run
 
     def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
         """packed_<name>: as `serve`, by a form of the reference."""
@@ -165,15 +170,6 @@ class LinearOps:
             if x is not None and x.dtype.itemsize > dtype.itemsize
         }
         return core._replace(**narrowed, initial_state=as_dtype(core.initial_state, dtype))
-
-    def _core_maker(self, read: Callable[..., Any], tensors: Sequence[Any]) -> Callable[..., Any]:
-        """What makes the core of the tensors of a call that is like these."""
-        count, core = self._count, read(*tensors)
-        if any(x is not y for x, y in zip(core[:count], tensors[:count], strict=True)):
-            return read
-        # nothing to be done: no more than a tuple, for the host's time
-        options, make = core[count:], self.family.core
-        return lambda *tensors: make(*tensors[:count], *options)
 
     # Registration
 
@@ -354,30 +350,32 @@ class LinearOps:
 
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
-        *inputs, (*options, output_final_state) = args
-        # not under hooks: checkpointing wants the call and its recomputation to save alike, and the op, which
-        # one of them may take, keeps nothing
-        keep = not are_saved_tensors_hooked()
-        o, last, kept = self.family.kernels().forward(
-            self.family.core(*inputs, *options), output_final_state=output_final_state, keep=keep
-        )
+        *inputs, (forward, kernels, options, output_final_state) = args
+        if are_saved_tensors_hooked():
+            # checkpointing wants the call and its recomputation to save alike, and the op, which one of them
+            # may take, keeps nothing
+            core = self.family.core(*inputs, *options)
+            o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
+        else:
+            o, last, kept = forward(*inputs)
         saved, needs = self._saved(inputs, last)
-        tensors = () if kept is None else kept.tensors
-        left = None if kept is None else kept._replace(tensors=())
-        return Recorded((o, last), (), (*saved, *tensors), ((*options, needs), left))
+        if kept is None:
+            return Recorded((o, last), (), saved, (kernels, options, needs, None))
+        left = kept._replace(tensors=())
+        return Recorded((o, last), (), (*saved, *kept.tensors), (kernels, options, needs, left))
 
     def _differentiate_directly(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
         """The kernels again where the backward is plain, too."""
-        (*options_of_core, needs), left = options
+        kernels, options_of_core, needs, left = options
         saved, kept = saved[: self._count + 1], tuple(saved[self._count + 1 :])
         tensors = _with_grads(saved, *grads)
         if not autograd.is_plain_backward((*tensors, *kept), grads):
             found: Sequence[MaybeTensor] = self.bwd(*tensors, *options_of_core, needs)
             return found
         inputs, (last, do, dht) = tensors[: self._count], tensors[self._count :]
-        found = self.family.kernels().backward(
+        found = kernels.backward(
             self.family.core(*inputs, *options_of_core),
             None if left is None else Kept(kept, left.layout),
             last,

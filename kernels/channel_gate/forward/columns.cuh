@@ -27,7 +27,7 @@ __device__ inline void store_columns(const ForwardGlobals& g, ForwardMemory<C>& 
                 });
 }
 
-// What a walker does for itself where two CTAs take turns at the chunks, by its first warp. The place of V is
+// What a walker does for itself where it has columns of its own, by its first warp. The place of V is
 // free when its warps have V in registers, that of O when the store has read it.
 template <class C> struct WalkerColumns {
     const ForwardGlobals& g;

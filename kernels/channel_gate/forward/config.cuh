@@ -9,18 +9,20 @@ namespace tfla_tk::channel_gate {
 
 // kCtas: CTAs of a cluster that take turns at the chunks, 1 or 2. Each makes what the walkers need of every
 // second chunk and sends it to the other. Turn n of a CTA is at its n-th chunk of those.
-template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas> struct ForwardConfig {
+template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas, bool kMirrors> struct WalkConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kCtas;
     static constexpr bool kShares = kMakers > 1;
     static_assert(kMakers <= 2);
     static constexpr bool kSequential = kOrder == Schedule::sequential;
-    static constexpr bool kBackward = false;  // in time
-    static constexpr bool kTwoParts = true;   // of the operands of scores around a middle
+    static constexpr bool kBackward = kMirrors;  // in time
+    static constexpr bool kTwoParts = true;      // of the operands of scores around a middle
 
     // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
-    static constexpr int kParts = GateWarp<T, kDimK>::kParts;  // times 64 channels
-    static constexpr int kTeamWarps = GateWarp<T, kDimK>::kWarps, kTeams = 8 / kTeamWarps;
+    using GateWarp = channel_gate::GateWarp<T, kDimK, kBackward>;
+    using AroundMiddle = channel_gate::AroundMiddle<T, kDimK, kTwoParts, kBackward>;
+    static constexpr int kParts = GateWarp::kParts;  // times 64 channels
+    static constexpr int kTeamWarps = GateWarp::kWarps, kTeams = 8 / kTeamWarps;
     static constexpr int kGateWarps = kTeams * kTeamWarps;
     static constexpr int kThreads = 32 * (kGateWarps + 4 * kWalkers);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever; and no warp more
@@ -35,12 +37,13 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas> struct F
     // of the one before: the walkers are done with that in half the time of a turn.
     static constexpr int kScoreSlots = kTeams + 1, kStages = kTeams + (kShares ? 1 : 2);
     static constexpr int kReceived = kShares ? kTeams : 0;  // chunks of the other CTA, in slots behind those
-    // Of V, then O. Where CTAs take turns, walkers load and store for themselves (columns.cuh) and have a
-    // place for V and one for O.
-    static constexpr int kColumnSlots = kShares ? 2 : kStages;
+    // Of V, then O. Where CTAs take turns, and where there is no memory for more, walkers load and store for
+    // themselves (columns.cuh) and have a place for V and one for O.
+    static constexpr bool kOwnColumns = kShares || (kBackward && kDimK == 128 && kWalkers == 2);
+    static constexpr int kColumnSlots = kOwnColumns ? 2 : kStages;
 
     using Tile = PanelTile<T, kChunk, kDimK>;
-    using Square = PanelTile<T, kChunk, kChunk>;
+    using Scores = PanelTile<T, kChunk, kChunk, kBackward ? kLowRows : 0>;
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
 
     // The step of the walk that a turn is at.
@@ -64,15 +67,15 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas> struct F
     }
     __device__ static inline Place operands_of(int step) { return place_of<kStages>(step); }
     __device__ static inline Place scores_of(int step) { return place_of<kScoreSlots>(step); }
-    __device__ static inline int values_of(int step) { return kShares ? 0 : Use<kStages>(step).slot; }
-    __device__ static inline int out_of(int step) { return kShares ? 1 : Use<kStages>(step).slot; }
+    __device__ static inline int values_of(int step) { return kOwnColumns ? 0 : Use<kStages>(step).slot; }
+    __device__ static inline int out_of(int step) { return kOwnColumns ? 1 : Use<kStages>(step).slot; }
 };
 
+template <class T, int kDim, int kCount, Schedule kOrder, int kCtas>
+struct ForwardConfig : WalkConfig<T, kDim, kCount, kOrder, kCtas, false> {};
 // The mirror walk of the backward.
 template <class T, int kDim, int kCount, Schedule kOrder, int kCtas>
-struct MirrorConfig : ForwardConfig<T, kDim, kCount, kOrder, kCtas> {
-    static constexpr bool kBackward = true;
-};
+struct MirrorConfig : WalkConfig<T, kDim, kCount, kOrder, kCtas, true> {};
 
 // By levels e^{b_L}; else the factors before and behind the middle.
 template <class C> struct alignas(16) Factors {
@@ -104,16 +107,16 @@ template <class C> struct ForwardMemory {
     // of the gate warps' blocks: log gates, then operands of levels
     alignas(1024) unsigned char work[C::kScoreSlots][C::kTeamWarps * kBlockBytes];
     typename C::Columns values[C::kColumnSlots][C::kWalkers];  // V and O
-    typename C::Square p[C::kScoreSlots + C::kReceived];
+    typename C::Scores p[C::kScoreSlots + C::kReceived];
     Factors<C> factors[C::kScoreSlots + C::kReceived];
     float ones[C::kDimK];
     uint32_t lanes[32];        // their numbers
     int turns[C::kGateWarps];  // that a gate warp is at
 
-    semaphore arrived[C::kStages];                                    // q and k of a chunk
-    semaphore gates_arrived[C::kScoreSlots];                          // log gates
-    semaphore values_arrived[C::kShares ? C::kWalkers : C::kStages];  // V: of a walker; of a chunk
-    semaphore work_free[C::kScoreSlots];                              // by the gate warps of a chunk
+    semaphore arrived[C::kStages];                                        // q and k of a chunk
+    semaphore gates_arrived[C::kScoreSlots];                              // log gates
+    semaphore values_arrived[C::kOwnColumns ? C::kWalkers : C::kStages];  // V: of a walker; of a chunk
+    semaphore work_free[C::kScoreSlots];                                  // by the gate warps of a chunk
     // What the walkers need: by the gate warps, or received from the other CTA.
     semaphore operands_ready[C::kScoreSlots + C::kReceived];
     semaphore done[C::kStages + C::kReceived];  // by the walkers: O is there, all else of the chunk is free
@@ -128,7 +131,7 @@ template <class C> struct ForwardMemory {
             init_warp_barrier(done_there[i], 4 * C::kWalkers);
         }
         for (auto& of_slot : done) init_warp_barrier(of_slot, 4 * C::kWalkers);
-        for (auto& of_slot : values_arrived) init_semaphore(of_slot, C::kShares ? 1 : C::kWalkers);
+        for (auto& of_slot : values_arrived) init_semaphore(of_slot, C::kOwnColumns ? 1 : C::kWalkers);
         for (int i = 0; i < C::kScoreSlots; i++) {
             init_semaphore(gates_arrived[i], 1);
             init_warp_barrier(work_free[i], C::kTeamWarps);

@@ -9,8 +9,9 @@
 //   4. Hand the chunk to the walkers.
 //   5. Start the load of the log gates of a later step. Wait for the walkers' O of the step before, store it,
 //      and start the loads of q and k of a later one into its place.
-// Where two CTAs take turns, walkers load V and store O. In step 3, under the scores or before them, the
-// loads of q and k of the next turn begin. In step 5 the chunk goes to the other CTA.
+// Where walkers have columns of their own, they load V and store O. Where two CTAs take turns, the loads of q
+// and k of the next turn begin in step 3, under the scores or before them. In step 5 the chunk goes to the
+// other CTA.
 #pragma once
 
 #include "channel_gate/forward/carrier.cuh"
@@ -29,7 +30,6 @@ template <class C> __device__ inline ChunkPlaces places_of(ForwardMemory<C>& sme
 template <class C, class Meanwhile>
 __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem, int& turn, int team,
                                  int warp, bool& mild, Meanwhile meanwhile) {
-    using T = typename C::T;
     const Use<C::kStages> use(turn);
     const Use<C::kScoreSlots> scores(turn);
     // 1. NOTES: first for the walkers. Barriers tell phases by parity, so a team that is ahead of the other
@@ -38,8 +38,8 @@ __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem
     wait(smem.gates_arrived[scores.slot], scores.phase);
     wait(smem.arrived[use.slot], use.phase);
     const int tokens = smem.task.tokens_of(smem.task.template chunk_of<C>(C::step_of(turn)));
-    GateWarp<T, C::kDimK> x{places_of(smem, turn), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
-    AroundMiddle<T, C::kDimK, C::kTwoParts> middle{x};
+    typename C::GateWarp x{places_of(smem, turn), team, warp, {shared_address(&smem.lanes[fresh_laneid()])}};
+    typename C::AroundMiddle middle{x};
     mild = middle.is_mild(g.gates.dtype, tokens - x.block() * kBlock, !mild);  // 2
     if (warp == 0 && fresh_laneid() == 0) smem.factors[scores.slot].mild = mild;
     if (mild) {  // 3
@@ -82,7 +82,7 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
             if (duty == 1 && turn < C::kStages - 1) carrier.load_operands(turn);
             if (duty == 2) carrier.load_gates(turn);
         }
-        if (!C::kShares && duty == 0) carrier.load_values(0);
+        if (!C::kOwnColumns && duty == 0) carrier.load_values(0);
     }
 #pragma unroll 1
     for (int turn = team; C::step_of(turn) < steps(); turn += C::kTeams) {
@@ -90,20 +90,20 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
         make_step(g, smem, turn, team, warp, mild, [&] {
             if constexpr (C::kShares) {
                 if (duty == 1) carrier.load_operands(turn - 1 + C::kStages);
-            } else {
+            } else if constexpr (!C::kOwnColumns) {
                 if (duty == 0) carrier.load_values(turn + 1);
             }
         });
         if constexpr (C::kShares) {  // 5
             if (duty == 0) carrier.send(turn);
         } else {
-            if (duty == 0) carrier.store(turn - 1);
+            if (!C::kOwnColumns && duty == 0) carrier.store(turn - 1);
             if (duty == 1) carrier.load_operands(turn - 1 + C::kStages);
         }
         if (duty == 2) carrier.load_gates(turn + C::kScoreSlots);
         __syncwarp();
     }
-    if (C::kShares || duty > 0) return;
+    if (C::kOwnColumns || duty > 0) return;
     if (team == 0) carrier.store(steps() - 1);
     wait_stores_done();
 }

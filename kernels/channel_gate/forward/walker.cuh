@@ -9,10 +9,10 @@
 // and the operands are s q e^b and k e^{b_L - b}. Of the mirror walk, backward in time: dS and dV in the
 // places of S and O, dO in that of V, and of what the gate warps have made that of k is read and that of q
 // written, the factors of steps 2 and 6 change places, P is transposed. The chain from chunk to chunk is S.
-// Where two CTAs take turns, a walker waits for V in step 4, then loads the V of the next chunk; O has a
-// place of its own, which the walker stores after step 6 (columns.cuh).
-// NOTES: the loop's edge is after step 4, where no GEMM is in flight, and S^T is read in the iteration of the
-// GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517).
+// Where walkers have columns of their own, a walker waits for V in step 4, then loads the V of the next
+// chunk; O has a place of its own, which the walker stores after step 6 (columns.cuh). NOTES: the loop's edge
+// is after step 4, where no GEMM is in flight, and S^T is read in the iteration of the GEMM that has made it:
+// else ptxas waits for all GEMMs before each read (C7517).
 #pragma once
 
 #include "channel_gate/forward/columns.cuh"
@@ -39,7 +39,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto pin_fragments = [&] { each<0, kTokenSteps>([&](int k) { pin(fragments[k]); }); };
     auto wait_arrived = [&](int chunk) {  // 1
         const auto scores = C::scores_of(chunk);
-        if constexpr (!C::kShares) {
+        if constexpr (!C::kOwnColumns) {
             const auto use = C::operands_of(chunk);
             wait(smem.values_arrived[use.slot], use.phase);
         }
@@ -80,25 +80,35 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         decay_state(chunk, whole);  // 3
         warpgroup::mma_async_wait<0>();
         pin(out), pin_fragments();
-        if constexpr (C::kShares) columns.wait_arrived(chunk);  // 4
+        if constexpr (C::kOwnColumns) columns.wait_arrived(chunk);  // 4
         const uint32_t values = columns_at(C::values_of(chunk));
         each<0, kTokenSteps>(
             [&](int j) { load_transposed(fragments[j], values + 16 * j * kPanelColumns * sizeof(T)); });
-        if constexpr (C::kShares) columns.hand_over_values(chunk);
+        if constexpr (C::kOwnColumns) columns.hand_over_values(chunk);
+    };
+    // O^T += V^T P^T. Of the mirror: 16 rows of P after 16, up to their diagonal block, in two parts. NOTES:
+    // its products differ in shape, so the fence before each one is what orders them.
+    auto multiply_scores = [&](Operand128B p) {
+        auto multiply = [&]<int i>() {
+            if constexpr (!C::kBackward) {
+                multiply_step<false>(out, fragments[i], p.at(32 * i), true, i == 0);
+            } else {
+                auto& tokens = reinterpret_cast<rt_fl<16, 16 * (i + 1)>&>(out);
+                const uint32_t low = low_row(i, 0) * kRowBytes + low_column(i) * sizeof(T);
+                multiply_step<false>(tokens, fragments[i], p.at(32 * i), true, i == 0);
+                multiply_step<false>(tokens, fragments[i], p.at(low), true, false);
+            }
+        };
+        multiply.template operator()<0>(), multiply.template operator()<1>();
+        multiply.template operator()<2>(), multiply.template operator()<3>();
     };
     // Steps 5 and 6.
     auto end_chunk = [&](int chunk) {
         const int slot = C::operands_of(chunk).slot;
         const auto& operands = smem.operands[slot];
-        const auto* const p = &smem.p[C::scores_of(chunk).slot];
         const auto keys =
             Operand128B::columns(C::kBackward ? &operands.q : &operands.k, C::Tile::panel_bytes);
-        each<0, kTokenSteps>([&](int j) {  // 5
-            const uint64_t scores = C::kBackward
-                                        ? Operand128B::columns(p, C::Square::panel_bytes).column_step(j)
-                                        : Operand128B::rows(p).at(j * 32);
-            multiply_step<C::kBackward>(out, fragments[j], scores, true, j == 0);
-        });
+        multiply_scores(Operand128B::rows(&smem.p[C::scores_of(chunk).slot]));  // 5
         wait_if_sequential();
         each<0, kTokenSteps>(
             [&](int j) { multiply_step<true>(state, fragments[j], keys.column_step(j), true, j == 0); });
@@ -114,11 +124,11 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             if (!C::makes(chunk))
                 arrive_warp_in_cta(smem.done_there[Use<C::kStages>(chunk / C::kMakers).slot],
                                    1 - cta_in_cluster());
-            columns.store(chunk);
         }
+        if constexpr (C::kOwnColumns) columns.store(chunk);
     };
 
-    if constexpr (C::kShares) columns.load(0);
+    if constexpr (C::kOwnColumns) columns.load(0);
     // NOTES: computed anew, to save registers
     auto state_size = [&] { return static_cast<int64_t>(anew(g.dim_k + g.other_dim_k)) * g.dim_v; };
     const float* const entering =
@@ -139,7 +149,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         end_chunk(chunks - 1);
     }
-    if constexpr (C::kShares) columns.finish();
+    if constexpr (C::kOwnColumns) columns.finish();
     if (g.last && task.template ends_sequence<C::kBackward>())
         store_state_transposed(g.last + task.state * state_size(), state, 0, column(), g.dim_k, g.dim_v,
                                g.dim_v);

@@ -59,6 +59,12 @@ class Kernels(ModuleType):
         kept = Kept((self.left.clone(), None), "a layout") if keep else None
         return o, last if output_final_state else None, kept
 
+    def prepare(self, core: Any, *, output_final_state: bool, keep: bool) -> Callable[..., Any]:
+        options = core[self.ops._count :]
+        return lambda *inputs: self.forward(
+            type(core)(*inputs, *options), output_final_state=output_final_state, keep=keep
+        )
+
     def backward(
         self, core: Any, kept: Kept | None, final_state: Any, do: Tensor, dht: Any, *, needs_gates: bool
     ) -> tuple[Tensor | None, ...]:

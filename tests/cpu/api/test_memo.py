@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,91 @@ def test_every_ingredient_makes_a_new_key(make_inputs: Make) -> None:
     assert key_of(make_inputs(states=STATES, seed=1)) == keys[""]
 
 
+def call_of(x: dict[str, Any], **options: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    names = [name for name in mlstm._chunkwise.arguments[:9] if name not in ("q", "k", "v")]
+    given = {"return_last_states": False, "eps": 1e-6, "chunk_size": 64, "backend": "auto"} | options
+    given |= {name: x[name] for name in x if name in given}
+    return (*(x[name] for name in "qkv"), *(x.get(name) for name in names)), tuple(given.values())
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_latest_call_is_told_from_others(strided: bool, make_inputs: Make) -> None:
+    """Every call comes right after every other one."""
+    x = make_inputs(states=STATES)
+    leaf = x | {"m_initial": x["m_initial"].clone().requires_grad_()}
+    calls = {name: change(x) for name, change in CHANGES.items()}
+    for name in ("recompute_states_in_bw", "autocast_kernel_dtype"):
+        del calls[name]
+    calls |= {"": x, "m is a leaf": leaf, "m has a graph": leaf | {"m_initial": leaf["m_initial"] * 1}}
+    calls |= {"eps is 1": x | {"eps": 1}, "eps is 1.0": x | {"eps": 1.0}}
+    if strided:
+        calls["strides"] = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in x.items()}
+    results: memo.CallMemo[str] = memo.CallMemo(strided)
+
+    def ask(name: str) -> str:
+        return results.of(*call_of(calls[name]), lambda *args, eager: name)
+
+    assert [ask(name) for pair in itertools.product(calls, calls) for name in pair] == [
+        name for pair in itertools.product(calls, calls) for name in pair
+    ]
+    assert len(results) == len(calls)
+
+
+def test_the_latest_call_is_told_from_others_by_what_is_around_it(make_inputs: Make) -> None:
+    x = {n: t.clone().requires_grad_() for n, t in make_inputs().items()}
+    contexts: dict[str, Callable[[], Any]] = {
+        "": nullcontext,
+        "no_grad": torch.no_grad,
+        "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+        "float16": lambda: torch.autocast("cpu", torch.float16),
+        "profiler": torch.autograd.profiler.profile,
+        "batch_invariant": tfla_tk.batch_invariant,
+    }
+    results: memo.CallMemo[str] = memo.CallMemo()
+    for name in [name for pair in itertools.product(contexts, contexts) for name in pair]:
+        with contexts[name]():
+            assert results.of(*call_of(x), lambda *args, eager, name=name: name) == name
+    for context in (Functions, Operators):
+        with context():
+            assert results.of(*call_of(x), lambda *args, eager: str(eager)) == "False"
+
+
+def test_a_call_like_the_latest_one_takes_no_signature(
+    make_inputs: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: memo.CallMemo[int] = memo.CallMemo()
+    results.of(*call_of(make_inputs()), lambda *args, eager: 1)
+    monkeypatch.setattr(memo, "signature", lambda *args: pytest.fail("asked for"))
+    assert results.of(*call_of(make_inputs(seed=1)), lambda *args, eager: 2) == 1
+    results.clear()
+    with pytest.raises(pytest.fail.Exception):
+        results.of(*call_of(make_inputs()), lambda *args, eager: 3)
+
+
+def test_inference_mode_does_not_hide_the_latest_call(
+    make_inputs: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: memo.CallMemo[int] = memo.CallMemo()
+    call = call_of(make_inputs())
+    assert results.of(*call, lambda *args, eager: 1) == 1
+    with torch.inference_mode():
+        assert results.of(*call, lambda *args, eager: 2) == 1
+        monkeypatch.setattr(memo, "signature", lambda *args: pytest.fail("asked for"))
+        assert results.of(*call, lambda *args, eager: 3) == 1
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_after_a_call_like_it(layout: torch.layout, make_inputs: Make) -> None:
+    """torch's guards would end the process."""
+    x = make_inputs()
+    mlstm_chunkwise(**x, backend="reference")
+    nested = torch.nested.nested_tensor([x["q"][0], x["q"][1]], layout=layout)
+    with pytest.raises(TypeError, match="nested"):
+        mlstm_chunkwise(**x | {"q": nested}, backend="reference")
+    with pytest.raises(TypeError):
+        mlstm_chunkwise(**x | {"k": x["k"].to_mkldnn()}, backend="reference")
+
+
 def test_strides_are_part_of_the_key_where_they_are_asked_for(make_inputs: Make) -> None:
     x = make_inputs()
     other = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in x.items()}
@@ -242,6 +329,7 @@ PRIVATE_NAMES = (
     "torch._C._len_torch_dispatch_stack",
     "torch._C._len_torch_function_stack",
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._dynamo.guards.TensorGuards",
     "torch._C._functorch.peek_interpreter_stack",
     "torch.autograd._profiler_enabled",
     "torch._C._AutoDispatchBelowAutograd",
@@ -303,7 +391,8 @@ def test_every_private_name_is_known() -> None:
     names += [name for found in re.findall(private, text) for name in re.findall(r"\w+", "".join(found))]
     names += re.findall(r'getattr\(\s*torch\._C, "(\w+)"', text)
     known = {name.rpartition(".")[2] for name in PRIVATE_NAMES}
-    others = {"_ExcludeDispatchKeyGuard", "_autograd", "_functorch"}  # a substitute, and two modules
+    # a substitute, and three modules
+    others = {"_ExcludeDispatchKeyGuard", "_autograd", "_dynamo", "_functorch"}
     assert set(names) - others == known
 
 
@@ -317,7 +406,7 @@ def test_both_paths_agree(served: Served, make_inputs: Make, monkeypatch: pytest
         h, last = function(**x, return_last_states=True)
         assert served.direct and not served.dispatched
         with monkeypatch.context() as patch:
-            patch.setattr(memo, "signature", lambda *args: None)
+            patch.setattr(memo, "KNOWS_EAGER_CALLS", False)
             h_op, last_op = function(**x, return_last_states=True)
         assert served.direct == served.dispatched
         assert all(torch.equal(a, b) for a, b in zip((h, *last), (h_op, *last_op), strict=True))
@@ -480,3 +569,19 @@ def test_default_device_is_a_mode_like_any_other(served: Served, make_inputs: Ma
         with context():
             mlstm_chunkwise(**make_inputs())
     assert (served.direct, served.dispatched) == (1, 1)
+
+
+def test_eager_calls_do_not_make_torch_compile_anew(make_inputs: Make) -> None:
+    """What is remembered of them is nothing that a compiled call depends on."""
+    import torch._dynamo.testing
+
+    graphs = torch._dynamo.testing.CompileCounter()
+    call = partial(mlstm_chunkwise, backend="reference")
+    compiled = torch.compile(lambda **x: call(**x), fullgraph=True, backend=graphs)
+    x = make_inputs()
+    expected = compiled(**x)
+    for other in (x, {n: t[:1] for n, t in x.items()}, x):
+        call(**other)
+        torch.testing.assert_close(compiled(**x), expected)
+    assert graphs.frame_count == 1
+    torch._dynamo.reset()

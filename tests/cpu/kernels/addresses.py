@@ -141,3 +141,10 @@ def sequences_of(cut: tuple[int, ...], heads: int, seq: int) -> list[Sequence]:
         slot = start // CHUNK + (number if packed else 0)
         found.append(Sequence(which, start, end, slot, pieces, own, batch, heads))
     return found
+
+
+def at_odd_address(x: Tensor) -> Tensor:
+    """x with its strides, one element further than vector loads can take it."""
+    memory = torch.empty(x.untyped_storage().size() // x.itemsize + 9, dtype=x.dtype)
+    first = next(n for n in range(1, 9) if memory[n:].data_ptr() % 16)
+    return memory[first:].as_strided(x.shape, x.stride()).copy_(x)

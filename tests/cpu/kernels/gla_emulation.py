@@ -1,4 +1,7 @@
-"""channel_gate/chunk.cuh in NumPy, lane by lane and without rounding: its addresses, fragments and masks."""
+"""channel_gate/chunk.cuh in NumPy, lane by lane: its addresses, fragments and masks.
+
+Nothing is rounded but the high parts of numbers in two parts.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,12 @@ class Memory:
 
 def panel_offset(row: Array, unit: Array) -> Array:
     return row * ROW + ((unit ^ (row % 8)) * 16)
+
+
+def high(x: Array) -> Array:
+    """x with eight binary digits."""
+    digits, exponent = np.frexp(x)
+    return np.ldexp(np.round(digits * 256.0) / 256.0, exponent)
 
 
 def multiply_16(c: Array, a: list[Array], b: list[Array]) -> None:
@@ -204,7 +213,10 @@ class Block:
 
 
 class Chunk:
-    """chunk.cuh: a team's work on a chunk of q, k, g [64, K]; mild: blocks whose gates are."""
+    """chunk.cuh: a team's work on a chunk of q, k, g [64, K]; mild: blocks whose gates are.
+
+    mirrors: P is transposed and in two parts, as the mirror has it.
+    """
 
     def __init__(
         self,
@@ -215,14 +227,15 @@ class Chunk:
         short: bool,
         tokens: int,
         mild: tuple[int, ...] = (),
+        mirrors: bool = False,
     ) -> None:
-        self.mild = mild
+        self.mild, self.mirrors = mild, mirrors
         self.dim_k, self.scale, self.short, self.tokens = q.shape[1], scale, short, tokens
         self.parts = self.dim_k // 64
         self.k_at = self.parts * PANEL
         self.work_at = 2 * self.k_at
         self.p_at = self.work_at + self.parts * BLOCKS * BLOCK_BYTES
-        self.memory = Memory(self.p_at + PANEL)
+        self.memory = Memory(self.p_at + PANEL + mirrors * BLOCK * ROW)
         self.memory.store_wide(self.p_at + np.arange(0, PANEL, 4), np.zeros((PANEL // 4, 1)))
         self.memory.short[self.p_at // 2 :] = 0.0
         self.decay = np.full(self.dim_k, np.nan)
@@ -238,6 +251,18 @@ class Chunk:
         row, unit = np.meshgrid(np.arange(CHUNK), np.arange(columns // 8), indexing="ij")
         found = self.memory.load(tile + unit // 8 * PANEL + panel_offset(row, unit % 8), 8)
         return found.reshape(CHUNK, columns)
+
+    def read_scores(self) -> Array:
+        """P as forward/walker.cuh reads it."""
+        if not self.mirrors:
+            return self.read_tile(self.p_at, CHUNK)
+        row, unit = np.meshgrid(np.arange(CHUNK + BLOCK), np.arange(CHUNK // 8), indexing="ij")
+        panel = self.memory.load(self.p_at + panel_offset(row, unit), 8).reshape(CHUNK + BLOCK, CHUNK)
+        p = np.zeros((CHUNK, CHUNK))
+        for i in range(BLOCKS):
+            rows, low = BLOCK * (i + 1), panel[BLOCK * (BLOCKS - i) :, BLOCK * (BLOCKS - 1 - i) :]
+            p[BLOCK * i :][:BLOCK, :rows] = (panel[:rows, BLOCK * i :][:, :BLOCK] + low[:, :BLOCK]).T
+        return p
 
     def _load_gates(self, g: Array) -> None:
         """walk.cuh: boxes of all tokens, or of 16-bit gates those of a block."""
@@ -313,13 +338,30 @@ class Chunk:
                 for half in range(2):
                     multiply_16(c[half], a, b[2 * half : 2 * half + 2])
             self._store_scores(row, column, c)
-        if self.parts > 1 and warp == 6:
+        if self.parts > 1 and warp == 6 and not self.mirrors:
             for row, column in ((1, 2), (1, 3), (2, 3)):
                 self._store_scores(row, column, np.zeros((2, 32, 4)))
 
     def _store_scores(self, row: int, column: int, c: Array) -> None:
         """stmatrix of four."""
+        x = [self.scale * c[i // 2][:, i % 2 * 2 :][:, :2] for i in range(4)]
+        if self.mirrors:
+            return self.store_parts(row, column, x)
         to = self.p_at + panel_offset(BLOCK * row + LANE % 16, 2 * column + LANE // 16)
         for i in range(4):
-            at = to[8 * i + FRAGMENT_ROW] + LANE % 4 * 4
-            self.memory.store(at, self.scale * c[i // 2][:, i % 2 * 2 :][:, :2])
+            self.memory.store(to[8 * i + FRAGMENT_ROW] + LANE % 4 * 4, x[i])
+
+    def store_parts(self, row: int, column: int, x: list[Array]) -> None:
+        """Transposed stmatrix of four, of both parts."""
+        for to, part in (
+            (self._lane_of_block(column, row), high),
+            (self._lane_of_block(BLOCKS - row + column, BLOCKS - 1 - row), lambda y: y - high(y)),
+        ):
+            for i in range(4):
+                for e in range(2):
+                    at = to[8 * i + FRAGMENT_COLUMN + e] + 2 * FRAGMENT_ROW
+                    self.memory.store(at, part(x[i][:, e : e + 1]))
+
+    def _lane_of_block(self, row: int, column: int) -> Array:
+        transposed_row = LANE % 8 + LANE // 16 * 8
+        return self.p_at + panel_offset(BLOCK * row + transposed_row, 2 * column + LANE // 8 % 2)

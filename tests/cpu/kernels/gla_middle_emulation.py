@@ -20,6 +20,7 @@ from .gla_emulation import (
     TOKEN,
     Array,
     Chunk,
+    high,
     panel_offset,
 )
 
@@ -28,14 +29,14 @@ HALF, CHANNEL = LANE // 16, LANE % 16 * CHANNELS
 MILD_BITS = {"bf16": 80.0, "fp16": 4.0}  # on a side of a middle
 
 
-def high(x: Array) -> Array:
-    """x with eight binary digits."""
+def power_of_two(x: Array) -> Array:
+    """The least one that is not less than x."""
     digits, exponent = np.frexp(x)
-    return np.ldexp(np.round(digits * 256.0) / 256.0, exponent)
+    return np.ldexp(1.0, np.where(digits == 0.5, exponent - 1, exponent))
 
 
 class ChunkAroundMiddle(Chunk):
-    """A team's work on a chunk of q, k, g [64, K] that is mild."""
+    """A team's work on a chunk of q, k, g [64, K] that is mild; mirrors: as in Chunk."""
 
     def run(self) -> None:
         """The steps of all warps of the team."""
@@ -79,10 +80,16 @@ class ChunkAroundMiddle(Chunk):
         queries = self.scale * (up if block < 2 else one if block == 2 else x)
         keys = up if block >= 2 else one if block == 1 else y
         low = (HALF == 0)[:, None]
+        queries, keys = np.where(low, queries, queries * beside), np.where(low, keys * beside, keys)
+        second_half = self._totals_at(2, part)
+        half = self.memory.load_wide(second_half, CHANNELS)
+        half = half * self.memory.load_wide(second_half + self.dim_k * 4, CHANNELS)
+        behind = power_of_two(half)
+        down = half / behind
         if block % 2 == 0:
-            to = self.before if block == 0 else self.behind
-            to[(part * 64 + CHANNEL)[:16, None] + np.arange(CHANNELS)] = (x * y)[:16]
-        return np.where(low, queries, queries * beside), np.where(low, keys * beside, keys)
+            to, factor = (self.before, x * y * down) if block == 0 else (self.behind, behind)
+            to[(part * 64 + CHANNEL)[:16, None] + np.arange(CHANNELS)] = factor[:16]
+        return queries / down, keys * down
 
     def _row_of(self, tile: int, i: int) -> Array:
         return tile + HALF * (TOKENS * ROW) + ((2 * CHANNEL) ^ (16 * i)) + i * ROW
@@ -102,7 +109,7 @@ class ChunkAroundMiddle(Chunk):
         self.memory.store(at_low, x - high(x))
 
     def _store_scores_of(self, block: int, part: int) -> None:
-        """The accumulator of a warp of wgmma, masked; stmatrix of four."""
+        """The accumulator of a warp of wgmma, masked; stmatrix of four, of the mirror by blocks."""
         columns = CHUNK // self.parts
         q, low_q = (self.read_tile(at, self.dim_k)[block * BLOCK :][:BLOCK] for at in (0, self.low_q))
         k, low_k = (
@@ -111,10 +118,16 @@ class ChunkAroundMiddle(Chunk):
         scores = low_q @ k.T + q @ low_k.T + q @ k.T
         to = self.p_at + panel_offset(BLOCK * block + LANE % 16, LANE // 16)
         for j in range(columns // 16):
+            visible = []
             for n in range(4):
                 row, column = FRAGMENT_ROW + n % 2 * 8, FRAGMENT_COLUMN + 16 * j + n // 2 * 8
                 x = scores[row[:, None], column[:, None] + np.arange(2)]
                 behind = part * columns + column - (block * BLOCK + row)
-                x = np.where(behind[:, None] <= np.array([0, -1]), x, 0.0)
+                visible.append(np.where(behind[:, None] <= np.array([0, -1]), x, 0.0))
+            if self.mirrors:
+                if part * columns // 16 + j <= block:
+                    self.store_parts(block, part * columns // 16 + j, visible)
+                continue
+            for n in range(4):
                 at = (to ^ (32 * j + part * columns * 2))[8 * n + FRAGMENT_ROW] + LANE % 4 * 4
-                self.memory.store(at, x)
+                self.memory.store(at, visible[n])

@@ -1,4 +1,4 @@
-"""channel_gate/backward/states in NumPy, a gate warp lane by lane; walkers by matrices.
+"""channel_gate/backward/states in NumPy, lane by lane but what walkers write to the state.
 
 Numbers are those of fp64, or operands and results are rounded as the kernels round them. What wgmma and TMA
 read and write of a panel is taken from the panel's layout.
@@ -25,7 +25,8 @@ from .gla_emulation import (
 
 CHANNELS = 64
 PANEL, FLOAT_ROW, OUT_ROW = BLOCK * ROW, 256, 68 * 4  # bytes
-HALF = BLOCK // 2
+GROUP = 4  # readers that make_results takes at a time
+GROUPS = BLOCK // GROUP
 CLOSED = 2.0**-30  # a gate that lets through less
 ANCHOR = 8 * 64  # tokens from one to the next
 WALKER_V = 128  # columns of V of a walker, at most; two walkers split what is more
@@ -110,7 +111,33 @@ class Unit:
             return self.memory.load(place + np.arange(BLOCK) * ROW, CHANNELS)
         return self.memory.load_wide(place + np.arange(BLOCK) * FLOAT_ROW, CHANNELS)
 
-    # the walker's hand-over
+    # the walkers
+
+    def see_state(self, state: Array, first_column: int) -> Array:
+        """walker.cuh's add_columns of four warps: [16 tokens, 64 channels].
+
+        Args:
+            state: of the walker's columns of V, from first_column on.
+        """
+        row = (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
+        of_readers = self.at.of_readers + first_column // 64 * PANEL + row
+        rounded, out = self.rounding.of_both(state), np.full((BLOCK, CHANNELS), np.nan)
+        for warp in range(4):
+            c = np.zeros((2, 32, 4))
+            for tile in range(state.shape[1] // 16):
+                values = self.memory.matrices((of_readers ^ (tile % 4 * 32)) + tile // 4 * PANEL)
+                fragment = [
+                    rounded[
+                        (16 * warp + FRAGMENT_ROW + 8 * (i % 2))[:, None],
+                        (16 * tile + FRAGMENT_COLUMN + 8 * (i // 2))[:, None] + np.arange(2),
+                    ]
+                    for i in range(4)
+                ]
+                for n in range(2):
+                    multiply_16(c[n], fragment, values[2 * n : 2 * n + 2])
+            for half, n, e in np.ndindex(2, 2, 2):
+                out[8 * half + FRAGMENT_COLUMN + e, 16 * warp + 8 * n + FRAGMENT_ROW] = c[half][:, 2 * n + e]
+        return out
 
     def store_out(self, place: int, out: Array) -> None:
         """walker.cuh's store_out of four warps; out [16 tokens, 64 channels]."""
@@ -167,7 +194,7 @@ class Unit:
                 product = product * self.a[t]
         return product.reshape(CHANNELS)
 
-    def multiply_values(self, dim_v: int) -> None:
+    def multiply_values(self, dim_v: int, scale: float) -> None:
         a_rows = self.at.of_readers + LANE % 16 * ROW + ((LANE // 16) ^ (LANE % 8)) * 16
         b_rows = self.at.of_writers + (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
         c = np.zeros((2, 32, 4))
@@ -178,34 +205,69 @@ class Unit:
         place = self.at.products + LANE // 4 * 64 + LANE % 4 * 8
         for i in range(4):
             at = place + i % 2 * (8 * 64) + i // 2 * 32
-            self.memory.store_wide(at, c[i // 2][:, i % 2 * 2 :][:, :2])
+            self.memory.store_wide(at, scale * c[i // 2][:, i % 2 * 2 :][:, :2])
 
     def make_results(self, scale: float) -> Array:
         """Returns the sums of q dq - k dk over the block (right), as a lane has them."""
-        through, of_half, total = np.ones((32, 2)), np.ones((32, 2)), np.zeros((32, 2))
-        for n in range(BLOCK):
-            r = self.token(n)
-            if self.left or n > 0:
-                fade = self.a[r if self.left else r + 1]
-                through = through * fade
-                if n >= HALF:
-                    of_half = of_half * fade
-                for m in range(n // HALF * HALF, n):
-                    self.writer[self.token(m)] *= fade
-            seen = self.seen(r)
+        self.through, self.sum = np.full((32, 2), scale if self.left else 1.0), np.zeros((32, 2))
+        fades = [
+            self.a[n] if self.left else self.a[BLOCK - n] if n else np.ones((32, 2)) for n in range(BLOCK)
+        ]
+        self.fade, *self.others = (fades[n : n + GROUP] for n in range(0, BLOCK, GROUP))
+        self.waiting = [self.writer[self.token(n)] for n in range(BLOCK)]
+        for group in range(GROUPS):
+            through, writers = self._make_group(group)
+            self._go_on(group, through, writers)
+        return self.sum
+
+    def _first_token(self, group: int) -> int:
+        return GROUP * (group if self.left else GROUPS - 1 - group)
+
+    def _of(self, e: int) -> int:
+        """Where the e-th reader of a group is behind the group's first token."""
+        return e if self.left else GROUP - 1 - e
+
+    def _make_group(self, group: int) -> tuple[Array, list[Array]]:
+        """Returns the product of the group's gates and its writers, faded up to its last token."""
+        first, of = self._first_token(group), [self._of(e) for e in range(GROUP)]
+        rows = self.at.products + first * (BLOCK + 1) * 4
+        before = [self.through * self.seen(first + of[e]) for e in range(GROUP)]
+        for back in range(1, group + 1):
+            for e in range(GROUP):
+                at = np.array(rows + of[e] * BLOCK * 4 + (-16 if self.left else 16) * back)
+                by = self.memory.load_wide(at, 4)
+                for w in range(GROUP):
+                    before[e] = before[e] + by[of[w]] * self.others[GROUPS - 1 - back][w]
+        writers: list[Array] = []
+        through = np.ones((32, 2))
+        for e in range(GROUP):
+            through = through * self.fade[e]
+            writers = [*(writer * self.fade[e] for writer in writers), self.waiting[e]]
+            by = self.memory.load_wide(np.array(rows + of[e] * BLOCK * 4), 4)
+            x = through * before[e]
+            for w in range(e):
+                x = x + by[of[w]] * writers[w]
+            result = x + by[of[e]] * writers[e]
+            r = first + of[e]
             own = self.memory.load(self.column_of(self.at.readers, r))
-            others, itself = self._sum_writers(r, of_half)
-            of_block, of_all = (1.0, scale) if self.left else (scale, 1.0)
-            x = through * seen + of_block * others
-            result = (x + of_block * itself) * of_all
             self.memory.store(self.column_of(self.at.readers, r), self.rounding(result))
-            x = x * of_all
-            if self.left:
-                self.memory.store_wide(self.floats_of(self.at.gates, r), own * x)
-            else:
-                total = total + self.memory.load_wide(self.floats_of(self.at.inflow, r)) - own * x
-                self.memory.store_wide(self.floats_of(self.at.inflow, r), total)
-        return total
+            product = own * x
+            if not self.left:
+                given = self.memory.load_wide(self.floats_of(self.at.inflow, r))
+                product = self.sum = self.sum + given - product
+            self.memory.store_wide(self.floats_of(self.at.gates if self.left else self.at.inflow, r), product)
+        self.through = self.through * through
+        return through, writers
+
+    def _go_on(self, group: int, through: Array, writers: list[Array]) -> None:
+        """From a group to the next one: others has fades of those to come, then writers of those before."""
+        self.fade, *rest = self.others
+        self.others = [
+            [x * through for x in others] if group > GROUPS - 3 - i else others
+            for i, others in enumerate(rest)
+        ]
+        self.others.append(writers)
+        self.waiting = self.waiting[GROUP:]
 
     def seen(self, t: int) -> Array:
         """Of the state, by all walkers."""
@@ -229,20 +291,6 @@ class Unit:
         for n in range(2):
             at = self.at.products + 512 * n + 16 * LANE
             self.memory.store_wide(at, self.memory.load_wide(at, 4) + others[n])
-
-    def _sum_writers(self, r: int, of_half: Array) -> tuple[Array, Array]:
-        """Of all but the reader's own, and of that."""
-        first, last = (0, r) if self.left else (r, BLOCK - 1)
-        others, own = np.zeros((2, 32, 2)), np.zeros((32, 2))  # others: of both halves
-        for i in range(first // 4, last // 4 + 1):
-            x = self.memory.load_wide(np.array(self.at.products + r * 64 + 16 * i), 4)
-            for e in range(4):
-                w = 4 * i + e
-                if w == r:
-                    own = x[e] * self.writer[w]
-                elif first <= w <= last:
-                    others[self.token(w) // HALF] += x[e] * self.writer[w]
-        return others[1] + of_half * others[0], own
 
     def store_sums(self, carry: Array, short: bool) -> Array:
         """Returns what of the carry is left for the tokens before the block."""
@@ -302,7 +350,7 @@ class Walk:
                 x.store_rows(x.at.inflow, _padded(self.sums[rows]))
             x.load_gates(self.short)
             decay = x.scale_writers(self.scale)
-            x.multiply_values(dim_v)
+            x.multiply_values(dim_v, self.scale)
             if not self.is_first:
                 x.add_products(self.handed[block][1])
             end = BLOCK * (block + 1)
@@ -315,8 +363,7 @@ class Walk:
             written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
             for number, place in enumerate(x.parts):
                 columns = slice(WALKER_V * number, WALKER_V * (number + 1))
-                state = self.rounding.of_both(self.state[:, columns])
-                x.store_out(place, _padded(of_readers[rows, columns]) @ state.T)
+                x.store_out(place, x.see_state(self.state[:, columns], columns.start))
             self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
             if not self.is_first:
                 x.add_out(self.handed[block][0])

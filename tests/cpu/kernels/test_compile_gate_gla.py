@@ -33,22 +33,22 @@ def test_ptxas_reports_no_fault(instance: build.Instance, compile_once: Compile)
         (t, n) for t in (False, True) for n in (1, 2, 2)
     ]
     dim_k = int(dict(instance.defines)["TFLA_DIM_K"])
-    # steps that read the state, of the first chunk and of others; of P V and K^T V, of the last chunk and of
-    # others; of the scores around a chunk's middle, of operands in two parts
-    assert [kernel.wgmmas for kernel in kernels] == [2 * (dim_k // 16 + 8) + 3 * dim_k // 16] * 6
+    # steps that read the state, of the first chunk and of others; of P V, of the mirror by parts of P, and of
+    # K^T V, of the last chunk and of others; of the scores around a chunk's middle, of operands in two parts
+    of_scores = 8 if "backward" in instance.name else 4
+    assert [k.wgmmas for k in kernels] == [2 * (dim_k // 16 + of_scores + 4) + 3 * dim_k // 16] * 6
 
 
 @pytest.mark.parametrize("dim_v", GLA_STATES_TILES)
 def test_the_walks_over_states(dim_v: int, compile_once: Compile) -> None:
-    """A clean log; every GEMM of a block once: steps that read the state, one that writes to it; by parts."""
+    """A clean log; of a block the GEMM that writes to the state once, by parts. mma.sync makes the others."""
     compiled = compile_once(gla_states(dim_v))
     build.check_ptxas_log(compiled.ptxas_log, f"gla_states_v{dim_v}")
     kernels = compiled.every_kernel
     walkers = (1, 2) if dim_v <= 128 else (2,)
     wanted = sorted(itertools.product((False, True), walkers)) * 2  # left and right
     assert sorted((kernel.half, kernel.slice_v) for kernel in kernels) == sorted(wanted)
-    own_v = min(dim_v, 128)  # of a walker
-    assert {kernel.wgmmas for kernel in kernels} == {2 * (own_v // 16 + 1)}
+    assert {kernel.wgmmas for kernel in kernels} == {2}
 
 
 def test_the_sums_of_segments(compile_once: Compile) -> None:

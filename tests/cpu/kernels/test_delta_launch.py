@@ -17,7 +17,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
 from tfla_tk.core.memo import Memo
 
-from .addresses import sequences_of
+from .addresses import at_odd_address, sequences_of
 from .delta_emulation import Kernel
 
 B, T, H = 2, 150, 2
@@ -32,10 +32,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(build, "load", found.load)
     for module in (inputs, launch, states):
         monkeypatch.setattr(module, "current_stream", lambda device: 7)
-    for module, memo in ((launch, "_forwards"), (launch, "_mirrors"), (launch, "_combines")):
-        monkeypatch.setattr(module, memo, Memo())
-    for module, memo in ((states, "_states"), (inputs, "_inputs"), (inputs, "_gradients")):
-        monkeypatch.setattr(module, memo, Memo())
+    for memo in ("_forwards", "_backwards"):
+        monkeypatch.setattr(launch, memo, Memo())
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
     return found
@@ -273,11 +271,34 @@ def test_raw_inputs_of_any_layout(kernel: Kernel) -> None:
     check_raw(core._replace(q=odd, k=turned, **gates))
 
 
+@pytest.mark.parametrize("given", [(), (True, True, True), (True, False, False)], ids=["made", "raw", "norm"])
+@pytest.mark.parametrize("keep", [False, True], ids=["alone", "kept"])
+def test_a_prepared_forward(given: tuple[bool, ...], keep: bool, kernel: Kernel) -> None:
+    """It serves tensors that lie alike, wherever they begin, and what has to be copied."""
+    core = draw(tokens=70)
+    if given:
+        core = raw(core, *given)
+    odd = core._replace(**{name: at_odd_address(getattr(core, name)) for name in ("q", "v", "initial_state")})
+    split = core._replace(v=torch.cat([core.v, core.v[..., :1]], -1)[..., :-1])
+    options = {"output_final_state": True, "keep": keep}
+    for first, calls in ((core, (core, odd, core)), (odd, (core, odd)), (split, (split,))):
+        prepared = launch.prepare(first, **options)
+        for one in calls:
+            o, last, kept = prepared(*one[:9])
+            expected = launch.forward(core, **options)
+            assert torch.equal(o, expected[0]) and torch.equal(last, expected[1])
+            assert (kept is not None) == keep
+
+
 def test_raw_inputs_are_prepared_once_for_each_kind(kernel: Kernel) -> None:
     core = raw(draw(tokens=70), True, True, True)
-    for one in (core, core, core._replace(neg_eigval=False), core._replace(dt_bias=None), core):
+    kinds = (core, core._replace(neg_eigval=False), core._replace(dt_bias=None))
+    for one in kinds:
         check_raw(one)
-    assert len(inputs._inputs) == 3 and len(inputs._gradients) == 6
+    prepared = len(kernel.instances)
+    for one in kinds:
+        check_raw(one)
+    assert len(kernel.instances) == prepared
 
 
 def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:

@@ -19,7 +19,7 @@ from tfla_tk.core.layout import ADDRESS_BITS, DTYPES, Cut, Kept
 from tfla_tk.core.memo import Memo
 from tfla_tk.core.support import SUPPORTED
 
-from .addresses import tensor_at
+from .addresses import at_odd_address, tensor_at
 from .stand_in import PreparedLaunches
 
 B, T, H = 2, 150, 3
@@ -394,6 +394,29 @@ def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
         "gla_forward_k128_overlapped",
     ]
     assert [x.walkers for x in kernel.launches] == [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["alone", "kept"])
+def test_a_prepared_forward(keep: bool, cut: int, kernel: Kernel) -> None:
+    """It serves tensors that lie alike, wherever they begin, and what has to be copied."""
+    core = draw()
+    odd = core._replace(**{name: at_odd_address(getattr(core, name)) for name in ("k", "g", "initial_state")})
+    split = core._replace(v=torch.cat([core.v, core.v[..., :1]], -1)[..., :-1])
+    options = {"output_final_state": True, "keep": keep}
+    expected = launch.forward(core, **options)
+    for first, calls in ((core, (core, odd, core)), (odd, (core, odd)), (split, (split,))):
+        prepared = launch.prepare(first, **options)
+        for one in calls:
+            o, last, kept = prepared(*one[:6])
+            assert torch.equal(o, expected[0]) and torch.equal(last, expected[1])
+            assert (kept is not None) == keep
+
+
+def test_a_backward_serves_odd_addresses(cut: int, kernel: Kernel) -> None:
+    core = draw()
+    check_backward(core)
+    check_backward(core._replace(**{name: at_odd_address(getattr(core, name)) for name in ("q", "g")}))
+    check_backward(core)
 
 
 def check_backward(

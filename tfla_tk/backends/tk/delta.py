@@ -7,7 +7,7 @@ The kernels' package beside this module, tfla_tk.backends.tk.delta_rule, has
                                                        dt_bias); torch operations in front make the rest
                 supports_delta_rule(call, variant)     as every family has it
                 load(kernel, call, variant)            likewise
-    launch      forward, backward                      as `tfla_tk.ops.linear` says; core is a `DeltaRuleCore`
+    launch      forward, prepare, backward             as `tfla_tk.ops.linear` says; core is a `DeltaRuleCore`
                                                        whose flags and A_log are set for what is native alone
 
 Neither may import tfla_tk.ops or this module.

@@ -4,7 +4,7 @@ The kernels' package beside this module, tfla_tk.backends.tk.channel_gate, has
 
     support     supports_gla(call, variant)         as every family has it; call is a `LinearCall`
                 load(kernel, call, variant)         likewise
-    launch      forward, backward                   as `tfla_tk.ops.linear` says; core is a `GLACore`
+    launch      forward, prepare, backward          as `tfla_tk.ops.linear` says; core is a `GLACore`
 
 Neither may import tfla_tk.ops or this module.
 """

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from tfla_tk.backends.tk.operands import Operand, descriptor_strides, pointer
+from tfla_tk.backends.tk.operands import Operand, descriptor_strides
 from tfla_tk.core.layout import ADDRESS_BITS, MaybeTensor
 
 # what a module has prepared: all but the addresses at which the tensors of a call begin
 Launch: TypeAlias = Any
+
+_SCRATCH_ALIGNMENT = 256  # bytes
 
 
 class Addresses:
@@ -29,6 +31,25 @@ class Addresses:
         """The prepared address of the next tensor's first byte, to which bytes may be added; 0 for none."""
         self._count += 1
         return self._count << ADDRESS_BITS if given else 0
+
+
+class Scratch:
+    """Places in one allocation, of what kernels of a call leave for others.
+
+    Attributes:
+        bytes: of the allocation.
+    """
+
+    def __init__(self, address: int) -> None:
+        """Args: address: the prepared one of the allocation."""
+        self._address = address
+        self.bytes = 0
+
+    def take(self, size: int) -> int:
+        """The prepared address of the next so many bytes; 0 for none."""
+        at = self._address + self.bytes
+        self.bytes += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
+        return at if size else 0
 
 
 class Launches(NamedTuple):
@@ -57,19 +78,28 @@ class Result(NamedTuple):
     @staticmethod
     def like(x: Tensor, device: str | None = None) -> Result:
         """Uninitialised, like x [B, T, H, D] in memory order."""
-        result = torch.empty_like(x, device=device)
+        return Result.of(torch.empty_like(x, device=device))
+
+    @staticmethod
+    def of(result: Tensor) -> Result:
+        """With itself, or a dense tensor, to be written."""
         if descriptor_strides(result.shape, result.stride()) is None:
             return Result(result, result.new_empty(result.shape))
         return Result(result, result)
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the kernels write the result itself."""
+        return self.written is self.result
+
     def filled(self) -> Tensor:
         """The result, once what is written is there."""
-        return self.result if self.written is self.result else self.result.copy_(self.written)
+        return self.result if self.is_direct else self.result.copy_(self.written)
 
 
 def starts(*tensors: MaybeTensor) -> list[int]:
     """Where the tensors of a call begin, in the order of their numbers; 0 for none."""
-    return [pointer(x) for x in tensors]
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def operand_at(address: int, x: Tensor) -> Operand:

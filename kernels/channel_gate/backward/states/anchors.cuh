@@ -22,6 +22,12 @@ __device__ inline uint4* anchor_units(const StatesGlobals& g, const StatesTask& 
     return g.anchors + tiles * kAnchorUnits + fresh_laneid();
 }
 
+// So that these units are near when they are read. NOTES: else a walker waits for global memory three times,
+// and all warps for it.
+template <class C> __device__ inline void prefetch_anchor(const uint4* units) {
+    prefetch_bytes<C::kWalkerV / 16 * kAnchorUnits * sizeof(uint4)>(units - fresh_laneid());
+}
+
 template <class C, class State> __device__ inline void store_anchor(uint4* units, const State& state) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     each<0, State::width>([&](int k) {

@@ -106,6 +106,10 @@ struct StatesTask : Task {
     template <class C> __device__ inline int block_of(int step) const {
         return C::kIsLeft ? step : blocks - 1 - step;
     }
+    // Whether this CTA needs the products of values, of slices of V.
+    template <class C> __device__ inline bool makes_products(const StatesGlobals& g) const {
+        return g.template makes_results<C>() || column == 0;
+    }
     __device__ inline int row_of(int block) const { return first_row + block * kBlock; }
     __device__ inline int tokens_from(int block) const { return tokens - block * kBlock; }
     // Whether there is an anchor before a block.
@@ -150,8 +154,10 @@ template <class C> __device__ constexpr uint32_t out_row(int token) {
 template <class C> __device__ constexpr uint32_t out_swizzle(int token) {
     return C::kOutInPlace ? token / 2 % 4 * 32 : 0;
 }
-template <class C> __device__ __forceinline__ uint32_t own_out(uint32_t out, int token, int lane) {
-    return out + out_row<C>(token) + ((8 * lane) ^ out_swizzle<C>(token));
+// Of token first + i; first: a multiple of four, i: less than four.
+template <class C> __device__ __forceinline__ uint32_t own_out(uint32_t out, int first, int i, int lane) {
+    const uint32_t of_first = out + out_row<C>(first) + ((8 * lane) ^ out_swizzle<C>(first));
+    return (of_first ^ out_swizzle<C>(i)) + out_row<C>(i);
 }
 
 // What walkers and gate warps tell each other, by gate warp or walker; and a gate warp keeps.
@@ -216,7 +222,17 @@ template <class C> struct StatesMemory {
 
 // A gate warp's number, of those of all strips: the one of `strip` that is at the walk's `step`.
 template <class C> __device__ inline int gate_warp_of(int strip, int step) {
-    return strip * C::kTurns + step % C::kTurns;
+    return strip * C::kTurns + static_cast<unsigned>(step) % C::kTurns;
+}
+
+// Brings kBytes near, into L2, by a warp, before they are read.
+template <int kBytes> __device__ __forceinline__ void prefetch_bytes(const void* from) {
+    constexpr int kLine = 128, kLines = kBytes / kLine;
+    const char* const own = static_cast<const char*>(from) + fresh_laneid() * kLine;
+    each<0, (kLines + 31) / 32>([&](int i) {
+        if (32 * i + 32 <= kLines || fresh_laneid() < kLines - 32 * i)
+            asm volatile("prefetch.global.L2 [%0];\n" ::"l"(own + 32 * i * kLine));
+    });
 }
 
 }  // namespace tfla_tk::channel_gate

@@ -5,14 +5,15 @@
 //   2. Writers, scaled: k times the product of a behind the token (left), s q times that up to and with it
 //      (right). They are in two parts, high + low: the high ones in place, the low ones in the place of the
 //      gates. Hand them to the walker, with the product over the block.
-//   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp.
+//   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp. They
+//      are the same for all K: of launches that leave sums, the head's first CTA alone makes them.
 //   4. Wait for what the readers see of the state; where walkers split V these are two parts, to be added up,
 //      and a later block's values are loaded into the place of this one's. Of a slice of V, add what earlier
 //      launches have left; a launch before the last one leaves the sums, and goes on with the hand-over of 7.
-//      Reader after reader, away from where the walk comes from: writers fade by one token's gate, the
-//      reader's own joins them, their products with its row of step 3 are added up in fp32. Those of the
-//      first half fade no further than its end, their sum does. So no factor exceeds 1 and none is a
-//      quotient.
+//      Readers follow in groups of four, away from where the walk comes from. What a group sees of the state
+//      and of writers of earlier groups is summed up as of the group's begin, and the sum fades from reader
+//      to reader. So do the group's own writers: each joins at its reader, and their products with the rows
+//      of step 3 are added up in fp32. No factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
@@ -53,37 +54,53 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         if constexpr (!C::kIsLeft) find_closed(product);
     }
 
-    // Step 3: products[r][w].
-    __device__ __forceinline__ void multiply_values() const {
-        const uint32_t a_rows = of_readers + lane % 16 * kRowBytes + ((lane / 16) ^ lane % 8) * 16;
-        const uint32_t b_rows =
+    // Step 3: products[r][w], times `scale`. NOTES: a loop, for the cache of instructions.
+    __device__ __forceinline__ void multiply_values(float scale) const {
+        uint32_t a_rows = of_readers + lane % 16 * kRowBytes + ((lane / 16) ^ lane % 8) * 16;
+        uint32_t b_rows =
             of_writers + (lane / 16 * 8 + lane % 8) * kRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
-        float c[2][4];
-        each<0, C::kDimV / 16>([&](int i) {
-            const uint32_t panel = i / 4 * kValuePanel, step = i % 4 * 32;
-            const Fragment<T2> x((a_rows ^ step) + panel), y((b_rows ^ step) + panel);
-            each<0, 2>([&](int n) { multiply_16(c[n], x, y, n, i > 0); });
-        });
+        float c[2][4] = {};
+#pragma unroll 1
+        for (int panel = 0; panel < C::kDimV / kPanelColumns; panel++) {
+            each<0, 4>([&](int i) {
+                const Fragment<T2> x(a_rows ^ i * 32), y(b_rows ^ i * 32);
+                each<0, 2>([&](int n) { multiply_16(c[n], x, y, n, true); });
+            });
+            a_rows += kValuePanel, b_rows += kValuePanel;
+        }
         const uint32_t place = products + lane / 4 * (kBlock * 4) + lane % 4 * 8;
         each<0, 4>([&](int i) {
             const float2 x{c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]};
-            store_floats(place + i % 2 * (8 * kBlock * 4) + i / 2 * 32, x);
+            store_floats(place + i % 2 * (8 * kBlock * 4) + i / 2 * 32, x * scale);
         });
         __syncwarp();
     }
 
-    // What a reader sees of the state.
-    __device__ __forceinline__ float2 seen(int t) const {
-        const float2 x = load_floats(own_out<C>(out, t, lane));
+    // What a reader sees of the state, that of token first + i. first: a multiple of four.
+    __device__ __forceinline__ float2 seen(int first, int i) const {
+        const float2 x = load_floats(own_out<C>(out, first, i, lane));
         if constexpr (!C::kSplitsV) return x;
-        const float2 y = load_floats(own_out<C>(second_out, t, lane));
+        const float2 y = load_floats(own_out<C>(second_out, first, i, lane));
         return {x.x + y.x, x.y + y.y};
     }
 
     // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
+    // NOTES: a loop over groups of four readers, for the cache of instructions. So all indices of registers
+    // must be the same for every group, and what is in them moves on from group to group.
     __device__ __forceinline__ float2 make_results(float scale, bool wants_sums) {
-        float2 through{1.f, 1.f}, of_half{1.f, 1.f}, sum{0.f, 0.f};
-        make_result<0>(through, of_half, sum, scale, wants_sums);
+        Group x;
+        x.through = {C::kIsLeft ? scale : 1.f, C::kIsLeft ? scale : 1.f};
+        each<0, kGroup>([&](int e) { x.fade[e] = fade_before(e); });
+        each<0, kGroups - 1>([&](int i) {
+            each<0, kGroup>([&](int e) { x.others[i][e] = fade_before(kGroup * (i + 1) + e); });
+        });
+        each<0, kBlock>([&](int n) { x.waiting[n] = writer[token(n)]; });
+        float2 sum{0.f, 0.f};
+#pragma unroll 1
+        for (int group = 0; group < kGroups; group++) {
+            make_group(x, group, sum, wants_sums);
+            if (group < kGroups - 1) go_on(x, group);
+        }
         return sum;
     }
 
@@ -96,20 +113,10 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
 
     // Step 6: the gradients of the gates, in their place. carry: the sum over all tokens behind the block.
     __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
-        const bool any = any_closed();
-        each<0, kBlock>([&](int n) {
-            const int t = token(n);
-            const float2 x = load_floats(floats_of(inflow, t));
-            if (any) close(carry, t, x);
-            const float2 y{x.x + carry.x, x.y + carry.y};
-            const uint32_t short_place = gates + 4 * lane + t * kRowBytes;
-            if (dtype == DType::float32)
-                store_floats(floats_of(gates, t), y);
-            else if (dtype == DType::float16)
-                store_rounded<half_2>(short_place, y);
-            else
-                store_rounded<bf16_2>(short_place, y);
-        });
+        if (dtype == DType::float32 && !any_closed())
+            store_sums<true>(carry, dtype);
+        else
+            store_sums<false>(carry, dtype);
     }
 
   private:
@@ -128,69 +135,125 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         carry = {closed >> 2 * t & 1 ? -sum.x : carry.x, closed >> 2 * t & 2 ? -sum.y : carry.y};
     }
 
-    static constexpr int kHalf = kBlock / 2;  // of the block, as the walk meets it
-
-    // What reader r, the n-th one, sees of the block's writers, without s: of all but its own, and of that.
-    // of_half: the gates between the first half, whose writers have faded up to its last token, and r.
-    template <int n>
-    __device__ __forceinline__ void sum_writers(float2 of_half, float2& of_others, float2& of_own) const {
-        constexpr int r = token(n);
-        constexpr int kFirst = C::kIsLeft ? 0 : r, kLast = C::kIsLeft ? r : kBlock - 1;
-        float2 sums[2][2] = {};  // of both halves; NOTES: two of each, shorter chains
-        each<kFirst / 4, kLast / 4 + 1>([&](int i) {
-            float x[4];
-            load_four(x, products + r * (kBlock * 4) + 16 * i);
-            each<0, 4>([&](int e) {
-                const int w = 4 * i + e;
-                if (w < kFirst || w > kLast) return;
-                if (w == r) {
-                    of_own = writer[w] * x[e];
-                    return;
-                }
-                float2& sum = sums[(C::kIsLeft ? w : kBlock - 1 - w) / kHalf][e % 2];
-                sum = {sum.x + x[e] * writer[w].x, sum.y + x[e] * writer[w].y};
+    // kIsPlain: gates of fp32, none of them closed. NOTES: a loop, for the cache of instructions.
+    template <bool kIsPlain> __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
+#pragma unroll 1
+        for (int group = 0; group < kGroups; group++) {
+            const int first = first_token(group);
+            float2 x[kGroup];
+            each<0, kGroup>([&](int e) { x[e] = load_floats(floats_of(inflow, first) + kFloatRow * of(e)); });
+            each<0, kGroup>([&](int e) {
+                const int t = first + of(e);
+                if constexpr (!kIsPlain) close(carry, t, x[e]);
+                const float2 y{x[e].x + carry.x, x[e].y + carry.y};
+                const uint32_t short_place = gates + 4 * lane + t * kRowBytes;
+                if (kIsPlain || dtype == DType::float32)
+                    store_floats(floats_of(gates, first) + kFloatRow * of(e), y);
+                else if (dtype == DType::float16)
+                    store_rounded<half_2>(short_place, y);
+                else
+                    store_rounded<bf16_2>(short_place, y);
             });
-        });
-        auto of = [&](int half) {
-            return float2{sums[half][0].x + sums[half][1].x, sums[half][0].y + sums[half][1].y};
-        };
-        of_others = of(0);
-        if constexpr (n >= kHalf) {
-            const float2 near = of(1);
-            of_others = {near.x + of_half.x * of_others.x, near.y + of_half.y * of_others.y};
         }
     }
 
-    template <int n>
-    __device__ __forceinline__ void make_result(float2& through, float2& of_half, float2& sum, float scale,
-                                                bool wants_sums) {
-        constexpr int r = token(n);
-        if constexpr (C::kIsLeft || n > 0) {
-            const float2 fade = a[C::kIsLeft ? r : r + 1];
-            through = through * fade;
-            if constexpr (n >= kHalf) of_half = of_half * fade;
-            each<n / kHalf * kHalf, n>([&](int m) { writer[token(m)] = writer[token(m)] * fade; });
-        }
-        const float2 own = to_float2(load_pair_of<T2>(column_of(readers, r)));
-        const float2 of_state = through * seen(r);
-        float2 of_others, of_own;
-        sum_writers<n>(of_half, of_others, of_own);
-        const float of_block = C::kIsLeft ? 1.f : scale, of_all = C::kIsLeft ? scale : 1.f;
-        const float2 x{of_state.x + of_block * of_others.x, of_state.y + of_block * of_others.y};
-        const float2 result{x.x + of_block * of_own.x, x.y + of_block * of_own.y};
-        store_rounded<T2>(column_of(readers, r), result * of_all);
-        if (wants_sums) {
-            const float2 product = own * (x * of_all);
-            if constexpr (C::kIsLeft) {
-                if constexpr (C::kOutInPlace) __syncwarp();  // other lanes have read what they see of the row
-                store_floats(floats_of(gates, r), product);
-            } else {
-                const float2 given = load_floats(floats_of(inflow, r));
-                sum = {sum.x + (given.x - product.x), sum.y + (given.y - product.y)};
-                store_floats(floats_of(inflow, r), sum);
+    static constexpr int kGroup = 4, kGroups = kBlock / kGroup;  // of readers, as the walk meets them
+
+    // The first token of a group, and where the e-th one of the walk is behind it.
+    static __device__ __forceinline__ int first_token(int group) {
+        return kGroup * (C::kIsLeft ? group : kGroups - 1 - group);
+    }
+    static constexpr __device__ int of(int e) { return C::kIsLeft ? e : kGroup - 1 - e; }
+
+    // What fades between the n-th reader and the one before it, or the state.
+    __device__ __forceinline__ float2 fade_before(int n) const {
+        if constexpr (C::kIsLeft) return a[n];
+        return n == 0 ? float2{1.f, 1.f} : a[kBlock - n];
+    }
+
+    // What a group of readers needs in registers.
+    struct Group {
+        float2 through;       // the product of gates between the state and the group, times s (left)
+        float2 fade[kGroup];  // before each reader
+        // First the fades of the groups to come. Each group leaves its writers in the last place, faded up
+        // to its last token; all else moves to the place before. So in group n the last n places have
+        // writers.
+        float2 others[kGroups - 1][kGroup];
+        T2 waiting[kBlock];  // writers of this group and those behind it
+        float2 writer[kGroup];
+    };
+
+    // What the group's readers see of the state and of the groups before is summed up first, as of the
+    // group's begin, since all of it fades by the same gates. Then reader after reader.
+    __device__ __forceinline__ void make_group(Group& x, int group, float2& sum, bool wants_sums) const {
+        const int first = first_token(group);
+        const uint32_t own_place = column_of(readers, first);
+        const uint32_t rows = products + first * (kBlock + 1) * 4;  // where row and column are of `first`
+        float2 seen_before[kGroup];
+        each<0, kGroup>([&](int e) { seen_before[e] = x.through * seen(first, of(e)); });
+        each<1, kGroups>([&](int back) {
+            if (group < back) return;
+            each<0, kGroup>([&](int e) {
+                float by[4];
+                load_four(by, rows + of(e) * (kBlock * 4) + (C::kIsLeft ? -16 : 16) * back);
+                each<0, kGroup>(
+                    [&](int w) { add_product(seen_before[e], by[of(w)], x.others[kGroups - 1 - back][w]); });
+            });
+        });
+        T2 result[kGroup];
+        float2 without_own[kGroup], through;
+        each<0, kGroup>([&](int e) {
+            const float2 fade = x.fade[e];
+            through = e == 0 ? fade : through * fade;
+            each<0, kGroup>([&](int w) {
+                if (w < e) x.writer[w] = x.writer[w] * fade;
+            });
+            x.writer[e] = to_float2(x.waiting[e]);
+            float by[4];
+            load_four(by, rows + of(e) * (kBlock * 4));
+            float2 y = through * seen_before[e];
+            each<0, kGroup>([&](int w) {
+                if (w < e) add_product(y, by[of(w)], x.writer[w]);
+            });
+            without_own[e] = y;
+            add_product(y, by[of(e)], x.writer[e]);
+            result[e] = from_float2<T2>(y);
+        });
+        x.through = x.through * through;
+        x.fade[0] = through;  // of the whole group, for go_on
+        const uint32_t floats = floats_of(C::kIsLeft ? gates : inflow, first);
+        float2 given[kGroup];
+        T2 own[kGroup];
+        each<0, kGroup>([&](int e) {
+            own[e] = load_pair_of<T2>((own_place ^ of(e) * 16) + of(e) * kRowBytes);
+            if (!C::kIsLeft && wants_sums) given[e] = load_floats(floats + of(e) * kFloatRow);
+        });
+        if constexpr (C::kIsLeft && C::kOutInPlace) __syncwarp();  // other lanes have read what they see
+        each<0, kGroup>([&](int e) {
+            store_pair_of((own_place ^ of(e) * 16) + of(e) * kRowBytes, result[e]);
+            if (!wants_sums) return;
+            float2 product = to_float2(own[e]) * without_own[e];
+            if constexpr (!C::kIsLeft) {
+                sum = {sum.x + (given[e].x - product.x), sum.y + (given[e].y - product.y)};
+                product = sum;
             }
-        }
-        if constexpr (n + 1 < kBlock) make_result<n + 1>(through, of_half, sum, scale, wants_sums);
+            store_floats(floats + of(e) * kFloatRow, product);
+        });
+    }
+
+    // From a group to the next one.
+    __device__ __forceinline__ void go_on(Group& x, int group) const {
+        const float2 through = x.fade[0], none{1.f, 1.f};
+        each<0, kGroup>([&](int e) { x.fade[e] = x.others[0][e]; });
+        each<0, kGroups - 2>([&](int i) {
+            const float2 by = pick(group > kGroups - 3 - i, through, none);
+            each<0, kGroup>([&](int e) { x.others[i][e] = x.others[i + 1][e] * by; });
+        });
+        each<0, kGroup>([&](int e) { x.others[kGroups - 2][e] = x.writer[e]; });
+        each<0, kBlock - kGroup>([&](int n) { x.waiting[n] = x.waiting[n + kGroup]; });
+    }
+    static __device__ __forceinline__ void add_product(float2& to, float by, float2 x) {
+        to = {to.x + by * x.x, to.y + by * x.y};
     }
 };
 
@@ -206,7 +269,7 @@ __device__ inline float2 known_flow(const StatesGlobals& g, StatesMemory<C>& sme
         flow = {flow.x + second.x, flow.y + second.y};
     }
     if (!g.template adds<C>()) return flow;
-    const float2 others = SumsOfBlock::of(g, smem.task, smem.task.template block_of<C>(step)).flow[lane];
+    const float2 others = SumsOfLane::of(g, smem.task, smem.task.template block_of<C>(step)).sums.flow[lane];
     return {flow.x + others.x, flow.y + others.y};
 }
 
@@ -274,21 +337,26 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         arrive_warp(smem.written[slot][strip]);
         // NOTES: computed anew, to save registers
         auto block = [&] { return task.template block_of<C>(anew(step)); };
-        auto sums = [&] { return SumsOfLane{SumsOfBlock::of(g, task, block())}; };
-        if (g.template adds<C>()) sums().prefetch();
+        auto sums = [&] { return SumsOfLane::of(g, task, block()); };
+        auto has_flow = [&] {  // which the walkers give
+            return !C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block() + 1));
+        };
+        if (g.template adds<C>()) sums().prefetch(has_flow());
         const Use<Memory::kStages> use(step);  // 3
         wait(smem.values_arrived[use.slot], use.phase);
         auto& values = smem.values[Use<Memory::kValueStages>(step).slot];
         x.of_readers = shared_address(&values.of_readers), x.of_writers = shared_address(&values.of_writers);
-        x.multiply_values();
-        if (g.template adds<C>()) sums().add_products(x.products);
+        if (task.template makes_products<C>(g)) {
+            x.multiply_values(g.scale);
+            if (g.template adds<C>()) sums().add_products(x.products);
+        }
         wait(smem.out_ready[gate_warp], Use<C::kTurns>(step).phase);  // 4
         load_values_behind(g, smem, step);
         if (g.template adds<C>()) sums().template add_out<C>(x.out);
         if (!g.template makes_results<C>()) {
-            sums().leave([&](int t) { return x.seen(t); }, x.products);
-            if (!C::kIsLeft && g.needs_dg && (step == 0 ? !task.is_last : task.is_anchor(block() + 1)))
-                sums().sums.flow[fresh_laneid()] = known_flow(g, smem, strip, step);
+            sums().leave_out([&](int first, int i) { return x.seen(first, i); });
+            if (task.template makes_products<C>(g)) sums().leave_products(x.products);
+            if (has_flow()) sums().sums.flow[fresh_laneid()] = known_flow(g, smem, strip, step);
             fence_async_proxy();
             load_behind(g, smem, strip, step);
             continue;

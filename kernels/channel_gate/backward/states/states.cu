@@ -34,7 +34,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void gla_states_kernel(const __grid
         run_state_gates(g, smem, warp);
     } else {
         if constexpr (C::kWalkers > 1) set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        walk_states(g, smem, (warp - C::kGateWarps) / 4);
+        walk_states(g, smem, warp - C::kGateWarps);
     }
 }
 

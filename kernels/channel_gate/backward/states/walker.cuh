@@ -2,17 +2,16 @@
 // the state of these (64 columns of K, up to 128 of V) in fp32 and computes what readers see of it
 // transposed. All that is rounded on the way from the state or to it is in two parts, high + low, and so are
 // its GEMMs: dg is a difference of sums that cancel but for rounding. Per block of 16 tokens:
-//   1. out^T = state values^T with the values of the readers, over the first half of V. NOTES: operands of
-//      both halves at once would not leave registers. At an anchor the left walk leaves the state there, the
-//      right one finds the flow of gradient.
-//   2. The state's second half to operands. Wait for the gate warp's writers and scale the state by the
-//      block's decay, a factor per row. NOTES: before the second half's first GEMM: ptxas does not follow a
-//      GEMM's accumulators over the loop's edge while another GEMM is in flight (C7517).
-//   3. Issue out^T += state values^T over the second half, and state += writers^T values.
-//   4. Wait for both. Hand out to the gate warp, which then may write where the low parts of writers are, and
-//      hand over the block's place. Where walkers split V, each puts its part of out where the writers' high
-//      or low parts are, so it waits until the GEMMs of both walkers have read these: under the other one's
-//      work of step 1 of the next block.
+//   1. out^T = state values^T with the values of the readers, by mma.sync: each warp rounds 16 columns of its
+//      16 rows of the state and multiplies them while it rounds the next ones. NOTES: a wgmma of so few
+//      columns takes the warps longer to meet for than to compute. At an anchor the left walk leaves the
+//      state there, the right one finds the flow of gradient.
+//   2. Wait for the gate warp's writers and scale the state by the block's decay, a factor per row.
+//   3. Issue state += writers^T values, by wgmma.
+//   4. Store out for the gate warp. Wait for the GEMM. Tell the gate warp, which then may write where the low
+//      parts of writers are, and hand over the block's place. Where walkers split V, each puts its part of
+//      out where the writers' high or low parts are, so it waits until the GEMMs of both walkers have read
+//      these: in the middle of step 1 of the next block, when the other one has got as far.
 #pragma once
 
 #include "channel_gate/backward/states/anchors.cuh"
@@ -28,133 +27,206 @@ template <class State> __device__ inline void decay_rows(State& state, float2 de
     });
 }
 
-// 16 columns of a state as two A operands, whose sum they are.
-template <class A, class State>
-__device__ inline void split_fragment(A& high, A& low, const State& state, int column_tile) {
-    each<0, 4>([&](int k) {
-        const HighAndLow<typename A::dtype> parts(state.tiles[0][column_tile].data[k]);
-        high.tiles[0][0].data[k] = parts.high, low.tiles[0][0].data[k] = parts.low;
-    });
+__device__ inline float load_float(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];\n" : "=f"(x) : "r"(address) : "memory");
+    return x;
 }
 
-// The transpose of a warp's 16 rows of out^T, which are columns from `first_column` on.
-template <class C>
-__device__ inline void store_out(uint32_t rows, const rt_fl<16, kBlock>& out, int first_column, int lane) {
-    const int first_token = lane % 4 * 2;  // and the next one, and eight behind
-    const uint32_t address = rows + out_row<C>(first_token) + lane / 4 * 4;
-    auto store = [&](int token, uint32_t column, float x) {
-        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address + out_row<C>(token) + column), "f"(x)
-                     : "memory");
+// A warp's 16 rows of out^T, as mma.sync has them: of the first eight tokens and of the last ones.
+using OutOfWarp = float[2][4];
+
+// Adds to out^T what 16 columns of the state give, by high and low parts apart. rows: where this lane's row
+// of the values of these columns is, see lane_in_values.
+template <class T2, class State>
+__device__ __forceinline__ void add_columns(OutOfWarp& of_high, OutOfWarp& of_low, const State& state,
+                                            int column_tile, uint32_t rows) {
+    const Fragment<T2> values(rows);
+    Fragment<T2> high, low;
+    each<0, 4>([&](int i) {
+        const HighAndLow<T2> parts(state.tiles[0][column_tile].data[i]);
+        high.x[i] = parts.high, low.x[i] = parts.low;
+    });
+    const bool is_first = column_tile == 0;
+    each<0, 2>([&](int n) { multiply_16(of_high[n], high, values, n, !is_first); });
+    each<0, 2>([&](int n) { multiply_16(of_low[n], low, values, n, !is_first); });
+}
+
+// Where this lane's numbers of a warp's 16 rows of out^T are in `out`; first_column: of these.
+template <class C> __device__ inline uint32_t lane_in_out(uint32_t first_column) {
+    const uint32_t lane = fresh_laneid(), first_token = lane % 4 * 2;  // and the next one, and eight behind
+    return out_row<C>(first_token) + lane / 4 * 4 + ((4 * first_column) ^ out_swizzle<C>(first_token));
+}
+
+// Where this lane's row of values of 16 columns of V is, for ldmatrix: the tiles of tokens 0 to 7 first.
+__device__ inline uint32_t lane_in_values() {
+    const uint32_t lane = fresh_laneid();
+    return (lane / 16 * 8 + lane % 8) * kRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+}
+
+// The transpose of a warp's 16 rows of out^T. place: where `out` is, and the lane's numbers in it.
+template <class C> __device__ inline void store_out(uint32_t place, const OutOfWarp& out) {
+    auto store = [](uint32_t address, float x) {
+        asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address), "f"(x) : "memory");
     };
     each<0, 2>([&](int n) {
-        const uint32_t column = (4 * first_column + 32 * n) ^ out_swizzle<C>(first_token);
+        const uint32_t rows = C::kOutInPlace ? place ^ 32 * n : place + 32 * n;
         each<0, 2>([&](int half) {
-            const float2 x = out.tiles[0][0].data[2 * half + n];
-            store(8 * half, column, x.x), store(8 * half + 1, column, x.y);
+            store(rows + out_row<C>(8 * half), out[half][2 * n]);
+            store(rows + out_row<C>(8 * half + 1), out[half][2 * n + 1]);
         });
     });
 }
 
+// Shared memory as if it began at its number, for the numbers of places in it; nothing is read by it. NOTES:
+// of a symbol's address the compiler would ask for the CTA's number anew at every use.
+template <class Memory> __device__ inline const Memory& by_numbers(const Memory& smem) {
+    return *reinterpret_cast<const Memory*>(
+        static_cast<uintptr_t>(static_cast<uint32_t>(anew(shared_address(&smem)))));
+}
+template <class Member> __device__ inline uint32_t number_of(const Member& member) {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&member));
+}
+
+__device__ inline void wait_at(uint32_t barrier, uint32_t phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra.uni DONE;\n"
+        "bra.uni WAIT;\n"
+        "DONE:\n"
+        "}\n" ::"r"(barrier),
+        "r"(phase)
+        : "memory");
+}
+__device__ inline void arrive_warp_at(uint32_t barrier) {
+    if (arrives_for_warp())
+        asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+// A place in a ring of kSlots, and the phase of its barriers, which go on step by step.
+template <int kSlots> struct RingPlace {
+    int slot = kSlots - 1;  // of the step before the first one
+    uint32_t phase = 1;
+
+    __device__ inline void go_on() {
+        const bool wraps = slot == kSlots - 1;
+        slot = wraps ? 0 : slot + 1, phase ^= wraps;
+    }
+};
+
+// warp: of those of all walkers. NOTES: what is the same for a warp's lanes must follow from numbers that the
+// compiler knows to be so; else descriptors of operands leave uniform registers.
 template <class C>
-__device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int walker) {
+__device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int warp) {
     using T = typename C::T;
+    using T2 = typename base_types::packing<T>::packed_type;
     using Values = typename C::Values;
-    constexpr int kStateSteps = C::kWalkerV / 16, kHalf = kStateSteps / 2;
+    constexpr int kTiles = C::kWalkerV / 16;  // of the state's columns
     using Memory = StatesMemory<C>;
     constexpr int kStages = Memory::kStages;
     rt_fl<16, C::kWalkerV> state;
-    rt_fl<16, kBlock> out;
-    rt<T, 16, 16> high[kHalf], low[kHalf];  // of half of the state
+    OutOfWarp out;
 
     const StatesTask& task = smem.task;
-    const int strip = C::strip_of(walker), part = C::part_of(walker);
-    const int first_column = 16 * warpgroup::warpid();  // of the strip's
+    const int walker = warp / 4, strip = C::strip_of(walker), part = C::part_of(walker);
+    const int first_column = warp % 4 * 16;  // of the strip's
     auto column = [&] { return task.column + strip * kWalkerColumns + first_column; };
     const int value_column = part * C::kWalkerV;
+    const uint32_t own_panels = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;  // bytes before
+    // The next step at whose begin there is an anchor. The right walk asks for it some steps ahead.
+    constexpr int kAnchorAhead = 8;
+    int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
+    if (!g.needs_dg) anchor_step = task.blocks;
 
-    auto hand_out = [&](int step) {  // 4
-        const Use<kStages> use(step);
-        auto& columns = smem.columns[use.slot][strip];
-        const int gate_warp = gate_warp_of<C>(strip, step);
-        uint32_t rows;
+    const Memory& at = by_numbers(smem);
+    const uint32_t out_of_lane = lane_in_out<C>(first_column);
+    const uint32_t values_of_lane = own_panels + lane_in_values();
+    const uint32_t decay_of_lane = number_of(at.decay[0][strip][first_column + unsigned(fresh_laneid()) / 4]);
+    using Place = RingPlace<kStages>;
+    Place use;  // of the step's block
+    int value_slot = Memory::kValueStages - 1;
+
+    // Where a block's out goes; waits until it may.
+    auto place_of_out = [&](int step, const Place& place) {
+        const auto& columns = at.columns[place.slot][strip];
         if constexpr (C::kSplitsV) {
-            wait(smem.read[use.slot], use.phase);
-            rows = part == 0 ? shared_address(&columns.gates) : shared_address(&columns.writers);
-        } else if constexpr (C::kOutInPlace) {
-            warpgroup::sync(1 + walker);  // all warps' GEMMs have read the low parts there
-            rows = shared_address(&columns.gates);
+            wait_at(number_of(at.read[place.slot]), place.phase);
+            // NOTES: the second walker's is where the first one's would be but for a constant
+            return number_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
         } else {
-            wait_free(smem.out_free[gate_warp], Use<C::kTurns>(step).phase);
-            rows = shared_address(&smem.exchange.out[gate_warp]);
+            const int gate_warp = gate_warp_of<C>(strip, step);
+            wait_at(number_of(at.out_free[gate_warp]), ~(static_cast<unsigned>(step) / C::kTurns) & 1);
+            return number_of(at.exchange.out[gate_warp]);
         }
-        store_out<C>(rows, out, first_column, fresh_laneid());
-        arrive_warp(smem.out_ready[gate_warp]);
+    };
+    auto tell_gate_warp = [&](int step) {
+        arrive_warp_at(number_of(at.out_ready[gate_warp_of<C>(strip, step)]));
+    };
+    auto hand_out = [&](int step, const Place& place) {
+        store_out<C>(place_of_out(step, place) + out_of_lane, out);
+        tell_gate_warp(step);
     };
 
-    auto wait_values = [&](int step) {
-        const Use<kStages> use(step);
-        wait(smem.values_arrived[use.slot], use.phase);
+    auto anchor_at = [&](int step) {
+        const int block = task.template block_of<C>(step) + !C::kIsLeft;  // the anchor is before it
+        return anchor_units<C>(g, task, block, column() / 16, walker);
     };
 
     auto walk_block = [&](int step) {
-        const int slot = Use<kStages>(step).slot, block = task.template block_of<C>(step);
-        if (g.needs_dg && column() < g.dim_k) {
-            if (C::kIsLeft && task.is_anchor(block))
-                store_anchor<C>(anchor_units<C>(g, task, block, column() / 16, walker), state);
-            if (!C::kIsLeft && task.is_anchor(block + 1))
-                store_flow<C>(anchor_units<C>(g, task, block + 1, column() / 16, walker), state,
-                              &smem.exchange.flow[walker][first_column]);
+        if (step == anchor_step) {
+            if (column() < g.dim_k) {
+                if constexpr (C::kIsLeft)
+                    store_anchor<C>(anchor_at(step), state);
+                else
+                    store_flow<C>(anchor_at(step), state, &smem.exchange.flow[walker][first_column]);
+            }
+            anchor_step += kBlocksOfAnchor;
         }
-        auto& tiles = smem.values[Use<Memory::kValueStages>(step).slot];
-        const auto readers = Operand128B::rows(&tiles.of_readers);
-        auto round_half = [&](int half) {
-            each<0, kHalf>([&](int k) {
-                split_fragment(high[k], low[k], state, half * kHalf + k);
-                pin(high[k]), pin(low[k]);
-            });
+        if (!C::kIsLeft && step == max(anchor_step - kAnchorAhead, 0) && anchor_step < task.blocks &&
+            column() < g.dim_k)
+            prefetch_anchor<C>(anchor_at(anchor_step));
+        const Place before = use;
+        use.go_on();
+        if constexpr (C::kSplitsV) value_slot = value_slot == Memory::kValueStages - 1 ? 0 : value_slot + 1;
+        const auto& tiles = at.values[C::kSplitsV ? value_slot : use.slot];
+        const uint32_t of_readers = number_of(tiles.of_readers) + values_of_lane,
+                       of_writers = number_of(tiles.of_writers) + own_panels;
+        wait_at(number_of(at.values_arrived[use.slot]), use.phase);
+        OutOfWarp of_high, of_low;
+        auto add_tile = [&](int k) {  // 1
+            constexpr int kOfPanel = kPanelColumns / 16;
+            const uint32_t rows = (of_readers ^ k % kOfPanel * 32) + k / kOfPanel * Values::panel_bytes;
+            add_columns<T2>(of_high, of_low, state, k, rows);
         };
-        auto read_half = [&](int half) {
-            const uint32_t first = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;
-            each<0, kHalf>([&](int k) {
-                const int at = half * kHalf + k;
-                const uint64_t values = readers.at(first + at / 4 * Values::panel_bytes + at % 4 * 32);
-                multiply_step<false>(out, high[k], values, half + k > 0, k == 0);
-                wgmma_step<false>(out, low[k], 0, values);
-            });
-        };
-        round_half(0);  // 1
-        if constexpr (C::kSplitsV) {
-            if (step > 0) hand_out(step - 1);
-            wait_values(step);
-        }
-        forget(out);
-        read_half(0);
-        warpgroup::mma_commit_group();
-        warpgroup::mma_async_wait<0>();
-        pin(out), pin_all(high), pin_all(low);
-        round_half(1);  // 2
-        const Use<kStages> use(step);
-        wait(smem.written[slot][strip], use.phase);
-        const int lane = fresh_laneid();
-        const float* const decay = &smem.decay[slot][strip][first_column + lane / 4];
-        decay_rows(state, {decay[0], decay[8]});
-        pin(state);
-        read_half(1);  // 3
-        auto& columns = smem.columns[slot][strip];
-        const auto values = Operand128B::columns(&tiles.of_writers, Values::panel_bytes);
-        const uint64_t own_values = values.at(part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes);
-        auto write = [&](const void* writers) {
-            kittens::detail::wgmma::base<float, T, C::kWalkerV, 1, 1>::st_st(
-                state, Operand128B::columns(writers, 0).at(0), own_values, 1);
-        };
-        write(&columns.writers), write(&columns.gates);
-        warpgroup::mma_commit_group();
-        warpgroup::mma_async_wait<0>();  // 4
-        pin(out), pin_all(high), pin_all(low), pin(state);
+        each<0, kTiles / 2>(add_tile);
         if constexpr (C::kSplitsV)
-            arrive_warp(smem.read[slot]);
+            if (step > 0) hand_out(step - 1, before);
+        each<kTiles / 2, kTiles>(add_tile);
+        wait_at(number_of(at.written[use.slot][strip]), use.phase);  // 2
+        const uint32_t decay = decay_of_lane + use.slot * sizeof(smem.decay[0]);
+        decay_rows(state, {load_float(decay), load_float(decay + 32)});
+        pin(state);
+        const auto& columns = at.columns[use.slot][strip];
+        const Operand128B values{(of_writers & 0x3FFFF) >> 4 | (Values::panel_bytes >> 4) << 16};
+        auto write = [&](uint32_t writers) {  // 3
+            const Operand128B keys{(writers & 0x3FFFF) >> 4};
+            kittens::detail::wgmma::base<float, T, C::kWalkerV, 1, 1>::st_st(state, keys.at(0), values.at(0),
+                                                                             1);
+        };
+        wgmma_fence();
+        write(number_of(columns.writers)), write(number_of(columns.gates));
+        warpgroup::mma_commit_group();
+        each<0, 8>([&](int i) { out[i / 4][i % 4] = of_high[i / 4][i % 4] + of_low[i / 4][i % 4]; });
+        if constexpr (!C::kSplitsV) store_out<C>(place_of_out(step, use) + out_of_lane, out);
+        warpgroup::mma_async_wait<0>();  // 4
+        pin(state);
+        if constexpr (C::kSplitsV)
+            arrive_warp_at(number_of(at.read[use.slot]));
         else
-            hand_out(step), arrive_warp(smem.free[slot]);
+            tell_gate_warp(step), arrive_warp_at(number_of(at.free[use.slot]));
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
@@ -170,15 +242,11 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         put_last_flow<C>(g, state, g.borders + task.border * state_size, column(), value_column,
                          [&](int n, float sum) { flow[8 * n] = sum; });
     }
+    const int blocks = task.blocks;
 #pragma unroll 1
-    for (int step = 0; step < task.blocks; step++) {
-        if constexpr (!C::kSplitsV) {
-            wait_values(step);
-        }
-        walk_block(step);
-    }
+    for (int step = 0; step < blocks; step++) walk_block(step);
     if constexpr (C::kSplitsV)
-        if (task.blocks > 0) hand_out(task.blocks - 1);
+        if (blocks > 0) hand_out(blocks - 1, use);
     if (C::kIsLeft && g.needs_dg && g.d_last && task.is_last)
         store_last_flow<C>(g, smem, state, walker, column(), value_column);
 }

@@ -12,7 +12,9 @@ states at the borders. Where the forward has not kept the states there, another 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,14 +28,17 @@ from tfla_tk.backends.tk.channel_gate.call import (
     slices_of_k,
     slices_of_v,
 )
-from tfla_tk.backends.tk.channel_gate.segments import count_borders, launch_segments, new_borders
-from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, operand_at, starts
+from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, Operand, as_operand, as_state, current_stream
+from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, Scratch, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
+
+# dq, dk, dv, dg, dh0
+Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
 def backward(
@@ -44,23 +49,38 @@ def backward(
     dht: MaybeTensor,
     *,
     needs_gates: bool,
-) -> tuple[MaybeTensor, ...]:
+) -> Gradients:
     """dq, dk, dv, dg, dh0.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    given, core = core, readable(core)
-    do, dht = as_operand(do), as_state(dht)
-    likes = tuple(x.stride() for x in given[:4])
+    return _run(needs_gates, core, core, kept, do, dht)
+
+
+def _run(
+    needs_dg: bool, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
+) -> Gradients:
+    """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
+    likes = None if given is core else tuple(x.stride() for x in given[:4])
     cut = None if kept is None else kept.layout
-    key = (needs_gates, likes, do.stride(), dht is not None, cut, layout(core))
-    prepared = _backwards.get(key)
-    if prepared is None:
-        prepared = Backward(given, core, do, dht, needs_dg=needs_gates, kept_cut=cut)
-        _backwards.keep(key, prepared)
-    return prepared(given, core, do, dht, None if kept is None else kept.tensors[0])
+    key = (needs_dg, likes, do.stride(), None if dht is None else dht.stride(), cut, layout(core))
+    run = _backwards.get(key)
+    if run is None:
+        tensors, as_read = (*core, do, dht), (*readable(core), as_operand(do), as_state(dht))
+        if all(x is y for x, y in zip(tensors, as_read, strict=True)):
+            run = Backward(given, core, do, dht, needs_dg=needs_dg, kept_cut=cut)
+        else:
+            run = functools.partial(_run_copies, needs_dg)
+        _backwards.keep(key, run)
+    return run(given, core, kept, do, dht)
+
+
+def _run_copies(
+    needs_dg: bool, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
+) -> Gradients:
+    return _run(needs_dg, given, readable(core), kept, as_operand(do), as_state(dht))
 
 
 class Backward:
@@ -68,7 +88,7 @@ class Backward:
 
     Args:
         given: q, k, v and g as the gradients are like them.
-        core: as `readable` leaves it; so are do and dht.
+        core: as `readable` leaves it but for odd addresses; so are do and dht.
         kept_cut: the cut of the forward that has kept the states at the borders; None where they are made
             again.
     """
@@ -84,12 +104,11 @@ class Backward:
         kept_cut: Cut | None,
     ) -> None:
         shape = Shape.of(core)
-        self._shape = shape = shape if kept_cut is None else shape._replace(cut=kept_cut)
-        self._needs_dg = needs_dg
-        self._has_inflow = needs_dg and core.g.dtype != torch.float32  # else it is where dg is
-        self._has_flows = needs_dg and dht is not None
+        if kept_cut is not None:
+            shape = shape._replace(cut=kept_cut)
+        self._device, self._needs_dg = shape.device, needs_dg
         of_k, of_v = slices_of_k(shape.dim_k), slices_of_v(shape.dim_v)
-        self._has_sums = len(of_v) > 1
+        has_sums = len(of_v) > 1
         mirror = build.load(instances.gla("backward", of_k[0].dim, named_schedule(core.schedule)))
         states = build.load(instances.gla_states(of_v[0].dim))
         addresses = Addresses()
@@ -98,18 +117,25 @@ class Backward:
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         dout = operand_at(addresses.next(), do)
         dht_at = addresses.next(given=dht is not None)
-        dq, dk, dv, dg = (operand_at(addresses.next(), Result.like(x, "meta").written) for x in given[:4])
+        results = [Result.like(x, "meta") for x in given[:4]]
+        self._are_direct = all(x.is_direct for x in results[: 4 if needs_dg else 3])
+        dq, dk, dv, dg = (operand_at(addresses.next(), x.written) for x in results)
         dh0_at = addresses.next(given=core.initial_state is not None)
-        inflow_at = addresses.next(given=self._has_inflow)
-        flows_at = addresses.next(given=self._has_flows)
-        anchors_at = addresses.next(given=needs_dg)
-        sums_at = addresses.next(given=self._has_sums)
-        borders_at, d_borders_at = (addresses.next(given=count_borders(shape) > 0) for _ in range(2))
-        inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta")) if inflow_at else dg
+        kept_at, scratch = addresses.next(), Scratch(addresses.next())
         of, of_gates = shape.with_offsets(offsets_at), DTYPES[core.g.dtype]
-        anchor_bytes = states.anchor_bytes(of) if needs_dg else 0  # of a slice of V
-        self._anchor_bytes = anchor_bytes * len(of_v)
-        self._sums_bytes = states.sums_bytes(of) if self._has_sums else 0
+        inflow, flows_at, anchors_at, anchor_bytes = dg, 0, 0, 0
+        if needs_dg:
+            if core.g.dtype != torch.float32:  # else it is where dg is
+                inflow_at = scratch.take(core.g.numel() * _FLOAT)
+                inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
+            if dht is not None:
+                flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
+            anchor_bytes = states.anchor_bytes(of)  # of a slice of V
+            anchors_at = scratch.take(anchor_bytes * len(of_v))
+        sums_at = scratch.take(states.sums_bytes(of)) if has_sums else 0
+        d_borders_at = scratch.take(borders_bytes(shape))
+        borders_at = kept_at if kept_cut is not None else scratch.take(borders_bytes(shape))
+        self._scratch_size = scratch.bytes // core.q.itemsize
 
         def mirror_of(k_of: Slice) -> Any:
             return mirror.mirror(
@@ -133,7 +159,7 @@ class Backward:
                 q, k, v_of.of(v, core.v.dtype), v_of.of(dout, do.dtype), g, of_gates,
                 result, gates, v_of.of_states(entering_at), core.scale, shape.walkers_of_states,
                 (v_of.of_states(borders_at), v_of.of_states(d_borders_at)),
-                (v_of.others, sums_at, is_first, is_last) if self._has_sums else None,
+                (v_of.others, sums_at, is_first, is_last) if has_sums else None,
             )  # fmt: skip
 
         def borders_of(x: Operand, y: Operand, entering_at: int, at: int, scale: float, back: bool) -> Any:
@@ -157,32 +183,27 @@ class Backward:
         )
 
     def __call__(
-        self, given: GLACore, core: GLACore, do: Tensor, dht: MaybeTensor, borders: MaybeTensor
-    ) -> tuple[MaybeTensor, ...]:
-        """`backward` of these tensors. borders: as a forward has kept them."""
-        shape, q = self._shape, core.q
-        results = [Result.like(x) for x in given[:3]]
-        dg = Result.like(given.g) if self._needs_dg else None
-        dh0 = None if core.initial_state is None else torch.empty_like(core.initial_state)
-        inflow = flows = anchors = sums = None
-        if self._has_inflow:
-            inflow = q.new_empty(core.g.shape, dtype=torch.float32)
-        if self._has_flows:
-            flows = q.new_empty((shape.sequences, shape.heads, shape.dim_k), dtype=torch.float32)
+        self, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
+    ) -> Gradients:
+        """`backward` of these tensors."""
+        at = starts(*core[:6], do, dht)
+        if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
+            return _run_copies(self._needs_dg, given, core, kept, do, dht)
+        results = [torch.empty_like(x) for x in (given.q, given.k, given.v)]
         if self._needs_dg:
-            anchors = q.new_empty(self._anchor_bytes, dtype=torch.uint8)
-        if self._has_sums:
-            sums = q.new_empty(self._sums_bytes, dtype=torch.uint8)
-        if borders is None:
-            borders = new_borders(shape, q)
-        d_borders = new_borders(shape, q)
-        written = [x.written for x in results]
-        written_dg = None if dg is None else dg.written
-        scratch = inflow, flows, anchors, sums, borders, d_borders
-        self._launches.run(
-            starts(*core[:6], do, dht, *written, written_dg, dh0, *scratch), current_stream(shape.device)
-        )
-        return *(x.filled() for x in results), None if dg is None else dg.filled(), dh0
+            results.append(torch.empty_like(given.g))
+        written = results if self._are_direct else [Result.of(x).written for x in results]
+        dg = written[3] if self._needs_dg else None
+        dh0 = None if core.initial_state is None else torch.empty_like(core.initial_state)
+        # of q's dtype because that need not be said to torch, which is half of the time
+        scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
+        at += starts(*written[:3], dg, dh0, None if kept is None else kept.tensors[0], scratch)
+        self._launches.run(at, current_stream(self._device))
+        if not self._are_direct:
+            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
+        dq, dk, dv = results[:3]
+        return dq, dk, dv, results[3] if self._needs_dg else None, dh0
 
 
-_backwards: Memo[Backward] = Memo()
+_FLOAT = torch.float32.itemsize
+_backwards: Memo[Callable[..., Gradients]] = Memo()

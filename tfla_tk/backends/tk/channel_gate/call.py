@@ -109,8 +109,8 @@ def layout(core: GLACore) -> Any:
         v.stride(),
         g.stride(),
         g.dtype,
-        initial_state is not None,
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
+        None if initial_state is None else initial_state.stride(),
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype),
         core[6:],
     )
 

@@ -11,6 +11,7 @@ nothing is kept but the inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 from tfla_tk import build
 from tfla_tk.backends.tk.channel_gate.backward import backward
 from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, layout, readable, slices_of_k
-from tfla_tk.backends.tk.channel_gate.segments import count_borders, launch_segments, new_borders
-from tfla_tk.backends.tk.operands import current_stream
+from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, Launches, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
@@ -28,7 +29,7 @@ from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "prepare"]
 
 
 def forward(
@@ -47,15 +48,31 @@ def forward(
     if prepared is None:
         prepared = Forward(core, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
-    return prepared(core)
+    return prepared(*core[:6])
+
+
+def prepare(
+    core: GLACore, *, output_final_state: bool, keep: bool
+) -> Callable[..., tuple[Tensor, MaybeTensor, Kept | None]]:
+    """`forward` of the tensors of all calls whose tensors lie like these."""
+    if all(x is given for x, given in zip(readable(core), core, strict=True)):
+        return Forward(core, output_final_state=output_final_state, keep=keep)
+    options = core[6:]
+    return lambda *tensors: forward(
+        GLACore._make((*tensors, *options)), output_final_state=output_final_state, keep=keep
+    )
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `readable` leaves them."""
+    """The forward of calls whose tensors lie alike, as `readable` leaves them but for odd addresses."""
 
     def __init__(self, core: GLACore, *, output_final_state: bool, keep: bool) -> None:
-        self._shape = shape = Shape.of(core)
+        shape = Shape.of(core)
+        self._options = core[6:]
+        self._device, self._cut = shape.device, shape.cut
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
+        # of v's dtype because that need not be said to torch, which is half of the time
+        self._borders_size = borders_bytes(shape) // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
         kernel = build.load(instances.gla("forward", of_k[0].dim, named_schedule(core.schedule)))
@@ -64,7 +81,7 @@ class Forward:
         initial_at = addresses.next(given=core.initial_state is not None)
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
-        borders_at = addresses.next(given=count_borders(shape) > 0)
+        borders_at = addresses.next(given=self._borders_size > 0)
         o = operand_at(o_at, torch.empty_like(core.v, device="meta"))
         of_gates = DTYPES[core.g.dtype]
 
@@ -83,15 +100,20 @@ class Forward:
             launches = [before, *launches]
         self._launches = Launches.of(kernel, launches)
 
-    def __call__(self, core: GLACore) -> tuple[Tensor, MaybeTensor, Kept | None]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: MaybeTensor, cu_seqlens: MaybeTensor
+    ) -> tuple[Tensor, MaybeTensor, Kept | None]:
         """`forward` of these tensors."""
-        v = core.v
+        at = starts(q, k, v, g, initial_state, cu_seqlens)
+        if (at[0] | at[1] | at[2] | at[3] | at[4]) % ADDRESS_ALIGNMENT:
+            core = GLACore(q, k, v, g, initial_state, cu_seqlens, *self._options)
+            return forward(core, output_final_state=self._output_final_state, keep=self._keep)
         o = torch.empty_like(v)
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
-        borders = new_borders(self._shape, v)
-        tensors = (core.q, core.k, v, core.g, core.initial_state, core.cu_seqlens, o, last, borders)
-        self._launches.run(starts(*tensors), current_stream(self._shape.device))
-        kept = Kept((borders,), self._shape.cut) if self._keep and borders is not None else None
+        borders = v.new_empty(self._borders_size) if self._borders_size else None
+        at += starts(o, last, borders)
+        self._launches.run(at, current_stream(self._device))
+        kept = Kept((borders,), self._cut) if self._keep and borders is not None else None
         return o, last, kept
 
 

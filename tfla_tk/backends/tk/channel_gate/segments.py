@@ -10,14 +10,13 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.backends.tk.operands import Operand
 from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.build import instances
-from tfla_tk.core.layout import Cut, MaybeTensor
+from tfla_tk.core.layout import Cut
 
 # By the tile of K, in chunks of the forward's walk: 6,900 cycles with K = 128, 3,000 with 64. The other walks
 # are a little slower. Estimates (docs/log/gla.md, 2026-11-26).
@@ -71,12 +70,9 @@ def count_borders(shape: CutShape) -> int:
     return shape.cut.segments - shape.sequences
 
 
-def new_borders(shape: CutShape, like: Tensor) -> MaybeTensor:
-    """The allocation of the states at the borders; None where there are none."""
-    count = count_borders(shape)
-    if count == 0:
-        return None
-    return like.new_empty(count * shape.heads * shape.dim_k * (shape.dim_v + 1), dtype=torch.float32)
+def borders_bytes(shape: CutShape) -> int:
+    """Of the allocation of the states at the borders; 0 where there are none."""
+    return count_borders(shape) * shape.heads * shape.dim_k * (shape.dim_v + 1) * torch.float32.itemsize
 
 
 def launch_segments(

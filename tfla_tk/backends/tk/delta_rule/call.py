@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk.delta_rule import split as costs
-from tfla_tk.backends.tk.operands import Gate, Operand, as_operand, as_state, multiprocessors
+from tfla_tk.backends.tk.operands import (
+    ADDRESS_ALIGNMENT,
+    Gate,
+    Operand,
+    as_operand,
+    as_state,
+    multiprocessors,
+    pointer,
+)
 from tfla_tk.backends.tk.prepared import Addresses
 from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -116,6 +125,10 @@ class Shape(NamedTuple):
         """Of an allocation [slots, HV, K, dim]; None without slots."""
         return (slots, self.heads, self.dim_k, dim) if slots else None
 
+    def states_bytes(self, slots: int, dim: int) -> int:
+        """Of so many states."""
+        return slots * self.heads * self.dim_k * dim * torch.float32.itemsize
+
     @property
     def sum_parts(self) -> int:
         """Of the sums over K."""
@@ -202,25 +215,34 @@ def new_states(like: Tensor, size: Size | None) -> MaybeTensor:
 
 
 def readable(core: DeltaRuleCore) -> DeltaRuleCore:
-    """The tensors as they lie where the kernels can take them so, else copies."""
-    offsets = core.cu_seqlens
-    found = DeltaRuleCore(
-        as_operand(core.q),
-        as_operand(core.k),
-        as_operand(core.v),
-        core.g,
-        core.beta,
-        core.A_log,
-        core.dt_bias,
-        as_state(core.initial_state),
-        None if offsets is None else offsets.contiguous(),
-        *core[9:],
+    """The call itself where the kernels can take its tensors as they lie, else with copies."""
+    q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, *options = core
+    tensors = (
+        *(as_operand(q), as_operand(k), as_operand(v), g, beta, a_log, dt_bias, as_state(initial_state)),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
     )
-    return found
+    if all(map(operator.is_, tensors, core)):
+        return core
+    return DeltaRuleCore._make((*tensors, *options))
 
 
-def layout(core: DeltaRuleCore) -> Any:
-    """All that the launches of a call depend on but for addresses."""
+def is_aligned(core: DeltaRuleCore) -> bool:
+    """Whether the kernels can take the tensors, which lie like readable ones, where they are."""
+    at = core.q.data_ptr() | core.k.data_ptr() | core.v.data_ptr() | pointer(core.initial_state)
+    return at % ADDRESS_ALIGNMENT == 0
+
+
+def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
+    """All that the launches of a call depend on but for addresses, in the backward but for the gradients.
+
+    Args:
+        read: the call as `readable` leaves it.
+    """
+    given = None if read is core else tuple(None if x is None else x.stride() for x in core[:8])
+    return given, _layout(read)
+
+
+def _layout(core: DeltaRuleCore) -> Any:
     q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens = core[:9]
     return (
         q.get_device(),

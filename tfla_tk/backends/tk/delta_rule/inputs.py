@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at, layout, number, readable
+from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at, number
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
 from tfla_tk.backends.tk.prepared import Launches, Result, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DTYPES, MaybeTensor, as_dtype
-from tfla_tk.core.memo import Memo
 
 
 class Wanted(NamedTuple):
@@ -38,49 +37,20 @@ class Wanted(NamedTuple):
         return Wanted(core.qk_l2norm, core.beta_sigmoid, core.g is not None and core.A_log is not None)
 
 
-def made(core: DeltaRuleCore) -> tuple[DeltaRuleCore, DeltaRuleCore]:
-    """The call with what its inputs are made into: as gradients are to be like it, and as kernels read it."""
-    read = readable(core)
-    wanted = Wanted.of(core)
-    if not any(wanted):
-        return core, read
-    key = _key(core, read)
-    inputs = _inputs.get(key)
-    if inputs is None:
-        inputs = Inputs(core, read, wanted)
-        _inputs.keep(key, inputs)
-    changes = inputs(core, read)
-    return core._replace(**changes), read._replace(**changes)
-
-
-def gradients(
-    core: DeltaRuleCore, found: tuple[MaybeTensor, ...], *, needs_gates: bool
-) -> tuple[MaybeTensor, ...]:
-    """The gradients of a call's inputs, from those of what they are made into, which are written over."""
-    wanted = Wanted.of(core)
-    wanted = wanted._replace(decay=wanted.decay and needs_gates)
-    if not any(wanted):
-        return found
-    read = readable(core)
-    key = _key(core, read), wanted
-    gradients = _gradients.get(key)
-    if gradients is None:
-        gradients = Gradients(core, read, found, wanted)
-        _gradients.keep(key, gradients)
-    return gradients(core, read, found)
-
-
 class Inputs:
     """What is made of the inputs of calls whose tensors lie alike.
 
     Args:
         given: q and k as the made ones lie like them, where a TMA descriptor can address these.
         core: as `readable` leaves it.
+        wanted: something.
     """
 
     def __init__(self, given: DeltaRuleCore, core: DeltaRuleCore, wanted: Wanted) -> None:
         shape, self._wanted = Shape.of(core), wanted
         self._device = shape.device
+        # nothing is left to be made
+        self._options = core.scale, False, False, False, core.batch_invariant, core.schedule
         kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
         of_units = [(addresses.next(given=wanted.norm), x) for x in (given.q, given.k)]
@@ -99,22 +69,35 @@ class Inputs:
             ],
         )
 
-    def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore) -> dict[str, Any]:
-        """The fields of the call that change."""
-        changes: dict[str, Any] = {}
-        q = k = strength = log_decay = None
+    def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore) -> DeltaRuleCore:
+        """The call, as kernels read it, with what its inputs are made into."""
+        q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens = tensors = core[:9]
+        unit_q = unit_k = strength = log_decay = None
         if self._wanted.norm:
-            q, k = Result.like(given.q).written, Result.like(given.k).written
-            changes |= {"q": q, "k": k, "qk_l2norm": False}
+            q = unit_q = Result.like(given.q).written
+            k = unit_k = Result.like(given.k).written
         if self._wanted.strength:
-            strength = _floats_like(core.beta)
-            changes |= {"beta": strength, "beta_sigmoid": False, "neg_eigval": False}
+            beta = strength = _floats_like(beta)
         if self._wanted.decay:
-            assert core.g is not None
-            log_decay = _floats_like(core.g)
-            changes |= {"g": log_decay, "A_log": None, "dt_bias": None}
-        self._launches.run(starts(*core[:9], q, k, strength, log_decay), current_stream(self._device))
-        return changes
+            assert g is not None
+            g = log_decay = _floats_like(g)
+            a_log = dt_bias = None
+        at = starts(*tensors, unit_q, unit_k, strength, log_decay)
+        self._launches.run(at, current_stream(self._device))
+        made = q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens
+        return DeltaRuleCore._make((*made, *self._options))
+
+    def given(self, core: DeltaRuleCore, made: DeltaRuleCore) -> DeltaRuleCore:
+        """The call as the gradients of what its inputs are made into are like it."""
+        norm, strength, decay = self._wanted
+        return made._replace(
+            q=made.q if norm else core.q,
+            k=made.k if norm else core.k,
+            v=core.v,
+            g=made.g if decay else core.g,
+            beta=made.beta if strength else core.beta,
+            initial_state=core.initial_state,
+        )
 
 
 class Gradients:
@@ -211,11 +194,3 @@ def _like(given: Tensor, gradient: MaybeTensor) -> MaybeTensor:
     assert gradient is not None
     result = Result.like(given, "meta")
     return gradient if result.written is result.result else torch.empty_like(given).copy_(gradient)
-
-
-def _key(given: DeltaRuleCore, core: DeltaRuleCore) -> Any:
-    return layout(core), given.q.stride(), given.k.stride()
-
-
-_inputs: Memo[Inputs] = Memo()
-_gradients: Memo[Gradients] = Memo()

@@ -21,7 +21,8 @@ Where several heads of v share a head of q and k, a last kernel adds up their dq
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,25 +34,27 @@ from tfla_tk.backends.tk.delta_rule.call import (
     SUM_COLUMNS,
     Shape,
     gate_at,
+    is_aligned,
     layout,
     new_states,
     number,
+    readable,
 )
-from tfla_tk.backends.tk.delta_rule.states import Through, walk_states
+from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
+from tfla_tk.backends.tk.delta_rule.states import States, Through
 from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, Scratch, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor
 from tfla_tk.core.memo import Memo
 
+Outputs: TypeAlias = tuple[Tensor, MaybeTensor, Kept | None]  # o, the final state, what is kept
 Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
-def forward(
-    core: DeltaRuleCore, *, output_final_state: bool, keep: bool
-) -> tuple[Tensor, MaybeTensor, Kept | None]:
+def forward(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Outputs:
     """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes, the states at the
     borders and M of the segments of a split, None where there are none, and A and P.
 
@@ -59,14 +62,29 @@ def forward(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    like = core.v
-    _, core = inputs.made(core)
-    key = (output_final_state, keep, like.stride(), layout(core))
+    read = readable(core)
+    key = output_final_state, keep, layout(core, read)
     prepared = _forwards.get(key)
     if prepared is None:
-        prepared = Forward(core, like, output_final_state=output_final_state, keep=keep)
+        prepared = Forward(core, read, output_final_state=output_final_state, keep=keep)
         _forwards.keep(key, prepared)
-    return prepared(core, like)
+    return prepared(core, read)
+
+
+def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
+    """`forward` of the tensors of all calls whose tensors lie like these."""
+    options = core[9:]
+    prepared = None
+    if readable(core) is core:
+        prepared = Forward(core, core, output_final_state=output_final_state, keep=keep)
+
+    def run(*tensors: Any) -> Outputs:
+        core = DeltaRuleCore._make((*tensors, *options))
+        if prepared is not None and is_aligned(core):
+            return prepared(core, core)
+        return forward(core, output_final_state=output_final_state, keep=keep)
+
+    return run
 
 
 def backward(
@@ -84,44 +102,94 @@ def backward(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    given, made = inputs.made(core)
-    found = _backward(given, made, kept, do, dht, needs_gates=needs_gates)
-    return inputs.gradients(core, found, needs_gates=needs_gates)
-
-
-def _backward(
-    given: DeltaRuleCore,
-    core: DeltaRuleCore,
-    kept: Kept | None,
-    do: Tensor,
-    dht: MaybeTensor,
-    *,
-    needs_gates: bool,
-) -> Gradients:
-    """`backward` of what the inputs have been made into."""
-    do, dht = as_operand(do), as_state(dht)
-    if kept is None:
-        _, _, kept = forward(core, output_final_state=False, keep=True)
-    assert kept is not None
-    writes, borders, maps, matrices = kept.tensors
-    key = (layout(core), given.v.stride(), do.stride(), dht is not None)
-    mirror = _mirrors.get(key)
-    if mirror is None:
-        mirror = Mirror(core, given.v, do, dht)
-        _mirrors.keep(key, mirror)
-    assert writes is not None and matrices is not None
-    dv, dbeta_parts, dh0, d_borders = mirror(core, given.v, matrices, writes, maps, do, dht)
-    needs_dg = needs_gates and core.g is not None
-    through = Through(writes, dv.written, do, dht, borders, d_borders)
-    dq, dk, dg = walk_states(given, core, through, needs_dg=needs_dg)
-    if dq.shape != given.q.shape:
-        dq, dk = _combine(given, core, dq, dk)
-    dbeta = torch.empty_like(given.beta).copy_(_sum_of_parts(dbeta_parts).transpose(1, 2))
-    return dq, dk, dv.filled(), dg, dbeta, None, None, dh0
+    read, do, dht = readable(core), as_operand(do), as_state(dht)
+    key = needs_gates, do.stride(), dht is not None, layout(core, read)
+    prepared = _backwards.get(key)
+    if prepared is None:
+        prepared = Backward(core, read, needs_gates=needs_gates)
+        _backwards.keep(key, prepared)
+    return prepared(core, read, kept, do, dht)
 
 
 class Forward:
-    """The forward of calls whose tensors lie alike, as `readable` leaves them.
+    """The forward of calls whose tensors lie alike.
+
+    Args:
+        read: the call as `readable` leaves it.
+    """
+
+    def __init__(
+        self, core: DeltaRuleCore, read: DeltaRuleCore, *, output_final_state: bool, keep: bool
+    ) -> None:
+        wanted = Wanted.of(core)
+        self._inputs = Inputs(core, read, wanted) if any(wanted) else None
+        self._walk: Walk | None = None  # of what the inputs are made into, which the first call has
+        self._output_final_state, self._keep = output_final_state, keep
+
+    def __call__(self, core: DeltaRuleCore, read: DeltaRuleCore) -> Outputs:
+        """`forward` of these tensors."""
+        made = read if self._inputs is None else self._inputs(core, read)
+        if self._walk is None:
+            options = self._output_final_state, self._keep
+            self._walk = Walk(made, core.v, output_final_state=options[0], keep=options[1])
+        return self._walk(made, core.v)
+
+
+class Backward:
+    """The backward of calls whose tensors and gradients lie alike.
+
+    Its parts are prepared by the first call, which has what others of them leave.
+
+    Args:
+        read: the call as `readable` leaves it.
+    """
+
+    def __init__(self, core: DeltaRuleCore, read: DeltaRuleCore, *, needs_gates: bool) -> None:
+        wanted = Wanted.of(core)
+        self._inputs = Inputs(core, read, wanted) if any(wanted) else None
+        self._wanted = wanted._replace(decay=wanted.decay and needs_gates)  # gradients
+        self._needs_dg = needs_gates and core.g is not None
+        self._is_grouped = core.q.shape[2] != core.v.shape[2]
+        self._mirror: Mirror | None = None
+        self._states: States | None = None
+        self._combine: Combine | None = None
+        self._gradients: inputs.Gradients | None = None
+
+    def __call__(
+        self, core: DeltaRuleCore, read: DeltaRuleCore, kept: Kept | None, do: Tensor, dht: MaybeTensor
+    ) -> Gradients:
+        """`backward` of these tensors; do and dht as kernels read them."""
+        given, made = core, read
+        if self._inputs is not None:
+            made = self._inputs(core, read)
+            given = made if read is core else self._inputs.given(core, made)
+        if kept is None:
+            _, _, kept = forward(made, output_final_state=False, keep=True)
+        assert kept is not None
+        writes, borders, maps, matrices = kept.tensors
+        assert writes is not None and matrices is not None
+        if self._mirror is None:
+            self._mirror = Mirror(made, given.v, do, dht)
+        dv, dbeta_parts, dh0, d_borders = self._mirror(made, given.v, matrices, writes, maps, do, dht)
+        through = Through(writes, dv.written, do, dht, borders, d_borders)
+        if self._states is None:
+            self._states = States(given, made, through, needs_dg=self._needs_dg)
+        dq, dk, dg = self._states(given, made, through)
+        if self._is_grouped:
+            if self._combine is None:
+                self._combine = Combine(given, made, dq, dk)
+            dq, dk = self._combine(given, dq, dk)
+        dbeta = torch.empty_like(given.beta).copy_(_sum_of_parts(dbeta_parts).transpose(1, 2))
+        found = dq, dk, dv.filled(), dg, dbeta, None, None, dh0
+        if not any(self._wanted):
+            return found
+        if self._gradients is None:
+            self._gradients = inputs.Gradients(core, read, found, self._wanted)
+        return self._gradients(core, read, found)
+
+
+class Walk:
+    """The forward of calls whose tensors lie alike, as `readable` leaves them, with nothing to be made.
 
     Args:
         like: v as it was given, which o is like.
@@ -129,33 +197,37 @@ class Forward:
 
     def __init__(self, core: DeltaRuleCore, like: Tensor, *, output_final_state: bool, keep: bool) -> None:
         shape = Shape.of(core)
-        self._device, self._matrices_size = shape.device, shape.matrices_size
+        self._device = shape.device
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state, self._keep = output_final_state, keep
         kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
-        matrices = shape.matrices_at(addresses.next())
-        o_at, writes_at = addresses.next(), addresses.next(given=keep)
-        last_at = addresses.next(given=output_final_state)
-        carried, is_split = shape.carried, shape.carried > 0
+        o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
+        scratch = Scratch(addresses.next())
+        carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
+        transposed_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_k))
+        self._matrices_size = shape.matrices_size if keep else 0
+        matrices_at = addresses.next() if keep else scratch.take(shape.matrices_size * core.q.itemsize)
+        matrices = shape.matrices_at(matrices_at)
+        # of v's dtype because that need not be said to torch, which is half of the time
+        self._scratch_size = scratch.bytes // core.v.itemsize
         self._borders_size = shape.states_size(shape.borders, shape.dim_v) if keep else None
-        self._carried_size = shape.states_size(carried, shape.dim_v)
-        self._transposed_size = shape.states_size(carried, shape.dim_k)
+        self._maps_size = shape.states_size(shape.carried, shape.dim_k) if keep else None
+        writes_at = addresses.next(given=keep)
         borders_at = addresses.next(given=self._borders_size is not None)
-        carried_at, maps_at, transposed_at = (
-            addresses.next(given=given) for given in (is_split, is_split and keep, is_split)
-        )
+        maps_at = addresses.next(given=self._maps_size is not None)
         whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
-        o = Result.like(like, "meta").written
+        o = Result.like(like, "meta")
+        self._is_direct = o.is_direct
         writes = operand_at(writes_at, torch.empty(core.v.shape, device="meta")) if keep else NO_OPERAND
         walk = kernel.forward(
-            of, q, k, v, operand_at(o_at, o), writes, *gates, matrices, at.initial_state, last_at,
+            of, q, k, v, operand_at(o_at, o.written), writes, *gates, matrices, at.initial_state, last_at,
             carried_at, borders_at, core.scale, shape.forward_walkers, shape.makers,
         )  # fmt: skip
         before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
-        if is_split:
+        if carried_at:
             maps = (maps_at, transposed_at)
             before += [
                 kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, maps),
@@ -163,20 +235,20 @@ class Forward:
             ]
         self._launches = Launches.of(kernel, [*before, walk])
 
-    def __call__(self, core: DeltaRuleCore, like: Tensor) -> tuple[Tensor, MaybeTensor, Kept | None]:
+    def __call__(self, core: DeltaRuleCore, like: Tensor) -> Outputs:
         """`forward` of these tensors."""
-        v, o = core.v, Result.like(like)
-        matrices = v.new_empty(self._matrices_size)
-        writes = v.new_empty(v.shape) if self._keep else None
+        v, o = core.v, torch.empty_like(like)
+        written = o if self._is_direct else Result.of(o).written
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
-        borders, carried = new_states(v, self._borders_size), new_states(v, self._carried_size)
-        transposed = new_states(v, self._transposed_size)
-        maps = new_states(v, self._transposed_size) if self._keep else None
-        self._launches.run(
-            starts(*core[:9], matrices, o.written, writes, last, borders, carried, maps, transposed),
-            current_stream(self._device),
-        )
-        return o.filled(), last, None if writes is None else Kept((writes, borders, maps, matrices))
+        scratch = v.new_empty(self._scratch_size) if self._scratch_size else None
+        kept, at = None, starts(*core[:9], written, last, scratch)
+        if self._keep:
+            matrices, writes = v.new_empty(self._matrices_size), v.new_empty(v.shape)
+            borders, maps = new_states(v, self._borders_size), new_states(v, self._maps_size)
+            kept = Kept((writes, borders, maps, matrices))
+            at += starts(matrices, writes, borders, maps)
+        self._launches.run(at, current_stream(self._device))
+        return o if self._is_direct else o.copy_(written), last, kept
 
 
 class Mirror:
@@ -245,23 +317,28 @@ class Mirror:
         return dv, sums, dh0, borders
 
 
-def _combine(
-    given: DeltaRuleCore, core: DeltaRuleCore, dq_of_heads: Tensor, dk_of_heads: Tensor
-) -> tuple[Tensor, Tensor]:
-    """dq and dk, like q and k as they were given, from those of every head of v."""
-    dq, dk = Result.like(given.q), Result.like(given.k)
-    operands = (dq_of_heads, dk_of_heads, dq.written, dk.written)
-    key = (layout(core), *(x.stride() for x in operands))
-    launches = _combines.get(key)
-    if launches is None:
-        shape = Shape.of(core)
+class Combine:
+    """The sums over the heads of v that share one of q and k, of calls whose tensors lie alike.
+
+    Args:
+        given: q and k as the sums are like them. core: as `readable` leaves it.
+        dq, dk: of every head of v.
+    """
+
+    def __init__(self, given: DeltaRuleCore, core: DeltaRuleCore, dq: Tensor, dk: Tensor) -> None:
+        shape, addresses = Shape.of(core), Addresses()
+        self._device = shape.device
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
-        addresses = Addresses()
-        prepared = [operand_at(addresses.next(), x) for x in operands]
-        launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *prepared)])
-        _combines.keep(key, launches)
-    launches.run(starts(*operands), current_stream(core.q.get_device()))
-    return dq.filled(), dk.filled()
+        sums = (Result.like(x, "meta").written for x in (given.q, given.k))
+        operands = [operand_at(addresses.next(), x) for x in (dq, dk, *sums)]
+        self._launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *operands)])
+
+    def __call__(self, given: DeltaRuleCore, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
+        """dq and dk, like q and k as they were given."""
+        sums = Result.like(given.q), Result.like(given.k)
+        at = starts(dq, dk, *(x.written for x in sums))
+        self._launches.run(at, current_stream(self._device))
+        return sums[0].filled(), sums[1].filled()
 
 
 def _sum_of_parts(parts: Tensor) -> Tensor:
@@ -272,5 +349,4 @@ def _sum_of_parts(parts: Tensor) -> Tensor:
 
 
 _forwards: Memo[Forward] = Memo()
-_mirrors: Memo[Mirror] = Memo()
-_combines: Memo[Launches] = Memo()
+_backwards: Memo[Backward] = Memo()

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Shape, gate_at, layout, number
+from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Shape, gate_at, number
 from tfla_tk.backends.tk.operands import current_stream
 from tfla_tk.backends.tk.prepared import Launch, Launches, Result, operand_at, starts
 from tfla_tk.backends.tk.scalar_gate.walks import ALIGNMENT, FLOAT
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, MaybeTensor
-from tfla_tk.core.memo import Memo
 
 
 class Through(NamedTuple):
@@ -172,18 +171,4 @@ class States:
         return Result(dq, dq), Result(dk, dk)
 
 
-def walk_states(
-    given: DeltaRuleCore, core: DeltaRuleCore, through: Through, *, needs_dg: bool
-) -> tuple[Tensor, Tensor, MaybeTensor]:
-    """dq and dk of every head of v, like q and k where these have as many, and dg."""
-    strides = (given.q.stride(), given.k.stride(), *(None if x is None else x.stride() for x in through))
-    key = (layout(core), strides, needs_dg)
-    states = _states.get(key)
-    if states is None:
-        states = States(given, core, through, needs_dg=needs_dg)
-        _states.keep(key, states)
-    return states(given, core, through)
-
-
 _INT = 4  # bytes of a number of written chunks
-_states: Memo[States] = Memo()
