@@ -145,7 +145,8 @@ def test_gates_at_borders(gates: str, betas: str) -> None:
     # over many tokens that hardly decay, rounded keys and values add up
     of_long = OF_ERASED_STATES | {"dq": 1e-2, "dk": 1.1e-2}
     wider = of_long if (gates, betas) == ("slow", "up to two") else None
-    check(draw(1, SEGMENT + 1000, gates=gates, betas=betas), wider=wider)
+    # many heads: dg of a few is a matter of chance where hardly anything decays
+    check(draw(1, SEGMENT + 1000, heads=16, gates=gates, betas=betas), wider=wider)
 
 
 def test_nothing_decays_for_long() -> None:
