@@ -4,12 +4,13 @@
 // in the terms of block.cuh e^b = F_64, e^{b_L - b} = G_64 and e^{b_L} = T_64.
 //
 // A warp of the team has a block of 16 tokens and 64 channels. Steps:
-//   1. Levels 1 to 8 within the block (block.cuh). Its memory of the chunk is its own until here.
+//   1. Levels 1 to 8 within the block, or the block around its own middle where its gates are mild
+//      (block.cuh). Until here each warp has its block's memory to itself.
 //   2. Publish T_16 and, for channels from 64 on, the scores so far, in places of P; meet the team.
-//   3. From the T_16 of all blocks: rows of the operands of levels 16 and 32; q and k scaled in place;
-//   e^{b_L}.
-//      Meet the team.
-//   4. Scores of the diagonal block and those below it, levels 16 and 32, over all channels; round them to P.
+//   3. From the T_16 of all blocks: rows of the operands of levels 16 and 32; q and k scaled in place; and
+//      e^{b_L}. Meet the team.
+//   4. Scores of the diagonal block and those below it, levels 16 and 32, over all channels; round them to
+//      P, or for the mirror to P^T in two parts, high + low.
 #pragma once
 
 #include "channel_gate/block.cuh"
@@ -19,11 +20,11 @@ namespace tfla_tk::channel_gate {
 
 constexpr int kBlocks = kChunk / kBlock;
 
-// The forward has P in a panel. The mirror has P^T in two parts, in a panel of 80 rows, which holds nothing
-// but the blocks of 16 x 16 on and below P's diagonal. Those of block (i, j), j <= i, are
+// The forward has P in a panel. The mirror has P^T in two parts, high + low, in one panel of 80 rows. This
+// panel holds only the 16 x 16 blocks on and below P's diagonal. The parts of block (i, j), j <= i, are
 //   high: in the rows of block j and the columns of block i
 //   low:  in the rows of block 4 - i + j and the columns of block 3 - i
-// So the blocks of one i, each part for itself, are an operand of N = 16 (i + 1) rows, with columns as k.
+// So of each part, the blocks of one i form a B operand of N = 16 (i + 1) rows and k = 16 columns.
 constexpr int kLowRows = kBlock;  // of the panel, behind those of a chunk
 constexpr __device__ int low_row(int i, int j) { return (kBlocks - i + j) * kBlock; }
 constexpr __device__ int low_column(int i) { return (kBlocks - 1 - i) * kBlock; }
@@ -148,7 +149,8 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
         }
     }
 
-    // A block of the mirror's P^T in two parts: x as in an accumulator of wgmma.
+    // Stores block (row, column) of P as the mirror's P^T in two parts. x: the lane's numbers of the block,
+    // in the order of an accumulator of wgmma.
     __device__ __forceinline__ void store_parts(int row, int column, const float2 (&x)[4]) const {
         const int lane = this->x.lane();
         const uint32_t to = chunk.p + lane_of_block(lane, column, row);
@@ -163,7 +165,7 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
     }
 
   private:
-    // This lane's address for a transposed stmatrix of a block of the panel of scores.
+    // Where this lane's row of a block is in the panel of scores, for a transposed stmatrix.
     __device__ static __forceinline__ uint32_t lane_of_block(int lane, int row, int column) {
         return panel_offset(kBlock * row + transposed_row(lane), 2 * column + lane / 8 % 2);
     }

@@ -10,9 +10,10 @@
 // Steps:
 //   1. a = e^g, T of the eight tokens and of the block, and whether the block is mild.
 //   2. Publish T; meet the team, which agrees. If a block is not mild, q, k and g are as they were.
-//   3. From T of the half's two blocks: Q and K in the places of q and k, their low parts in that of the log
+//   3. From T of the chunk's blocks: Q and K in the places of q and k, their low parts in that of the log
 //      gates; before, behind. Meet the team.
-//   4. A warpgroup makes the scores of 64 / kParts columns, and stores them to P as they are.
+//   4. A warpgroup makes the scores of 64 / kParts columns, and rounds them to P, or for the mirror to P^T in
+//      two parts (chunk.cuh).
 #pragma once
 
 #include "channel_gate/chunk.cuh"
@@ -25,7 +26,7 @@ namespace tfla_tk::channel_gate {
 // lose none of their eleven where q and k are 2^-9 or more.
 template <class T> constexpr float kMildBits = std::is_same_v<T, bf16> ? 80.f : 4.f;
 
-// The least power of two that is not less than x.
+// The least power of two that is not less than x, which is positive and a normal number.
 struct PowerOfTwo {
     uint32_t bits;
     __device__ __forceinline__ explicit PowerOfTwo(float x) {
@@ -37,7 +38,7 @@ struct PowerOfTwo {
 
 // kTwoParts: scores are made of Q and K in two parts, high and low ones, of which the walk has the high ones:
 // the error of o is then that of scores made in fp32, three quarters of that with one part.
-// kMirrors: P is stored as the mirror wants it (chunk.cuh).
+// kMirrors: P is stored as the mirror reads it (chunk.cuh).
 template <class T, int kDimK, bool kTwoParts, bool kMirrors> struct AroundMiddle {
     using Warp = GateWarp<T, kDimK, kMirrors>;
     using T2 = typename Warp::T2;
@@ -105,7 +106,7 @@ template <class T, int kDimK, bool kTwoParts, bool kMirrors> struct AroundMiddle
                 keys[c] *= beside[c];
             x[c] = both;
         });
-        // From the middle to r. NOTES: in one step with the above ptxas spills four bytes.
+        // So far relative to b at the middle; from here on to r. NOTES: in one loop ptxas spills four bytes.
         float z[kChannels];
         const uint32_t second_half = of.totals() + 2 * kDimK * 4 + lane.channel() * 4;
         load_four(y, second_half), load_four(z, second_half + kDimK * 4);

@@ -36,7 +36,7 @@ __device__ inline void scale_in_place(float2& x, float2 by) {
     asm("mul.ftz.f32 %0, %0, %1;" : "+f"(x.y) : "f"(by.y));
 }
 
-// x = x by + plus, in place for the same reason.
+// x = x * by + plus, in place for the same reason.
 __device__ inline void fma_in_place(float2& x, float2 by, float2 plus) {
     asm("fma.rn.ftz.f32 %0, %0, %1, %2;" : "+f"(x.x) : "f"(by.x), "f"(plus.x));
     asm("fma.rn.ftz.f32 %0, %0, %1, %2;" : "+f"(x.y) : "f"(by.y), "f"(plus.y));

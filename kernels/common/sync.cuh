@@ -49,8 +49,8 @@ __device__ inline int acquire_from_device(const int* place) {
     return number;
 }
 
-// The same without an order: a number of another CTA that is there sooner or later. NOTES: an acquire empties
-// the L1 cache, so a wait in a loop had better have this and acquire at its end.
+// The same without acquire semantics; it sees the number of another CTA sooner or later. NOTES: an acquire
+// empties the L1 cache. So a loop that waits should call this, and acquire once at its end.
 __device__ inline int peek_from_device(const int* place) {
     int number;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];\n" : "=r"(number) : "l"(place) : "memory");

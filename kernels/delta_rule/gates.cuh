@@ -21,7 +21,7 @@ __device__ inline TwoPairs cumulative_log2_decay(float2 log_decay) {
     return inclusive_sums({log2_exp(log_decay.x), log2_exp(log_decay.y)}, fresh_laneid());
 }
 
-// The same of all tokens as high and low parts, written by lane l of its two tokens.
+// Writes the same of all tokens, as high and low parts; lane l writes those of its two tokens.
 __device__ inline void write_log2_decay(float2* values, int lane, const TwoPairs& b) {
     const auto [x, y] = b;
     *reinterpret_cast<float4*>(&values[2 * lane]) = {x.high, x.low, y.high, y.low};
@@ -74,7 +74,7 @@ struct alignas(16) TokenFactors {
     }
 };
 
-// The gates of a walk's next steps as a warp loads them: of several steps in shared memory, or of one step in
+// Where a warp loads the gates of a walk's next steps: of several steps to shared memory, or of one step to
 // registers.
 struct GateRing {
     static constexpr int kSteps = 4;
@@ -84,6 +84,7 @@ struct GateRegisters {
     static constexpr int kSteps = 1;
     uint2 decays[kSteps], betas[kSteps];
 };
+// Empty in walks that have the gates in registers.
 struct NoGateRing {};
 template <bool kIsThere> using GateRingIf = std::conditional_t<kIsThere, GateRing, NoGateRing>;
 
@@ -113,7 +114,8 @@ template <class Ring> class GatesAhead {
         betas.start(ring.betas[slot], chunk, tokens);
         commit_copies();
     }
-    // Of the lane's two tokens, once kSteps steps are loaded and not taken.
+    // The gates of the lane's two tokens in a step. The loads of this step and of the kSteps - 1 steps behind
+    // it have been started.
     struct Pairs {
         float2 log_decay, beta;
     };

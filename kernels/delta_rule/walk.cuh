@@ -118,8 +118,8 @@ template <class Globals> __device__ inline auto* border_state(const Globals& g, 
     return g.borders + (static_cast<int64_t>(slot) * g.heads + task.head) * g.dim_k * g.dim_v;
 }
 
-// Waits until a chunk's matrices are made, by one warp, which may load them then. Returns how many chunks are
-// made from this one on, of those that the lanes ask for.
+// Waits until a chunk's matrices are made, by one warp, which may load them then. Each lane looks at one
+// chunk, from this one on. Returns how many of these are made without a gap: at least one.
 __device__ inline int wait_made(const WalkGlobals& g, const Task& task, int chunk) {
     const int asked = chunk + fresh_laneid(), head = task.batch * g.heads + task.head;
     const int* const flag = g.made + head * g.slots + task.first_slot + asked;

@@ -1,4 +1,5 @@
-// Loads of gates from global memory: single ones, a chunk's, one chunk ahead or several.
+// Loads of gates from global memory: of single tokens or of a chunk (GateRows), one chunk ahead (GateStream),
+// or any number of chunks ahead (GateCopies).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -62,11 +63,11 @@ struct GateWords {
         a_byte_later = is_half ? 0x11 : 0x1100;
     }
 
-    // Of the gate of a token of a (batch, head), counted from a row.
+    // The address of the gate of a (batch, head)'s token t, counted from a row.
     __device__ inline const char* at(int batch, int head, int row, int t) const {
         return data + batch * batch_bytes + head * head_bytes + (row + t) * row_bytes;
     }
-    // Of __byte_perm, for the number at an address.
+    // The selector of __byte_perm for the number at an address.
     __device__ inline uint32_t selector(const char* at) const {
         const auto byte = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(at)) & 2;  // 0 or 2
         return bytes + byte * a_byte_later;
@@ -76,6 +77,7 @@ struct GateWords {
         const float of_half = __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
         return is_half ? of_half : __uint_as_float(bits);
     }
+    // The address of the aligned word with the number at an address.
     __device__ static inline uintptr_t word_of(const char* at) {
         return reinterpret_cast<uintptr_t>(at) & ~uintptr_t{3};
     }
@@ -121,9 +123,9 @@ struct GateStream {
     }
 };
 
-// The same for chunks in any order. By copies to shared memory a warp may start any number of chunks ahead; a
-// lane copies what it reads itself. NOTES: beside a stage's tiles a load is answered after more than a chunk;
-// and registers that rotate would wait for their loads.
+// The same for chunks in any order. Copies to shared memory may be started any number of chunks ahead; a lane
+// copies what it reads itself. NOTES: while a stage's tiles are loaded, a load of gates takes longer than the
+// walk of a chunk. Registers cannot hold several chunks: to move one to another waits for its load.
 struct GateCopies {
     using Words = uint2[32];  // of a chunk
     const GateWords& gate;

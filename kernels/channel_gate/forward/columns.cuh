@@ -27,8 +27,8 @@ __device__ inline void store_columns(const ForwardGlobals& g, ForwardMemory<C>& 
                 });
 }
 
-// What a walker does for itself where it has columns of its own, by its first warp. The place of V is
-// free when its warps have V in registers, that of O when the store has read it.
+// The loads of V and stores of O of a walker that has columns of its own (WalkConfig), by its first warp. The
+// place of V is free when its warps have V in registers, that of O when the store has read it.
 template <class C> struct WalkerColumns {
     const ForwardGlobals& g;
     ForwardMemory<C>& smem;

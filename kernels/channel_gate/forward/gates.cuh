@@ -10,8 +10,8 @@
 //   5. Start the load of the log gates of a later step. Wait for the walkers' O of the step before, store it,
 //      and start the loads of q and k of a later one into its place.
 // Where walkers have columns of their own, they load V and store O. Where two CTAs take turns, the loads of q
-// and k of the next turn begin in step 3, under the scores or before them. In step 5 the chunk goes to the
-// other CTA.
+// and k of the next turn begin in step 3, under the scores or before them. In step 5 the team sends
+// the chunk to the other CTA.
 #pragma once
 
 #include "channel_gate/forward/carrier.cuh"

@@ -1,14 +1,14 @@
 // A walker of the forward (walk.cuh). Per chunk:
 //   1. Wait for V and for what the gate warps have made, of this CTA or of the other one of a cluster.
-//   2. Scale S^T by e^m, a factor per column. Round it to A operands and issue O^T = S^T (s q e^{b - m})^T.
+//   2. Scale S^T by e^r, a factor per column. Round it to A operands and issue O^T = S^T (s q e^{b - r})^T.
 //   3. Under it, by levels, scale S^T by e^{b_L}.
 //   4. Load V^T as A operands.
-//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{m - b}).
-//   6. Wait for O, put it where V was; wait for S, scale it by e^{b_L - m}, and hand over the chunk.
-// m is b at the middle of a chunk that is made around it (middle.cuh). By levels steps 2 and 6 scale by 1,
-// and the operands are s q e^b and k e^{b_L - b}. Of the mirror walk, backward in time: dS and dV in the
-// places of S and O, dO in that of V, and of what the gate warps have made that of k is read and that of q
-// written, the factors of steps 2 and 6 change places, P is transposed. The chain from chunk to chunk is S.
+//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{r - b}).
+//   6. Wait for O, put it where V was; wait for S, scale it by e^{b_L - r}, and hand over the chunk.
+// r is that of a chunk around its middle (middle.cuh). By levels (chunk.cuh) steps 2 and 6 scale by 1, and
+// the operands are s q e^b and k e^{b_L - b}. The chain from chunk to chunk is S.
+// The mirror walk goes backward in time: dS and dV take the places of S and O, dO that of V. The operands of
+// q and k change places, so do the factors of steps 2 and 6, and P is transposed.
 // Where walkers have columns of their own, a walker waits for V in step 4, then loads the V of the next
 // chunk; O has a place of its own, which the walker stores after step 6 (columns.cuh). NOTES: the loop's edge
 // is after step 4, where no GEMM is in flight, and S^T is read in the iteration of the GEMM that has made it:
@@ -86,8 +86,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             [&](int j) { load_transposed(fragments[j], values + 16 * j * kPanelColumns * sizeof(T)); });
         if constexpr (C::kOwnColumns) columns.hand_over_values(chunk);
     };
-    // O^T += V^T P^T. Of the mirror: 16 rows of P after 16, up to their diagonal block, in two parts. NOTES:
-    // its products differ in shape, so the fence before each one is what orders them.
+    // O^T += V^T P^T. The mirror multiplies by 16 rows of P at a time, up to their diagonal block, in two
+    // parts (chunk.cuh). NOTES: these products differ in shape, so they need the fence before each of them.
     auto multiply_scores = [&](Operand128B p) {
         auto multiply = [&]<int i>() {
             if constexpr (!C::kBackward) {

@@ -1,6 +1,6 @@
 // What the backward of the delta rule has of its own: the gradients of the values, of beta and of the states.
 //
-// Of A and P, which the forward has kept,
+// It reads the A and P that the forward has made. Kernels:
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
 //     producer      loads q, k, dO, the forward's writes, A, P; scans the gates; stores dV

@@ -48,7 +48,7 @@ template <class C, bool kStatesAlone = C::kStatesAlone> struct MirrorWrites {
 };
 template <class C> struct MirrorWrites<C, true> {};
 
-// All of a chunk, by one barrier.
+// All of a chunk but its gates, which arrive on the same barrier.
 template <class C> struct MirrorStage : MirrorWrites<C> {
     typename C::Tile keys, queries;
     typename C::Square a, p;

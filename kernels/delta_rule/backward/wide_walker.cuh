@@ -3,8 +3,8 @@
 //   1. Leave dS for the walks over the states, where it is wanted. Round dS^T to A operands, four steps at a
 //      time, and issue X^T = dS^T K^T; scale dS^T by its decay under the last of them.
 //   2. Load dO^T. Scale X^T by e^{b_L - b} and issue dU^T = X^T + dO^T P.
-//   3. Round beta dU^T to A operands and issue dY^T = dU^T + (beta dU^T) A; scale dO^T by s e^b and issue
-//   dS^T += dO^T Q.
+//   3. Round beta dU^T to A operands and issue dY^T = dU^T + (beta dU^T) A. Scale dO^T by s e^b and
+//      issue dS^T += dO^T Q.
 //   4. Wait for dY. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
 //   5. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
 //      `written`, are dbeta's.

@@ -1,9 +1,10 @@
 // The matrices A and P (bindings/params.h) of one chunk and head of v, by one warpgroup:
-//   1. Load q and k; two warps scan the log decay and load beta.
+//   1. Load q, k and beta; scan the log decay.
 //   2. K K^T and Q K^T, in flight together.
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
 //   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
 //   5. Store both tiles.
+// In makers.cuh another warp takes steps 1 and 5.
 #pragma once
 
 #include "common/sync.cuh"
@@ -51,7 +52,7 @@ template <class T, int kDimK> struct MatricesTiles {
     };
 };
 
-// Starts the loads of q and k, by one thread. Their bytes are expected.
+// Starts the loads of q and k, by one thread, which has expected their bytes.
 template <class Memory>
 __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk) {
     const int key_head = chunk.head / g.group;
@@ -74,8 +75,8 @@ __device__ inline void round_matrix(Square& tile, const TriangularMatrix& m) {
     }
 }
 
-// Step 3: of K K^T and Q K^T -L, in shared memory, and P in place. Both are zero past the last token, and so
-// is A then.
+// Step 3: makes -L from K K^T, in shared memory, and P from Q K^T, in place. Both are zero past the last
+// token; therefore A is, too.
 template <class Memory>
 __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_fl<16, kChunk>& of_queries,
                                    int tokens, float scale, int warp) {
@@ -101,7 +102,7 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
 }
 
 // Steps 2 to 4, once the inputs and the gates are there. The results are in shared memory, visible to the TMA
-// engine, once all warps are through. beta: of 64 tokens.
+// engine, once all warps have returned. beta: of 64 tokens.
 //   meet        waits for the other warps of the warpgroup
 //   multiplied  called when this warp has read the inputs
 //   gated       called when this warp has read the log decay, before it writes P and A

@@ -1,12 +1,12 @@
-// A and P of all chunks and heads of v, in parallel. A CTA of one warpgroup, of which a multiprocessor holds
-// five, makes those of one chunk and head.
+// A and P of all chunks and heads of v, in parallel. A CTA of one warpgroup makes those of one chunk and
+// head. A multiprocessor holds up to five CTAs. Two warps of a CTA scan the log decay and load beta.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
 
 namespace tfla_tk::delta_rule {
 
-// Inputs, then results: once the GEMMs have read the inputs.
+// The results replace the inputs once the GEMMs have read these.
 template <class Tiles> struct InputsOrResults {
     union {
         typename Tiles::Inputs in;

@@ -10,7 +10,7 @@
 
 namespace tfla_tk::delta_rule {
 
-// Of DeltaMatricesParams, whose arguments the walk's have, too.
+// p: DeltaMatricesParams, or the parameters of a walk, which have the same fields.
 template <class Params> MatricesGlobals matrices_globals(const Params& p) {
     const DeltaShape& s = p.shape;
     const OperandMaps maps(s);

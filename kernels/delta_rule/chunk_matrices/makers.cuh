@@ -1,17 +1,17 @@
 // Makers: CTAs of a walk's launch that make A and P while the walk runs, on multiprocessors that it leaves
 // idle.
 //
-// Of a CTA's warpgroups all but the last are makers. A warp of the last one serves each of them: it loads q
-// and k, scans the gates, stores the results and tells the walks; so a maker waits for nothing but its
-// inputs, which are a chunk ahead.
+// All warpgroups of a CTA but the last one are makers. Each maker is served by a warp of the last warpgroup:
+// it loads q and k, scans the gates, stores the results and tells the walks. So a maker waits for nothing but
+// its inputs, which are loaded a chunk ahead.
 //
-// Makers take the chunks in the order in which the walks need them: of the sequences and heads whose walks
-// run at once, a wave, the first chunk of each, then the second one, and so on; then those of the next wave.
-// A flag per chunk and head of v tells the walks that its matrices are in device memory. The flags are zero
-// at the launch.
+// Makers take the chunks in the order in which the walks need them. The sequences and heads whose walks run
+// at once are a wave. Makers take the first chunk of each walk of a wave, then the second one, and so on;
+// then they go on to the next wave. A flag per chunk and head of v tells the walks that its matrices are in
+// device memory. The flags are zero at the launch.
 //
-// Makers are the first CTAs of the grid and wait for no other CTA. Where a CTA of the walk runs, all makers
-// have begun: so it waits for CTAs that come to their end, whatever else the GPU has to do.
+// Makers are the first CTAs of the grid and wait for no other CTA. When a CTA of the walk runs, all makers
+// have begun. So the walk waits only for CTAs that are sure to end, whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
@@ -19,16 +19,16 @@
 
 namespace tfla_tk::delta_rule {
 
-// Warpgroups of a CTA: makers and the one that serves them. NOTES: where a CTA of K = 64 has more than three,
-// ptxas spills the walker's registers, setmaxnreg or not.
+// Warpgroups of a CTA: the makers and the one that serves them. NOTES: where a CTA of K = 64 has more than
+// three, ptxas spills the walker's registers, with setmaxnreg or without.
 template <int kDimK> constexpr int kMakersOfCta = kDimK == 64 ? 3 : 4;
 
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
-    int ctas;
-    int wave;  // sequences and heads whose walks run at once
+    int ctas;   // of makers
+    int wave;   // pairs of a sequence and a head whose walks run at once
 
-    // Sequences and heads.
+    // Pairs of a sequence and a head.
     __device__ inline int pairs() const { return cut.sequences * heads; }
     // At least the chunks of the longest sequence.
     __device__ inline int most_chunks() const { return packed() ? slots - cut.sequences : slots; }
@@ -49,7 +49,7 @@ template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTile
     alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
     alignas(16) float beta[2][kChunk];      // of the chunk and the one behind it, in turns
     GateCopies::Words decays, betas;        // of the chunk behind
-    int tokens;                             // of the chunk; 0: there is none any more
+    int tokens;                             // of the chunk; 0: there is no further chunk
     semaphore arrived;                      // the inputs, and the gates with the tokens
     semaphore multiplied;                   // the inputs are read
     semaphore gated;                        // the log decay and the tokens are read
@@ -67,11 +67,11 @@ template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTile
 };
 
 template <class C> struct MakersMemory {
-    static constexpr int kMakers = C::kMakers - 1;
+    static constexpr int kMakers = C::kMakers - 1;  // without the warpgroup that serves them
     MakerMemory<typename C::T, C::kDimK> of[kMakers];
 };
 
-// The number-th one in the order of the walks, where there is one.
+// The number-th chunk in the order of the walks; without tokens where the sequence has fewer chunks.
 __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number) {
     const int first_pair = number / (g.wave * g.most_chunks()) * g.wave;
     const int left_over = number - first_pair * g.most_chunks(), wave = min(g.wave, g.pairs() - first_pair);
@@ -88,8 +88,8 @@ __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number)
     return {sequence, head, first, left, step};
 }
 
-// The first chunk with tokens of those of `number` and every stride-th one behind it; without tokens where
-// there is none. Leaves the number behind it.
+// The first chunk with tokens among `number` and every stride-th one behind it; without tokens where there is
+// none. Moves `number` behind it.
 __device__ inline ChunkOfHead next_chunk(const MakersGlobals& g, int& number, int stride) {
     const int end = g.pairs() * g.most_chunks();
     ChunkOfHead found{};
@@ -157,7 +157,7 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
         if (is_first) own.tokens = next.tokens;
         arrive_warp(own.arrived);
     };
-    int* made = nullptr;  // the flag of results that are stored, until they are told of
+    int* made = nullptr;  // the flag of the chunk that is stored last; null: none is yet
     auto publish = [&] {
         if (is_first && made) publish_matrices(made);
         __syncwarp();

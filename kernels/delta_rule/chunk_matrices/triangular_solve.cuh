@@ -136,8 +136,8 @@ template <int kBlock, int kColumns> struct MergedRows {
     }
 };
 
-// In place of -L, by the four warps of a warpgroup, which wait for each other in meet(). Zero on the diagonal
-// and right of it, as L is.
+// Replaces -L by A, with the four warps of a warpgroup, which wait for each other in meet(). A is zero on the
+// diagonal and right of it, as L is.
 template <class Meet>
 __device__ inline void solve_unit_lower(TriangularMatrix& m, const float* beta, int warp, int lane,
                                         Meet meet) {

@@ -5,7 +5,8 @@
 
 namespace tfla_tk::delta_rule {
 
-// kMakers: of a CTA beside the walk (chunk_matrices/makers.cuh), 0 for none
+// kMakerCount: warpgroups of a CTA of makers (chunk_matrices/makers.cuh), with the one that serves them; 0:
+// there are no makers.
 template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0> struct ForwardConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
@@ -14,7 +15,8 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0
     static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
     static constexpr bool kIsWide = kDimK > 128;
     static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
-    // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
+    // Warpgroups are idle where a CTA of makers has more than the walk needs. NOTES: all registers together
+    // no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
     static constexpr int kProducerRegisters = 40;
     static constexpr int kWalkerRegisters = kWalkers == 2 && kIdleWarpgroups > 0 ? 224
@@ -40,12 +42,12 @@ struct ForwardGates {
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
     TokenFactors beta;
-    TokenFactors written;  // the part of beta that what is left for the backward has
+    TokenFactors written;  // the part of beta that is in the writes (written_part)
     TokenFactors update;   // beta e^{b_L - b}
     float decay;           // e^{b_L}
 };
 
-// All of a chunk, by one barrier: the answer of a barrier takes a walker some 30 cycles.
+// All of a chunk, behind one barrier: to ask a barrier takes a walker some 30 cycles.
 template <class C> struct ForwardStage {
     typename C::Tile keys, queries;
     typename C::Square a, p;

@@ -22,8 +22,8 @@ __device__ inline uint4* anchor_units(const StatesGlobals& g, const StatesTask& 
     return g.anchors + tiles * kAnchorUnits + fresh_laneid();
 }
 
-// So that these units are near when they are read. NOTES: else a walker waits for global memory three times,
-// and all warps for it.
+// Prefetches these units into L2. NOTES: else a walker waits for global memory three times, and all other
+// warps wait for the walker.
 template <class C> __device__ inline void prefetch_anchor(const uint4* units) {
     prefetch_bytes<C::kWalkerV / 16 * kAnchorUnits * sizeof(uint4)>(units - fresh_laneid());
 }

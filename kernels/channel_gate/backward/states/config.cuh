@@ -18,7 +18,7 @@ namespace tfla_tk::channel_gate {
 
 enum class StateWalk { left, right };
 
-constexpr int kSliceOfV = 256;  // of one of several launches
+constexpr int kSliceOfV = 256;  // columns of V of a launch, where there are several launches
 constexpr int kBlocksOfAnchor = kAnchorChunks * kChunk / kBlock;
 
 // A strip is 64 columns of K. Two walkers have a strip each, or with more than 128 columns of V half of these
@@ -106,7 +106,7 @@ struct StatesTask : Task {
     template <class C> __device__ inline int block_of(int step) const {
         return C::kIsLeft ? step : blocks - 1 - step;
     }
-    // Whether this CTA needs the products of values, of slices of V.
+    // Whether this CTA makes the products of values: for its results, or to leave them (slices.cuh).
     template <class C> __device__ inline bool makes_products(const StatesGlobals& g) const {
         return g.template makes_results<C>() || column == 0;
     }
@@ -134,7 +134,8 @@ template <class C, bool kIsLeft> struct StatesColumns {
     typename C::Columns readers;  // then the result, until it is stored
     typename C::Columns writers;  // then the high parts of what is written to the state
     [[no_unique_address]] RoomForOut<C::kSplitsV> room;
-    // Or numbers of 16 bits; then the low parts of what is written to the state; then q dq, or dg.
+    // Log gates, of fp32 or of 16 bits; then the low parts of what is written to the state; where walkers
+    // split V, then a part of `out`; then q dq (left) or dg (right).
     alignas(1024) float gates[kBlock][kBlockChannels];
     static_assert(sizeof(gates) >= sizeof(writers));
 };
@@ -145,22 +146,22 @@ template <class C> struct StatesColumns<C, false> : StatesColumns<C, true> {
 constexpr int kOutRow = 68;  // floats; NOTES: a walker's stores meet no bank twice
 static_assert(kOutRow * sizeof(float) % 16 == 0);
 
-// Where this lane's two channels of a token are in `out`, and what a token's row is swizzled by. NOTES: in
-// place of the gates there is no room between rows, so that a walker's stores meet no bank twice by the
-// swizzle.
+// Where a token's row begins in `out`, and what the bytes in the row are XORed with. NOTES: in place of the
+// gates there is no room between rows. There the XOR keeps a walker's stores from meeting a bank twice.
 template <class C> __device__ constexpr uint32_t out_row(int token) {
     return token * (C::kOutInPlace ? kFloatRow : kOutRow * 4);
 }
 template <class C> __device__ constexpr uint32_t out_swizzle(int token) {
     return C::kOutInPlace ? token / 2 % 4 * 32 : 0;
 }
-// Of token first + i; first: a multiple of four, i: less than four.
+// Where this lane's two channels of token first + i are in `out`. first: a multiple of four; 0 <= i < 4.
 template <class C> __device__ __forceinline__ uint32_t own_out(uint32_t out, int first, int i, int lane) {
     const uint32_t of_first = out + out_row<C>(first) + ((8 * lane) ^ out_swizzle<C>(first));
     return (of_first ^ out_swizzle<C>(i)) + out_row<C>(i);
 }
 
-// What walkers and gate warps tell each other, by gate warp or walker; and a gate warp keeps.
+// What walkers and gate warps hand to each other, and what a gate warp keeps: one entry per gate warp or
+// walker.
 template <class C> struct alignas(16) StatesExchange {
     // what readers see of the state, before their gates
     float out[C::kGateWarps][C::kOutInPlace ? 1 : kBlock][kOutRow];
@@ -173,7 +174,8 @@ template <class C> struct alignas(16) StatesExchange {
 template <class C> struct StatesMemory {
     using Values = StatesValues<C>;
     using Columns = StatesColumns<C, C::kIsLeft>;
-    static constexpr int kMost = C::kTurns + 4, kRest = 2048;  // bytes of barriers and task, and a margin
+    // kMost: stages; kRest: bytes of barriers and task, with a margin
+    static constexpr int kMost = C::kTurns + 4, kRest = 2048;
     static constexpr int kForBlocks = MAX_SHARED_MEMORY - sizeof(StatesExchange<C>) - kRest;
     static constexpr int kOfColumns = C::kStrips * (sizeof(Columns) + kBlockChannels * sizeof(float));
     // Blocks. Where two walkers split V, values leave as soon as these have read them, columns when results
@@ -192,9 +194,10 @@ template <class C> struct StatesMemory {
     StatesExchange<C> exchange;
     alignas(16) float decay[kStages][C::kStrips][kBlockChannels];  // e^{b_L}
 
-    // NOTES: of values, too, by the columns' place: gate warps run ahead by more than a lap of the values'
-    // ring, where a phase would be taken for that of two laps before. And they lag behind the walkers by less
-    // than a lap of it, whose loads are less than two laps ahead: hence the assertion.
+    // NOTES: values_arrived, too, has a barrier per stage of the columns, even where values have a ring of
+    // their own. Gate warps run ahead by more than a lap of that ring, so with a barrier per stage of it they
+    // would take a phase for that of two laps before. And they lag behind the walkers by less than a lap of
+    // it, whose loads are less than two laps ahead: hence the assertion.
     semaphore columns_arrived[kStages], values_arrived[kStages];
     semaphore written[kStages][C::kStrips];  // by the gate warp: writers and decay are ready
     semaphore read[kStages];                 // by two walkers of a strip: writers are read
@@ -225,7 +228,7 @@ template <class C> __device__ inline int gate_warp_of(int strip, int step) {
     return strip * C::kTurns + static_cast<unsigned>(step) % C::kTurns;
 }
 
-// Brings kBytes near, into L2, by a warp, before they are read.
+// Prefetches kBytes into L2, by a whole warp.
 template <int kBytes> __device__ __forceinline__ void prefetch_bytes(const void* from) {
     constexpr int kLine = 128, kLines = kBytes / kLine;
     const char* const own = static_cast<const char*>(from) + fresh_laneid() * kLine;

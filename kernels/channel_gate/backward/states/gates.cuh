@@ -1,19 +1,19 @@
-// The gate warps of the walks over the states. Four or eight per strip take turns at the blocks: each is
-// busy with one of 16 tokens and the strip's 64 channels while the walkers go on. A lane has two channels
+// The gate warps of the walks over the states. Four or eight per strip take turns at the blocks: each works
+// on one block, of 16 tokens and the strip's 64 channels, while the walkers go on. A lane has two channels
 // of all tokens. Per block:
 //   1. Wait for its columns. a = e^g of every token.
 //   2. Writers, scaled: k times the product of a behind the token (left), s q times that up to and with it
 //      (right). They are in two parts, high + low: the high ones in place, the low ones in the place of the
 //      gates. Hand them to the walker, with the product over the block.
 //   3. Products of the values of readers and writers, dO_i.V_j, by mma.sync, into memory of this warp. They
-//      are the same for all K: of launches that leave sums, the head's first CTA alone makes them.
+//      are the same for all K: in a launch that leaves sums, the head's first CTA alone makes them.
 //   4. Wait for what the readers see of the state; where walkers split V these are two parts, to be added up,
 //      and a later block's values are loaded into the place of this one's. Of a slice of V, add what earlier
 //      launches have left; a launch before the last one leaves the sums, and goes on with the hand-over of 7.
-//      Readers follow in groups of four, away from where the walk comes from. What a group sees of the state
-//      and of writers of earlier groups is summed up as of the group's begin, and the sum fades from reader
-//      to reader. So do the group's own writers: each joins at its reader, and their products with the rows
-//      of step 3 are added up in fp32. No factor exceeds 1 and none is a quotient.
+//      The readers are processed in groups of four, in the direction of the walk. What a group sees of the
+//      state and of the writers of earlier groups is summed up at the group's begin, and the sum fades from
+//      reader to reader. The group's own writers join at the reader of their token and fade, too; their
+//      products with the rows of step 3 are added up in fp32. No factor exceeds 1 and none is a quotient.
 //   5. The result in the place of the readers, and of the left walk q dq.
 //   6. Right walk: sums of q dq - k dk from each token on. They are added up in the block first; the sum of
 //      all blocks behind, which the warp of the step before hands on, joins last. Reader and writer of one
@@ -54,7 +54,7 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         if constexpr (!C::kIsLeft) find_closed(product);
     }
 
-    // Step 3: products[r][w], times `scale`. NOTES: a loop, for the cache of instructions.
+    // Step 3: products[r][w], times `scale`. NOTES: a loop, to fit the instruction cache.
     __device__ __forceinline__ void multiply_values(float scale) const {
         uint32_t a_rows = of_readers + lane % 16 * kRowBytes + ((lane / 16) ^ lane % 8) * 16;
         uint32_t b_rows =
@@ -76,7 +76,7 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         __syncwarp();
     }
 
-    // What a reader sees of the state, that of token first + i. first: a multiple of four.
+    // What the reader of token first + i sees of the state. first: a multiple of four.
     __device__ __forceinline__ float2 seen(int first, int i) const {
         const float2 x = load_floats(own_out<C>(out, first, i, lane));
         if constexpr (!C::kSplitsV) return x;
@@ -85,8 +85,8 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
     }
 
     // Steps 4 and 5, and 6 in the block; returns the sum over it. wants_sums: q dq is wanted, or given.
-    // NOTES: a loop over groups of four readers, for the cache of instructions. So all indices of registers
-    // must be the same for every group, and what is in them moves on from group to group.
+    // NOTES: a loop over groups of four readers, to fit the instruction cache. So the indices of registers
+    // must be the same in every group: go_on moves their contents from group to group.
     __device__ __forceinline__ float2 make_results(float scale, bool wants_sums) {
         Group x;
         x.through = {C::kIsLeft ? scale : 1.f, C::kIsLeft ? scale : 1.f};
@@ -135,7 +135,7 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         carry = {closed >> 2 * t & 1 ? -sum.x : carry.x, closed >> 2 * t & 2 ? -sum.y : carry.y};
     }
 
-    // kIsPlain: gates of fp32, none of them closed. NOTES: a loop, for the cache of instructions.
+    // kIsPlain: gates of fp32, none of them closed. NOTES: a loop, to fit the instruction cache.
     template <bool kIsPlain> __device__ __forceinline__ void store_sums(float2 carry, DType dtype) const {
 #pragma unroll 1
         for (int group = 0; group < kGroups; group++) {
@@ -159,32 +159,32 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
 
     static constexpr int kGroup = 4, kGroups = kBlock / kGroup;  // of readers, as the walk meets them
 
-    // The first token of a group, and where the e-th one of the walk is behind it.
+    // The first token of a group, and how many tokens behind it the group's e-th reader is, in walk order.
     static __device__ __forceinline__ int first_token(int group) {
         return kGroup * (C::kIsLeft ? group : kGroups - 1 - group);
     }
     static constexpr __device__ int of(int e) { return C::kIsLeft ? e : kGroup - 1 - e; }
 
-    // What fades between the n-th reader and the one before it, or the state.
+    // The gate between the n-th reader of the walk and the reader before it, or the state where n = 0.
     __device__ __forceinline__ float2 fade_before(int n) const {
         if constexpr (C::kIsLeft) return a[n];
         return n == 0 ? float2{1.f, 1.f} : a[kBlock - n];
     }
 
-    // What a group of readers needs in registers.
+    // The registers that make_group and go_on share.
     struct Group {
         float2 through;       // the product of gates between the state and the group, times s (left)
         float2 fade[kGroup];  // before each reader
-        // First the fades of the groups to come. Each group leaves its writers in the last place, faded up
-        // to its last token; all else moves to the place before. So in group n the last n places have
-        // writers.
+        // At first the fades of the later groups. After each group go_on takes the first entry, moves the
+        // others one entry ahead and puts the group's writers, faded up to its last reader, into the last
+        // entry. So in group n the last n entries are writers.
         float2 others[kGroups - 1][kGroup];
         T2 waiting[kBlock];  // writers of this group and those behind it
         float2 writer[kGroup];
     };
 
-    // What the group's readers see of the state and of the groups before is summed up first, as of the
-    // group's begin, since all of it fades by the same gates. Then reader after reader.
+    // Sums up first what the group's readers see of the state and of earlier groups, at the group's begin,
+    // since all of it fades by the same gates. Then goes from reader to reader.
     __device__ __forceinline__ void make_group(Group& x, int group, float2& sum, bool wants_sums) const {
         const int first = first_token(group);
         const uint32_t own_place = column_of(readers, first);
@@ -241,7 +241,7 @@ template <class C> struct GateWarpOfBlock : WritersOfBlock<typename C::T, C::kIs
         });
     }
 
-    // From a group to the next one.
+    // Prepares the registers for the next group.
     __device__ __forceinline__ void go_on(Group& x, int group) const {
         const float2 through = x.fade[0], none{1.f, 1.f};
         each<0, kGroup>([&](int e) { x.fade[e] = x.others[0][e]; });

@@ -9,10 +9,10 @@
 
 namespace tfla_tk::channel_gate {
 
-// Of a block and 64 columns of K.
+// The sums of a block and 64 columns of K.
 struct alignas(16) SumsOfBlock {
     float out[kBlock][kBlockChannels];  // as in StatesExchange
-    float products[kBlock][kBlock];     // likewise, in the head's first one
+    float products[kBlock][kBlock];     // likewise; used where column is 0
     float2 flow[kBlockChannels / 2];    // over the block's end, where there is an anchor; by lane
 
     // column: of K
@@ -31,7 +31,7 @@ struct SumsOfLane {
     __device__ static inline SumsOfLane of(const StatesGlobals& g, const StatesTask& task, int block) {
         return {SumsOfBlock::of(g, task, block, task.column), SumsOfBlock::of(g, task, block, 0)};
     }
-    // So that they are near when they are added.
+    // Prefetches into L2 what is added later. has_flow: there is an anchor.
     __device__ __forceinline__ void prefetch(bool has_flow) const {
         prefetch_bytes<sizeof(sums.out)>(&sums.out);
         prefetch_bytes<sizeof(sums.products)>(&of_head.products);
@@ -62,7 +62,7 @@ struct SumsOfLane {
         });
         __syncwarp();
     }
-    // seen(first, i): of out, that of token first + i.
+    // seen(first, i): what the reader of token first + i sees of the state.
     template <class Seen> __device__ __forceinline__ void leave_out(Seen seen) const {
 #pragma unroll 1
         for (int first = 0; first < kBlock; first += 4)

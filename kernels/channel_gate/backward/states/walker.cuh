@@ -3,15 +3,15 @@
 // transposed. All that is rounded on the way from the state or to it is in two parts, high + low, and so are
 // its GEMMs: dg is a difference of sums that cancel but for rounding. Per block of 16 tokens:
 //   1. out^T = state values^T with the values of the readers, by mma.sync: each warp rounds 16 columns of its
-//      16 rows of the state and multiplies them while it rounds the next ones. NOTES: a wgmma of so few
-//      columns takes the warps longer to meet for than to compute. At an anchor the left walk leaves the
-//      state there, the right one finds the flow of gradient.
+//      16 rows of the state and multiplies them while it rounds the next ones. At an anchor the left walk
+//      first stores the state, the right one computes the flow of gradient. NOTES: for a wgmma of so few
+//      columns the warps would need longer to meet than to compute.
 //   2. Wait for the gate warp's writers and scale the state by the block's decay, a factor per row.
 //   3. Issue state += writers^T values, by wgmma.
 //   4. Store out for the gate warp. Wait for the GEMM. Tell the gate warp, which then may write where the low
-//      parts of writers are, and hand over the block's place. Where walkers split V, each puts its part of
-//      out where the writers' high or low parts are, so it waits until the GEMMs of both walkers have read
-//      these: in the middle of step 1 of the next block, when the other one has got as far.
+//      parts of writers are, and hand over the block's place. Where walkers split V, each stores its part of
+//      out in place of the writers' high or low parts, once the GEMMs of both walkers have read these. So
+//      it does that in the middle of step 1 of the next block, when the other walker is as far.
 #pragma once
 
 #include "channel_gate/backward/states/anchors.cuh"
@@ -33,11 +33,12 @@ __device__ inline float load_float(uint32_t address) {
     return x;
 }
 
-// A warp's 16 rows of out^T, as mma.sync has them: of the first eight tokens and of the last ones.
+// A warp's 16 rows of out^T, as accumulators of mma.sync: of the first eight tokens and of the last eight.
 using OutOfWarp = float[2][4];
 
-// Adds to out^T what 16 columns of the state give, by high and low parts apart. rows: where this lane's row
-// of the values of these columns is, see lane_in_values.
+// Adds to out^T the products of 16 columns of the state, rounded, with the values of these columns: those of
+// the high parts to of_high, those of the low parts to of_low. rows: the address of this lane's row of the
+// values (lane_in_values).
 template <class T2, class State>
 __device__ __forceinline__ void add_columns(OutOfWarp& of_high, OutOfWarp& of_low, const State& state,
                                             int column_tile, uint32_t rows) {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void add_columns(OutOfWarp& of_high, OutOfWarp& of_lo
     each<0, 2>([&](int n) { multiply_16(of_low[n], low, values, n, !is_first); });
 }
 
-// Where this lane's numbers of a warp's 16 rows of out^T are in `out`; first_column: of these.
+// Where this lane's numbers of a warp's 16 rows of out^T are in `out`. first_column: that of the first row.
 template <class C> __device__ inline uint32_t lane_in_out(uint32_t first_column) {
     const uint32_t lane = fresh_laneid(), first_token = lane % 4 * 2;  // and the next one, and eight behind
     return out_row<C>(first_token) + lane / 4 * 4 + ((4 * first_column) ^ out_swizzle<C>(first_token));
@@ -64,7 +65,7 @@ __device__ inline uint32_t lane_in_values() {
     return (lane / 16 * 8 + lane % 8) * kRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
 }
 
-// The transpose of a warp's 16 rows of out^T. place: where `out` is, and the lane's numbers in it.
+// Stores a warp's 16 rows of out^T, transposed. place: the address of `out` plus lane_in_out.
 template <class C> __device__ inline void store_out(uint32_t place, const OutOfWarp& out) {
     auto store = [](uint32_t address, float x) {
         asm volatile("st.shared.f32 [%0], %1;\n" ::"r"(address), "f"(x) : "memory");
@@ -78,8 +79,9 @@ template <class C> __device__ inline void store_out(uint32_t place, const OutOfW
     });
 }
 
-// Shared memory as if it began at its number, for the numbers of places in it; nothing is read by it. NOTES:
-// of a symbol's address the compiler would ask for the CTA's number anew at every use.
+// Shared memory as an object at its 32-bit shared address: number_of() gives the shared addresses of its
+// members. Nothing may be read through it. NOTES: at every use of the symbol's address the compiler would
+// read the CTA's number in its cluster again.
 template <class Memory> __device__ inline const Memory& by_numbers(const Memory& smem) {
     return *reinterpret_cast<const Memory*>(
         static_cast<uintptr_t>(static_cast<uint32_t>(anew(shared_address(&smem)))));
@@ -88,6 +90,7 @@ template <class Member> __device__ inline uint32_t number_of(const Member& membe
     return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&member));
 }
 
+// wait() and arrive_warp() with the shared address of a barrier.
 __device__ inline void wait_at(uint32_t barrier, uint32_t phase) {
     asm volatile(
         "{\n"
@@ -106,7 +109,7 @@ __device__ inline void arrive_warp_at(uint32_t barrier) {
         asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
 
-// A place in a ring of kSlots, and the phase of its barriers, which go on step by step.
+// A step's slot in a ring of kSlots, and the phase of its barriers; go_on() moves to the next step.
 template <int kSlots> struct RingPlace {
     int slot = kSlots - 1;  // of the step before the first one
     uint32_t phase = 1;
@@ -117,8 +120,9 @@ template <int kSlots> struct RingPlace {
     }
 };
 
-// warp: of those of all walkers. NOTES: what is the same for a warp's lanes must follow from numbers that the
-// compiler knows to be so; else descriptors of operands leave uniform registers.
+// warp: its number among the warps of all walkers. NOTES: what is the same in all lanes of a warp must be
+// computed from numbers that the compiler knows to be uniform; else it does not keep the descriptors of
+// operands in uniform registers.
 template <class C>
 __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int warp) {
     using T = typename C::T;
@@ -136,7 +140,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     auto column = [&] { return task.column + strip * kWalkerColumns + first_column; };
     const int value_column = part * C::kWalkerV;
     const uint32_t own_panels = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;  // bytes before
-    // The next step at whose begin there is an anchor. The right walk asks for it some steps ahead.
+    // The next step that begins at an anchor. The right walk prefetches the anchor some steps ahead.
     constexpr int kAnchorAhead = 8;
     int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
     if (!g.needs_dg) anchor_step = task.blocks;
@@ -149,12 +153,12 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     Place use;  // of the step's block
     int value_slot = Memory::kValueStages - 1;
 
-    // Where a block's out goes; waits until it may.
+    // Waits until a block's out may be stored; returns the address of `out`.
     auto place_of_out = [&](int step, const Place& place) {
         const auto& columns = at.columns[place.slot][strip];
         if constexpr (C::kSplitsV) {
             wait_at(number_of(at.read[place.slot]), place.phase);
-            // NOTES: the second walker's is where the first one's would be but for a constant
+            // the first walker's is in place of the gates, the second one's from the writers on
             return number_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
         } else {
             const int gate_warp = gate_warp_of<C>(strip, step);
