@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-# microseconds, from the log of 2026-11-26 (H100), of K = V = 128: of a chunk of the forward's walk by walkers
-# of a CTA, and of A and P of a chunk on a multiprocessor, before the walk and, by the tile of K, beside it
-WALKED = {1: 1.38, 2: 1.92}
+# microseconds, from the log of 2026-11-26, of K = V = 128: of a chunk of the forward's walk by walkers of a
+# CTA, alone and with makers beside it, and of A and P of a chunk on a multiprocessor, before the walk and, by
+# the tile of K, beside it
+WALKED, WALKED_BESIDE = {1: 1.38, 2: 1.92}, {1: 1.38, 2: 2.05}
 MADE_BEFORE, MADE_BESIDE = 2.26, {64: 1.86, 128: 1.74}
 _BYTES = 2.9e6  # that device memory gives in a microsecond
 _MOST_WAVES = 8  # that are tried
-_WAVE = 5.0  # estimate: the start of a wave's CTAs
+_WAVE = 7.0  # the start of a wave's CTAs
 # fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
 # states alone, where their CTAs run all at once and where they take several waves; the start of a launch with
 # that of its CTAs. An estimate: a segment that is carried
@@ -79,7 +80,7 @@ def forward(
         for waves in range(1, _MOST_WAVES + 1 if count == 2 else 2):
             makers = multiprocessors - -(-ctas // waves)
             if makers > 0:
-                of_chunk = max(waves * WALKED[count], made / makers, moved)
+                of_chunk = max(waves * WALKED_BESIDE[count], made / makers, moved)
                 yield Forward(count, makers, chunks * of_chunk + waves * _WAVE)
 
     return min((run for count in walkers for run in runs(count)), key=lambda run: run.time)
