@@ -36,10 +36,10 @@ struct PowerOfTwo {
     __device__ __forceinline__ float inverse() const { return __uint_as_float(0x7F000000 - bits); }
 };
 
-// kTwoParts: scores are made of Q and K in two parts, high and low ones, of which the walk has the high ones:
-// the error of o is then that of scores made in fp32, three quarters of that with one part.
-// kMirrors: P is stored as the mirror reads it (chunk.cuh).
-template <class T, int kDimK, bool kTwoParts, bool kMirrors> struct AroundMiddle {
+// Scores are made of Q and K in two parts, high and low ones, of which the walk has the high ones: the error
+// of o is then that of scores made in fp32, three quarters of that with one part. kMirrors: P is stored as
+// the mirror reads it (chunk.cuh).
+template <class T, int kDimK, bool kMirrors> struct AroundMiddle {
     using Warp = GateWarp<T, kDimK, kMirrors>;
     using T2 = typename Warp::T2;
     static constexpr int kTokens = 8, kChannels = 4;           // of a lane
@@ -145,8 +145,8 @@ template <class T, int kDimK, bool kTwoParts, bool kMirrors> struct AroundMiddle
                 wgmma_step<T, false>(scores, x.row_step(kTileBytes, i), y.row_step(kTileBytes, i),
                                      accumulate);
             };
-            if constexpr (kTwoParts) multiply(more_queries, keys, i > 0), multiply(queries, more_keys, true);
-            multiply(queries, keys, kTwoParts || i > 0);
+            multiply(more_queries, keys, i > 0), multiply(queries, more_keys, true);
+            multiply(queries, keys, true);
         });
         warpgroup::mma_commit_group();
         meanwhile(), __syncwarp();
@@ -242,7 +242,7 @@ template <class T, int kDimK, bool kTwoParts, bool kMirrors> struct AroundMiddle
         });
         if constexpr (!kQueries) each<0, kChannels>([&](int c) { factor[c] *= gate[c]; });
         store_shared(row_of(high, offset, i), y);
-        if constexpr (kTwoParts) store_shared(row_of(low, offset, i), rest);
+        store_shared(row_of(low, offset, i), rest);
     }
 
     // Rounds this warp's 16 rows; nothing above the diagonal.

@@ -65,9 +65,9 @@ __device__ inline uint32_t load_anew(uint32_t address) {
     return x;
 }
 
-// Waits for the completion of phase `phase`. NOTES: kittens::wait carries no "memory" clobber.
-__device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
-    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(&barrier));
+// Waits for the completion of phase `phase` of the barrier at a shared address. NOTES: kittens::wait carries
+// no "memory" clobber.
+__device__ inline void wait_at(uint32_t barrier, uint32_t phase) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -76,9 +76,12 @@ __device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
         "@done bra.uni DONE;\n"
         "bra.uni WAIT;\n"
         "DONE:\n"
-        "}\n" ::"r"(address),
+        "}\n" ::"r"(barrier),
         "r"(phase)
         : "memory");
+}
+__device__ inline void wait(kittens::semaphore& barrier, uint32_t phase) {
+    wait_at(static_cast<uint32_t>(__cvta_generic_to_shared(&barrier)), phase);
 }
 
 // Whether phase `phase` is complete, without waiting.

@@ -7,7 +7,6 @@
 #include "common/warp.cuh"
 #include "sequence/gate_loads.cuh"
 #include "sequence/log_gates.cuh"
-#include "sequence/segments.cuh"
 
 namespace tfla_tk::delta_rule {
 

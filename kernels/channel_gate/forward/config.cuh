@@ -16,11 +16,10 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas, bool kMi
     static_assert(kMakers <= 2);
     static constexpr bool kSequential = kOrder == Schedule::sequential;
     static constexpr bool kBackward = kMirrors;  // in time
-    static constexpr bool kTwoParts = true;      // of the operands of scores around a middle
 
     // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
     using GateWarp = channel_gate::GateWarp<T, kDimK, kBackward>;
-    using AroundMiddle = channel_gate::AroundMiddle<T, kDimK, kTwoParts, kBackward>;
+    using AroundMiddle = channel_gate::AroundMiddle<T, kDimK, kBackward>;
     static constexpr int kParts = GateWarp::kParts;  // times 64 channels
     static constexpr int kTeamWarps = GateWarp::kWarps, kTeams = 8 / kTeamWarps;
     static constexpr int kGateWarps = kTeams * kTeamWarps;

@@ -10,7 +10,6 @@
 #include "common/sync.cuh"
 #include "common/tiles.cuh"
 #include "common/tma.cuh"
-#include "common/warp.cuh"
 #include "common/wgmma.cuh"
 #include "delta_rule/bindings/params.h"
 #include "delta_rule/chunk_matrices/triangular_solve.cuh"

@@ -21,7 +21,7 @@ namespace tfla_tk::delta_rule {
 
 // Warpgroups of a CTA: the makers and the one that serves them. NOTES: where a CTA of K = 64 has more than
 // three, ptxas spills the walker's registers, with setmaxnreg or without.
-template <int kDimK> constexpr int kMakersOfCta = kDimK == 64 ? 3 : 4;
+template <int kDimK> constexpr int kWarpgroupsOfMakers = kDimK == 64 ? 3 : 4;
 
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
@@ -67,7 +67,7 @@ template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTile
 };
 
 template <class C> struct MakersMemory {
-    static constexpr int kMakers = C::kMakers - 1;  // without the warpgroup that serves them
+    static constexpr int kMakers = C::kMakerWarpgroups - 1;  // one warpgroup serves them
     MakerMemory<typename C::T, C::kDimK> of[kMakers];
 };
 

@@ -5,14 +5,14 @@
 
 namespace tfla_tk::delta_rule {
 
-// kMakerCount: warpgroups of a CTA of makers (chunk_matrices/makers.cuh), with the one that serves them; 0:
+// kOfMakers: warpgroups of a CTA of makers (chunk_matrices/makers.cuh), with the one that serves them; 0:
 // there are no makers.
-template <class Type, int kDim, int kCount, Schedule kOrder, int kMakerCount = 0> struct ForwardConfig {
+template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> struct ForwardConfig {
     using T = Type;
-    static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kMakerCount;
+    static constexpr int kDimK = kDim, kWalkers = kCount, kMakerWarpgroups = kOfMakers;
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakers), kThreads = 128 * kWarpgroups;
+    static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakerWarpgroups), kThreads = 128 * kWarpgroups;
     static constexpr bool kIsWide = kDimK > 128;
     static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
     // Warpgroups are idle where a CTA of makers has more than the walk needs. NOTES: all registers together

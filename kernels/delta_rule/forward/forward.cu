@@ -94,7 +94,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         maps.of_values(writes, 1),
         keep_writes,
     };
-    if constexpr (C::kMakers > 0)
+    if constexpr (C::kMakerWarpgroups > 0)
         launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, stream,
                                                                                      "delta_forward");
     else
@@ -108,9 +108,11 @@ template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t st
         if constexpr (TFLA_DIM_K > 128)
             throw std::runtime_error("delta_forward: no makers where K > 128");
         else if (p.walkers == 1)
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kWarpgroupsOfMakers<TFLA_DIM_K>>>(
+                p, stream);
         else
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, kMakersOfCta<TFLA_DIM_K>>>(p, stream);
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, kWarpgroupsOfMakers<TFLA_DIM_K>>>(
+                p, stream);
     } else if (p.walkers == 1)
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else

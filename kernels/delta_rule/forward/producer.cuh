@@ -16,7 +16,7 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
         const auto [slot, phase] = Use<C::kStages>(chunk);
         ForwardStage<C>& stage = smem.stages[slot];
         semaphore& arrived = smem.arrived[slot];
-        if (C::kMakers > 0 && chunk >= made) made = chunk + wait_made(g, task, chunk);
+        if (C::kMakerWarpgroups > 0 && chunk >= made) made = chunk + wait_made(g, task, chunk);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);

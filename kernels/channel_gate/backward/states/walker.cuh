@@ -79,31 +79,18 @@ template <class C> __device__ inline void store_out(uint32_t place, const OutOfW
     });
 }
 
-// Shared memory as an object at its 32-bit shared address: number_of() gives the shared addresses of its
+// Shared memory as an object at its 32-bit shared address: address_of() gives the shared addresses of its
 // members. Nothing may be read through it. NOTES: at every use of the symbol's address the compiler would
 // read the CTA's number in its cluster again.
-template <class Memory> __device__ inline const Memory& by_numbers(const Memory& smem) {
+template <class Memory> __device__ inline const Memory& at_shared_address(const Memory& smem) {
     return *reinterpret_cast<const Memory*>(
         static_cast<uintptr_t>(static_cast<uint32_t>(anew(shared_address(&smem)))));
 }
-template <class Member> __device__ inline uint32_t number_of(const Member& member) {
+template <class Member> __device__ inline uint32_t address_of(const Member& member) {
     return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(&member));
 }
 
-// wait() and arrive_warp() with the shared address of a barrier.
-__device__ inline void wait_at(uint32_t barrier, uint32_t phase) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra.uni DONE;\n"
-        "bra.uni WAIT;\n"
-        "DONE:\n"
-        "}\n" ::"r"(barrier),
-        "r"(phase)
-        : "memory");
-}
+// arrive_warp() with the shared address of a barrier.
 __device__ inline void arrive_warp_at(uint32_t barrier) {
     if (arrives_for_warp())
         asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
@@ -145,10 +132,11 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
     if (!g.needs_dg) anchor_step = task.blocks;
 
-    const Memory& at = by_numbers(smem);
+    const Memory& at = at_shared_address(smem);
     const uint32_t out_of_lane = lane_in_out<C>(first_column);
     const uint32_t values_of_lane = own_panels + lane_in_values();
-    const uint32_t decay_of_lane = number_of(at.decay[0][strip][first_column + unsigned(fresh_laneid()) / 4]);
+    const uint32_t decay_of_lane =
+        address_of(at.decay[0][strip][first_column + unsigned(fresh_laneid()) / 4]);
     using Place = RingPlace<kStages>;
     Place use;  // of the step's block
     int value_slot = Memory::kValueStages - 1;
@@ -157,17 +145,17 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     auto place_of_out = [&](int step, const Place& place) {
         const auto& columns = at.columns[place.slot][strip];
         if constexpr (C::kSplitsV) {
-            wait_at(number_of(at.read[place.slot]), place.phase);
+            wait_at(address_of(at.read[place.slot]), place.phase);
             // the first walker's is in place of the gates, the second one's from the writers on
-            return number_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
+            return address_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
         } else {
             const int gate_warp = gate_warp_of<C>(strip, step);
-            wait_at(number_of(at.out_free[gate_warp]), ~(static_cast<unsigned>(step) / C::kTurns) & 1);
-            return number_of(at.exchange.out[gate_warp]);
+            wait_at(address_of(at.out_free[gate_warp]), ~(static_cast<unsigned>(step) / C::kTurns) & 1);
+            return address_of(at.exchange.out[gate_warp]);
         }
     };
     auto tell_gate_warp = [&](int step) {
-        arrive_warp_at(number_of(at.out_ready[gate_warp_of<C>(strip, step)]));
+        arrive_warp_at(address_of(at.out_ready[gate_warp_of<C>(strip, step)]));
     };
     auto hand_out = [&](int step, const Place& place) {
         store_out<C>(place_of_out(step, place) + out_of_lane, out);
@@ -196,9 +184,9 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         use.go_on();
         if constexpr (C::kSplitsV) value_slot = value_slot == Memory::kValueStages - 1 ? 0 : value_slot + 1;
         const auto& tiles = at.values[C::kSplitsV ? value_slot : use.slot];
-        const uint32_t of_readers = number_of(tiles.of_readers) + values_of_lane,
-                       of_writers = number_of(tiles.of_writers) + own_panels;
-        wait_at(number_of(at.values_arrived[use.slot]), use.phase);
+        const uint32_t of_readers = address_of(tiles.of_readers) + values_of_lane,
+                       of_writers = address_of(tiles.of_writers) + own_panels;
+        wait_at(address_of(at.values_arrived[use.slot]), use.phase);
         OutOfWarp of_high, of_low;
         auto add_tile = [&](int k) {  // 1
             constexpr int kOfPanel = kPanelColumns / 16;
@@ -209,7 +197,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         if constexpr (C::kSplitsV)
             if (step > 0) hand_out(step - 1, before);
         each<kTiles / 2, kTiles>(add_tile);
-        wait_at(number_of(at.written[use.slot][strip]), use.phase);  // 2
+        wait_at(address_of(at.written[use.slot][strip]), use.phase);  // 2
         const uint32_t decay = decay_of_lane + use.slot * sizeof(smem.decay[0]);
         decay_rows(state, {load_float(decay), load_float(decay + 32)});
         pin(state);
@@ -221,16 +209,16 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
                                                                              1);
         };
         wgmma_fence();
-        write(number_of(columns.writers)), write(number_of(columns.gates));
+        write(address_of(columns.writers)), write(address_of(columns.gates));
         warpgroup::mma_commit_group();
         each<0, 8>([&](int i) { out[i / 4][i % 4] = of_high[i / 4][i % 4] + of_low[i / 4][i % 4]; });
         if constexpr (!C::kSplitsV) store_out<C>(place_of_out(step, use) + out_of_lane, out);
         warpgroup::mma_async_wait<0>();  // 4
         pin(state);
         if constexpr (C::kSplitsV)
-            arrive_warp_at(number_of(at.read[use.slot]));
+            arrive_warp_at(address_of(at.read[use.slot]));
         else
-            tell_gate_warp(step), arrive_warp_at(number_of(at.free[use.slot]));
+            tell_gate_warp(step), arrive_warp_at(address_of(at.free[use.slot]));
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
