@@ -282,6 +282,14 @@ def draw_packed(make_inputs: Callable[..., Tensors]) -> Callable[..., Tensors]:
     return draw
 
 
+@pytest.fixture
+def hardly_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autotuned Triton kernels choose between two configurations: tuning outlasts a test's limit."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    prune = autotuner.prune_configs
+    monkeypatch.setattr(autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:2])
+
+
 def forget_calls() -> None:
     """Have the next calls worked out anew, whatever calls like them there were."""
     for path in (mlstm._chunkwise, simple_gla._path, gla._path, delta_rule._path):

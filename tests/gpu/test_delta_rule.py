@@ -430,6 +430,7 @@ def test_torch_compile() -> None:
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
+@pytest.mark.usefixtures("hardly_tuned")
 def test_no_less_accurate_than_triton() -> None:
     x = draw(2, 500, states=False)
     truth = run(exact(x), "reference", chunk_gated_delta_rule)["o"]

@@ -264,6 +264,7 @@ def test_torch_compile() -> None:
     assert_equal(run(x, function=torch.compile(chunk_gla, fullgraph=True)), run(x))
 
 
+@pytest.mark.usefixtures("hardly_tuned")
 @pytest.mark.parametrize("times", [0.05, 1.0, 4.0])
 def test_no_less_accurate_than_triton(times: float) -> None:
     """With slow, usual and fast gates."""

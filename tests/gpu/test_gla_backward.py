@@ -256,6 +256,7 @@ def test_torch_compile() -> None:
     assert_equal(train(x, function=torch.compile(chunk_gla, fullgraph=True)), train(x))
 
 
+@pytest.mark.usefixtures("hardly_tuned")
 @pytest.mark.parametrize("seq", [64, 500])
 @pytest.mark.parametrize("times", [0.05, 1.0, 4.0])
 def test_no_less_accurate_than_triton(times: float, seq: int) -> None:
