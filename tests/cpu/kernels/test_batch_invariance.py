@@ -107,10 +107,10 @@ def test_the_length_costs_the_least_on_average() -> None:
     def cost(sequences: int, tokens: int, ctas: int, costs: segments.Costs, length: int) -> float:
         count = -(-tokens // (length * CHUNK))
         length = min(length, tokens // CHUNK)
-        own = segments._waves(sequences * count * ctas, 132) * (length + costs.prologue)
+        own = segments.waves_of(sequences * count * ctas, 132) * (length + costs.prologue)
         if count == 1:
             return own
-        sums = segments._waves(sequences * (count - 1) * ctas, 132)
+        sums = segments.waves_of(sequences * (count - 1) * ctas, 132)
         return own + sums * (costs.states_chunk * length + costs.prologue) + costs.launches
 
     calls = [

@@ -54,10 +54,10 @@ def cut(sequences: int, tokens: int, ctas: int, multiprocessors: int, costs: Cos
 
     def cost(length: int) -> float:
         count = -(-chunks // length)
-        fused = _waves(sequences * count * ctas, multiprocessors) * (length + costs.prologue)
+        fused = waves_of(sequences * count * ctas, multiprocessors) * (length + costs.prologue)
         if count == 1:
             return fused
-        states = _waves(sequences * (count - 1) * ctas, multiprocessors)
+        states = waves_of(sequences * (count - 1) * ctas, multiprocessors)
         return fused + states * (costs.states_chunk * length + costs.prologue) + costs.launches
 
     # more segments than fill the GPU twice only add work
@@ -91,5 +91,6 @@ def cut_invariant(sequences: int, tokens: int, *, packed: bool) -> Cut:
     return Cut(sequences * count, INVARIANT_CHUNKS)
 
 
-def _waves(ctas: int, multiprocessors: int) -> int:
+def waves_of(ctas: int, multiprocessors: int) -> int:
+    """In which so many CTAs run, one on a multiprocessor."""
     return -(-ctas // multiprocessors)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk.backends.tk.delta_rule import split as costs
+from tfla_tk.backends.tk.delta_rule.split import WALKER_COLUMNS
 from tfla_tk.backends.tk.operands import (
     ADDRESS_ALIGNMENT,
     Gate,
@@ -23,7 +24,6 @@ from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
-WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
@@ -184,11 +184,10 @@ class Shape(NamedTuple):
         """As it runs where it can have makers."""
         if self.is_wide or self.split is not None:
             return None
-        slices = costs.Slices(*(-(-dim // WALKER_COLUMNS) for dim in (self.dim_v, self.dim_k)))
         pairs, chunks = self.sequences * self.heads, -(-self.batch * self.seq // (self.sequences * CHUNK))
-        of_cta = (1,) if slices.values == 1 else (self.walkers,) if self.batch_invariant else (1, 2)
+        of_cta = (1,) if self.dim_v <= WALKER_COLUMNS else (self.walkers,) if self.batch_invariant else (1, 2)
         multi = multiprocessors(self.device)
-        return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), slices, of_cta, multi)
+        return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), of_cta, multi)
 
     @property
     def states_walkers(self) -> int:

@@ -193,4 +193,4 @@ def _like(given: Tensor, gradient: MaybeTensor) -> MaybeTensor:
     """The gradient as it is, where it lies like what was given, else a copy that does."""
     assert gradient is not None
     result = Result.like(given, "meta")
-    return gradient if result.written is result.result else torch.empty_like(given).copy_(gradient)
+    return gradient if result.is_direct else torch.empty_like(given).copy_(gradient)

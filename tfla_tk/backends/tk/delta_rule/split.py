@@ -13,13 +13,16 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tfla_tk.backends.tk.segments import waves_of
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
+
+WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 
 # microseconds, from the log of 2026-11-26, of K = V = 128: of a chunk of the forward's walk by walkers of a
 # CTA, alone and with makers beside it, and of A and P of a chunk on a multiprocessor, before the walk and, by
 # the tile of K, beside it
-WALKED, WALKED_BESIDE = {1: 1.38, 2: 1.92}, {1: 1.38, 2: 2.05}
-MADE_BEFORE, MADE_BESIDE = 2.26, {64: 1.86, 128: 1.74}
+_WALKED, _WALKED_BESIDE = {1: 1.38, 2: 1.92}, {1: 1.38, 2: 2.05}
+_MADE_BEFORE, _MADE_BESIDE = 2.26, {64: 1.86, 128: 1.74}
 _BYTES = 2.9e6  # that device memory gives in a microsecond
 _MOST_WAVES = 8  # that are tried
 _WAVE = 7.0  # the start of a wave's CTAs
@@ -52,7 +55,6 @@ def forward(
     pairs: int,
     chunks: int,
     dims: tuple[int, int],
-    slices: Slices,
     walkers: tuple[int, ...],
     multiprocessors: int,
 ) -> Forward:
@@ -69,18 +71,18 @@ def forward(
     """
     # what a chunk of all pairs reads and writes but for its matrices, of which the one or the other leaves L2
     moved = pairs * 2 * CHUNK * (2 * sum(dims) + CHUNK) / _BYTES
-    made = MADE_BESIDE[64 if dims[0] <= 64 else 128] * pairs
+    made = _MADE_BESIDE[64 if dims[0] <= 64 else 128] * pairs
 
     def runs(count: int) -> Iterator[Forward]:
-        ctas = pairs * -(-slices.values // count)
-        waves = _waves(ctas, multiprocessors)
-        of_chunk = max(waves * WALKED[count], moved) + MADE_BEFORE * pairs / multiprocessors
+        ctas = pairs * -(-dims[1] // (count * WALKER_COLUMNS))
+        waves = waves_of(ctas, multiprocessors)
+        of_chunk = max(waves * _WALKED[count], moved) + _MADE_BEFORE * pairs / multiprocessors
         yield Forward(count, 0, chunks * of_chunk + waves * _WAVE)
         # one walker in waves is no faster than two
         for waves in range(1, _MOST_WAVES + 1 if count == 2 else 2):
             makers = multiprocessors - -(-ctas // waves)
             if makers > 0:
-                of_chunk = max(waves * WALKED_BESIDE[count], made / makers, moved)
+                of_chunk = max(waves * _WALKED_BESIDE[count], made / makers, moved)
                 yield Forward(count, makers, chunks * of_chunk + waves * _WAVE)
 
     return min((run for count in walkers for run in runs(count)), key=lambda run: run.time)
@@ -96,29 +98,25 @@ def segment_chunks(
         tokens: of each sequence.
     """
     chunks, pairs = -(-tokens // CHUNK), sequences * heads
-    made = MADE_BEFORE * chunks * pairs / multiprocessors
+    made = _MADE_BEFORE * chunks * pairs / multiprocessors
 
     def walked(segments: int, length: int) -> float:
         return min(
-            _waves(pairs * segments * -(-slices.values // walkers), multiprocessors) * length * of_chunk
-            for walkers, of_chunk in WALKED.items()
+            waves_of(pairs * segments * -(-slices.values // walkers), multiprocessors) * length * of_chunk
+            for walkers, of_chunk in _WALKED.items()
         )
 
     def split(length: int) -> float:
         segments = -(-chunks // length)
         mapping = (segments - 2) * -(-sum(slices) // _WALKERS) + -(-slices.values // _WALKERS)
-        waves = _waves(pairs * mapping, multiprocessors)
+        waves = waves_of(pairs * mapping, multiprocessors)
         mapped = waves * length * (_MAPPED if waves == 1 else _MAPPED_IN_WAVES)
-        carried = _CARRIED * max(_waves(pairs * slices.values, multiprocessors), 1) * (segments - 2)
+        carried = _CARRIED * max(waves_of(pairs * slices.values, multiprocessors), 1) * (segments - 2)
         return made + mapped + carried + walked(segments, length) + 3 * _LAUNCH
 
-    dims = (64 * slices.keys, 64 * slices.values)
-    whole = forward(pairs, chunks, dims, slices, tuple(WALKED), multiprocessors).time + _LAUNCH
+    dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
+    whole = forward(pairs, chunks, dims, tuple(_WALKED), multiprocessors).time + _LAUNCH
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
     best = min(sorted(lengths), key=split, default=None)
     return best if best is not None and split(best) < _WORTH * whole else None
-
-
-def _waves(ctas: int, multiprocessors: int) -> int:
-    return -(-ctas // multiprocessors)
