@@ -57,6 +57,11 @@ __device__ inline int peek_from_device(const int* place) {
     return number;
 }
 
+// Sets bits of a number of other CTAs, without any order against other accesses.
+__device__ inline void or_to_device(int* place, int bits) {
+    asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;\n" ::"l"(place), "r"(bits) : "memory");
+}
+
 // A word of shared memory, reread at every call. NOTES: ptxas keeps values derived from special registers
 // live; with this only one 4-byte address stays live instead.
 __device__ inline uint32_t load_anew(uint32_t address) {

@@ -208,20 +208,28 @@ __device__ inline void mma_partial_AB(D (&d)[kTiles], A& a, B& b, int first_row)
     kittens::warpgroup::mma_commit_group();
 }
 
+// Writes a fragment of 16 x 16 at row `first_row` and the fragment-th 16 columns of a [kRows, *] panel tile
+// at `base`, by one warp.
+template <class T, int kRows, class T2>
+__device__ inline void store_fragment(uint32_t base, int first_row, int fragment, T2 (&x)[4]) {
+    constexpr uint32_t kPanelBytes = kRows * kPanelColumns * sizeof(T);
+    const uint32_t lane = kittens::laneid();
+    const uint32_t address = base + panel_offset(first_row + lane % 16, lane / 16);
+    kittens::move<T2>::stsm4((address ^ ((fragment % 4) * 32)) + (fragment / 4) * kPanelBytes, x[0], x[1],
+                             x[2], x[3]);
+}
+
 // Writes this warp's 16 rows of a tile, converted to T, at row `first_row` of a [kRows, *] panel tile at
 // `base`.
 template <class T, int kRows, class Tile>
 __device__ inline void store_panels(uint32_t base, int first_row, const Tile& tile) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    constexpr uint32_t kPanelBytes = kRows * kPanelColumns * sizeof(T);
-    const uint32_t lane = kittens::laneid();
-    const uint32_t address = base + panel_offset(first_row + lane % 16, lane / 16);
 #pragma unroll
     for (int j = 0; j < Tile::width; j++) {
         T2 x[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
-        kittens::move<T2>::stsm4((address ^ ((j % 4) * 32)) + (j / 4) * kPanelBytes, x[0], x[1], x[2], x[3]);
+        store_fragment<T, kRows>(base, first_row, j, x);
     }
 }
 

@@ -36,7 +36,7 @@ struct OperandMaps {
 template <class C, class Params>
 WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand& q, const Operand& k,
                          const Gate& g, const Gate& beta, void* a, void* scores, const float* entering,
-                         float* leaving, float scale, const int* made = nullptr) {
+                         float* leaving, float scale, int* made = nullptr) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
     return {maps.of_keys(q),

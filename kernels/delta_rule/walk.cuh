@@ -25,6 +25,9 @@ using namespace kittens;
 
 constexpr int kWalkerColumns = 64;  // of V
 
+// Flags of a chunk and head: makers have made A and P; a walk has asked for them.
+constexpr int kMade = 1, kLoaded = 2;
+
 // How the GEMMs of a chunk are ordered against the rest of its work.
 //   sequential  every GEMM is waited for before the next step
 //   overlapped  GEMMs off the chain from state to state are in flight under the rest of the work
@@ -42,7 +45,7 @@ struct WalkGlobals {
     int heads, group, seq, dim_k, dim_v;
     int ctas;  // per sequence and head
     float scale;
-    const int* made;  // [batch * heads, slots], not 0 once A and P are there; null without makers
+    int* made;  // [batch * heads, slots], flags of makers; null without these
     int slots;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
@@ -134,6 +137,13 @@ __device__ inline int wait_made(const WalkGlobals& g, const Task& task, int chun
     __syncwarp();
     fence_async_global();
     return made;
+}
+
+// Tells makers that a chunk's matrices are asked for, by one thread. NOTES: by a read-modify-write, so that
+// who sees the flag then is behind the maker's release, too.
+__device__ inline void mark_loaded(const WalkGlobals& g, const Task& task, int chunk) {
+    const int head = task.batch * g.heads + task.head;
+    or_to_device(g.made + head * g.slots + task.first_slot + chunk, kLoaded);
 }
 
 // Loads A and P of a chunk, by one thread, which has expected their bytes.

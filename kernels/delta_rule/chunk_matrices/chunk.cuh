@@ -37,6 +37,7 @@ struct ChunkOfHead {
     int batch, head;
     int first_row, tokens;  // tokens <= 0: nothing to do
     int slot;               // of the matrices
+    int step;               // in its sequence
 };
 
 template <class T, int kDimK> struct MatricesTiles {
@@ -59,33 +60,23 @@ __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const
     load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
 }
 
-// Rounds a matrix to a tile: two threads take a row.
-template <class T, class Square>
-__device__ inline void round_matrix(Square& tile, const TriangularMatrix& m) {
-    using T2 = typename base_types::packing<T>::packed_type;
-    const int thread = fresh_thread() % 128, row = thread / 2, first_unit = thread % 2 * 4;
-#pragma unroll
-    for (int unit = first_unit; unit < first_unit + 4; unit++) {
-        T2 x[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-            x[n] = from_float2<T2>(*reinterpret_cast<const float2*>(&m.data[row][8 * unit + 2 * n]));
-        store_shared(shared_address(&tile) + panel_offset(row, unit), x);
-    }
-}
-
 // Step 3: makes -L from K K^T, in shared memory, and P from Q K^T, in place. Both are zero past the last
-// token; therefore A is, too.
+// token; therefore A is, too. Of -L it makes no block of 16 right of the diagonal.
 template <class Memory>
 __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_fl<16, kChunk>& of_queries,
                                    int tokens, float scale, int warp) {
-    const int first_row = 16 * warp + fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
+    const int lane_row = fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const int row = first_row + 8 * (k % 2), column = first_column + 16 * j + 8 * (k / 2);
+            const int eight = 16 * warp + 8 * (k % 2), row = eight + lane_row;
+            const int column = first_column + 16 * j + 8 * (k / 2);
             float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
+            if (j > warp) {
+                queries = {0.f, 0.f};
+                continue;
+            }
             const float2 b = smem.log2_decay[row];
             const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
             auto gated = [&](float& of_keys, float& of_queries, float2 before, int column) {
@@ -96,7 +87,7 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
             };
             gated(keys.x, queries.x, {before.x, before.y}, column);
             gated(keys.y, queries.y, {before.z, before.w}, column + 1);
-            *reinterpret_cast<float2*>(&smem.out.matrix.data[row][column]) = keys;
+            smem.out.matrix.pair_at(eight, lane_row, column) = keys;
         }
 }
 
@@ -118,8 +109,7 @@ __device__ inline void make_matrices(Memory& smem, const float* beta, int tokens
     gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
     gated();
     store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
-    solve_unit_lower(smem.out.matrix, beta, warp, fresh_laneid(), meet);
-    round_matrix<T>(smem.out.a, smem.out.matrix);
+    solve_unit_lower<T>(smem.out.a, smem.out.matrix, beta, warp, meet);
     fence_async_proxy();
 }
 

@@ -10,8 +10,13 @@
 // then they go on to the next wave. A flag per chunk and head of v tells the walks that its matrices are in
 // device memory. The flags are zero at the launch.
 //
+// Makers stay close to the walks, so that these find in L2 what makers read and write: a maker waits until
+// the walk has loaded the chunk that is kMostAhead chunks before its next one. It has stored and published
+// its own results then.
+//
 // Makers are the first CTAs of the grid and wait for no other CTA. When a CTA of the walk runs, all makers
-// have begun. So the walk waits only for CTAs that are sure to end, whatever else the GPU has to do.
+// have begun. Makers wait for a walk, which may not have begun, only for a limited time. So the walk waits
+// only for CTAs that are sure to end, whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
@@ -22,6 +27,10 @@ namespace tfla_tk::delta_rule {
 // Warpgroups of a CTA: the makers and the one that serves them. NOTES: where a CTA of K = 64 has more than
 // three, ptxas spills the walker's registers, with setmaxnreg or without.
 template <int kDimK> constexpr int kWarpgroupsOfMakers = kDimK == 64 ? 3 : 4;
+
+// Chunks that makers may be ahead of a walk. NOTES: less than 8 is too few for the time that a chunk takes
+// them, and from 12 on the L2 does not hold what 64 walks have yet to read.
+constexpr int kMostAhead = 9;
 
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
@@ -84,8 +93,8 @@ __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number)
     }
     const int chunks = (tokens + kChunk - 1) / kChunk;
     const int first = step * kChunk, left = step < chunks ? min(tokens - first, kChunk) : 0;
-    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + step};
-    return {sequence, head, first, left, step};
+    if (g.packed()) return {0, head, start + first, left, start / kChunk + sequence + step, step};
+    return {sequence, head, first, left, step, step};
 }
 
 // The first chunk with tokens among `number` and every stride-th one behind it; without tokens where there is
@@ -104,7 +113,24 @@ __device__ inline ChunkOfHead next_chunk(const MakersGlobals& g, int& number, in
 __device__ inline void publish_matrices(int* made) {
     wait_stores_done();
     fence_async_global();
-    release_to_device(made, 1);
+    release_to_device(made, kMade);
+}
+
+// Whether the walks are so close that a chunk may be made. Called by whole warps.
+__device__ inline bool walk_is_near(const MakersGlobals& g, const ChunkOfHead& chunk) {
+    if (chunk.tokens <= 0 || chunk.step < kMostAhead) return true;
+    const int* const flag = g.made + (chunk.batch * g.heads + chunk.head) * g.slots + chunk.slot - kMostAhead;
+    return __any_sync(0xffffffff, peek_from_device(flag) & kLoaded);
+}
+
+// Waits for it. Returns whether it has come true: a warp that has waited in vain should not wait again.
+__device__ inline bool wait_near(const MakersGlobals& g, const ChunkOfHead& chunk) {
+    constexpr int kTries = 500, kNanoseconds = 200;
+    for (int i = 0; i < kTries; i++) {
+        if (walk_is_near(g, chunk)) return true;
+        __nanosleep(kNanoseconds);
+    }
+    return false;
 }
 
 // One maker, until it is handed a chunk without tokens.
@@ -162,6 +188,14 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
         if (is_first && made) publish_matrices(made);
         __syncwarp();
     };
+    auto go_on = [&](uint32_t phase) {
+        const TwoPairs log2_decay = scanned();
+        wait(own.gated, phase);
+        hand_over(log2_decay, phase ^ 1);
+        chunk = next, next = next_chunk(g, number, stride);
+        start_gates();
+    };
+    bool waits = true;
     start_gates();
     start_inputs();
     hand_over(scanned(), 0);
@@ -169,22 +203,26 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
     start_gates();
 #pragma unroll 1
     for (uint32_t phase = 0; chunk.tokens > 0; phase ^= 1) {
-        wait(own.multiplied, phase);
-        start_inputs();
-        publish();
-        const TwoPairs log2_decay = scanned();
-        wait(own.gated, phase);
-        hand_over(log2_decay, phase ^ 1);
+        const bool near = !waits || walk_is_near(g, next);
         const int slot = chunk.slot, head = chunk.batch * g.heads + chunk.head;
+        wait(own.multiplied, phase);
+        if (near) start_inputs();
+        publish();
+        if (near) go_on(phase);
         made = g.made + head * g.slots + slot;
-        chunk = next, next = next_chunk(g, number, stride);
-        start_gates();
         wait(own.ready, phase);
         if (is_first) {
             store_matrices(g, own, slot, head);
             wait_stores_read();
         }
         arrive_warp(own.stored);
+        if (!near) {
+            publish();
+            made = nullptr;
+            waits = wait_near(g, next);
+            start_inputs();
+            go_on(phase);
+        }
     }
     publish();
     wait_copies();

@@ -23,6 +23,7 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
         if (fresh_laneid() == 0) {
             tma::expect_bytes(arrived, 2 * C::Square::loaded_bytes);
             load_matrices(g, task, stage.a, stage.p, arrived, chunk);
+            if constexpr (C::kMakerWarpgroups > 0) mark_loaded(g, task, chunk);
         }
     }
 }
