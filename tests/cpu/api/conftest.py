@@ -25,6 +25,7 @@ from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
 
+from .served import Served
 from .simple_gla_calls import Kernels
 
 Inputs = dict[str, Tensor]
@@ -154,6 +155,11 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(package, name, fake)
     return module
+
+
+@pytest.fixture
+def served(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(fake_tk, monkeypatch)
 
 
 # chunk_simple_gla
