@@ -58,7 +58,6 @@ struct MlstmPassParams {
     void* states;
     float* flows;  // [B, H, anchor_slots, pass_flow_parts], dk only
     int* ticket;   // 0 at the start, set by mlstm_bwd_scan; for dq and dk with several shares
-    bool strict;   // j < t, not j <= t, in the sums over tokens; for a scalar decay alone
 };
 
 // Bytes of `states`, and the number of parts of a flow.

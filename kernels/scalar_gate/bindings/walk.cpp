@@ -80,7 +80,7 @@ Launch mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple&
                   const GatesTuple& gates, const Pair& entering, const Pair& leaving,
                   const BoundariesTuple& boundaries, const Pair& sums, const Pair& anchors,
                   std::int64_t ticket, const CutTuple& cut, const Sizes& sizes, int group, bool half,
-                  int device, bool strict) {
+                  int device) {
     const tfla_tk::MlstmPassParams params{
         walk(gradient, keys, values, gates[1], gates[2], boundaries, cut, sizes, group, half, device),
         reinterpret_cast<tfla_tk::ChunkGates*>(gates[0]),
@@ -95,8 +95,7 @@ Launch mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple&
         reinterpret_cast<tfla_tk::FlowSum*>(sums[1]),
         reinterpret_cast<void*>(anchors[0]),
         pointer(anchors[1]),
-        reinterpret_cast<int*>(ticket),
-        strict};
+        reinterpret_cast<int*>(ticket)};
     return prepared<&tfla_tk::mlstm_pass>(params);
 }
 
@@ -115,11 +114,9 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("values"), py::arg("out"), py::arg("factor"), py::arg("gates"), py::arg("entering"),
           py::arg("leaving"), py::arg("boundaries"), py::arg("sums"), py::arg("anchors"), py::arg("ticket"),
           py::arg("cut"), py::arg("sizes"), py::arg("group"), py::arg("half"), py::arg("device"),
-          py::arg("strict"),
           "Prepares one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; gates: those of the chunks "
           "from mlstm_bwd_scan, e, e_stride; boundaries: c, n, log2_decay; sums: whole, inter; anchors: "
-          "states, flows; ticket: pointer or 0; sizes: batch, heads, seq, dim_keys, dim_values; "
-          "strict: no token sees itself.");
+          "states, flows; ticket: pointer or 0; sizes: batch, heads, seq, dim_keys, dim_values.");
     m.def(
         "mlstm_pass_segments", &mlstm_pass_segments, py::arg("gradient"), py::arg("keys"), py::arg("values"),
         py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("boundaries"), py::arg("cut"), py::arg("sizes"),

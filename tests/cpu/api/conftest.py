@@ -15,16 +15,18 @@ from torch import Tensor
 import tfla_tk.backends.tk.scalar_gate.backward
 import tfla_tk.backends.tk.scalar_gate.sequence
 from tfla_tk import Support, decode, mlstm, simple_gla
+from tfla_tk.backends.tk import device, scalar_gate
 from tfla_tk.backends.tk import linear as tk_linear
 from tfla_tk.backends.tk import mlstm as tk
-from tfla_tk.backends.tk import scalar_gate
 from tfla_tk.backends.tk.scalar_gate import forward
+from tfla_tk.backends.triton import installation, mlstm_kernels
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.layout import Cut, KeptStates
 from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import mlstm as ops
 from tfla_tk.ops import mlstm_decode
 
+from .served import Served
 from .simple_gla_calls import Kernels
 
 Inputs = dict[str, Tensor]
@@ -154,6 +156,29 @@ def fake_tk(monkeypatch: pytest.MonkeyPatch) -> FakeTk:
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr(package, name, fake)
     return module
+
+
+@pytest.fixture
+def served(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
+    return Served(fake_tk, monkeypatch)
+
+
+# one token, a few tokens
+
+
+@pytest.fixture
+def passes_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks the machine finds a Hopper GPU, and mlstm_kernels."""
+    monkeypatch.setattr(mlstm_kernels, "MLSTM_KERNELS_MISSING", None)
+    monkeypatch.setattr(installation, "INTERPRETED", False)
+    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
+
+
+@pytest.fixture(params=["reference", "tk"])
+def reference_or_tk(request: pytest.FixtureRequest, fake_tk: FakeTk) -> str:
+    """A backend's name; tk is the op on the CPU."""
+    fake_tk.verdict = SUPPORTED
+    return request.param
 
 
 # chunk_simple_gla

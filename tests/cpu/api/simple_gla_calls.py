@@ -1,4 +1,4 @@
-"""Inputs of chunk_simple_gla, its gradients, and a stand-in for its launches."""
+"""Inputs of chunk_simple_gla, and a stand-in for its launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tfla_tk.backends.tk import scalar_gate
 from tfla_tk.core.layout import Cut, KeptStates
 from tfla_tk.ops import simple_gla as simple_gla_ops
 
-Inputs = dict[str, Tensor]
+from .linear import Inputs
+
 LEFT = KeptStates(torch.arange(3.0), Cut(4, 2), (8, 16))  # what a forward leaves for its backward
 
 
@@ -33,29 +34,6 @@ def draw(
     g = logsigmoid(normal(batch, seq, heads[1]))
     state = normal(batch if rows is None else rows, heads[1], *dims)
     return {"q": q, "k": k, "v": v, "g": g, "initial_state": state}
-
-
-def leaves(inputs: Inputs) -> Inputs:
-    return {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-
-
-def gradients(function: Callable[..., Any], inputs: Inputs, **options: Any) -> Inputs:
-    """o, the final state, and the gradients of a loss that reaches both."""
-    x = leaves(inputs)
-    o, last = function(**x, **options, output_final_state=True)
-    generator = torch.Generator().manual_seed(7)
-    loss = sum((y * torch.randn(y.shape, generator=generator).to(y.dtype)).sum() for y in (o, last))
-    assert isinstance(loss, Tensor)
-    grads = torch.autograd.grad(loss, list(x.values()))
-    return {"o": o.detach(), "last": last.detach(), **dict(zip(x, grads, strict=True))}
-
-
-def assert_same(actual: Inputs, expected: Inputs, tol: float = 1e-9) -> None:
-    assert actual.keys() == expected.keys()
-    for name, want in expected.items():
-        assert actual[name].shape == want.shape, name
-        error = (actual[name].double() - want.double()).norm() / want.double().norm()
-        assert error <= tol, (name, error)
 
 
 def layout(x: Tensor | None) -> Any:

@@ -27,7 +27,8 @@ from tfla_tk.core import dispatch, memo
 from tfla_tk.core.support import Support
 from tfla_tk.ops import simple_gla as simple_gla_ops
 
-from .simple_gla_calls import Kernels, draw, leaves
+from .linear import leaves
+from .simple_gla_calls import Kernels, draw
 
 Make = Callable[..., dict[str, Tensor]]
 

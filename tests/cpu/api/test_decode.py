@@ -1,4 +1,4 @@
-"""One token: against the recurrence, its dtypes and errors, and which backend serves it."""
+"""One token: against the recurrence, its errors, and which backend serves it."""
 
 from __future__ import annotations
 
@@ -10,38 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 import tfla_tk
 from tfla_tk import UnsupportedError, mlstm_chunkwise, mlstm_siging_chunkwise, mlstm_siging_step, mlstm_step
-from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk import mlstm as tk
-from tfla_tk.backends.triton import installation
 from tfla_tk.backends.triton import mlstm_kernels as triton
 from tfla_tk.calls.mlstm import check_mlstm_step
 from tfla_tk.ops.mlstm_decode import representable
 
-NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
-STEP, STEP_IN_PLACE = torch.ops.tfla_tk.mlstm_step.default, torch.ops.tfla_tk.mlstm_step_.default
+from .decode_calls import Draw, draw_token
 
 
 @pytest.fixture
-def token() -> Callable[..., dict[str, Tensor]]:
-    """The arguments of a step: two heads, dims 16/32."""
-
-    def draw(dtype: torch.dtype = torch.float32, **replaced: Any) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(0)
-        shapes = ((16,), (16,), (32,), (1,), (1,), (16, 32), (16,), (1,))
-        drawn = {
-            name: torch.randn(3, 2, *shape, generator=generator, dtype=torch.float64)
-            for name, shape in zip(NAMES, shapes, strict=True)
-        }
-        return {name: x.to(dtype) if name in "qkv" else x.float() for name, x in drawn.items()} | replaced
-
-    return draw
-
-
-Token = Callable[..., dict[str, Any]]
+def token() -> Draw:
+    return draw_token
 
 
 def as_sequence(token: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -50,7 +32,7 @@ def as_sequence(token: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name if name in "qkvif" else f"{name}_initial": x for name, x in sequence.items()}
 
 
-def test_step_is_a_sequence_of_one(token: Token) -> None:
+def test_step_is_a_sequence_of_one(token: Draw) -> None:
     inputs = token(torch.float64)
     h, state = mlstm_step(**inputs)
     expected, last = mlstm_chunkwise(**as_sequence(inputs), return_last_states=True)
@@ -59,7 +41,7 @@ def test_step_is_a_sequence_of_one(token: Token) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_siging_step_is_a_sequence_of_one(token: Token, normalize: bool) -> None:
+def test_siging_step_is_a_sequence_of_one(token: Draw, normalize: bool) -> None:
     inputs = token(torch.float64)
     del inputs["m"]
     h, (c, n) = mlstm_siging_step(**inputs, normalize=normalize)
@@ -68,19 +50,6 @@ def test_siging_step_is_a_sequence_of_one(token: Token, normalize: bool) -> None
     torch.testing.assert_close((h, c), (expected.squeeze(2), c_last))
     torch.testing.assert_close(n, n_last if normalize else inputs["n"].double())
     assert n.data_ptr() != inputs["n"].data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(token: Token, dtype: torch.dtype) -> None:
-    h, state = mlstm_step(**token(dtype))
-    assert h.dtype == dtype and {x.dtype for x in state} == {torch.float32}
-    exact, truth = mlstm_step(**{name: x.double() for name, x in token(dtype).items()})
-    assert (h.double() - exact).norm() < 5e-3 * exact.norm()
-    _, kept = mlstm_step(**token(dtype), dtype_state=torch.bfloat16)
-    assert {x.dtype for x in kept} == {torch.bfloat16}
-    c, _, m = (x.double() for x in kept)
-    memory = truth[0] * truth[2][..., None].exp()
-    assert (c * m[..., None].exp() - memory).norm() < 4e-3 * memory.norm()
 
 
 def test_representable_keeps_the_memory() -> None:
@@ -93,7 +62,7 @@ def test_representable_keeps_the_memory() -> None:
     torch.testing.assert_close(c_kept, change[..., None].expand_as(c), rtol=1e-4, atol=0)
 
 
-def test_gradients(token: Token) -> None:
+def test_gradients(token: Draw) -> None:
     """Exact for h, and for e^m c and e^m n: m is a constant of the differentiation."""
     inputs = {name: x.double().requires_grad_() for name, x in token().items()}
     m = inputs.pop("m").detach()
@@ -106,7 +75,7 @@ def test_gradients(token: Token) -> None:
     assert not last.requires_grad and c.requires_grad and n.requires_grad
 
 
-def test_plans_are_kept_by_signature(token: Token) -> None:
+def test_plans_are_kept_by_signature(token: Draw) -> None:
     """The same step again costs no validation, another gate or dtype is another plan."""
     inputs = token()
     first = mlstm_step(**inputs)
@@ -131,14 +100,14 @@ def test_plans_are_kept_by_signature(token: Token) -> None:
     ],
 )
 def test_bad_arguments(
-    token: Token, name: str, change: Callable[[Tensor], Any], error: tuple[type[Exception], str]
+    token: Draw, name: str, change: Callable[[Tensor], Any], error: tuple[type[Exception], str]
 ) -> None:
     inputs = token()
     with pytest.raises(error[0], match=error[1]):
         mlstm_step(**inputs | {name: change(inputs[name])})
 
 
-def test_bad_options(token: Token) -> None:
+def test_bad_options(token: Draw) -> None:
     with pytest.raises(ValueError, match="dtype_state"):
         mlstm_step(**token(), dtype_state=torch.int8)
     with pytest.raises(ValueError, match="backend: expected 'reference' for a step"):
@@ -149,14 +118,6 @@ def test_bad_options(token: Token) -> None:
         mlstm_step(**token(), backend="tk")
 
 
-def test_compile(token: Token) -> None:
-    inputs = token(torch.bfloat16)
-    compiled = torch.compile(mlstm_step, backend="eager", fullgraph=True)
-    h, state = compiled(**inputs)
-    expected, last = mlstm_step(**inputs)
-    torch.testing.assert_close((h, *state), (expected, *last))
-
-
 # on a GPU, as far as it can be asked without one
 
 
@@ -164,13 +125,6 @@ def on_gpu(token: dict[str, Tensor], **changes: Any) -> Any:
     options = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6, "dtype_state": None}
     call = check_mlstm_step(**token, **options)
     return dataclasses.replace(call, device=torch.device("cuda", 0), **changes)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "MLSTM_KERNELS_MISSING", None)
-    monkeypatch.setattr(installation, "INTERPRETED", False)
-    monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +139,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"batch": 1 << 23}, "int32 offsets"),
     ],
 )
-def test_triton_step(token: Token, gpu: None, changes: dict[str, Any], refusal: str | None) -> None:
+def test_triton_step(
+    token: Draw, passes_for_a_gpu: None, changes: dict[str, Any], refusal: str | None
+) -> None:
     support = triton.supports_mlstm_step(on_gpu(token(), **changes))
     assert support.ok == support.auto == (refusal is None) if refusal is None else not support.ok
     assert refusal is None or (refusal in support.reason and support.remedy)
@@ -193,7 +149,9 @@ def test_triton_step(token: Token, gpu: None, changes: dict[str, Any], refusal: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["auto", "tk"])
-def test_tk_serves_steps(token: Token, gpu: None, fake_tk: Any, dtype: torch.dtype, backend: str) -> None:
+def test_tk_serves_steps(
+    token: Draw, passes_for_a_gpu: None, fake_tk: Any, dtype: torch.dtype, backend: str
+) -> None:
     inputs = token(dtype)
     fake_tk.verdict = tk.supports_mlstm_step(on_gpu(inputs))
     assert tfla_tk.which("mlstm_step", **inputs, backend=backend).backend == "tk"
@@ -204,7 +162,7 @@ def test_tk_serves_steps(token: Token, gpu: None, fake_tk: Any, dtype: torch.dty
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_gradients_come_from_the_chunkwise_kernel_by_name(
-    token: Token, gpu: None, fake_tk: Any, normalize: bool
+    token: Draw, passes_for_a_gpu: None, fake_tk: Any, normalize: bool
 ) -> None:
     inputs = token(torch.bfloat16)
     support = tk.supports_mlstm_step(on_gpu(inputs, requires_grad=True))
@@ -220,144 +178,31 @@ def test_gradients_come_from_the_chunkwise_kernel_by_name(
     torch.autograd.grad(found[0].float().sum(), inputs["q"])
 
 
-@pytest.fixture(params=["reference", "tk"])
-def backend(request: pytest.FixtureRequest, fake_tk: Any) -> str:
-    """tk is the op on the CPU."""
-    fake_tk.verdict = tfla_tk.Support(True)
-    return request.param
-
-
-@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16", "float32", "bfloat16"), ("float16",) * 3])
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_in_place(token: Token, backend: str, dtypes: tuple[str, ...], contiguous: bool) -> None:
-    """The given tensors hold what a step otherwise returns, each part in its own dtype."""
-    inputs = token(torch.bfloat16)
-    kinds = [getattr(torch, name) for name in dtypes]
-    state = [inputs.pop(name).to(kind) for name, kind in zip("cnm", kinds, strict=True)]
-    if not contiguous:
-        state = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in state]
-    before = [x.clone() for x in state]
-    h, expected = mlstm_step(**inputs, **dict(zip("cnm", before, strict=True)), backend="reference")
-    found, returned = mlstm_step(
-        **inputs, **dict(zip("cnm", state, strict=True)), inplace=True, backend=backend
-    )
-    assert all(x is y for x, y in zip(returned, state, strict=True))
-    assert [x.dtype for x in state] == kinds
-    torch.testing.assert_close(found, h)
-    memory, truth = (x[0].double() * x[2].double()[..., None].exp() for x in (state, expected))
-    assert (memory - truth).norm() < (1e-6 if kinds[0] == torch.float32 else 4e-3) * truth.norm()
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_siging_in_place(token: Token, backend: str, normalize: bool) -> None:
-    inputs = token(torch.bfloat16)
-    del inputs["m"]
-    expected = mlstm_siging_step(**inputs, normalize=normalize, backend="reference")
-    n_before = inputs["n"].clone()
-    h, (c, n) = mlstm_siging_step(**inputs, normalize=normalize, inplace=True, backend=backend)
-    assert c is inputs["c"] and n is inputs["n"]
-    torch.testing.assert_close((h, c, n), (expected[0], *expected[1]))
-    assert torch.equal(n, n_before) != normalize
-
-
-@pytest.mark.parametrize("dtype_state", [None, torch.float16, torch.bfloat16, torch.float64])
-def test_dtype_of_the_state_returned(token: Token, backend: str, dtype_state: torch.dtype | None) -> None:
-    inputs = token(torch.bfloat16)
-    _, state = mlstm_step(**inputs, dtype_state=dtype_state, backend=backend)
-    assert {x.dtype for x in state} == {dtype_state or torch.float32}
-    _, expected = mlstm_step(**inputs, dtype_state=dtype_state, backend="reference")
-    torch.testing.assert_close(state, expected)
-
-
 @pytest.mark.parametrize("wider", ["if", "cnm", "n", "ifcnm"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_default_dtype_of_the_state_follows_q(
-    token: Token, backend: str, dtype: torch.dtype, wider: str
+    token: Draw, reference_or_tk: str, dtype: torch.dtype, wider: str
 ) -> None:
     """Of a step and of a few tokens, as of whole sequences."""
     inputs = {name: x.double() if name in wider else x for name, x in token(dtype).items()}
     expected = torch.float64 if dtype == torch.float64 else torch.float32
-    h, state = mlstm_step(**inputs, backend=backend)
+    h, state = mlstm_step(**inputs, backend=reference_or_tk)
     assert h.dtype == dtype and {x.dtype for x in state} == {expected}
     inputs |= {name: inputs[name].unsqueeze(2) for name in "qkv"}
-    h, state = tfla_tk.mlstm_sequence(**inputs, backend=backend)
+    h, state = tfla_tk.mlstm_sequence(**inputs, backend=reference_or_tk)
     assert h.dtype == dtype and {x.dtype for x in state} == {expected}
 
 
-def test_in_place_is_refused(token: Token) -> None:
-    with pytest.raises(TypeError, match="inplace: expected a bool"):
-        mlstm_step(**token(), inplace=1)
-    with pytest.raises(ValueError, match=r"dtype_state: expected None or torch.float32, the dtype of c"):
-        mlstm_step(**token(), inplace=True, dtype_state=torch.bfloat16)
-    inputs = token()
-    inputs["q"].requires_grad_()
-    with pytest.raises(ValueError, match="inplace: expected False where a gradient is recorded"):
-        mlstm_step(**inputs, inplace=True)
-    with torch.no_grad():
-        mlstm_step(**inputs, inplace=True)
-
-
-@pytest.mark.parametrize("name", ["c", "n", "m"])
-def test_in_place_needs_a_place_for_every_element(token: Token, backend: str, name: str) -> None:
-    """Before anything is written."""
-    inputs = token()
-    inputs[name] = inputs[name][:1].expand_as(inputs[name])
-    before = {key: x.clone() for key, x in inputs.items()}
-    with pytest.raises(ValueError, match=f"{name}: expected a place for every element, in place"):
-        mlstm_step(**inputs, inplace=True, backend=backend)
-    assert all(torch.equal(x, before[key]) for key, x in inputs.items())
-    mlstm_step(**inputs, backend=backend)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_m_is_no_leaf_with_a_gradient(token: Token, backend: str, inplace: bool) -> None:
-    inputs = token()
-    inputs["m"].requires_grad_()
-    with pytest.raises(ValueError, match="m: expected no requires_grad"):
-        mlstm_step(**inputs, inplace=inplace, backend=backend)
-
-
-def test_no_head_at_all(token: Token, fake_tk: Any) -> None:
+def test_no_head_at_all(token: Draw, fake_tk: Any) -> None:
     fake_tk.verdict = tfla_tk.Support(True)
     inputs = {name: x[:0] for name, x in token().items()}
     h, (c, _, _) = mlstm_step(**inputs, backend="tk")
     assert h.shape == (0, 2, 32) and c.shape == (0, 2, 16, 32)
 
 
-def arguments(token: dict[str, Tensor], sigmoid_gate: bool, *rest: Any) -> tuple[Any, ...]:
-    """Of the ops."""
-    tensors = [token[name] for name in NAMES]
-    return (*tensors[:7], None if sigmoid_gate else tensors[7], sigmoid_gate, True, 1e-6, *rest)
-
-
-@pytest.mark.parametrize("sigmoid_gate", [False, True])
-def test_opcheck(token: Token, sigmoid_gate: bool) -> None:
-    """Schemas, fake tensors, and what the ops write."""
-    for kind in (torch.float32, torch.bfloat16):
-        opcheck(STEP, arguments(token(torch.bfloat16), sigmoid_gate, kind))
-    inputs = token(torch.bfloat16)
-    opcheck(STEP_IN_PLACE, arguments(inputs, sigmoid_gate))
-    inputs["c"] = inputs["c"].bfloat16()
-    opcheck(STEP_IN_PLACE, arguments(inputs, sigmoid_gate))
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_compile_the_op(token: Token, fake_tk: Any, inplace: bool) -> None:
-    fake_tk.verdict = tfla_tk.Support(True)
-    inputs, again = token(torch.bfloat16), token(torch.bfloat16)
-
-    def step(**x: Tensor) -> Any:
-        h, (c, n, m) = mlstm_step(**x, inplace=inplace, backend="tk")
-        return 2 * h, c + 1, n, m
-
-    expected = step(**inputs)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(**again), expected)
-    for name in "cnm":
-        torch.testing.assert_close(again[name], inputs[name])
-
-
-def test_the_triton_step_gets_what_it_takes(token: Token, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_triton_step_gets_what_it_takes(
+    token: Draw, passes_for_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names and order of the arguments, with mlstm_kernels' native step in its place."""
     pytest.importorskip("mlstm_kernels")
     theirs = importlib.import_module("mlstm_kernels.torch.recurrent.triton_step")

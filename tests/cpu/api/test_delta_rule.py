@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +25,17 @@ from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.support import SUPPORTED
 
 from .delta_rule import FLAGS, draw, draw_raw, from_raw
-from .linear import Inputs, assert_same, gradients, leaves
-
-OFFSETS = [0, 0, 1, 23, 23, 40]
+from .linear import Inputs, assert_same, gradients
+from .linear_checks import (
+    assert_autocast,
+    assert_dtypes,
+    assert_final_state_is_a_copy,
+    assert_packs_sequences,
+    assert_refused,
+    bad,
+    parameters_by_place,
+    parameters_of_fla,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -109,41 +116,22 @@ def test_signatures_are_those_of_fla() -> None:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as gated
 
     for ours, theirs in ((chunk_delta_rule, delta), (chunk_gated_delta_rule, gated)):
-        own = inspect.signature(getattr(theirs, "tfla_tk_original", theirs)).parameters.values()
-        expected = [(p.name, p.default) for p in own if p.kind is not p.VAR_KEYWORD]
-        found = inspect.signature(ours).parameters.values()
-        assert [(p.name, p.default) for p in found if p.kind is not p.KEYWORD_ONLY] == expected
+        assert parameters_by_place(ours) == parameters_of_fla(theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_cpu", [False, True])
 def test_packed_sequences(dtype: torch.dtype, with_cpu: bool) -> None:
-    offsets = torch.tensor(OFFSETS, dtype=dtype)
     x = draw(batch=1, rows=5)
-    expected = gradients(reference.gated_delta_rule_recurrent, x, cu_seqlens=offsets)
-    options = {"cu_seqlens_cpu": offsets} if with_cpu else {}
-    assert_same(gradients(chunk_gated_delta_rule, x, cu_seqlens=offsets, **options), expected)
-    o, last = chunk_gated_delta_rule(**x, cu_seqlens=offsets, output_final_state=True)
-    # each sequence alone; an empty one returns its initial state
-    for j, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
-        own = {name: t[:, start:end] for name, t in x.items() if name != "initial_state"}
-        state = x["initial_state"][j : j + 1]
-        alone, alone_last = chunk_gated_delta_rule(**own, initial_state=state, output_final_state=True)
-        torch.testing.assert_close(o[:, start:end], alone)
-        torch.testing.assert_close(last[j : j + 1], alone_last)
+    assert_packs_sequences(
+        chunk_gated_delta_rule, reference.gated_delta_rule_recurrent, x, dtype, with_cpu=with_cpu
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference:recurrent", "reference:parallel"])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_without_a_token_the_final_state_is_a_copy(v_first: bool, backend: str) -> None:
-    """A cache that is updated in place must not write into the state that was given."""
-    x = draw(seq=0)
-    given = x["initial_state"] = x["initial_state"].mT.contiguous() if v_first else x["initial_state"]
-    before = given.clone()
-    o, last = chunk_gated_delta_rule(**x, output_final_state=True, state_v_first=v_first, backend=backend)
-    assert o.shape == (2, 0, 4, 32)
-    last.add_(1)
-    torch.testing.assert_close(given, before, rtol=0, atol=0)
+    assert_final_state_is_a_copy(chunk_gated_delta_rule, draw(seq=0), v_first=v_first, backend=backend)
 
 
 @pytest.mark.parametrize("heads", [(0, 0), (2, 2)])
@@ -155,31 +143,16 @@ def test_no_head_and_no_batch(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes(dtype: torch.dtype) -> None:
-    """o in q's dtype, the state in fp32, gradients in their inputs'; with the flags, too."""
-    for x, flags in ((draw(), {}), (draw_raw(), FLAGS)):
-        inputs = leaves({n: t.to(dtype if n in ("q", "k", "v") else torch.float32) for n, t in x.items()})
-        o, last = chunk_gated_delta_rule(**inputs, **flags, output_final_state=True)
-        assert (o.dtype, last.dtype) == (dtype, torch.float32)
-        (o.float().sum() + last.sum()).backward()
-        assert all(t.grad is not None and t.grad.dtype == t.dtype for t in inputs.values())
+    """With the flags, too."""
+    assert_dtypes(chunk_gated_delta_rule, draw(), dtype)
+    assert_dtypes(chunk_gated_delta_rule, draw_raw(), dtype, **FLAGS)
 
 
 def test_autocast() -> None:
-    """q, k, v are cast, gates and states are not; they may differ."""
-    x = {name: t.float() for name, t in draw().items()}
-    cast = x | {name: x[name].bfloat16() for name in "qkv"}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        o, last = chunk_gated_delta_rule(**x | {"k": cast["k"]}, output_final_state=True)
-    expected, expected_last = chunk_gated_delta_rule(**cast, output_final_state=True)
-    assert o.dtype == torch.bfloat16 and last.dtype == torch.float32
-    assert torch.equal(o, expected) and torch.equal(last, expected_last)
+    assert_autocast(chunk_gated_delta_rule, draw())
 
 
 # What is refused
-
-
-def bad(name: str, value: Callable[[Inputs], Any], message: str, error: type[Exception] = ValueError) -> Any:
-    return pytest.param(name, value, error, message, id=f"{name}-{message[:30]}")
 
 
 BAD = [
@@ -220,10 +193,7 @@ def test_bad_arguments(
     name: str, value: Callable[[Inputs], Any], error: type[Exception], message: str
 ) -> None:
     x = draw()
-    with pytest.raises(error, match=message):
-        chunk_gated_delta_rule(**x | {name: value(x)})
-    with pytest.raises(error, match=message):
-        which("chunk_gated_delta_rule", **x | {name: value(x)})
+    assert_refused(chunk_gated_delta_rule, x | {name: value(x)}, error, message)
 
 
 @pytest.mark.parametrize(

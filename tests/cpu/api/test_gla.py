@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -25,8 +23,16 @@ from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import gla as ops
 
 from .linear import Inputs, Kernels, assert_same, gradients, leaves
+from .linear_checks import (
+    assert_dtypes,
+    assert_final_state_is_a_copy,
+    assert_packs_sequences,
+    assert_refused,
+    bad,
+    parameters_by_place,
+    parameters_of_fla,
+)
 
-OFFSETS = [0, 0, 1, 23, 23, 40]
 INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
 
 
@@ -92,39 +98,19 @@ def test_signature_is_that_of_fla() -> None:
     pytest.importorskip("fla")
     from fla.ops.gla import chunk_gla as theirs
 
-    own = inspect.signature(getattr(theirs, "tfla_tk_original", theirs)).parameters.values()
-    found = inspect.signature(chunk_gla).parameters.values()
-    assert [(p.name, p.default) for p in found if p.kind is not p.KEYWORD_ONLY] == [
-        (p.name, p.default) for p in own
-    ]
+    assert parameters_by_place(chunk_gla) == parameters_of_fla(theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_cpu", [False, True])
 def test_packed_sequences(dtype: torch.dtype, with_cpu: bool) -> None:
-    offsets = torch.tensor(OFFSETS, dtype=dtype)
     x = draw(batch=1, rows=5)
-    expected = gradients(reference.gla_recurrent, x, cu_seqlens=offsets)
-    options = {"cu_seqlens_cpu": offsets} if with_cpu else {}
-    assert_same(gradients(chunk_gla, x, cu_seqlens=offsets, **options), expected)
-    o, last = chunk_gla(**x, cu_seqlens=offsets, output_final_state=True)
-    for j, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
-        own = {name: t[:, start:end] for name, t in x.items() if name != "initial_state"}
-        state = x["initial_state"][j : j + 1]
-        alone, alone_last = chunk_gla(**own, initial_state=state, output_final_state=True)
-        torch.testing.assert_close(o[:, start:end], alone)
-        torch.testing.assert_close(last[j : j + 1], alone_last)
+    assert_packs_sequences(chunk_gla, reference.gla_recurrent, x, dtype, with_cpu=with_cpu)
 
 
 @pytest.mark.parametrize("v_first", [False, True])
 def test_without_a_token_the_final_state_is_a_copy(v_first: bool) -> None:
-    x = draw(seq=0)
-    given = x["initial_state"] = x["initial_state"].mT.contiguous() if v_first else x["initial_state"]
-    before = given.clone()
-    o, last = chunk_gla(**x, output_final_state=True, state_v_first=v_first)
-    assert o.shape == (2, 0, 2, 32)
-    last.add_(1)
-    torch.testing.assert_close(given, before, rtol=0, atol=0)
+    assert_final_state_is_a_copy(chunk_gla, draw(seq=0), v_first=v_first)
 
 
 def test_no_batch() -> None:
@@ -142,19 +128,10 @@ def test_gates_that_close_one_channel(decay: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes(dtype: torch.dtype) -> None:
-    """o in q's dtype, the state in fp32, gradients in their inputs'."""
-    x = leaves({n: t.to(dtype if n in ("q", "k", "v") else torch.float32) for n, t in draw().items()})
-    o, last = chunk_gla(**x, output_final_state=True)
-    assert (o.dtype, last.dtype) == (dtype, torch.float32)
-    (o.float().sum() + last.sum()).backward()
-    assert all(t.grad is not None and t.grad.dtype == t.dtype for t in x.values())
+    assert_dtypes(chunk_gla, draw(), dtype)
 
 
 # What is refused
-
-
-def bad(name: str, value: Callable[[Inputs], Any], message: str, error: type[Exception] = ValueError) -> Any:
-    return pytest.param(name, value, error, message, id=f"{name}-{message[:30]}")
 
 
 BAD = [
@@ -180,10 +157,7 @@ def test_bad_arguments(
     name: str, value: Callable[[Inputs], Any], error: type[Exception], message: str
 ) -> None:
     x = draw()
-    with pytest.raises(error, match=message):
-        chunk_gla(**x | {name: value(x)})
-    with pytest.raises(error, match=message):
-        which("chunk_gla", **x | {name: value(x)})
+    assert_refused(chunk_gla, x | {name: value(x)}, error, message)
 
 
 # Backends

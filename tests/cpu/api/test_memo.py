@@ -1,64 +1,26 @@
-"""What is remembered between calls, what makes a call a new one, and when the kernels are called directly."""
+"""What is remembered between calls, and what makes a call a new one."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tfla_tk
-from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise, mlstm_siging_chunkwise
-from tfla_tk.calls.mlstm import MLSTMCall
+from tfla_tk import Support, UnsupportedError, mlstm, mlstm_chunkwise
 from tfla_tk.core import memo
-from tfla_tk.ops import mlstm as ops
+
+from .served import Functions, Operators, Served
 
 Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
-
-
-class Served:
-    """A tk backend that serves everything, with counts of what was asked of it."""
-
-    def __init__(self, fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.checked = 0
-        self.direct = 0
-        self.dispatched = 0
-        self.real, self.kernel = ops.mlstm, fake_tk.forward.mlstm_fwd
-        fake_tk.supports_mlstm = self._supports
-        fake_tk.forward.mlstm_fwd = self._kernel
-        monkeypatch.setattr(ops, "mlstm", self._serve)
-
-    def _supports(self, call: MLSTMCall, variant: str | None = None) -> Support:
-        self.checked += 1
-        return Support(True)
-
-    def _kernel(self, *args: Any) -> Any:
-        self.direct += 1
-        return self.kernel(*args)
-
-    def _serve(self, *args: Any) -> Any:
-        self.dispatched += 1
-        return self.real(*args)
-
-
-@pytest.fixture
-def served(fake_tk: Any, monkeypatch: pytest.MonkeyPatch) -> Served:
-    return Served(fake_tk, monkeypatch)
 
 
 def test_an_equal_call_is_checked_once(served: Served, make_inputs: Make) -> None:
@@ -72,15 +34,6 @@ def test_an_equal_call_is_checked_once(served: Served, make_inputs: Make) -> Non
         x = {n: t.transpose(0, 1).contiguous().transpose(0, 1) for n, t in make_inputs().items()}
         torch.testing.assert_close(mlstm_chunkwise(**x), expected)
     assert (served.checked, served.direct, served.dispatched) == (2, 5, 0)
-
-
-@contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("cpu")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -317,271 +270,3 @@ def test_threads_keep_results_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(keep, range(0, 40 * memo.LIMIT, 10 * memo.LIMIT)))
     assert len(results) == memo.LIMIT
-
-
-# names that torch keeps to itself
-
-PRIVATE_NAMES = (
-    "torch._C._any_requires_grad",
-    "torch._C._dispatch_keys",
-    "torch._C._get_tracing_state",
-    "torch._C._is_any_autocast_enabled",
-    "torch._C._len_torch_dispatch_stack",
-    "torch._C._len_torch_function_stack",
-    "torch._C._autograd._top_saved_tensors_default_hooks",
-    "torch._C._dynamo.guards.TensorGuards",
-    "torch._C._functorch.peek_interpreter_stack",
-    "torch.autograd._profiler_enabled",
-    "torch._C._AutoDispatchBelowAutograd",
-    "torch._C._cuda_getCurrentRawStream",
-    "torch._C._AutoDispatchBelowADInplaceOrView",
-    "torch._C._functorch.get_unwrapped",
-    "torch._C._functorch.is_functorch_wrapped_tensor",
-)
-# what torch itself takes by these names
-TORCH = """
-import functools, torch
-import torch._dynamo, torch.autograd.function, torch._library.autograd, torch._functorch.eager_transforms
-"""
-WITHOUT_A_NAME = """
-owner, _, name = HIDDEN.rpartition(".")
-hidden = functools.reduce(getattr, owner.split(".")[1:], torch)
-had = hasattr(hidden, name)
-if had:
-    delattr(hidden, name)
-import tfla_tk
-from tfla_tk import Support, ops
-from tfla_tk.core import memo
-from tfla_tk.backends.tk import mlstm as tk
-
-tk.supports_mlstm = lambda call, variant=None: Support(True)
-tk.load = lambda kernel, call, variant=None: Support(True)
-torch.manual_seed(0)
-x = [torch.randn(1, 2, 80, 16) for _ in range(3)] + [torch.randn(1, 2, 80) for _ in range(2)]
-for t in x:
-    t.requires_grad_()
-found = []
-for backend in ("tk", "reference"):
-    if backend == "tk" and memo.KNOWS_EAGER_CALLS:
-        # not the kernels, which a CPU has not: the op that stands for them
-        memo.KNOWS_EAGER_CALLS = False
-    h = tfla_tk.mlstm_chunkwise(*x, backend=backend)
-    found.append((h, *torch.autograd.grad(h.square().sum(), x)))
-with torch.no_grad():
-    found[0] += (tfla_tk.mlstm_chunkwise(*x, backend="tk"),)
-    found[1] += (tfla_tk.mlstm_chunkwise(*x, backend="reference"),)
-for a, b in zip(*found):
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-print("agree", had)
-"""
-
-
-def test_a_private_name_of_torch_may_go(in_forks: Callable[..., dict[str, str]]) -> None:
-    """Any one of them: the package imports and calls go through the ops, with the same results."""
-    found = in_forks(TORCH, {name: f"HIDDEN = {name!r}" + WITHOUT_A_NAME for name in PRIVATE_NAMES})
-    assert {name: out.split()[0] for name, out in found.items()} == dict.fromkeys(PRIVATE_NAMES, "agree")
-
-
-def test_every_private_name_is_known() -> None:
-    """Those that the package reads are those that the test above hides."""
-    package = Path(tfla_tk.__file__).parent
-    text = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
-    names = re.findall(r"torch\._C\.(_\w+)", text)
-    private = r"from torch(?:\._C[\w.]*|\.autograd) import (?!forward_ad)(?:\(([^)]*)\)|(.*))"
-    names += [name for found in re.findall(private, text) for name in re.findall(r"\w+", "".join(found))]
-    names += re.findall(r'getattr\(\s*torch\._C, "(\w+)"', text)
-    known = {name.rpartition(".")[2] for name in PRIVATE_NAMES}
-    # a substitute, and three modules
-    others = {"_ExcludeDispatchKeyGuard", "_autograd", "_dynamo", "_functorch"}
-    assert set(names) - others == known
-
-
-# when the kernels are called directly
-
-
-def test_both_paths_agree(served: Served, make_inputs: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = make_inputs(1, sequences=3, dtype=torch.bfloat16, states=STATES)
-    x |= {"f": x["f"].double(), "cu_seqlens": torch.tensor([0, 5, 5, 40])}
-    for function in (mlstm_chunkwise, mlstm_siging_chunkwise):
-        h, last = function(**x, return_last_states=True)
-        assert served.direct and not served.dispatched
-        with monkeypatch.context() as patch:
-            patch.setattr(memo, "KNOWS_EAGER_CALLS", False)
-            h_op, last_op = function(**x, return_last_states=True)
-        assert served.direct == served.dispatched
-        assert all(torch.equal(a, b) for a, b in zip((h, *last), (h_op, *last_op), strict=True))
-        served.direct = served.dispatched = 0
-
-
-@pytest.mark.parametrize(
-    "context", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
-)
-def test_direct_in_plain_contexts(context: Callable[[], Any], served: Served, make_inputs: Make) -> None:
-    x = make_inputs()
-    with context():
-        mlstm_chunkwise(**x)
-        mlstm_chunkwise(**x)
-    assert (served.direct, served.dispatched, served.checked) == (2, 0, 1)
-
-
-def test_parameters_are_plain(served: Served, make_inputs: Make) -> None:
-    x = {n: torch.nn.Parameter(t) for n, t in make_inputs().items()}
-    with torch.no_grad():
-        mlstm_chunkwise(**x)
-    assert (served.direct, served.dispatched) == (1, 0)
-
-
-def test_gradients_are_recorded_around_the_kernels(served: Served, make_inputs: Make) -> None:
-    """Another plan than that without them; test_direct.py has the backward."""
-    x = make_inputs()
-    mlstm_chunkwise(**x)
-    trained = x | {"v": x["v"].clone().requires_grad_()}
-    for _ in range(2):
-        h = mlstm_chunkwise(**trained)
-        assert h.requires_grad
-    assert (served.direct, served.dispatched, served.checked) == (3, 0, 2)
-
-
-class Functions(TorchFunctionMode):
-    """Notes every torch function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    """Notes every operator that is dispatched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("mode", [Functions, Operators])
-@pytest.mark.parametrize("before", [False, True])
-def test_modes_see_the_op(mode: Any, before: bool, served: Served, make_inputs: Make) -> None:
-    """Whether or not the call is remembered already."""
-    x = make_inputs()
-    if before:
-        mlstm_chunkwise(**x)
-    with mode() as active:
-        mlstm_chunkwise(**x)
-    assert any("tfla_tk.mlstm_fwd" in name for name in active.seen)
-    assert served.dispatched == 1
-
-
-class Wrapper(Tensor):
-    """A tensor subclass with torch functions of its own."""
-
-    seen: list[str] = []  # noqa: RUF012
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen.append(str(func))
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_subclasses_go_through_the_op(served: Served, make_inputs: Make) -> None:
-    x = make_inputs()
-    mlstm_chunkwise(**x)
-    h = mlstm_chunkwise(**x | {"q": x["q"].as_subclass(Wrapper)})
-    assert type(h) is Wrapper and any("mlstm_fwd" in name for name in Wrapper.seen)
-    assert (served.direct, served.dispatched) == (1, 1)
-
-
-def test_a_negation_to_come_is_done_by_the_dispatcher(served: Served, make_inputs: Make) -> None:
-    x = make_inputs()
-    mlstm_chunkwise(**x)
-    h = mlstm_chunkwise(**x | {"v": torch._neg_view(x["v"])})
-    assert (served.direct, served.dispatched) == (1, 1)
-    torch.testing.assert_close(h, -mlstm_chunkwise(**x))
-
-
-def test_profiles_name_the_op(served: Served, make_inputs: Make) -> None:
-    x = make_inputs()
-    mlstm_chunkwise(**x)
-    with torch.profiler.profile() as profile:
-        mlstm_chunkwise(**x)
-    assert "tfla_tk::mlstm_fwd" in {event.key for event in profile.key_averages()}
-    mlstm_chunkwise(**x)
-    assert (served.direct, served.dispatched) == (2, 1)
-
-
-def test_fake_tensors_and_make_fx(served: Served, make_inputs: Make) -> None:
-    x = make_inputs()
-    mlstm_chunkwise(**x)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        assert mlstm_chunkwise(**{n: mode.from_tensor(t) for n, t in x.items()}).shape == x["v"].shape
-        # plain tensors under an active mode
-        assert mlstm_chunkwise(**x).shape == x["v"].shape
-    for tracing in ("real", "fake", "symbolic"):
-        graph = make_fx(lambda *t: mlstm_chunkwise(*t), tracing_mode=tracing)(*x.values())
-        assert "tfla_tk.mlstm_fwd" in graph.code
-    assert served.direct == 1
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_functorch_and_jit_tracing(served: Served, make_inputs: Make) -> None:
-    x = make_inputs()
-    mlstm_chunkwise(**x)
-    seen: list[Tensor] = []
-
-    def loss(v: Tensor) -> Tensor:
-        # plain tensors inside a transform
-        seen.append(mlstm_chunkwise(**x))
-        return (v * seen[-1]).sum()
-
-    torch.testing.assert_close(torch.func.grad(loss)(x["v"]), seen[0])
-    assert (served.direct, served.dispatched) == (1, 1)
-    traced = torch.jit.trace(lambda *t: mlstm_chunkwise(*t), tuple(x.values()), check_trace=False)
-    assert "tfla_tk::mlstm_fwd" in str(traced.graph)
-    assert served.direct == 1
-
-
-def test_compiled_calls_leave_the_memo_alone(served: Served, make_inputs: Make) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda **x: mlstm_chunkwise(**x), fullgraph=True, backend="aot_eager")
-    x = make_inputs()
-    torch.testing.assert_close(compiled(**x), mlstm_chunkwise(**x, backend="reference"))
-    assert served.direct == 0 and len(mlstm._chunkwise.plans) == 1
-    exported = torch.export.export(Module(), tuple(x.values()), strict=False)
-    assert "tfla_tk.mlstm_fwd" in exported.graph_module.code and served.direct == 0
-
-
-class Module(torch.nn.Module):
-    """A model that is nothing but the operator."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
-        return mlstm_chunkwise(q, k, v, i, f)
-
-
-def test_default_device_is_a_mode_like_any_other(served: Served, make_inputs: Make) -> None:
-    for context in (default_device, nullcontext):
-        with context():
-            mlstm_chunkwise(**make_inputs())
-    assert (served.direct, served.dispatched) == (1, 1)
-
-
-def test_eager_calls_do_not_make_torch_compile_anew(make_inputs: Make) -> None:
-    """What is remembered of them is nothing that a compiled call depends on."""
-    import torch._dynamo.testing
-
-    graphs = torch._dynamo.testing.CompileCounter()
-    call = partial(mlstm_chunkwise, backend="reference")
-    compiled = torch.compile(lambda **x: call(**x), fullgraph=True, backend=graphs)
-    x = make_inputs()
-    expected = compiled(**x)
-    for other in (x, {n: t[:1] for n, t in x.items()}, x):
-        call(**other)
-        torch.testing.assert_close(compiled(**x), expected)
-    assert graphs.frame_count == 1
-    torch._dynamo.reset()

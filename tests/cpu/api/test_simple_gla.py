@@ -13,7 +13,16 @@ from tfla_tk import (
     simple_gla,
 )
 
-from .simple_gla_calls import assert_same, draw, gradients, leaves
+from .linear import assert_same, gradients
+from .linear_checks import (
+    assert_autocast,
+    assert_dtypes,
+    assert_final_state_is_a_copy,
+    assert_packs_sequences,
+    parameters_by_place,
+    parameters_of_fla,
+)
+from .simple_gla_calls import draw
 
 
 @pytest.mark.parametrize(
@@ -39,21 +48,17 @@ def test_arguments_in_the_order_of_fla() -> None:
 def test_signatures_are_those_of_fla() -> None:
     """Every argument of fla's function, in its order; ours behind, by keyword."""
     pytest.importorskip("fla")
-    import inspect
-
     from fla.ops.lightning_attn import chunk_lightning_attn as lightning
     from fla.ops.retention import chunk_retention as retention
     from fla.ops.simple_gla import chunk_simple_gla as gla
 
     pairs = [(chunk_simple_gla, gla), (chunk_retention, retention), (chunk_lightning_attn, lightning)]
     for ours, theirs in pairs:
-        own = inspect.signature(getattr(theirs, "tfla_tk_original", theirs)).parameters.values()
-        expected = [(p.name, p.default) for p in own if p.kind is not p.VAR_KEYWORD]
+        expected = parameters_of_fla(theirs)
         if ours is chunk_lightning_attn:
             # may be left out beside g_gamma
             expected = [(n, None if n in ("layer_idx", "num_layers") else d) for n, d in expected]
-        found = inspect.signature(ours).parameters.values()
-        assert [(p.name, p.default) for p in found if p.kind is not p.KEYWORD_ONLY] == expected
+        assert parameters_by_place(ours) == expected
 
 
 def test_retention() -> None:
@@ -98,19 +103,8 @@ def test_decays_are_kept_but_not_in_a_trace() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("with_cpu", [False, True])
 def test_packed_sequences(dtype: torch.dtype, with_cpu: bool) -> None:
-    offsets = torch.tensor([0, 0, 1, 23, 23, 40], dtype=dtype)
     x = draw(batch=1, rows=5)
-    expected = gradients(reference.simple_gla_recurrent, x, cu_seqlens=offsets)
-    options = {"cu_seqlens_cpu": offsets} if with_cpu else {}
-    assert_same(gradients(chunk_simple_gla, x, cu_seqlens=offsets, **options), expected)
-    o, last = chunk_simple_gla(**x, cu_seqlens=offsets, output_final_state=True)
-    # each sequence alone; an empty one returns its initial state
-    for j, (start, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
-        own = {name: t[:, start:end] for name, t in x.items() if name != "initial_state"}
-        state = x["initial_state"][j : j + 1]
-        alone, alone_last = chunk_simple_gla(**own, initial_state=state, output_final_state=True)
-        torch.testing.assert_close(o[:, start:end], alone)
-        torch.testing.assert_close(last[j : j + 1], alone_last)
+    assert_packs_sequences(chunk_simple_gla, reference.simple_gla_recurrent, x, dtype, with_cpu=with_cpu)
 
 
 @pytest.mark.parametrize("with_state", [False, True])
@@ -127,13 +121,7 @@ def test_no_token(with_state: bool) -> None:
 @pytest.mark.parametrize("backend", ["auto", "reference:recurrent", "reference:parallel"])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_without_a_token_the_final_state_is_a_copy(v_first: bool, backend: str) -> None:
-    """A cache that is updated in place must not write into the state that was given."""
-    x = draw(seq=0)
-    given = x["initial_state"] = x["initial_state"].mT.contiguous() if v_first else x["initial_state"]
-    before = given.clone()
-    _, last = chunk_simple_gla(**x, output_final_state=True, state_v_first=v_first, backend=backend)
-    last.add_(1)
-    torch.testing.assert_close(given, before, rtol=0, atol=0)
+    assert_final_state_is_a_copy(chunk_simple_gla, draw(seq=0), v_first=v_first, backend=backend)
 
 
 @pytest.mark.parametrize("heads", [(0, 0), (2, 2)])
@@ -158,27 +146,16 @@ def test_positive_decay_is_computed_as_given() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes(dtype: torch.dtype) -> None:
-    """o in q's dtype, the state in fp32, gradients in their inputs'."""
+    """Gates in fp64 do not change that."""
     x = draw()
+    assert_dtypes(chunk_simple_gla, x, dtype)
     x = {name: t.to(dtype if name in "qkv" else torch.float32) for name, t in x.items()}
-    inputs = leaves(x)
-    o, last = chunk_simple_gla(**inputs, output_final_state=True)
-    assert (o.dtype, last.dtype) == (dtype, torch.float32)
-    (o.float().sum() + last.sum()).backward()
-    assert all(t.grad is not None and t.grad.dtype == t.dtype for t in inputs.values())
     o, last = chunk_simple_gla(x["q"], x["k"], x["v"], x["g"].double(), output_final_state=True)
     assert (o.dtype, last.dtype) == (dtype, torch.float32)
 
 
 def test_autocast() -> None:
-    """q, k, v are cast, gates and states are not; they may differ."""
-    x = {name: t.float() for name, t in draw().items()}
-    cast = x | {name: x[name].bfloat16() for name in "qkv"}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        o, last = chunk_simple_gla(**x | {"k": cast["k"]}, output_final_state=True)
-    expected, expected_last = chunk_simple_gla(**cast, output_final_state=True)
-    assert o.dtype == torch.bfloat16 and last.dtype == torch.float32
-    assert torch.equal(o, expected) and torch.equal(last, expected_last)
+    assert_autocast(chunk_simple_gla, draw())
 
 
 def test_options_of_numpy() -> None:

@@ -15,7 +15,8 @@ from tfla_tk import (
     simple_gla,
 )
 
-from .simple_gla_calls import Kernels, assert_same, draw, gradients, leaves
+from .linear import assert_same, gradients, leaves
+from .simple_gla_calls import Kernels, draw
 
 
 def test_the_launches_take_what_the_ops_take() -> None:

@@ -14,7 +14,8 @@ from tfla_tk import (
     reference,
 )
 
-from .simple_gla_calls import Kernels, assert_same, draw, gradients, leaves
+from .linear import assert_same, gradients, leaves
+from .simple_gla_calls import Kernels, draw
 
 
 def op_arguments(packed: bool, gate: str, with_state: bool, last: bool) -> tuple[Any, ...]:

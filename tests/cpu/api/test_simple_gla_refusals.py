@@ -22,12 +22,9 @@ from tfla_tk.backends.triton import fla
 from tfla_tk.calls.linear import LinearCall, check_simple_gla
 from tfla_tk.core.support import SUPPORTED
 
-from .simple_gla_calls import Inputs, draw
-
-
-def bad(name: str, value: Callable[[Inputs], Any], message: str, error: type[Exception] = ValueError) -> Any:
-    return pytest.param(name, value, error, message, id=f"{name}-{message[:30]}")
-
+from .linear import Inputs
+from .linear_checks import assert_refused, bad
+from .simple_gla_calls import draw
 
 BAD = [
     bad("q", lambda x: None, r"q: expected a tensor \[B, T, H, K\], got NoneType", TypeError),
@@ -66,10 +63,7 @@ def test_bad_arguments(
     name: str, value: Callable[[Inputs], Any], error: type[Exception], message: str
 ) -> None:
     x = draw()
-    with pytest.raises(error, match=message):
-        chunk_simple_gla(**x | {name: value(x)})
-    with pytest.raises(error, match=message):
-        which("chunk_simple_gla", **x | {name: value(x)})
+    assert_refused(chunk_simple_gla, x | {name: value(x)}, error, message)
 
 
 def test_bad_packing() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tfla_tk import decode
+from tfla_tk import decode, delta_rule, gla, simple_gla
 from tfla_tk.backends.tk import device
 from tfla_tk.backends.tk import mlstm as tk
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.integrations import xlstm
+from tfla_tk.integrations import fla, xlstm
 from tfla_tk.integrations.xlstm import kernels
 from tfla_tk.ops import mlstm_decode
 
@@ -212,3 +212,27 @@ def sequence_calls(
     yield found
     decode._step.plans.clear()
     decode._sequence.plans.clear()
+
+
+# fla
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """fla as it was, before and after."""
+    # not for every worker process that collects such tests: it takes five seconds
+    pytest.importorskip("fla.ops", reason="fla-core is not installed")
+    families = (simple_gla, gla, delta_rule)
+    fla.restore()
+    for family in families:
+        family._path.plans.clear()
+    fla._told.clear()
+    yield
+    fla.restore()
+    for family in families:
+        family._path.plans.clear()
+
+
+@pytest.fixture
+def accelerated(restored: None) -> list[str]:
+    return fla.accelerate()

@@ -6,7 +6,8 @@ import importlib
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,30 +20,15 @@ from tfla_tk.backends.triton import fla_own, installation
 from tfla_tk.core.support import SUPPORTED, Support
 from tfla_tk.integrations import fla as integration
 
-pytest.importorskip("fla.ops", reason="fla-core is not installed")
+from .fla_calls import assert_layer_goes_on_from_a_cache, assert_layer_trains_alike, own
+
 pytestmark = [
+    pytest.mark.usefixtures("restored"),
     pytest.mark.filterwarnings("ignore:Triton is not supported"),
     pytest.mark.filterwarnings("ignore:ShortConvolution is crucial"),
 ]
 
 ON_A_CPU = integration.Path("chunk_gated_delta_rule", "reference", "the tensors are on a CPU")
-
-
-def own(name: str) -> Callable[..., Any]:
-    """fla's function by its name, as fla's module has it now."""
-    function: Callable[..., Any] = getattr(importlib.import_module(integration.FUNCTIONS[name]), name)
-    return function
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """fla as it was, before and after."""
-    integration.restore()
-    delta_rule._path.plans.clear()
-    integration._told.clear()
-    yield
-    integration.restore()
-    delta_rule._path.plans.clear()
 
 
 def draw(batch: int = 2, seq: int = 70, rows: int | None = None) -> dict[str, Tensor]:
@@ -264,22 +250,6 @@ LAYERS = {
 }
 
 
-def losses(layer: nn.Module, batch: int = 2, **options: Any) -> list[float]:
-    """Of a few steps of training."""
-    generator = torch.Generator().manual_seed(1)
-    x, target = (torch.randn(batch, 70, 32, generator=generator) for _ in range(2))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    found = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = (layer(x, **options)[0] - target).square().mean()
-        loss.backward()
-        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in layer.parameters())
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 def plain(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:
     """The recurrence in so many words, for tensors [B, T, H, D] and g, beta [B, T, H]."""
     state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
@@ -313,27 +283,10 @@ def plain_function(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Any = None,
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_train_to_the_same_loss(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"batch": 1, "cu_seqlens": torch.tensor([0, 20, 70])} if packed else {}
-    layer = make_layer(kind)
-    module, name = LAYERS[kind]
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[module], name, plain_function)
-        expected = losses(layer, **options)
-    assert f"{module}.{name}" in integration.accelerate()
-    found = losses(make_layer(kind), **options)
-    assert integration.last_path() == integration.Path(name, "reference", "the tensors are on a CPU")
-    assert expected[-1] < 0.99 * expected[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    make = partial(make_layer, kind)
+    assert_layer_trains_alike(make, LAYERS[kind], plain_function, monkeypatch, packed=packed)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_go_on_from_a_cache(kind: str) -> None:
-    """With a cache the layer passes the state on: two halves are the whole."""
-    layer = make_layer(kind)
-    cache = importlib.import_module("fla.models.utils").Cache
-    x = torch.randn(2, 140, 32)
-    integration.accelerate()
-    whole, _, _ = layer(x)
-    state = cache()
-    halves = [layer(part, past_key_values=state, use_cache=True)[0] for part in x.split(70, dim=1)]
-    torch.testing.assert_close(torch.cat(halves, dim=1), whole, rtol=1e-4, atol=1e-5)
+    assert_layer_goes_on_from_a_cache(make_layer(kind))

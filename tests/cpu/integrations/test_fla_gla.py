@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import sys
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tfla_tk import gla
-from tfla_tk.integrations import fla as integration
+from .fla_calls import assert_layer_goes_on_from_a_cache, assert_layer_trains_alike
 
-pytest.importorskip("fla.ops", reason="fla-core is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
+pytestmark = [
+    pytest.mark.usefixtures("restored"),
+    pytest.mark.filterwarnings("ignore:Triton is not supported"),
+]
 
 MODULES = {"gla": "fla.layers.gla", "hgrn2": "fla.layers.hgrn2"}
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """fla as it was, before and after."""
-    integration.restore()
-    gla._path.plans.clear()
-    yield
-    integration.restore()
-    gla._path.plans.clear()
 
 
 def norm_and_project(x: Tensor, weight: Tensor, bias: None, projection: Tensor, last: None) -> Tensor:
@@ -54,22 +43,6 @@ def make_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     return layer
 
 
-def losses(layer: nn.Module, batch: int = 2, **options: Any) -> list[float]:
-    """Of a few steps of training."""
-    generator = torch.Generator().manual_seed(1)
-    x, target = (torch.randn(batch, 70, 32, generator=generator) for _ in range(2))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    found = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = (layer(x, **options)[0] - target).square().mean()
-        loss.backward()
-        assert all(p.grad is not None and p.grad.abs().max() > 0 for p in layer.parameters())
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """The recurrence in so many words, for tensors [B, T, H, D]."""
     state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
@@ -91,26 +64,10 @@ def plain_function(q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Any =
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", MODULES)
 def test_layers_train_to_the_same_loss(kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"batch": 1, "cu_seqlens": torch.tensor([0, 20, 70])} if packed else {}
-    layer = make_layer(kind, monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[MODULES[kind]], "chunk_gla", plain_function)
-        expected = losses(layer, **options)
-    assert f"{MODULES[kind]}.chunk_gla" in integration.accelerate()
-    found = losses(make_layer(kind, monkeypatch), **options)
-    assert integration.last_path() == integration.Path("chunk_gla", "reference", "the tensors are on a CPU")
-    assert expected[-1] < 0.99 * expected[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    make, place = partial(make_layer, kind, monkeypatch), (MODULES[kind], "chunk_gla")
+    assert_layer_trains_alike(make, place, plain_function, monkeypatch, packed=packed)
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_layers_go_on_from_a_cache(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache the layer passes the state on: two halves are the whole."""
-    layer = make_layer(kind, monkeypatch)
-    cache = importlib.import_module("fla.models.utils").Cache
-    x = torch.randn(2, 140, 32)
-    integration.accelerate()
-    whole, _, _ = layer(x)
-    state = cache()
-    halves = [layer(part, past_key_values=state, use_cache=True)[0] for part in x.split(70, dim=1)]
-    torch.testing.assert_close(torch.cat(halves, dim=1), whole, rtol=1e-4, atol=1e-5)
+    assert_layer_goes_on_from_a_cache(make_layer(kind, monkeypatch))

@@ -5,30 +5,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tfla_tk import delta_rule
 from tfla_tk.integrations import fla as integration
 
-pytest.importorskip("fla.ops", reason="fla-core is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore:Triton is not supported")
+pytestmark = [
+    pytest.mark.usefixtures("restored"),
+    pytest.mark.filterwarnings("ignore:Triton is not supported"),
+]
 
 ON_A_CPU = integration.Path("chunk_gated_delta_rule", "reference", "the tensors are on a CPU")
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """fla as it was, before and after."""
-    integration.restore()
-    delta_rule._path.plans.clear()
-    yield
-    integration.restore()
-    delta_rule._path.plans.clear()
 
 
 def make_model(kind: str) -> tuple[nn.Module, Any]:

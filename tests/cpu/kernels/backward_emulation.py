@@ -57,7 +57,7 @@ ARGUMENTS = {
     ),
     "mlstm_pass": (
         *("gradient", "queries", "keys", "values", "out", "factor", "gates", "entering", "leaving"),
-        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device", "strict"),
+        *("boundaries", "sums", "anchors", "ticket", "cut", "sizes", "group", "half", "device"),
     ),
     "mlstm_pass_segments": (
         *("gradient", "keys", "values", "i", "f", "rows", "boundaries", "cut", "sizes", "group", "scale"),

@@ -256,3 +256,25 @@ def pointer(x: Tensor | None, wanted: bool = True) -> int:
 def operand(x: Tensor) -> tuple[int, ...]:
     """Address and strides of B, NH, S; of B any multiple of 8 where there is one row of it."""
     return x.data_ptr(), 8 if x.shape[0] == 1 else x.stride(0), *x.stride()[1:3]
+
+
+def assert_e_from(reader: SimpleNamespace, writer: SimpleNamespace | None) -> None:
+    """That a walk, or its segments kernel, has read e of every part of V as this launch wrote it; or none.
+
+    "dv" reads none.
+    """
+    e = reader.e_read
+    assert len(e) == (0 if reader.name == "dv" or writer is None else parts_of(reader.sizes[3]))
+    assert all((x == writer.number + part / 8).all() for part, x in enumerate(e))
+
+
+def assert_gates_from(reader: SimpleNamespace, scan: SimpleNamespace, writer: SimpleNamespace | None) -> None:
+    """That a walk is given what these launches wrote of chunks and of e, and has read it."""
+    assert reader.gates == (scan.gates, *((0, 0) if writer is None else writer.factors[1:]))
+    assert (reader.gates_read == scan.number).all()
+    assert_e_from(reader, writer)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same numbers with heads and tokens swapped in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -20,6 +20,7 @@ from tfla_tk.core.layout import DTYPES
 from tfla_tk.core.memo import Memo
 
 from . import summary
+from .addresses import CHUNK
 from .backward_emulation import BackwardFormulas
 from .backward_launches import Launches
 from .compiled import GATED, IMPORTED, Compiled, Compiler
@@ -90,6 +91,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     launch_instead(monkeypatch, tk_backward, recorder)
     monkeypatch.setattr(tk_backward, "_backwards", Memo())
     return recorder
+
+
+@pytest.fixture
+def cut_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts every sequence into segments of one chunk."""
+
+    def cut(sequences: int, tokens: int, *_: Any) -> segments.Cut:
+        return segments.Cut(sequences * -(-tokens // CHUNK), 1)
+
+    def cut_packed(sequences: int, tokens: int, *_: Any) -> segments.Cut:
+        return segments.Cut(sequences + tokens // CHUNK, 1)
+
+    monkeypatch.setattr(segments, "cut", cut)
+    monkeypatch.setattr(segments, "cut_packed", cut_packed)
 
 
 @pytest.fixture

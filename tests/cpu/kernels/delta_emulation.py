@@ -2,206 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla_tk import reference
-from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 
-from .addresses import CHUNK, bounds_at, sequences_of, tensor_at
+from .addresses import CHUNK, bounds_at, tensor_at
+from .delta_arguments import ARGUMENTS, OF_CODE, Arguments, matrices_at, matrices_of, pieces_of, sequences_in
 from .stand_in import PreparedLaunches
 
 SLICE = 128  # of V in the walks over the states
 PART = 16  # columns of a part of the sums
-OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
-GATES = ("g", "beta")
-# of the modules' functions, as delta_rule/bindings and scalar_gate/bindings/backward.cpp name them
-ARGUMENTS = {
-    "matrices": ("shape", "q", "k", *GATES, "matrices", "scale"),
-    "forward": (
-        *("shape", "q", "k", "v", "o", "writes", *GATES, "matrices"),
-        *("initial", "last", "carried", "borders", "scale", "walkers", "makers"),
-    ),
-    "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "maps"),
-    "carry": ("shape", "carried", "maps", "borders"),
-    "mirror": (
-        *("shape", "q", "k", "dout", "writes", "dv", *GATES, "matrices"),
-        *("dbeta", "d_last", "d_initial", "carried", "borders", "scale", "walkers", "states_alone"),
-    ),
-    "inputs": (
-        *("shape", "q", "k", "unit_q", "unit_k", "beta", "g", "a_log", "dt_bias"),
-        *("strength", "log_decay", "twice"),
-    ),
-    "inputs_backward": (
-        *("shape", "q", "k", "dq", "dk", "beta", "g", "a_log", "dt_bias"),
-        *("d_strength", "d_log_decay", "d_beta", "d_g", "sums", "twice"),
-    ),
-    "combine": ("shape", "dq_of_heads", "dk_of_heads", "dq", "dk"),
-    "left": (
-        *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", *GATES),
-        *("entering", "leaving", "borders", "sums", "written", "scale", "walkers"),
-    ),
-    "mlstm_bwd_gates": (
-        *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),
-        *("offsets", "sizes", "sigmoid_gate", "device"),
-    ),
-}
-ARGUMENTS["right"] = ARGUMENTS["left"]
 ANCHOR_BYTES = 1000
-
-
-class Arguments:
-    """A launch and where the tensors of its call begin."""
-
-    def __init__(self, launch: SimpleNamespace, starts: list[int]) -> None:
-        self.of, self._starts = launch, starts
-        if hasattr(launch, "shape"):
-            self.cut = (self.address(launch.shape[0]), *launch.shape[1:5])
-            self.batch, self.heads, self.seq, self.dim_k, self.dim_v, self.group, half, _ = launch.shape[5:]
-            self.dtype = torch.float16 if half else torch.bfloat16
-
-    def address(self, prepared: int) -> int:
-        if prepared == 0:
-            return 0
-        return self._starts[(prepared >> ADDRESS_BITS) - 1] + (prepared & ((1 << ADDRESS_BITS) - 1))
-
-    def operand(self, x: tuple[int, ...], dim: int, heads: int | None = None) -> Tensor:
-        """[B, T, H, D]."""
-        at, batch, head, row = x
-        heads = self.heads if heads is None else heads
-        strides = (batch if self.batch > 1 else 0, row, head if heads > 1 else 0, 1)
-        return tensor_at(self.address(at), self.dtype, (self.batch, self.seq, heads, dim), *strides)
-
-    def keys(self, x: tuple[int, ...]) -> Tensor:
-        """[B, T, HV, K] of a tensor whose heads are shared."""
-        return self.rows(x).repeat_interleave(self.group, 2).float()
-
-    def rows(self, x: tuple[int, ...]) -> Tensor:
-        """[B, T, H, K] of a tensor whose heads are shared."""
-        return self.operand(x, self.dim_k, self.heads // self.group)
-
-    def gate(self, x: tuple[int, ...]) -> Tensor:
-        """[B, T, HV]; zeros without an address."""
-        return self.written_gate(x).float() if x[0] else torch.zeros(self.batch, self.seq, self.heads)
-
-    def written_gate(self, x: tuple[int, ...]) -> Tensor:
-        """The same, in its own dtype and place."""
-        at, batch, head, row, dtype = x
-        size = (self.batch, self.seq, self.heads)
-        return tensor_at(self.address(at), OF_CODE[dtype], size, batch, row, head)
-
-    def of_heads(self, x: tuple[int, ...]) -> Tensor:
-        """[HV]; zeros without an address."""
-        at, _, head, _, dtype = x
-        if at == 0:
-            return torch.zeros(self.heads)
-        return tensor_at(self.address(at), OF_CODE[dtype], (self.heads,), head).float()
-
-    def tokens(self, at: int) -> Tensor:
-        """fp32 [B, T, HV]."""
-        return self.floats(at, self.batch, self.seq, self.heads)
-
-    def floats(self, at: int, *size: int) -> Tensor:
-        return tensor_at(self.address(at), torch.float32, size)
-
-    def states(self, at: int, count: int) -> Tensor | None:
-        return self.floats(at, count, self.heads, self.dim_k, self.dim_v) if at else None
-
-    def maps(self, at: int) -> Tensor | None:
-        """Of the segments of a split, at the slots of its states."""
-        return self.floats(at, self.carried, self.heads, self.dim_k, self.dim_k) if at else None
-
-    @property
-    def slots(self) -> int:
-        """Of the matrices of a head."""
-        return -(-self.seq // CHUNK) + (self.cut[2] if self.cut[0] else 0)
-
-    @property
-    def carried(self) -> int:
-        """Slots of the states of a split."""
-        return self.cut[3] - self.cut[2]
-
-
-class Piece(NamedTuple):
-    """A segment of a split: row of the batch, sequence, first token of this, its own tokens, its number, how
-    many the sequence has, and the slot of the state that enters the sequence's second segment."""
-
-    row: int
-    sequence: int
-    start: int
-    tokens: range
-    number: int
-    count: int
-    slot: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.count - 1
-
-
-def pieces_of(x: Arguments) -> Iterator[Piece]:
-    """The segments of all sequences as a walk of the forward or the mirror is cut."""
-    length = x.cut[4] * CHUNK
-    for row, sequence, start, end in sequences_in(x):
-        count = max(-(-(end - start) // length), 1)
-        slot = start // length if x.cut[0] else sequence * (count - 1)
-        for number in range(count):
-            first = start + number * length
-            tokens = range(first, min(first + length, end))
-            yield Piece(row, sequence, start, tokens, number, count, slot)
-
-
-def sequences_in(x: Arguments) -> Any:
-    """Row of the batch, number, start and end of every sequence."""
-    for sequence in sequences_of(x.cut, 1, x.seq):
-        for row in range(sequence.batch):
-            number = (sequence.which.start or 0) + row
-            yield row, number, sequence.start, sequence.end
-
-
-class ChunkOfSequence(NamedTuple):
-    """Row of the batch, tokens, and slot of the matrices."""
-
-    row: int
-    tokens: slice
-    slot: int
-
-
-def chunks_of(x: Arguments) -> Iterator[ChunkOfSequence]:
-    for row, sequence, start, end in sequences_in(x):
-        first_slot = start // CHUNK + sequence if x.cut[0] else 0
-        for number, first in enumerate(range(start, end, CHUNK)):
-            yield ChunkOfSequence(row, slice(first, min(first + CHUNK, end)), first_slot + number)
-
-
-def matrices_at(x: Arguments, addresses: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """A alone, or A and P, [HV, 64, 64] of every chunk, where they lie."""
-    size = (x.batch, x.heads, x.slots, CHUNK, CHUNK)
-    matrices = [tensor_at(x.address(at), x.dtype, size) for at in addresses]
-    for chunk in chunks_of(x):
-        yield tuple(y[chunk.row, :, chunk.slot] for y in matrices)
-
-
-def matrices_of(x: Arguments) -> Iterator[tuple[Tensor, ...]]:
-    """The same of q, k and the gates of a launch, by their definitions; zero past the last token."""
-    of_q = hasattr(x.of, "q")
-    k, gates = x.keys(x.of.k), (x.gate(x.of.g), x.gate(x.of.beta))
-    q = x.keys(x.of.q) if of_q else k
-    for row, tokens, _ in chunks_of(x):
-        own_q, own_k = (y[row, tokens].transpose(0, 1) for y in (q, k))
-        g, beta = (y[row, tokens].T for y in gates)
-        b = g.cumsum(1)
-        decays = torch.exp(b[:, :, None] - b[:, None]).tril()
-        overlap = (decays * (own_k @ own_k.mT)).tril(-1)
-        eye = torch.eye(overlap.shape[1])
-        a = -torch.linalg.solve_triangular(eye + overlap * beta[:, None], overlap, upper=False)
-        p = x.of.scale * decays * (own_q @ own_k.mT) if of_q else None
-        lack = CHUNK - overlap.shape[1]
-        yield tuple(torch.nn.functional.pad(y, (0, lack, 0, lack)) for y in (a, p) if y is not None)
 
 
 class Kernel(PreparedLaunches):

@@ -116,7 +116,7 @@ def test_the_module_of_a_walk(load_once: Load) -> None:
     of_walks = (*([operand] * 5), (AT, AT, 64), none, none, (0, 0, 0), none, none, 0, cut)
     for gradient in range(3):
         with pytest.raises(RuntimeError, match="CUDA driver version is insufficient"):
-            run(module, module.mlstm_pass(gradient, *of_walks, sizes, 1, False, 0, False))
+            run(module, module.mlstm_pass(gradient, *of_walks, sizes, 1, False, 0))
         fault = "CUDA driver version is insufficient" if gradient < 2 else "has none for this gradient"
         with pytest.raises(RuntimeError, match=fault):
             segments = module.mlstm_pass_segments(
@@ -125,4 +125,4 @@ def test_the_module_of_a_walk(load_once: Load) -> None:
             )
             run(module, segments)
     with pytest.raises(RuntimeError, match="dv takes one share of the keys"):
-        run(module, module.mlstm_pass(2, *of_walks, (1, 1, 64, 80, 64), 1, False, 0, False))
+        run(module, module.mlstm_pass(2, *of_walks, (1, 1, 64, 80, 64), 1, False, 0))

@@ -51,7 +51,6 @@ struct PassGlobals : WalkGlobals {
     float* flows;
     int* ticket;  // clusters of CTAs started so far; null where shares do not wait for each other
     int flow_parts, anchor_slots;
-    bool strict;
 
     // Whether row sums with a factor are wanted: for dq and dk of out . factor, for dv of values . factor.
     template <class C> __device__ inline bool has_factor() const { return C::kSumsRows || whole != nullptr; }

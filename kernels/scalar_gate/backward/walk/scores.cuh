@@ -9,10 +9,8 @@ namespace tfla_tk::mlstm {
 
 // Writes (S + e) s W / w, causal in the walk's direction, to shared memory. The complete weight is applied
 // before rounding, so that dq and dk round the same numbers and their errors cancel in the gradient of f.
-// strict: without a token's own.
 template <class C, class Scores>
-__device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const typename C::Stage& gates,
-                                        bool strict) {
+__device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const typename C::Stage& gates) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     const int lane = fresh_laneid(), warp_row = fresh_thread() % 128 / 32 * 16;
     const int row = warp_row + lane / 4;  // and row + 8
@@ -24,11 +22,7 @@ __device__ inline void gate_pass_scores(uint32_t out, const Scores& s, const typ
         const float gate = C::kBackward ? pass_gate(of_row, of_column) : pass_gate(of_column, of_row);
         return visible ? (C::kNormalizer ? score + e : score) * gate : 0.f;
     };
-    auto visible = [&](int query, int key) {
-        if constexpr (kMayNormalize) return C::kBackward ? key >= query : key <= query;
-        const int distance = strict ? 1 : 0;
-        return C::kBackward ? key >= query + distance : key + distance <= query;
-    };
+    auto visible = [](int query, int key) { return C::kBackward ? key >= query : key <= query; };
 #pragma unroll
     for (int j = 0; j < Scores::width; j++) {
         const float2 upper_row = of_rows[row], lower_row = of_rows[row + 8];
@@ -142,7 +136,7 @@ template <class C> __device__ inline void make_pass_scores(const PassGlobals& g,
             pin(scores);
             free_operands(slot);
 
-            gate_pass_scores<C>(shared_address(&smem.scores[slot]), scores, smem.gates[stage.slot], g.strict);
+            gate_pass_scores<C>(shared_address(&smem.scores[slot]), scores, smem.gates[stage.slot]);
             fence_async_proxy();
             send_scores(slot);
             arrive_warp(smem.scores_ready[slot]);

@@ -125,7 +125,6 @@ template <class C> void launch_pass(const MlstmPassParams& p, cudaStream_t strea
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
         return TensorMap(x, walk.batch, heads, walk.seq, dim, box_rows, walk.half);
     };
-    if (p.strict && kMayNormalize) throw std::runtime_error("mlstm_pass: mLSTM's sums are not strict");
     const DeviceGuard guard(walk.device, "mlstm_pass");
     const WalkGlobals common = walk_globals<C>(walk);
     if (common.shares > 1 && common.slices > kMostSlices)
@@ -148,8 +147,7 @@ template <class C> void launch_pass(const MlstmPassParams& p, cudaStream_t strea
                         p.flows,
                         common.shares > 1 ? p.ticket : nullptr,
                         pass_flow_parts(walk.dim_keys, walk.dim_values),
-                        anchor_slots(common.slots),
-                        p.strict};
+                        anchor_slots(common.slots)};
     launch<mlstm_pass_kernel<C>, sizeof(PassMemory<C>)>(g, grid(common, "mlstm_pass"), C::kThreads,
                                                         walk.device, stream, "mlstm_pass",
                                                         ScoreTurns::cluster(common.slices));

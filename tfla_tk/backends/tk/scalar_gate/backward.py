@@ -55,7 +55,6 @@ Tensors: TypeAlias = tuple[Any, ...]
 Gradients: TypeAlias = tuple[Any, ...]
 
 _NO_GATE = (0, 0, 0, 0, 0)
-_NO_OPERAND = (0, 0, 0, 0)
 
 
 class Options(NamedTuple):
@@ -65,9 +64,6 @@ class Options(NamedTuple):
         scale: of q k^T.
         needs_df: without it di and df come back as None.
         decay, heads_last: as in `forward.Options`.
-        strict: a token's own key and value are left out of its sums; with a decay alone.
-        needs_dv: without it dv and dc_initial come back as None; with a decay alone. needs_df goes without
-            it only where no initial state is given.
         batch_invariant: nothing of a sequence's results depends on what else is in the call.
     """
 
@@ -78,8 +74,6 @@ class Options(NamedTuple):
     needs_df: bool = True
     decay: bool = False
     heads_last: bool = False
-    strict: bool = False
-    needs_dv: bool = True
     batch_invariant: bool = False
 
 
@@ -251,7 +245,7 @@ class Backward:
         self._memory_size = call.plan.bytes // q.itemsize
         self._parts = call.plan.parts if written.dn_of_parts else 0
         before = launches.before_gradients(call, states_given=states_given)
-        walks = launches.of_gradients(call, written, needs_dv=options.needs_dv)
+        walks = launches.of_gradients(call, written)
         gates = [launches.of_gates(call, written)] if options.needs_df else []
         # the gates read dn_initial
         groups = (before, walks, gates) if self._parts else (before, walks + gates, [])
@@ -305,11 +299,11 @@ def _allocate(like: Sequence[Any], options: Options) -> Gradients:
         dq, dk = q.new_empty(shape), k.new_empty(shape)
     if options.needs_df:
         di, df = None if i is None else torch.empty_like(i), torch.empty_like(f)
-    if c_initial is not None and options.needs_dv:
+    if c_initial is not None:
         dc = torch.empty_like(c_initial)
     if n_initial is not None:
         dn = torch.empty_like(n_initial)
-    return dq, dk, torch.empty_like(v) if options.needs_dv else None, di, df, dc, dn
+    return dq, dk, torch.empty_like(v), di, df, dc, dn
 
 
 def _is_writable(grad: Tensor, place: int) -> bool:
@@ -386,13 +380,12 @@ def _describe(
         group=group,
         half=q.dtype == torch.float16,
         device=q.get_device(),
-        strict=options.strict,
     )
     dq, dk, dv, di, df, _, dn_initial = grads
     written = Grads(
         _operand(to[0], dq, heads_last=last),
         _operand(to[1], dk, heads_last=last),
-        _NO_OPERAND if dv is None else _operand(to[2], dv, heads_last=last),
+        _operand(to[2], dv, heads_last=last),
         _gate(to[3], di, v, heads_last=last),
         _gate(to[4], df, v, heads_last=last),
         to[5],

@@ -33,7 +33,6 @@ class Call:
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
         scale: of q k^T.
         group: heads that share one of q and k.
-        strict: no token sees itself.
     """
 
     plan: Plan
@@ -62,7 +61,6 @@ class Call:
     group: int
     half: bool
     device: int
-    strict: bool
 
 
 class Grads(NamedTuple):
@@ -93,14 +91,10 @@ def before_gradients(x: Call, *, states_given: bool) -> list[Launch]:
     return found
 
 
-def of_gradients(x: Call, written: Grads, *, needs_dv: bool) -> list[Launch]:
-    """The walks. dh_t.h_t comes from that for dv, but where the plan has rows: e before the walks.
-
-    Args:
-        needs_dv: without it that walk is left out, and there is no normaliser.
-    """
+def of_gradients(x: Call, written: Grads) -> list[Launch]:
+    """The walks. dh_t.h_t comes from that for dv, but where the plan has rows: e before the walks."""
     dots = x.row_n != 0 and not x.plan.has_rows
-    found = [_of_dv(x, written, dots=dots)] if needs_dv else []
+    found = [_of_dv(x, written, dots=dots)]
     if dots:
         found.append(_of_factors(x))
     return found + _of_dq_and_dk(x, written)
@@ -299,7 +293,6 @@ def _prepare_walk(
         x.group,
         x.half,
         x.device,
-        x.strict,
     )
 
 

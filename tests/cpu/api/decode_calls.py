@@ -1,0 +1,66 @@
+"""Arguments of one token and of a few, and what both have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla_tk import mlstm_sequence, mlstm_siging_sequence, mlstm_siging_step, mlstm_step
+
+NAMES = ("q", "k", "v", "i", "f", "c", "n", "m")
+Draw = Callable[..., dict[str, Any]]
+
+
+def draw_token(dtype: torch.dtype = torch.float32, **replaced: Any) -> dict[str, Any]:
+    """The arguments of a step: two heads, dims 16/32."""
+    return _draw(((16,), (16,), (32,), (1,), (1,), (16, 32), (16,), (1,)), dtype) | replaced
+
+
+def draw_tokens(dtype: torch.dtype = torch.float32, seq: int = 5, **replaced: Any) -> dict[str, Any]:
+    """The arguments of a few tokens: two heads, dims 16/32."""
+    return _draw(((seq, 16), (seq, 16), (seq, 32), (seq,), (seq,), (16, 32), (16,), (1,)), dtype) | replaced
+
+
+def _draw(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        name: torch.randn(3, 2, *shape, generator=generator, dtype=torch.float64)
+        for name, shape in zip(NAMES, shapes, strict=True)
+    }
+    return {name: x.to(dtype) if name in "qkv" else x.float() for name, x in drawn.items()}
+
+
+class Decode(NamedTuple):
+    """The functions and ops of one token, or of a few."""
+
+    draw: Draw
+    mlstm: Callable[..., Any]
+    siging: Callable[..., Any]
+    op: Any
+    op_in_place: Any
+
+
+DECODES = {
+    "step": Decode(
+        draw_token,
+        mlstm_step,
+        mlstm_siging_step,
+        torch.ops.tfla_tk.mlstm_step.default,
+        torch.ops.tfla_tk.mlstm_step_.default,
+    ),
+    "sequence": Decode(
+        draw_tokens,
+        mlstm_sequence,
+        mlstm_siging_sequence,
+        torch.ops.tfla_tk.mlstm_sequence.default,
+        torch.ops.tfla_tk.mlstm_sequence_.default,
+    ),
+}
+
+
+def op_arguments(tokens: dict[str, Tensor], sigmoid_gate: bool, *rest: Any) -> tuple[Any, ...]:
+    tensors = [tokens[name] for name in NAMES]
+    return (*tensors[:7], None if sigmoid_gate else tensors[7], sigmoid_gate, True, 1e-6, *rest)

@@ -1,0 +1,105 @@
+"""Checks that hold for every function of an operator in [B, T, H, D], each for a family's tests to call."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tfla_tk import which
+
+from .linear import Inputs, assert_same, gradients, leaves
+
+OFFSETS = [0, 0, 1, 23, 23, 40]
+
+
+def parameters_of_fla(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Names and defaults of the parameters of fla's own function, in their order, but for **kwargs."""
+    found = inspect.signature(getattr(function, "tfla_tk_original", function)).parameters.values()
+    return [(p.name, p.default) for p in found if p.kind is not p.VAR_KEYWORD]
+
+
+def parameters_by_place(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Names and defaults of the parameters that may be given by their place."""
+    found = inspect.signature(function).parameters.values()
+    return [(p.name, p.default) for p in found if p.kind is not p.KEYWORD_ONLY]
+
+
+def assert_packs_sequences(
+    function: Callable[..., Any],
+    recurrent: Callable[..., Any],
+    x: Inputs,
+    dtype: torch.dtype,
+    *,
+    with_cpu: bool,
+) -> None:
+    """That packed sequences give what the recurrence gives, and what each of them gives alone.
+
+    Args:
+        x: inputs of one batch with five initial states; an empty sequence returns its own.
+        dtype: of the offsets. with_cpu: they are given on the CPU, too.
+    """
+    offsets = torch.tensor(OFFSETS, dtype=dtype)
+    expected = gradients(recurrent, x, cu_seqlens=offsets)
+    options = {"cu_seqlens_cpu": offsets} if with_cpu else {}
+    assert_same(gradients(function, x, cu_seqlens=offsets, **options), expected)
+    o, last = function(**x, cu_seqlens=offsets, output_final_state=True)
+    for j, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
+        own = {name: t[:, start:end] for name, t in x.items() if name != "initial_state"}
+        state = x["initial_state"][j : j + 1]
+        alone, alone_last = function(**own, initial_state=state, output_final_state=True)
+        torch.testing.assert_close(o[:, start:end], alone)
+        torch.testing.assert_close(last[j : j + 1], alone_last)
+
+
+def assert_final_state_is_a_copy(
+    function: Callable[..., Any], x: Inputs, *, v_first: bool, **options: Any
+) -> None:
+    """That without a token the final state is no view of the initial one: caches are updated in place."""
+    assert x["q"].shape[1] == 0
+    given = x["initial_state"].mT.contiguous() if v_first else x["initial_state"]
+    before = given.clone()
+    x = x | {"initial_state": given}
+    o, last = function(**x, output_final_state=True, state_v_first=v_first, **options)
+    assert o.shape == x["v"].shape
+    last.add_(1)
+    torch.testing.assert_close(given, before, rtol=0, atol=0)
+
+
+def assert_dtypes(function: Callable[..., Any], x: Inputs, dtype: torch.dtype, **options: Any) -> None:
+    """That o has q's dtype, the state fp32, and every gradient that of its input."""
+    x = leaves({name: t.to(dtype if name in ("q", "k", "v") else torch.float32) for name, t in x.items()})
+    o, last = function(**x, **options, output_final_state=True)
+    assert (o.dtype, last.dtype) == (dtype, torch.float32)
+    (o.float().sum() + last.sum()).backward()
+    assert all(t.grad is not None and t.grad.dtype == t.dtype for t in x.values())
+
+
+def assert_autocast(function: Callable[..., Any], x: Inputs) -> None:
+    """That q, k, v are cast, which may differ in dtype; gates and states are not."""
+    x = {name: t.float() for name, t in x.items()}
+    cast = x | {name: x[name].bfloat16() for name in "qkv"}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, last = function(**x | {"k": cast["k"]}, output_final_state=True)
+    expected, expected_last = function(**cast, output_final_state=True)
+    assert o.dtype == torch.bfloat16 and last.dtype == torch.float32
+    assert torch.equal(o, expected) and torch.equal(last, expected_last)
+
+
+def bad(name: str, value: Callable[[Inputs], Any], message: str, error: type[Exception] = ValueError) -> Any:
+    """A bad value for an argument, made of good inputs, with the error and message that it must raise."""
+    return pytest.param(name, value, error, message, id=f"{name}-{message[:30]}")
+
+
+def assert_refused(
+    function: Callable[..., Any], arguments: Inputs, error: type[Exception], message: str
+) -> None:
+    """That the call raises this, and `which` of the call, too."""
+    with pytest.raises(error, match=message):
+        function(**arguments)
+    with pytest.raises(error, match=message):
+        which(function.__name__, **arguments)
