@@ -13,6 +13,7 @@ import torch
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
+from tfla_tk.backends.tk.delta_rule import call as delta_call
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build.disassembly import find_tool
@@ -27,7 +28,13 @@ from .compiled import GATED, IMPORTED, Compiled, Compiler
 from .order import compile_first
 from .stand_in import launch_instead
 
+MEMORY_RATE = 3.35e6  # of an H100's memory, in bytes per microsecond
 TURNS = 5  # days in which every instance is compiled
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_call, "memory_rate", lambda device: MEMORY_RATE)
 
 
 @pytest.hookimpl(trylast=True)

@@ -462,7 +462,14 @@ def test_others_are_left_whole(hopper: None) -> None:
 def test_more_multiprocessors_take_shorter_segments(hopper: None) -> None:
     """Or as long ones."""
     for heads, seq in itertools.product((1, 2, 4, 8, 16), (8192, 16384, 65536)):
-        lengths = [
-            split.segment_chunks(1, seq, heads, split.Slices(2, 2), count) or seq for count in (66, 132, 264)
-        ]
+        machines = [split.Machine(count, 3.35e6) for count in (66, 132, 264)]
+        lengths = [split.segment_chunks(1, seq, heads, 1, split.Slices(2, 2), of) or seq for of in machines]
         assert lengths == sorted(lengths, reverse=True)
+
+
+def test_faster_memory_takes_no_longer() -> None:
+    """And two launches, which move more than makers beside the walk, are chosen with the faster one alone."""
+    sizes = {"pairs": 256, "chunks": 16, "dims": (128, 128), "walkers": (1, 2)}
+    slow, fast = (split.forward(**sizes, group=1, machine=split.Machine(132, rate)) for rate in (2e6, 5e6))
+    assert fast.time < slow.time
+    assert slow.makers > 0 and fast.makers == 0

@@ -22,6 +22,14 @@ def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def memory_rate(device: int) -> float:
+    """What the device's memory gives at its peak, in bytes per microsecond."""
+    found = torch.cuda.get_device_properties(device)
+    # two words a clock; kilohertz times bits
+    return found.memory_clock_rate * 2 * found.memory_bus_width / 8e3
+
+
 def current_stream(device: int) -> int:
     """The raw handle of the device's current stream."""
     return _raw_stream(device)

@@ -16,6 +16,7 @@ from tfla_tk.backends.tk.operands import (
     Operand,
     as_operand,
     as_state,
+    memory_rate,
     multiprocessors,
     pointer,
 )
@@ -77,6 +78,10 @@ class Shape(NamedTuple):
         )
 
     @property
+    def machine(self) -> costs.Machine:
+        return costs.Machine(multiprocessors(self.device), memory_rate(self.device))
+
+    @property
     def split(self) -> Cut | None:
         """The cut of the walks of the forward and of its mirror; None where they take whole sequences. Its
         borders are among those of the walks over the states."""
@@ -85,8 +90,7 @@ class Shape(NamedTuple):
         # the host does not know the lengths of packed sequences
         tokens = -(-self.seq // self.sequences) if self.packed else self.seq
         slices = costs.Slices(*(-(-dim // WALKER_COLUMNS) for dim in (self.dim_v, self.dim_k)))
-        multi = multiprocessors(self.device)
-        length = costs.segment_chunks(self.sequences, tokens, self.heads, slices, multi)
+        length = costs.segment_chunks(self.sequences, tokens, self.heads, self.group, slices, self.machine)
         return None if length is None else self.cut_into(length)
 
     def cut_into(self, chunks: int) -> Cut:
@@ -186,8 +190,7 @@ class Shape(NamedTuple):
             return None
         pairs, chunks = self.sequences * self.heads, -(-self.batch * self.seq // (self.sequences * CHUNK))
         of_cta = (1,) if self.dim_v <= WALKER_COLUMNS else (self.walkers,) if self.batch_invariant else (1, 2)
-        multi = multiprocessors(self.device)
-        return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), of_cta, multi)
+        return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine)
 
     @property
     def states_walkers(self) -> int:

@@ -18,14 +18,17 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 
-# microseconds, from the log of 2026-11-26, of K = V = 128: of a chunk of the forward's walk by walkers of a
+# microseconds, from the log of 2026-11-27, of K = V = 128: of a chunk of the forward's walk by walkers of a
 # CTA, alone and with makers beside it, and of A and P of a chunk on a multiprocessor, before the walk and, by
 # the tile of K, beside it
-_WALKED, _WALKED_BESIDE = {1: 1.38, 2: 1.92}, {1: 1.38, 2: 2.05}
-_MADE_BEFORE, _MADE_BESIDE = 2.26, {64: 1.86, 128: 1.74}
-_BYTES = 2.9e6  # that device memory gives in a microsecond
+_WALKED, _WALKED_BESIDE = {1: 1.33, 2: 1.92}, {1: 1.31, 2: 2.0}
+_MADE_BEFORE, _MADE_BESIDE = 1.77, {64: 1.98, 128: 1.55}
+# what kernels that wait for nothing else get of the memory's peak, and the most that they get, in bytes per
+# microsecond
+_SHARE, _MOST_BYTES = 0.865, 3.66e6
 _MOST_WAVES = 8  # that are tried
 _WAVE = 7.0  # the start of a wave's CTAs
+_SECOND = 4.0  # an estimate: the end of a launch and the start of the one behind it
 # fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
 # states alone, where their CTAs run all at once and where they take several waves; the start of a launch with
 # that of its CTAs. An estimate: a segment that is carried
@@ -42,6 +45,17 @@ class Slices(NamedTuple):
     keys: int
 
 
+class Machine(NamedTuple):
+    """What a device has. memory_rate: of its memory at its peak, in bytes per microsecond."""
+
+    multiprocessors: int
+    memory_rate: float
+
+    def bytes_in(self, size: float) -> float:
+        """Microseconds that so many bytes take."""
+        return size / min(_SHARE * self.memory_rate, _MOST_BYTES)
+
+
 class Forward(NamedTuple):
     """How a forward runs that is not split."""
 
@@ -55,8 +69,9 @@ def forward(
     pairs: int,
     chunks: int,
     dims: tuple[int, int],
+    group: int,
     walkers: tuple[int, ...],
-    multiprocessors: int,
+    machine: Machine,
 ) -> Forward:
     """The fastest of one sequence length, with makers or without.
 
@@ -67,17 +82,22 @@ def forward(
         pairs: sequences times heads.
         chunks: of each sequence.
         dims: K, at most 128, and V.
+        group: heads of v per head of q and k.
         walkers: of a CTA, to choose among.
     """
-    # what a chunk of all pairs reads and writes but for its matrices, of which the one or the other leaves L2
-    moved = pairs * 2 * CHUNK * (2 * sum(dims) + CHUNK) / _BYTES
+    multiprocessors = machine.multiprocessors
+    keys, values, matrices = (2 * CHUNK * width for width in (2 * dims[0] / group, 2 * dims[1], 2 * CHUNK))
+    # a chunk of all pairs: what the walk moves but for one matrix, of which the one or the other leaves L2;
+    # what makers move in a launch of their own; and how long makers take beside the walk
+    moved = machine.bytes_in(pairs * (keys + values + matrices / 2))
+    made_before = max(machine.bytes_in(pairs * (keys + matrices)), _MADE_BEFORE * pairs / multiprocessors)
     made = _MADE_BESIDE[64 if dims[0] <= 64 else 128] * pairs
 
     def runs(count: int) -> Iterator[Forward]:
         ctas = pairs * -(-dims[1] // (count * WALKER_COLUMNS))
         waves = waves_of(ctas, multiprocessors)
-        of_chunk = max(waves * _WALKED[count], moved) + _MADE_BEFORE * pairs / multiprocessors
-        yield Forward(count, 0, chunks * of_chunk + waves * _WAVE)
+        of_chunk = max(waves * _WALKED[count], moved) + made_before
+        yield Forward(count, 0, chunks * of_chunk + waves * _WAVE + _SECOND)
         # one walker in waves is no faster than two
         for waves in range(1, _MOST_WAVES + 1 if count == 2 else 2):
             makers = multiprocessors - -(-ctas // waves)
@@ -90,14 +110,14 @@ def forward(
 
 @functools.lru_cache(maxsize=4096)
 def segment_chunks(
-    sequences: int, tokens: int, heads: int, slices: Slices, multiprocessors: int
+    sequences: int, tokens: int, heads: int, group: int, slices: Slices, machine: Machine
 ) -> int | None:
     """Chunks of a segment, a multiple of SEGMENT_CHUNKS; None where sequences are better left whole.
 
     Args:
         tokens: of each sequence.
     """
-    chunks, pairs = -(-tokens // CHUNK), sequences * heads
+    chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
     made = _MADE_BEFORE * chunks * pairs / multiprocessors
 
     def walked(segments: int, length: int) -> float:
@@ -115,7 +135,7 @@ def segment_chunks(
         return made + mapped + carried + walked(segments, length) + 3 * _LAUNCH
 
     dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
-    whole = forward(pairs, chunks, dims, tuple(_WALKED), multiprocessors).time + _LAUNCH
+    whole = forward(pairs, chunks, dims, group, tuple(_WALKED), machine).time + _LAUNCH
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
     best = min(sorted(lengths), key=split, default=None)
