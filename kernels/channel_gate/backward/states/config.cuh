@@ -202,7 +202,7 @@ template <class C> struct StatesMemory {
     semaphore written[kStages][C::kStrips];  // by the gate warp: writers and decay are ready
     semaphore read[kStages];                 // by two walkers of a strip: writers are in registers
     semaphore free[kStages];                 // where there is one ring
-    semaphore out_ready[C::kGateWarps], out_free[C::kGateWarps], carry_ready[C::kGateWarps];
+    semaphore out_ready[C::kGateWarps], carry_ready[C::kGateWarps];
     semaphore columns_tail, values_tail;  // where the last block's tiles land
     StatesTask task;
 
@@ -215,7 +215,6 @@ template <class C> struct StatesMemory {
         }
         for (int i = 0; i < C::kGateWarps; i++) {
             init_warp_barrier(out_ready[i], 4 * C::kWalkersOfStrip);
-            init_warp_barrier(out_free[i], 1);
             init_warp_barrier(carry_ready[i], 1);
         }
         init_semaphore(columns_tail, 1), init_semaphore(values_tail, 1);

@@ -116,8 +116,8 @@ template <int kSlots> struct RingPlace {
 };
 
 // warp: its number among the warps of all walkers. NOTES: what is the same in all lanes of a warp must be
-// computed from numbers that the compiler knows to be uniform; else it does not keep the descriptors of
-// operands in uniform registers.
+// computed from numbers that the compiler knows to be uniform; else it does not keep addresses in uniform
+// registers.
 template <class C>
 __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int warp) {
     using T = typename C::T;
@@ -135,9 +135,12 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     const int value_column = part * C::kWalkerV;
     const uint32_t own_panels = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;  // bytes before
     // The next step that begins at an anchor. The right walk prefetches the anchor some steps ahead.
+    // special_step: the next one that does either.
     constexpr int kAnchorAhead = 8;
     int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
     if (!g.needs_dg) anchor_step = task.blocks;
+    auto prefetch_step = [&] { return max(anchor_step - kAnchorAhead, 0); };
+    int special_step = C::kIsLeft ? anchor_step : prefetch_step();
 
     const Memory& at = at_shared_address(smem);
     const uint32_t out_of_lane = lane_in_out<C>(first_column);
@@ -148,7 +151,8 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     Place use;  // of the step's block
     int value_slot = Memory::kValueStages - 1;
 
-    // Waits until the block's out may be stored; returns the address of `out`.
+    // Waits until the block's out may be stored; returns the address of `out`. NOTES: that of a gate warp is
+    // free when the warp hands over writers again.
     auto place_of_out = [&](int step) {
         const auto& columns = at.columns[use.slot][strip];
         if constexpr (C::kSplitsV) {
@@ -156,9 +160,7 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
             // the first walker's is in place of the gates, the second one's from the writers on
             return address_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
         } else {
-            const int gate_warp = gate_warp_of<C>(strip, step);
-            wait_at(address_of(at.out_free[gate_warp]), ~(static_cast<unsigned>(step) / C::kTurns) & 1);
-            return address_of(at.exchange.out[gate_warp]);
+            return address_of(at.exchange.out[gate_warp_of<C>(strip, step)]);
         }
     };
     auto anchor_at = [&](int step) {
@@ -166,35 +168,39 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         return anchor_units<C>(g, task, block, column() / 16, walker);
     };
 
-    auto walk_block = [&](int step) {
+    auto serve_anchor = [&](int step) {
+        const bool has_part = column() < g.dim_k;
         if (step == anchor_step) {
-            if (column() < g.dim_k) {
+            if (has_part) {
                 if constexpr (C::kIsLeft)
                     store_anchor<C>(anchor_at(step), state);
                 else
                     store_flow<C>(anchor_at(step), state, &smem.exchange.flow[walker][first_column]);
             }
             anchor_step += kBlocksOfAnchor;
+            special_step = C::kIsLeft ? anchor_step : prefetch_step();
+        } else {
+            if (has_part && anchor_step < task.blocks) prefetch_anchor<C>(anchor_at(anchor_step));
+            special_step = anchor_step;
         }
-        if (!C::kIsLeft && step == max(anchor_step - kAnchorAhead, 0) && anchor_step < task.blocks &&
-            column() < g.dim_k)
-            prefetch_anchor<C>(anchor_at(anchor_step));
+    };
+
+    auto walk_block = [&](int step) {
+        if (step == special_step) serve_anchor(step);
         use.go_on();
         if constexpr (C::kSplitsV) value_slot = value_slot == Memory::kValueStages - 1 ? 0 : value_slot + 1;
         const auto& values = at.values[C::kSplitsV ? value_slot : use.slot];
         const auto& columns = at.columns[use.slot][strip];
         const uint32_t of_readers = address_of(values.of_readers) + own_panels + by_tokens,
                        of_writers = address_of(values.of_writers) + own_panels + by_columns;
-        ValuesOfTile<T2> tiles[2];  // this one and the next one
-        auto load_tile = [&](int k) {
+        auto address_of_tile = [](uint32_t rows, int k) {
             constexpr int kOfPanel = kPanelColumns / 16;
-            const uint32_t panel = k / kOfPanel * Values::panel_bytes, unit = k % kOfPanel * 32;
-            tiles[k % 2] = {Fragment<T2>((of_readers ^ unit) + panel),
-                            Fragment<T2>::transposed((of_writers ^ unit) + panel)};
+            return (rows ^ k % kOfPanel * 32) + k / kOfPanel * Values::panel_bytes;
         };
+        Fragment<T2> readers[2];  // values of this tile's and the next one's
 
         wait_at(address_of(at.values_arrived[use.slot]), use.phase);  // 1
-        load_tile(0);
+        readers[0] = Fragment<T2>(of_readers);
         wait_at(address_of(at.written[use.slot][strip]), use.phase);
         const uint32_t decay = decay_of_lane + use.slot * sizeof(smem.decay[0]);
         const uint32_t own_column = by_tokens ^ first_column * 2;
@@ -204,8 +210,9 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
         if constexpr (C::kSplitsV) arrive_warp_at(address_of(at.read[use.slot]));
         OutOfWarp out;
         each<0, kTiles>([&](int k) {  // 2
-            if (k + 1 < kTiles) load_tile(k + 1);
-            walk_tile(out, state.tiles[0][k], writers, tiles[k % 2], k == 0);
+            if (k + 1 < kTiles) readers[(k + 1) % 2] = Fragment<T2>(address_of_tile(of_readers, k + 1));
+            walk_tile(out, state.tiles[0][k], writers,
+                      {readers[k % 2], Fragment<T2>::transposed(address_of_tile(of_writers, k))}, k == 0);
         });
         store_out<C>(place_of_out(step) + out_of_lane, out);  // 3
         arrive_warp_at(address_of(at.out_ready[gate_warp_of<C>(strip, step)]));
