@@ -1,4 +1,4 @@
-"""channel_gate/backward/states in NumPy, lane by lane.
+"""channel_gate/backward/states in NumPy, lane by lane but what later blocks write to the state.
 
 Numbers are those of fp64, or operands and results are rounded as the kernels round them. What TMA reads and
 writes of a panel is taken from the panel's layout.
@@ -29,6 +29,7 @@ GROUP = 4  # readers that make_results takes at a time
 GROUPS = BLOCK // GROUP
 CLOSED = 2.0**-30  # a gate that lets through less
 ANCHOR = 8 * 64  # tokens from one to the next
+BY_LANES = 3  # blocks that write to the state lane by lane; the others would only take time
 # where lanes find their rows for ldmatrix in a panel: lane_by_tokens and lane_by_columns
 BY_TOKENS = (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
 BY_COLUMNS = LANE % 16 * ROW + ((LANE // 16) ^ (LANE % 8)) * 16
@@ -386,9 +387,12 @@ class Walk:
                     carry = carry + self.handed[block][2]
             columns = [slice(WALKER_V * n, WALKER_V * (n + 1)) for n in range(len(x.parts))]
             seen = [x.see_state(self.state[:, own], own.start) for own in columns]
-            self.state = np.concatenate(
-                [x.write_state(self.state[:, own], decay, own.start) for own in columns], axis=1
-            )
+            if step < BY_LANES:
+                parts = [x.write_state(self.state[:, own], decay, own.start) for own in columns]
+                self.state = np.concatenate(parts, axis=1)
+            else:
+                written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
+                self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
             for place, out in zip(x.parts, seen, strict=True):
                 x.store_out(place, out)
             if not self.is_first:
