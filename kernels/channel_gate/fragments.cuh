@@ -17,6 +17,11 @@ template <class T2> struct Fragment {
     __device__ __forceinline__ explicit Fragment(uint32_t address) {
         move<T2>::ldsm4(x[0], x[1], x[2], x[3], address);
     }
+    __device__ static __forceinline__ Fragment transposed(uint32_t address) {
+        Fragment f;
+        move<T2>::ldsm4t(f.x[0], f.x[1], f.x[2], f.x[3], address);
+        return f;
+    }
     __device__ __forceinline__ uint32_t bits(int i) const { return reinterpret_cast<const uint32_t&>(x[i]); }
 };
 

@@ -52,7 +52,7 @@ def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None
     check(draw(1, seq, dims=dims, dtype=dtype))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gates", GATES)
 def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(1, 500, dims=dims, dtype=dtype, gates=gates))

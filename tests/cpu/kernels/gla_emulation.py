@@ -51,9 +51,11 @@ class Memory:
         assert not np.any(found % unit), f"misaligned to {unit} bytes: {np.unique(found[found % unit > 0])}"
         return found // size + np.arange(count)
 
-    def matrices(self, rows: Array) -> list[Array]:
+    def matrices(self, rows: Array, transposed: bool = False) -> list[Array]:
         """ldmatrix of four: [32] addresses of rows to the two numbers of every lane."""
         x = self.load(rows, 8).reshape(4, 8, 8)
+        if transposed:
+            x = x.swapaxes(1, 2)
         return [m[FRAGMENT_ROW[:, None], FRAGMENT_COLUMN[:, None] + np.arange(2)] for m in x]
 
 

@@ -1,7 +1,7 @@
-"""channel_gate/backward/states in NumPy, lane by lane but what walkers write to the state.
+"""channel_gate/backward/states in NumPy, lane by lane but what later blocks write to the state.
 
-Numbers are those of fp64, or operands and results are rounded as the kernels round them. What wgmma and TMA
-read and write of a panel is taken from the panel's layout.
+Numbers are those of fp64, or operands and results are rounded as the kernels round them. What TMA reads and
+writes of a panel is taken from the panel's layout.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ GROUP = 4  # readers that make_results takes at a time
 GROUPS = BLOCK // GROUP
 CLOSED = 2.0**-30  # a gate that lets through less
 ANCHOR = 8 * 64  # tokens from one to the next
+BY_LANES = 3  # blocks that write to the state lane by lane; the others would only take time
+# where lanes find their rows for ldmatrix in a panel: lane_by_tokens and lane_by_columns
+BY_TOKENS = (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
+BY_COLUMNS = LANE % 16 * ROW + ((LANE // 16) ^ (LANE % 8)) * 16
 WALKER_V = 128  # columns of V of a walker, at most; two walkers split what is more
 
 
@@ -114,13 +118,12 @@ class Unit:
     # the walkers
 
     def see_state(self, state: Array, first_column: int) -> Array:
-        """walker.cuh's add_columns of four warps: [16 tokens, 64 channels].
+        """What walker.cuh's walk_tile of four warps adds up: [16 tokens, 64 channels].
 
         Args:
             state: of the walker's columns of V, from first_column on.
         """
-        row = (LANE // 16 * 8 + LANE % 8) * ROW + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
-        of_readers = self.at.of_readers + first_column // 64 * PANEL + row
+        of_readers = self.at.of_readers + first_column // 64 * PANEL + BY_TOKENS
         rounded, out = self.rounding.of_both(state), np.full((BLOCK, CHANNELS), np.nan)
         for warp in range(4):
             c = np.zeros((2, 32, 4))
@@ -138,6 +141,28 @@ class Unit:
             for half, n, e in np.ndindex(2, 2, 2):
                 out[8 * half + FRAGMENT_COLUMN + e, 16 * warp + 8 * n + FRAGMENT_ROW] = c[half][:, 2 * n + e]
         return out
+
+    def write_state(self, state: Array, decay: Array, first_column: int) -> Array:
+        """What walker.cuh's walk_tile of four warps makes of the state.
+
+        Args:
+            decay: over the block, [64]. state, first_column: as in see_state.
+        """
+        of_writers = self.at.of_writers + first_column // 64 * PANEL + BY_COLUMNS
+        found = np.full_like(state, np.nan)
+        for warp in range(4):
+            places = (place + (BY_TOKENS ^ (32 * warp)) for place in (self.at.writers, self.at.gates))
+            parts = [self.memory.matrices(place, transposed=True) for place in places]
+            for tile, n in np.ndindex(state.shape[1] // 16, 2):
+                at = (of_writers ^ (tile % 4 * 32)) + tile // 4 * PANEL
+                values = self.memory.matrices(at, transposed=True)[2 * n : 2 * n + 2]
+                rows = 16 * warp + FRAGMENT_ROW[:, None] + np.array([0, 0, 8, 8])
+                columns = 16 * tile + 8 * n + FRAGMENT_COLUMN[:, None] + np.array([0, 1, 0, 1])
+                c = state[rows, columns] * decay[rows]
+                for part in parts:
+                    multiply_16(c, part, values)
+                found[rows, columns] = c
+        return found
 
     def store_out(self, place: int, out: Array) -> None:
         """walker.cuh's store_out of four warps; out [16 tokens, 64 channels]."""
@@ -360,11 +385,16 @@ class Walk:
                 carry = (self.anchors[end] * self.state).sum(1).reshape(32, 2)
                 if not self.is_first:
                     carry = carry + self.handed[block][2]
-            written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
-            for number, place in enumerate(x.parts):
-                columns = slice(WALKER_V * number, WALKER_V * (number + 1))
-                x.store_out(place, x.see_state(self.state[:, columns], columns.start))
-            self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
+            columns = [slice(WALKER_V * n, WALKER_V * (n + 1)) for n in range(len(x.parts))]
+            seen = [x.see_state(self.state[:, own], own.start) for own in columns]
+            if step < BY_LANES:
+                parts = [x.write_state(self.state[:, own], decay, own.start) for own in columns]
+                self.state = np.concatenate(parts, axis=1)
+            else:
+                written = x.read_panel(x.at.writers) + x.read_panel(x.at.gates)
+                self.state = decay[:, None] * self.state + written.T @ _padded(of_writers[rows])
+            for place, out in zip(x.parts, seen, strict=True):
+                x.store_out(place, out)
             if not self.is_first:
                 x.add_out(self.handed[block][0])
             if not self.is_last:

@@ -185,7 +185,7 @@ template <class C> struct StatesMemory {
         (kForBlocks - kOwnValues * sizeof(Values)) / (kOfColumns + (kOwnValues ? 0 : sizeof(Values))), kMost);
     static constexpr int kValueStages = kOwnValues ? kOwnValues : kStages;
     static_assert(kStages >= C::kTurns && (!kOwnValues || kStages >= 2 * kValueStages));
-    // tiles of 128 bytes a row, where TMA and wgmma expect them
+    // tiles of 128 bytes a row, where TMA expects them and ldmatrix may XOR addresses
     static_assert(alignof(Columns) == 1024 && sizeof(Columns) % 1024 == 0);
     static_assert(sizeof(typename C::Values) % 1024 == 0);
 
@@ -200,9 +200,9 @@ template <class C> struct StatesMemory {
     // it, whose loads are less than two laps ahead: hence the assertion.
     semaphore columns_arrived[kStages], values_arrived[kStages];
     semaphore written[kStages][C::kStrips];  // by the gate warp: writers and decay are ready
-    semaphore read[kStages];                 // by two walkers of a strip: writers are read
+    semaphore read[kStages];                 // by two walkers of a strip: writers are in registers
     semaphore free[kStages];                 // where there is one ring
-    semaphore out_ready[C::kGateWarps], out_free[C::kGateWarps], carry_ready[C::kGateWarps];
+    semaphore out_ready[C::kGateWarps], carry_ready[C::kGateWarps];
     semaphore columns_tail, values_tail;  // where the last block's tiles land
     StatesTask task;
 
@@ -215,7 +215,6 @@ template <class C> struct StatesMemory {
         }
         for (int i = 0; i < C::kGateWarps; i++) {
             init_warp_barrier(out_ready[i], 4 * C::kWalkersOfStrip);
-            init_warp_barrier(out_free[i], 1);
             init_warp_barrier(carry_ready[i], 1);
         }
         init_semaphore(columns_tail, 1), init_semaphore(values_tail, 1);

@@ -333,7 +333,6 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
         wait(smem.columns_arrived[slot], phase);  // 1
         x.load_gates(g.g_dtype);
         x.scale_writers(g.scale);  // 2
-        fence_async_proxy();
         arrive_warp(smem.written[slot][strip]);
         // NOTES: computed anew, to save registers
         auto block = [&] { return task.template block_of<C>(anew(step)); };
@@ -362,7 +361,6 @@ __device__ inline void run_state_gates(const StatesGlobals& g, StatesMemory<C>& 
             continue;
         }
         const float2 sum = x.make_results(g.scale, g.needs_dg);
-        if constexpr (!C::kOutInPlace) arrive_warp(smem.out_free[gate_warp]);
         if constexpr (!C::kIsLeft)
             if (g.needs_dg) x.store_sums(hand_on(g, smem, strip, step, x, sum), g.g_dtype);  // 6
         fence_async_proxy();                                                                 // 7

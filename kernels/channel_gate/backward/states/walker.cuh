@@ -1,31 +1,21 @@
 // A walker of the walks over the states: a warpgroup that owns a strip, or a strip and half of V. It holds
 // the state of these (64 columns of K, up to 128 of V) in fp32 and computes what readers see of it
 // transposed. All that is rounded on the way from the state or to it is in two parts, high + low, and so are
-// its GEMMs: dg is a difference of sums that cancel but for rounding. Per block of 16 tokens:
-//   1. out^T = state values^T with the values of the readers, by mma.sync: each warp rounds 16 columns of its
-//      16 rows of the state and multiplies them while it rounds the next ones. At an anchor the left walk
-//      first stores the state, the right one computes the flow of gradient. NOTES: for a wgmma of so few
-//      columns the warps would need longer to meet than to compute.
-//   2. Wait for the gate warp's writers and scale the state by the block's decay, a factor per row.
-//   3. Issue state += writers^T values, by wgmma.
-//   4. Store out for the gate warp. Wait for the GEMM. Tell the gate warp, which then may write where the low
-//      parts of writers are, and hand over the block's place. Where walkers split V, each stores its part of
-//      out in place of the writers' high or low parts, once the GEMMs of both walkers have read these. So
-//      it does that in the middle of step 1 of the next block, when the other walker is as far.
+// its products: dg is a difference of sums that cancel but for rounding. Per block of 16 tokens:
+//   1. Wait for the values and for the gate warp's writers, and load the writers. At an anchor the left walk
+//      first stores the state, the right one computes the flow of gradient.
+//   2. For every 16 columns of the state, by mma.sync: each warp rounds its 16 rows, adds their products with
+//      the values of the readers to out^T, scales the rows by the block's decay and adds writers^T values.
+//      NOTES: so a warp meets no other one. For wgmma the warps of a walker would have to, and the state
+//      would be out of reach while it is written to.
+//   3. Store out for the gate warp. Tell it, which then may write where the low parts of writers are, and
+//      hand over the block's place. Where walkers split V, each stores its part of out in place of the
+//      writers' high or low parts, once both walkers have these in registers.
 #pragma once
 
 #include "channel_gate/backward/states/anchors.cuh"
 
 namespace tfla_tk::channel_gate {
-
-// A state's rows lane / 4 and + 8 times `decay`, in place.
-template <class State> __device__ inline void decay_rows(State& state, float2 decay) {
-    each<0, 4 * State::width>([&](int i) {
-        float2& x = state.tiles[0][i / 4].data[i % 4];
-        const float by = i % 2 ? decay.y : decay.x;
-        scale_in_place(x, {by, by});
-    });
-}
 
 __device__ inline float load_float(uint32_t address) {
     float x;
@@ -36,21 +26,33 @@ __device__ inline float load_float(uint32_t address) {
 // A warp's 16 rows of out^T, as accumulators of mma.sync: of the first eight tokens and of the last eight.
 using OutOfWarp = float[2][4];
 
-// Adds to out^T the products of 16 columns of the state, rounded, with the values of these columns: those of
-// the high parts to of_high, those of the low parts to of_low. rows: the address of this lane's row of the
-// values (lane_in_values).
-template <class T2, class State>
-__device__ __forceinline__ void add_columns(OutOfWarp& of_high, OutOfWarp& of_low, const State& state,
-                                            int column_tile, uint32_t rows) {
-    const Fragment<T2> values(rows);
+// A block's operands of 16 columns of V: the values of the readers and those of the writers.
+template <class T2> struct ValuesOfTile {
+    Fragment<T2> readers, writers;
+};
+
+// A block's writers, of a warp's 16 columns of K, and its decay, of this lane's rows of the state.
+template <class T2> struct WritersOfWarp {
+    Fragment<T2> high, low;
+    float2 decay;
+};
+
+// 16 columns of the state: adds their products with the values of the readers to out^T, then lets the writers
+// write to them. NOTES: in this order no product waits for the one before it.
+template <class T2, class Tile>
+__device__ __forceinline__ void walk_tile(OutOfWarp& out, Tile& tile, const WritersOfWarp<T2>& writers,
+                                          const ValuesOfTile<T2>& values, bool is_first) {
     Fragment<T2> high, low;
     each<0, 4>([&](int i) {
-        const HighAndLow<T2> parts(state.tiles[0][column_tile].data[i]);
+        const HighAndLow<T2> parts(tile.data[i]);
         high.x[i] = parts.high, low.x[i] = parts.low;
+        tile.data[i] = tile.data[i] * (i % 2 ? writers.decay.y : writers.decay.x);
     });
-    const bool is_first = column_tile == 0;
-    each<0, 2>([&](int n) { multiply_16(of_high[n], high, values, n, !is_first); });
-    each<0, 2>([&](int n) { multiply_16(of_low[n], low, values, n, !is_first); });
+    auto numbers = [&](int n) -> float (&)[4] { return reinterpret_cast<float (&)[4]>(tile.data[2 * n]); };
+    each<0, 2>([&](int n) { multiply_16(out[n], high, values.readers, n, !is_first); });
+    each<0, 2>([&](int n) { multiply_16(numbers(n), writers.high, values.writers, n, true); });
+    each<0, 2>([&](int n) { multiply_16(out[n], low, values.readers, n, true); });
+    each<0, 2>([&](int n) { multiply_16(numbers(n), writers.low, values.writers, n, true); });
 }
 
 // Where this lane's numbers of a warp's 16 rows of out^T are in `out`. first_column: that of the first row.
@@ -59,10 +61,16 @@ template <class C> __device__ inline uint32_t lane_in_out(uint32_t first_column)
     return out_row<C>(first_token) + lane / 4 * 4 + ((4 * first_column) ^ out_swizzle<C>(first_token));
 }
 
-// Where this lane's row of values of 16 columns of V is, for ldmatrix: the tiles of tokens 0 to 7 first.
-__device__ inline uint32_t lane_in_values() {
+// Where this lane's row of 16 columns of a panel of 16 tokens is, for ldmatrix: of the tiles of tokens 0 to 7
+// first, then of tokens 8 to 15, or of the tiles of columns 0 to 7 first. The n-th 16 columns: XORed with 32
+// n.
+__device__ inline uint32_t lane_by_tokens() {
     const uint32_t lane = fresh_laneid();
     return (lane / 16 * 8 + lane % 8) * kRowBytes + (lane / 8 % 2 ^ lane % 8) * 16;
+}
+__device__ inline uint32_t lane_by_columns() {
+    const uint32_t lane = fresh_laneid();
+    return lane % 16 * kRowBytes + (lane / 16 ^ lane % 8) * 16;
 }
 
 // Stores a warp's 16 rows of out^T, transposed. place: the address of `out` plus lane_in_out.
@@ -108,8 +116,8 @@ template <int kSlots> struct RingPlace {
 };
 
 // warp: its number among the warps of all walkers. NOTES: what is the same in all lanes of a warp must be
-// computed from numbers that the compiler knows to be uniform; else it does not keep the descriptors of
-// operands in uniform registers.
+// computed from numbers that the compiler knows to be uniform; else it does not keep addresses in uniform
+// registers.
 template <class C>
 __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem, int warp) {
     using T = typename C::T;
@@ -119,7 +127,6 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     using Memory = StatesMemory<C>;
     constexpr int kStages = Memory::kStages;
     rt_fl<16, C::kWalkerV> state;
-    OutOfWarp out;
 
     const StatesTask& task = smem.task;
     const int walker = warp / 4, strip = C::strip_of(walker), part = C::part_of(walker);
@@ -128,97 +135,88 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     const int value_column = part * C::kWalkerV;
     const uint32_t own_panels = part * (C::kWalkerV / kPanelColumns) * Values::panel_bytes;  // bytes before
     // The next step that begins at an anchor. The right walk prefetches the anchor some steps ahead.
+    // special_step: the next one that does either.
     constexpr int kAnchorAhead = 8;
     int anchor_step = C::kIsLeft ? kBlocksOfAnchor : (task.blocks - 1) % kBlocksOfAnchor + 1;
     if (!g.needs_dg) anchor_step = task.blocks;
+    auto prefetch_step = [&] { return max(anchor_step - kAnchorAhead, 0); };
+    int special_step = C::kIsLeft ? anchor_step : prefetch_step();
 
     const Memory& at = at_shared_address(smem);
     const uint32_t out_of_lane = lane_in_out<C>(first_column);
-    const uint32_t values_of_lane = own_panels + lane_in_values();
+    const uint32_t by_tokens = lane_by_tokens(), by_columns = lane_by_columns();
     const uint32_t decay_of_lane =
         address_of(at.decay[0][strip][first_column + unsigned(fresh_laneid()) / 4]);
     using Place = RingPlace<kStages>;
     Place use;  // of the step's block
     int value_slot = Memory::kValueStages - 1;
 
-    // Waits until a block's out may be stored; returns the address of `out`.
-    auto place_of_out = [&](int step, const Place& place) {
-        const auto& columns = at.columns[place.slot][strip];
+    // Waits until the block's out may be stored; returns the address of `out`. NOTES: that of a gate warp is
+    // free when the warp hands over writers again.
+    auto place_of_out = [&](int step) {
+        const auto& columns = at.columns[use.slot][strip];
         if constexpr (C::kSplitsV) {
-            wait_at(address_of(at.read[place.slot]), place.phase);
+            wait_at(address_of(at.read[use.slot]), use.phase);
             // the first walker's is in place of the gates, the second one's from the writers on
             return address_of(columns.gates) - part * (sizeof(columns.writers) + sizeof(columns.room));
         } else {
-            const int gate_warp = gate_warp_of<C>(strip, step);
-            wait_at(address_of(at.out_free[gate_warp]), ~(static_cast<unsigned>(step) / C::kTurns) & 1);
-            return address_of(at.exchange.out[gate_warp]);
+            return address_of(at.exchange.out[gate_warp_of<C>(strip, step)]);
         }
     };
-    auto tell_gate_warp = [&](int step) {
-        arrive_warp_at(address_of(at.out_ready[gate_warp_of<C>(strip, step)]));
-    };
-    auto hand_out = [&](int step, const Place& place) {
-        store_out<C>(place_of_out(step, place) + out_of_lane, out);
-        tell_gate_warp(step);
-    };
-
     auto anchor_at = [&](int step) {
         const int block = task.template block_of<C>(step) + !C::kIsLeft;  // the anchor is before it
         return anchor_units<C>(g, task, block, column() / 16, walker);
     };
 
-    auto walk_block = [&](int step) {
+    auto serve_anchor = [&](int step) {
+        const bool has_part = column() < g.dim_k;
         if (step == anchor_step) {
-            if (column() < g.dim_k) {
+            if (has_part) {
                 if constexpr (C::kIsLeft)
                     store_anchor<C>(anchor_at(step), state);
                 else
                     store_flow<C>(anchor_at(step), state, &smem.exchange.flow[walker][first_column]);
             }
             anchor_step += kBlocksOfAnchor;
+            special_step = C::kIsLeft ? anchor_step : prefetch_step();
+        } else {
+            if (has_part && anchor_step < task.blocks) prefetch_anchor<C>(anchor_at(anchor_step));
+            special_step = anchor_step;
         }
-        if (!C::kIsLeft && step == max(anchor_step - kAnchorAhead, 0) && anchor_step < task.blocks &&
-            column() < g.dim_k)
-            prefetch_anchor<C>(anchor_at(anchor_step));
-        const Place before = use;
+    };
+
+    auto walk_block = [&](int step) {
+        if (step == special_step) serve_anchor(step);
         use.go_on();
         if constexpr (C::kSplitsV) value_slot = value_slot == Memory::kValueStages - 1 ? 0 : value_slot + 1;
-        const auto& tiles = at.values[C::kSplitsV ? value_slot : use.slot];
-        const uint32_t of_readers = address_of(tiles.of_readers) + values_of_lane,
-                       of_writers = address_of(tiles.of_writers) + own_panels;
-        wait_at(address_of(at.values_arrived[use.slot]), use.phase);
-        OutOfWarp of_high, of_low;
-        auto add_tile = [&](int k) {  // 1
-            constexpr int kOfPanel = kPanelColumns / 16;
-            const uint32_t rows = (of_readers ^ k % kOfPanel * 32) + k / kOfPanel * Values::panel_bytes;
-            add_columns<T2>(of_high, of_low, state, k, rows);
-        };
-        each<0, kTiles / 2>(add_tile);
-        if constexpr (C::kSplitsV)
-            if (step > 0) hand_out(step - 1, before);
-        each<kTiles / 2, kTiles>(add_tile);
-        wait_at(address_of(at.written[use.slot][strip]), use.phase);  // 2
-        const uint32_t decay = decay_of_lane + use.slot * sizeof(smem.decay[0]);
-        decay_rows(state, {load_float(decay), load_float(decay + 32)});
-        pin(state);
+        const auto& values = at.values[C::kSplitsV ? value_slot : use.slot];
         const auto& columns = at.columns[use.slot][strip];
-        const Operand128B values{(of_writers & 0x3FFFF) >> 4 | (Values::panel_bytes >> 4) << 16};
-        auto write = [&](uint32_t writers) {  // 3
-            const Operand128B keys{(writers & 0x3FFFF) >> 4};
-            kittens::detail::wgmma::base<float, T, C::kWalkerV, 1, 1>::st_st(state, keys.at(0), values.at(0),
-                                                                             1);
+        const uint32_t of_readers = address_of(values.of_readers) + own_panels + by_tokens,
+                       of_writers = address_of(values.of_writers) + own_panels + by_columns;
+        auto address_of_tile = [](uint32_t rows, int k) {
+            constexpr int kOfPanel = kPanelColumns / 16;
+            return (rows ^ k % kOfPanel * 32) + k / kOfPanel * Values::panel_bytes;
         };
-        wgmma_fence();
-        write(address_of(columns.writers)), write(address_of(columns.gates));
-        warpgroup::mma_commit_group();
-        each<0, 8>([&](int i) { out[i / 4][i % 4] = of_high[i / 4][i % 4] + of_low[i / 4][i % 4]; });
-        if constexpr (!C::kSplitsV) store_out<C>(place_of_out(step, use) + out_of_lane, out);
-        warpgroup::mma_async_wait<0>();  // 4
-        pin(state);
-        if constexpr (C::kSplitsV)
-            arrive_warp_at(address_of(at.read[use.slot]));
-        else
-            tell_gate_warp(step), arrive_warp_at(address_of(at.free[use.slot]));
+        Fragment<T2> readers[2];  // values of this tile's and the next one's
+
+        wait_at(address_of(at.values_arrived[use.slot]), use.phase);  // 1
+        readers[0] = Fragment<T2>(of_readers);
+        wait_at(address_of(at.written[use.slot][strip]), use.phase);
+        const uint32_t decay = decay_of_lane + use.slot * sizeof(smem.decay[0]);
+        const uint32_t own_column = by_tokens ^ first_column * 2;
+        const WritersOfWarp<T2> writers{Fragment<T2>::transposed(address_of(columns.writers) + own_column),
+                                        Fragment<T2>::transposed(address_of(columns.gates) + own_column),
+                                        {load_float(decay), load_float(decay + 32)}};
+        if constexpr (C::kSplitsV) arrive_warp_at(address_of(at.read[use.slot]));
+        OutOfWarp out;
+        each<0, kTiles>([&](int k) {  // 2
+            if (k + 1 < kTiles) readers[(k + 1) % 2] = Fragment<T2>(address_of_tile(of_readers, k + 1));
+            walk_tile(out, state.tiles[0][k], writers,
+                      {readers[k % 2], Fragment<T2>::transposed(address_of_tile(of_writers, k))}, k == 0);
+        });
+        store_out<C>(place_of_out(step) + out_of_lane, out);  // 3
+        arrive_warp_at(address_of(at.out_ready[gate_warp_of<C>(strip, step)]));
+        if constexpr (!C::kSplitsV) arrive_warp_at(address_of(at.free[use.slot]));
     };
 
     const int64_t state_size = static_cast<int64_t>(g.dim_k) * g.row_of_state;
@@ -237,8 +235,6 @@ __device__ inline void walk_states(const StatesGlobals& g, StatesMemory<C>& smem
     const int blocks = task.blocks;
 #pragma unroll 1
     for (int step = 0; step < blocks; step++) walk_block(step);
-    if constexpr (C::kSplitsV)
-        if (blocks > 0) hand_out(blocks - 1, use);
     if (C::kIsLeft && g.needs_dg && g.d_last && task.is_last)
         store_last_flow<C>(g, smem, state, walker, column(), value_column);
 }
