@@ -12,6 +12,8 @@ void place(DeltaMirrorParams& x, const Addresses& at) {
 
 void place(DeltaCombineParams& x, const Addresses& at) { at.all(x.dq_of_heads, x.dk_of_heads, x.dq, x.dk); }
 
+void place(DeltaStrengthParams& x, const Addresses& at) { at.all(x.sums, x.dbeta); }
+
 void place(DeltaInputsBackwardParams& x, const Addresses& at) {
     at.all(x.q, x.k, x.dq, x.dk, x.beta, x.g, x.a_log, x.dt_bias, x.d_strength, x.d_log_decay);
     at.all(x.d_beta, x.d_g, x.sums);
@@ -42,6 +44,10 @@ std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_
         DeltaCombineParams{operand(dq_of_heads), operand(dk_of_heads), operand(dq), operand(dk), shape(of)});
 }
 
+std::unique_ptr<Launch> strength(const ShapeTuple& of, std::int64_t sums, int parts, const GateTuple& dbeta) {
+    return prepared<&delta_strength>(DeltaStrengthParams{shape(of), pointer(sums), parts, gate(dbeta)});
+}
+
 std::unique_ptr<Launch> inputs_backward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
                                         const OperandTuple& dq, const OperandTuple& dk, const GateTuple& beta,
                                         const GateTuple& g, const GateTuple& a_log, const GateTuple& dt_bias,
@@ -69,6 +75,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     def_carry<true>(m);
     m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_of_heads"),
           py::arg("dq"), py::arg("dk"), "Prepares the sums over the heads of v that share one of q and k.");
+    m.def("strength", &strength, py::arg("shape"), py::arg("sums"), py::arg("parts"), py::arg("dbeta"),
+          "Prepares dbeta of the sums that the walk leaves, in so many parts.");
     m.attr("INPUT_TOKENS") = kInputTokens;
     m.def("inputs_backward", &inputs_backward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dq"),
           py::arg("dk"), py::arg("beta"), py::arg("g"), py::arg("a_log"), py::arg("dt_bias"),

@@ -121,6 +121,14 @@ struct DeltaCombineParams {
     DeltaShape shape;                  // cut and dim_v are not read
 };
 
+// dbeta of the sums that the mirror leaves.
+struct DeltaStrengthParams {
+    DeltaShape shape;   // cut, dim_k and dim_v are not read
+    const float* sums;  // [parts, batch, heads, seq]
+    int parts;
+    Gate dbeta;  // written
+};
+
 // All throw std::runtime_error on a refused launch.
 void delta_matrices(const DeltaMatricesParams& params, void* stream);
 void delta_forward(const DeltaForwardParams& params, void* stream);
@@ -128,5 +136,6 @@ void delta_mirror(const DeltaMirrorParams& params, void* stream);
 void delta_maps(const DeltaMapsParams& params, void* stream);
 void delta_carry(const DeltaCarryParams& params, void* stream);
 void delta_combine(const DeltaCombineParams& params, void* stream);
+void delta_strength(const DeltaStrengthParams& params, void* stream);
 
 }  // namespace tfla_tk

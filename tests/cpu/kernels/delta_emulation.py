@@ -41,6 +41,7 @@ ARGUMENTS = {
         *("d_strength", "d_log_decay", "d_beta", "d_g", "sums", "twice"),
     ),
     "combine": ("shape", "dq_of_heads", "dk_of_heads", "dq", "dk"),
+    "strength": ("shape", "sums", "parts", "dbeta"),
     "left": (
         *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", *GATES),
         *("entering", "leaving", "borders", "sums", "written", "scale", "walkers"),
@@ -495,6 +496,10 @@ class Kernel(PreparedLaunches):
         for of_heads, shared in ((x.of.dq_of_heads, x.of.dq), (x.of.dk_of_heads, x.of.dk)):
             parts = x.operand(of_heads, x.dim_k).unflatten(2, (-1, x.group))
             x.operand(shared, x.dim_k, x.heads // x.group).copy_(parts.float().sum(3))
+
+    def compute_strength(self, x: Arguments) -> None:
+        sums = x.floats(x.of.sums, x.of.parts, x.batch, x.heads, x.seq)
+        x.written_gate(x.of.dbeta).copy_(sums.sum(0).mT)
 
     def compute_mlstm_bwd_gates(self, x: Arguments) -> None:
         """Without the flows at anchors: from the ends of sequences alone."""
