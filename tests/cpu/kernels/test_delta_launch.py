@@ -128,7 +128,14 @@ def test_tensors_and_sizes(
     assert [of[0] != 0 for of in kernel.anchor_shapes] == [packed] * len(kernel.anchor_shapes)
     assert bool(kernel.anchor_shapes) == gate
     names = [x.name for x in kernel.launches]
-    backward = ["mirror", "left", "right", *["mlstm_bwd_gates"] * gate, *["combine"] * (group > 1), "strength"]
+    backward = [
+        "mirror",
+        "left",
+        "right",
+        *["mlstm_bwd_gates"] * gate,
+        *["combine"] * (group > 1),
+        "strength",
+    ]
     forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
 
@@ -309,6 +316,43 @@ def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:
     check(draw(packed=True))
     starts = [(0, 0), (0, 64), (2, 0), (3, 0), (3, 64), (3, 128), (4, 0)]
     assert kernel.begun == [(walk, *start) for walk in ("left", "right") for start in starts]
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_backward_of_tensors_that_begin_anywhere(group: int, kernel: Kernel) -> None:
+    """Also right after one like it whose tensors the kernels take where they are, and the other way round."""
+    core = draw(group=group, tokens=70)
+    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    do, dht = cotangents(o, last)
+    odd = core._replace(**{name: at_odd_address(getattr(core, name)) for name in ("k", "v", "initial_state")})
+    calls = [
+        (core, do, dht),
+        (odd, do, dht),
+        (core, at_odd_address(do), at_odd_address(dht)),
+        (core, do, dht),
+    ]
+    first, *others = (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in calls)
+    for found in others:
+        for x, y in zip(found, first, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+    launch._backwards.clear()
+    for found in (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in calls[::-1]):
+        for x, y in zip(found, first, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_lie_like_the_gates(dtype: torch.dtype, kernel: Kernel) -> None:
+    """In the dtype and the memory order of g and beta."""
+    core = draw(group=2, tokens=70)
+    assert core.g is not None
+    g, beta = (x.to(dtype).mT.contiguous().mT for x in (core.g, core.beta))
+    core = core._replace(g=g, beta=beta)
+    check(core)
+    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    found = launch.backward(core, kept, last, *cotangents(o, last), needs_gates=True)
+    for x, y in zip(found[3:5], (g, beta), strict=True):
+        assert x is not None and (x.dtype, x.stride()) == (dtype, y.stride())
 
 
 def test_states_at_borders_are_left_for_training_alone(kernel: Kernel) -> None:
