@@ -258,6 +258,24 @@ def test_any_layout() -> None:
     assert all(torch.equal(found[name], t) for name, t in plain.items())
 
 
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dims", "seq", "value_heads"), [((64, 16), 130, 2), ((128, 128), 1100, 4), ((64, 512), 1, 3)], ids=str
+)
+def test_gradients_lie_like_the_gates(
+    dims: tuple[int, int], seq: int, value_heads: int, of_gates: torch.dtype
+) -> None:
+    """Those in fp32, rounded to the dtype of g and beta and in their memory order."""
+    x = draw(2, seq, 1, value_heads, dims)
+    gates = {name: x[name].to(of_gates).mT.contiguous().mT for name in ("g", "beta")}
+    plain = x | {name: t.contiguous().float() for name, t in gates.items()}
+    expected = train(plain, function=chunk_gated_delta_rule)
+    found = train(x | gates, function=chunk_gated_delta_rule)
+    for name, t in gates.items():
+        assert found[f"d{name}"].stride() == torch.empty_like(t).stride()
+    assert_equal(found, expected | {f"d{name}": expected[f"d{name}"].to(of_gates) for name in gates})
+
+
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("dims", [(128, 128), (256, 64)], ids="{0[0]}_{0[1]}".format)
 def test_schedules_agree(dims: tuple[int, int], schedule: str) -> None:
