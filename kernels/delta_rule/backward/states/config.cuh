@@ -42,7 +42,7 @@ struct StatesGlobals {
     Cut cut;
     const float* borders;
     int heads, group, seq, dim_k, dim_v;
-    int ctas, slices;          // of K per segment, head and slice; of V
+    int ctas, slices, shared;  // of K per segment, head and slice; of V; heads of v that share results
     int slots;                 // of chunks, per head
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
@@ -56,6 +56,7 @@ struct StatesGlobals {
     float scale;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
+    __device__ inline int turns() const { return shared * slices; }
     __device__ inline int parts_of_slice() const { return (dim_k + 15) / 16; }
     __device__ inline int parts() const { return slices * parts_of_slice(); }
 };
@@ -72,7 +73,8 @@ struct StatesGates {
 // A CTA's task, its states, and where the sums of its (segment, head) go; null where none are wanted. NOTES:
 // computed once and reread from shared memory, to save registers.
 struct StatesTask : Task {
-    int slice, value;               // of V, and its first column
+    int value;                      // the first column of V
+    int result_head, turn;          // of dq, left and dk; of this CTA among those that share it
     int first_part;                 // of the sums over K
     int* written;                   // chunks that this CTA's first walker has written
     const float* entering;          // the state that the walk begins with, null: zero
@@ -96,7 +98,8 @@ struct StatesTask : Task {
         if (!begins)
             entering = border_state(g, task, (C::kIsLeft ? task.number : task.number + 1) * kSegmentChunks);
         float* const leaving = ends && g.leaving ? g.leaving + state : nullptr;
-        StatesTask found{task, slice, value, part, written, entering, leaving, 0, -1};
+        const int turn = task.head % g.shared * g.slices + slice;
+        StatesTask found{task, value, task.head / g.shared, turn, part, written, entering, leaving, 0, -1};
         if (g.whole == nullptr) return found;
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         const int64_t anchor_parts = head * g.anchor_slots * g.parts();

@@ -64,9 +64,9 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
     }
 }
 
-// Slices of V write the results of a chunk in turn: the first one stores them, each later one adds to them.
-// So the order of the sums is always the same. `written` counts the chunks of a slice that are in device
-// memory.
+// CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
+// next: the first one stores them, each later one adds to them. So the order of the sums is always the same.
+// `written` counts the chunks of a CTA that are in device memory.
 __device__ inline void wait_written(const int* written, int chunks) {
     while (acquire_from_device(written) < chunks) __nanosleep(32);
     fence_async_global();
@@ -90,10 +90,10 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
     auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
         store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
                     [&](const TensorMap& map, uint32_t from, int row) {
-                        if (task.slice > 0)
-                            map.add_panel(from, column, row, task.head, task.batch);
+                        if (task.turn > 0)
+                            map.add_panel(from, column, row, task.result_head, task.batch);
                         else
-                            map.store_panel(from, column, row, task.head, task.batch);
+                            map.store_panel(from, column, row, task.result_head, task.batch);
                     });
     };
 #pragma unroll 1
@@ -104,7 +104,7 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
         if (stored >= 0) {
             const int chunk = chunk_of_step<C>(task, stored);
             wait(smem.out_ready[walker][slot], phase ^ 1);
-            if (task.slice > 0) wait_written(task.written - g.ctas * C::kWalkers + walker, stored + 1);
+            if (task.turn > 0) wait_written(task.written - g.ctas * C::kWalkers + walker, stored + 1);
             if constexpr (C::kIsLeft) {
                 store(g.dq, &columns.queries, chunk);
                 store(g.dk, &columns.keys, chunk);
@@ -119,13 +119,13 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
             load(columns.queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
             load(columns.keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
             if constexpr (!C::kIsLeft) {
-                if (task.slice == 0)
-                    load(columns.left, g.left, smem.arrived[slot], column, task.head, chunk);
+                if (task.turn == 0)
+                    load(columns.left, g.left, smem.arrived[slot], column, task.result_head, chunk);
                 else if (fresh_laneid() == 0)
                     kittens::arrive(smem.arrived[slot]);
             }
         }
-        if (stored >= 0 && task.slice + 1 < g.slices) publish_written(task.written + walker, stored + 1);
+        if (stored >= 0 && task.turn + 1 < g.turns()) publish_written(task.written + walker, stored + 1);
     }
     wait_stores_done();
 }

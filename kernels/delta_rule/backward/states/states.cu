@@ -22,8 +22,8 @@
 
 namespace tfla_tk::delta_rule {
 
-// The number of a CTA, for its first warp. Slices of V wait for each other, so where there are several, CTAs
-// draw tickets in the order in which they begin: each then only waits for one that runs.
+// The number of a CTA, for its first warp. CTAs that share results wait for each other, so they draw tickets
+// in the order in which they begin: each then only waits for one that runs.
 __device__ inline int block_of_states(const StatesGlobals& g) {
     if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
     int ticket = 0;
@@ -59,8 +59,11 @@ __global__ __launch_bounds__(C::kThreads,
     }
 }
 
-inline ResultMaps result_maps(const Operand& x, const DeltaShape& s) {
-    auto boxes = [&](int rows) { return TensorMap(x, s.batch, s.heads, s.seq, s.dim_k, rows, s.half); };
+inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
+    const DeltaShape& s = p.shape;
+    auto boxes = [&](int rows) {
+        return TensorMap(x, s.batch, s.heads / p.shared, s.seq, s.dim_k, rows, s.half);
+    };
     return {boxes(kChunk), boxes(kBoxRows), boxes(1)};
 }
 
@@ -80,9 +83,9 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         maps.of_values(p.writes, kChunk),
         maps.of_values(p.dout, kChunk),
         maps.of_values(p.dv, kChunk),
-        TensorMap(p.left, s.batch, s.heads, s.seq, s.dim_k, kChunk, s.half),
-        result_maps(C::kIsLeft ? p.dq : p.dk, s),
-        result_maps(C::kIsLeft ? p.left : p.dk, s),
+        TensorMap(p.left, s.batch, s.heads / p.shared, s.seq, s.dim_k, kChunk, s.half),
+        result_maps(C::kIsLeft ? p.dq : p.dk, p),
+        result_maps(C::kIsLeft ? p.left : p.dk, p),
         GateWords(p.g),
         GateWords(p.beta),
         s.cut,
@@ -94,6 +97,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         s.dim_v,
         (s.dim_k + kColumns - 1) / kColumns,
         slices,
+        p.shared,
         slots,
         anchor_slots(slots),
         heads * s.seq,
@@ -104,7 +108,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         p.inter,
         static_cast<uint4*>(p.anchors),
         p.flows,
-        slices > 1 ? p.written : nullptr,
+        slices * p.shared > 1 ? p.written : nullptr,
         p.scale,
     };
 }
@@ -117,7 +121,7 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     const StatesGlobals g = states_globals<C>(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
     const dim3 grid = grid_of(ctas, 1, kName);
-    if (g.slices > 1)
+    if (g.written)
         check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas * C::kWalkers) * sizeof(int), stream), kName);
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
                                                             kName);
@@ -144,9 +148,9 @@ std::int64_t delta_anchor_bytes(const DeltaShape& s) {
     return anchors * s.batch * s.heads * parts * bytes_of_part;
 }
 
-std::int64_t delta_written_bytes(const DeltaShape& s) {
+std::int64_t delta_written_bytes(const DeltaShape& s, int shared) {
     const std::int64_t slices = delta_rule::slices_of(s), walkers = (s.dim_k + 127) / 128 * 2;
-    return slices == 1 ? 0 : sizeof(int) * (1 + slices * walkers * s.cut.segments * s.heads);
+    return slices * shared == 1 ? 0 : sizeof(int) * (1 + slices * walkers * s.cut.segments * s.heads);
 }
 
 void delta_left(const DeltaStatesParams& params, void* stream) {

@@ -16,7 +16,8 @@ part of dk from what a token erases, backward in time dk. The gradient of g foll
 are cut into segments. They begin with what others have left at the borders between segments: the states, by
 the forward, and their gradients, by the backward's first walk.
 
-Where several heads of v share a head of q and k, a last kernel adds up their dq and dk.
+Heads of v that share a head of q and k add up their dq and dk in these walks, a few of them: where a head of
+q and k has more, a last kernel adds up the rest.
 """
 
 from __future__ import annotations
@@ -149,7 +150,6 @@ class Backward:
         self._inputs = Inputs(core, read, wanted) if any(wanted) else None
         self._wanted = wanted._replace(decay=wanted.decay and needs_gates)  # gradients
         self._needs_dg = needs_gates and core.g is not None
-        self._is_grouped = core.q.shape[2] != core.v.shape[2]
         self._mirror: Mirror | None = None
         self._states: States | None = None
         self._combine: Combine | None = None
@@ -175,7 +175,7 @@ class Backward:
         if self._states is None:
             self._states = States(given, made, through, needs_dg=self._needs_dg)
         dq, dk, dg = self._states(given, made, through)
-        if self._is_grouped:
+        if dq.shape[2] != given.q.shape[2]:
             if self._combine is None:
                 self._combine = Combine(given, made, dq, dk)
             dq, dk = self._combine(given, dq, dk)
@@ -318,11 +318,11 @@ class Mirror:
 
 
 class Combine:
-    """The sums over the heads of v that share one of q and k, of calls whose tensors lie alike.
+    """The sums of the parts of dq and dk that the walks leave, of calls whose tensors lie alike.
 
     Args:
         given: q and k as the sums are like them. core: as `readable` leaves it.
-        dq, dk: of every head of v.
+        dq, dk: the parts.
     """
 
     def __init__(self, given: DeltaRuleCore, core: DeltaRuleCore, dq: Tensor, dk: Tensor) -> None:
@@ -331,7 +331,8 @@ class Combine:
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         sums = (Result.like(x, "meta").written for x in (given.q, given.k))
         operands = [operand_at(addresses.next(), x) for x in (dq, dk, *sums)]
-        self._launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *operands)])
+        of_parts = shape._replace(heads=dq.shape[2], group=shape.group // shape.shared)
+        self._launches = Launches.of(kernel, [kernel.combine(of_parts.with_offsets(0), *operands)])
 
     def __call__(self, given: DeltaRuleCore, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
         """dq and dk, like q and k as they were given."""

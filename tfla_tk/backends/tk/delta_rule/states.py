@@ -87,7 +87,7 @@ class States:
     ) -> None:
         self._shape = shape = Shape.of(core)
         self._needs_dg = needs_dg
-        self._per_head = (*core.v.shape[:3], shape.dim_k)
+        self._partial = (shape.batch, shape.seq, shape.heads // shape.shared, shape.dim_k)
         self._state = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         kernel = build.load(instances.delta_states(shape.dim_v))
         at, addresses = number(core)
@@ -95,16 +95,16 @@ class States:
         writes_at, dv_at, do_at, dht_at, borders_at, d_borders_at = of_through
         dq_at, dk_at, left_at = (addresses.next() for _ in range(3))
         sums_at, dg_at = (addresses.next(given=needs_dg) for _ in range(2))
-        written_at = addresses.next(given=shape.states_slices > 1)
+        written_at = addresses.next(given=shape.states_slices * shape.shared > 1)
         self._leaves = (needs_dg and through.dht is not None, needs_dg and core.initial_state is not None)
         last_at, dh0_at = (addresses.next(given=given) for given in self._leaves)
         of = shape.with_offsets(at.cu_seqlens, shape.cut)
-        self._written_size = kernel.written_bytes(of) // _INT if written_at else 0
+        self._written_size = kernel.written_bytes(of, shape.shared) // _INT if written_at else 0
         dq, dk = (
             operand_at(x_at, x.written)
             for x_at, x in zip((dq_at, dk_at), self._results(given, "meta"), strict=True)
         )
-        left = operand_at(left_at, torch.empty(self._per_head, device="meta"))
+        left = operand_at(left_at, torch.empty(self._partial, device="meta"))
         operands = (
             *(operand_at(at.q, core.q), operand_at(at.k, core.k)),
             *(operand_at(writes_at, through.writes), operand_at(do_at, through.do)),
@@ -124,7 +124,7 @@ class States:
             sums = offsets.at(sums_at)
             of_walks = [sums.of_walk(number) for number in range(2)]
         launches: list[Launch] = [
-            walk(of, *operands, *states, of_walk, written_at, core.scale, shape.states_walkers)
+            walk(of, *operands, *states, of_walk, written_at, core.scale, shape.states_walkers, shape.shared)
             for (walk, *states), of_walk in zip(walks, of_walks, strict=True)
         ]
         if sums is not None:
@@ -145,9 +145,9 @@ class States:
     def __call__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, through: Through
     ) -> tuple[Tensor, Tensor, MaybeTensor]:
-        """dq and dk of every head of v, like q and k where these have as many, and dg."""
+        """dq and dk, of every `Shape.shared` heads of v where that is not a whole group, and dg."""
         dq, dk = self._results(given)
-        left = core.q.new_empty(self._per_head)
+        left = core.q.new_empty(self._partial)
         sums = dg = written = None
         if self._written_size:
             written = core.q.new_empty(self._written_size, dtype=torch.int32)
@@ -164,10 +164,10 @@ class States:
         return dq.filled(), dk.filled(), dg
 
     def _results(self, given: DeltaRuleCore, device: str | None = None) -> tuple[Result, Result]:
-        """dq and dk as they are returned, or those of every head of v."""
-        if self._shape.group == 1:
+        """dq and dk as they are returned, or parts of them."""
+        if self._shape.group == self._shape.shared:
             return Result.like(given.q, device), Result.like(given.k, device)
-        dq, dk = (given.q.new_empty(self._per_head, device=device) for _ in range(2))
+        dq, dk = (given.q.new_empty(self._partial, device=device) for _ in range(2))
         return Result(dq, dq), Result(dk, dk)
 
 
