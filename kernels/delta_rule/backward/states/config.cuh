@@ -54,9 +54,10 @@ struct StatesGlobals {
     float* flows;
     int* written;  // a ticket, then per CTA and walker
     float scale;
+    int at_once;  // shared results that the GPU serves at once
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
-    __device__ inline int turns() const { return shared * slices; }
+    __host__ __device__ inline int turns() const { return shared * slices; }
     __device__ inline int parts_of_slice() const { return (dim_k + 15) / 16; }
     __device__ inline int parts() const { return slices * parts_of_slice(); }
 };
@@ -117,7 +118,7 @@ template <class C, StateWalk> struct StatesColumns {
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
-    typename C::Columns left;  // then dk, until it is stored
+    typename C::Columns earlier;  // the left part of dk, later dk of the turn before; then dk of this one
 };
 
 template <class C> struct StatesStage {
@@ -143,19 +144,22 @@ template <class C> struct StatesMemory {
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores[kScores];  // of even and odd chunks: a walker may be one chunk ahead of the other
     StatesGates gates[kStages];
-    semaphore arrived[kStages];  // tiles, columns of each walker, gates
-    semaphore free[kStages];     // but for the columns, which are followed by results
+    semaphore arrived[kStages];                       // tiles, columns of each walker, gates
+    semaphore free[kStages];                          // but for the columns, which are followed by results
+    semaphore earlier_arrived[C::kWalkers][kStages];  // of the right walk
     semaphore out_ready[C::kWalkers][kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     StatesTask task;
     GateRingIf<kHasGateRing> gate_ring;
 
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 3, kColumns = C::kIsLeft ? 2 : 3;
+        constexpr int kTiles = 3, kColumns = 2;
         for (int i = 0; i < kStages; i++) {
             init_semaphore(arrived[i], kTiles + kColumns * C::kWalkers + kArrivalsPerWarp);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
+        for (auto& of_walker : earlier_arrived)
+            for (auto& arrived : of_walker) init_semaphore(arrived, 1);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);

@@ -4,7 +4,7 @@
 //   delta_left   forward in time: dq and the left part of dk (left.cuh)
 //   delta_right  backward in time: dk (right.cuh)
 // One CTA of either owns a (segment, head, slice of V, 64 or 128 columns of K):
-//     producer   loads writes, dO, dV, q, k and the left part of dk; scans the gates; stores the results
+//     producer   loads writes, dO, dV, q, k and what there is of dk; scans the gates; stores the results
 //     walkers    one or two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule-backward.md.
 #include <stdexcept>
@@ -23,12 +23,21 @@
 namespace tfla_tk::delta_rule {
 
 // The number of a CTA, for its first warp. CTAs that share results wait for each other, so they draw tickets
-// in the order in which they begin: each then only waits for one that runs.
+// in the order in which they begin: each then only waits for one that runs. Of as many shared results as the
+// GPU serves at once, all first turns come first, then all second ones. So the CTAs of a turn end at the same
+// time, those of the same turn of other results follow them, and each turn is late once per launch, not once
+// per CTA.
 __device__ inline int block_of_states(const StatesGlobals& g) {
     if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
     int ticket = 0;
     if (threadIdx.x == 0) ticket = atomicAdd(g.written, 1);
-    return __shfl_sync(0xffffffff, ticket, 0);
+    ticket = __shfl_sync(0xffffffff, ticket, 0);
+    // of ctas CTAs of a turn each
+    const int turns = g.turns(), results = gridDim.x / (turns * g.ctas);
+    const int first = ticket / (g.at_once * turns * g.ctas) * g.at_once;
+    const int rest = ticket - first * turns * g.ctas, of_turn = min(g.at_once, results - first) * g.ctas;
+    const int turn = rest / of_turn, cta = rest % of_turn;
+    return ((first + cta / g.ctas) * turns + turn) * g.ctas + cta % g.ctas;
 }
 
 template <class C>
@@ -69,6 +78,13 @@ inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
 
 // Of V, one for a CTA.
 inline int slices_of(const DeltaShape& s) { return (s.dim_v + TFLA_DIM_V - 1) / TFLA_DIM_V; }
+
+// Shared results that the GPU serves at once, with CTAs for all turns.
+inline int served_at_once(int ctas, int device, const char* name) {
+    int multiprocessors = 0;
+    check_launch(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), name);
+    return std::max(multiprocessors / ctas, 1);
+}
 
 template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
@@ -118,11 +134,13 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     if (p.borders && p.shape.cut.segment_chunks != kSegmentChunks)
         throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
     const DeviceGuard guard(p.shape.device, kName);
-    const StatesGlobals g = states_globals<C>(p);
+    StatesGlobals g = states_globals<C>(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
     const dim3 grid = grid_of(ctas, 1, kName);
-    if (g.written)
+    if (g.written) {
+        g.at_once = served_at_once(g.turns() * g.ctas, p.shape.device, kName);
         check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas * C::kWalkers) * sizeof(int), stream), kName);
+    }
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
                                                             kName);
 }
