@@ -114,7 +114,9 @@ struct StatesTask : Task {
 
 // A walker reads and replaces its own columns alone.
 template <class C, StateWalk> struct StatesColumns {
-    typename C::Columns queries, keys;  // then dq and the left part of dk, until they are stored
+    // then dq and the left part of dk, until they are stored; meanwhile `keys` has that part of the turn
+    // before
+    typename C::Columns queries, keys;
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
@@ -126,6 +128,12 @@ template <class C> struct StatesStage {
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
+// dq of the turn before, of each walker.
+template <class C, StateWalk> struct EarlierQueries {
+    typename C::Columns of_walker[C::kWalkers];
+};
+template <class C> struct EarlierQueries<C, StateWalk::right> {};
+
 // P and M of a chunk.
 template <class C> struct ChunkScores {
     typename C::Square reads, erasures;
@@ -134,19 +142,23 @@ template <class C> struct ChunkScores {
 template <class C> struct StatesMemory {
     static constexpr int kScores = 2, kMost = 4;
     static constexpr int kRest = 4096;  // bytes beside tiles, with a margin
-    static constexpr int kFree = MAX_SHARED_MEMORY - kScores * sizeof(ChunkScores<C>) - kRest;
+    static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierQueries<C, C::kWalk>) : 0;
+    static constexpr int kFree = MAX_SHARED_MEMORY - kScores * sizeof(ChunkScores<C>) - kEarlier - kRest;
     static constexpr int kFitting = kFree / sizeof(StatesStage<C>);
     static constexpr int kStages = std::clamp(kFitting, 2, kMost);  // chunks in shared memory
     static constexpr int kOfStages = kStages * (sizeof(StatesStage<C>) + sizeof(StatesGates));
-    static constexpr int kOthers = kScores * sizeof(ChunkScores<C>) + 512;  // 512: barriers, the task
+    static constexpr int kOthers =
+        kScores * sizeof(ChunkScores<C>) + kEarlier + 512;  // 512: barriers, the task
     static constexpr bool kHasGateRing = kOfStages + kOthers + sizeof(GateRing) <= MAX_SHARED_MEMORY;
 
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores[kScores];  // of even and odd chunks: a walker may be one chunk ahead of the other
+    [[no_unique_address]] EarlierQueries<C, C::kWalk> earlier;
     StatesGates gates[kStages];
     semaphore arrived[kStages];                       // tiles, columns of each walker, gates
     semaphore free[kStages];                          // but for the columns, which are followed by results
-    semaphore earlier_arrived[C::kWalkers][kStages];  // of the right walk
+    semaphore earlier_arrived[C::kWalkers][kStages];  // results of the turn before
+    semaphore keys_read[C::kWalkers];
     semaphore out_ready[C::kWalkers][kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     StatesTask task;
@@ -159,7 +171,8 @@ template <class C> struct StatesMemory {
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : earlier_arrived)
-            for (auto& arrived : of_walker) init_semaphore(arrived, 1);
+            for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft ? 2 : 1);
+        for (auto& read : keys_read) init_warp_barrier(read, 4);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);

@@ -65,11 +65,12 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
 }
 
 // CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
-// next. So the order of the sums is always the same. Of the left walk the first turn stores the results and
-// each later one adds to them in L2. Of the right walk each turn reads what the one before has stored, so
-// that only what it stores itself is rounded. `written` counts the chunks of a CTA that are in device memory.
+// next. So the order of the sums is always the same. Each turn adds what the one before has stored to its own
+// results in fp32, so that only what it stores is rounded. `written` counts the chunks of a CTA that are in
+// device memory.
 __device__ inline void wait_written(const int* written, int chunks) {
-    while (acquire_from_device(written) < chunks) __nanosleep(32);
+    while (peek_from_device(written) < chunks) __nanosleep(32);
+    acquire_from_device(written);
     fence_async_global();
 }
 __device__ inline void publish_written(int* written, int chunks) {
@@ -88,20 +89,26 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
     const StatesTask& task = smem.task;
     const int column = task.column + walker * kWalkerColumns;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
-    auto wait_turn = [&](int chunks) { wait_written(task.written - g.ctas * C::kWalkers + walker, chunks); };
-    [[maybe_unused]] auto load_earlier = [&](const TensorMap& from, int step) {
-        const int slot = Use<kStages>(step).slot;
-        if constexpr (!C::kIsLeft)
-            load(smem.stages[slot].columns[walker].earlier, from, smem.earlier_arrived[walker][slot], column,
-                 task.result_head, chunk_of_step<C>(task, step));
+    auto load_earlier = [&](auto& tile, const TensorMap& from, int step) {
+        load(tile, from, smem.earlier_arrived[walker][Use<kStages>(step).slot], column, task.result_head,
+             chunk_of_step<C>(task, step));
+    };
+    // of the turn before
+    auto load_results = [&](int step) {
+        auto& columns = smem.stages[Use<kStages>(step).slot].columns[walker];
+        wait_written(task.written - g.ctas * C::kWalkers + walker, step + 1);
+        if constexpr (C::kIsLeft) {
+            load_earlier(smem.earlier.of_walker[walker], g.dq.chunk, step);
+            wait(smem.keys_read[walker], step & 1);
+            load_earlier(columns.keys, g.dk.chunk, step);
+        } else {
+            load_earlier(columns.earlier, g.dk.chunk, step);
+        }
     };
     auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
         store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
                     [&](const TensorMap& map, uint32_t from, int row) {
-                        if (C::kIsLeft && task.turn > 0)
-                            map.add_panel(from, column, row, task.result_head, task.batch);
-                        else
-                            map.store_panel(from, column, row, task.result_head, task.batch);
+                        map.store_panel(from, column, row, task.result_head, task.batch);
                     });
     };
 #pragma unroll 1
@@ -113,7 +120,6 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
             const int chunk = chunk_of_step<C>(task, stored);
             wait(smem.out_ready[walker][slot], phase ^ 1);
             if constexpr (C::kIsLeft) {
-                if (task.turn > 0) wait_turn(stored + 1);
                 store(g.dq, &columns.queries, chunk);
                 store(g.dk, &columns.keys, chunk);
             } else {
@@ -126,16 +132,14 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
             const int chunk = chunk_of_step<C>(task, step);
             load(columns.queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
             load(columns.keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
-            if (!C::kIsLeft && task.turn == 0) load_earlier(g.left, step);
+            if constexpr (!C::kIsLeft)
+                if (task.turn == 0) load_earlier(columns.earlier, g.left, step);
         }
         if (stored >= 0 && task.turn + 1 < g.turns()) publish_written(task.written + walker, stored + 1);
         // NOTES: of the chunk that the walker is at, and no sooner: results that are ready would wait
         // meanwhile
         const int next = stored + 1;
-        if (!C::kIsLeft && task.turn > 0 && next >= 0 && next < task.chunks) {
-            wait_turn(next + 1);
-            load_earlier(g.dk.chunk, next);
-        }
+        if (task.turn > 0 && next >= 0 && next < task.chunks) load_results(next);
     }
     wait_stores_done();
 }

@@ -72,12 +72,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         if (task.whole && column() < g.dim_k)
             store_sums(g, task, chunk, part(), fresh_laneid(), through, of_keys);
         wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(step).phase);
-        W::load(queries, columns.earlier);
-        each<0, 4 * kTokenSteps>([&](int i) {
-            const float2 earlier = to_float2(queries[i / 4].tiles[0][0].data[i % 4]);
-            float2& x = right.tiles[0][i / 4].data[i % 4];
-            x = {x.x + earlier.x, x.y + earlier.y};
-        });
+        W::add(right, queries, columns.earlier);
         W::store(columns.earlier, right);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
