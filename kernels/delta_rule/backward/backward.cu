@@ -8,7 +8,7 @@
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
 // delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
 // dq, dk and dg follow from dO, writes and dV by the walks of states/, and then
-//   delta_combine   adds up the heads of v that share one of q and k
+//   delta_combine   adds up the parts of dq and dk that the walks over the states leave
 //   delta_strength  gives dbeta of the sums that the mirror leaves
 //   delta_inputs_backward  turns gradients into those of raw inputs (inputs/backward.cuh)
 // Equations: bindings/params.h and docs/delta-rule-backward.md.

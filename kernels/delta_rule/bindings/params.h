@@ -113,12 +113,12 @@ struct DeltaCarryParams {
     bool backward;
 };
 
-// The gradients of q and k from those of every head of v, summed over the heads that share one. All of q's
-// type; sums in fp32.
+// The gradients of q and k where the walks over the states leave several parts of each, which are summed. All
+// of q's type; sums in fp32.
 struct DeltaCombineParams {
-    Operand dq_of_heads, dk_of_heads;  // [B, heads, S, K]
-    Operand dq, dk;                    // [B, heads / group, S, K]
-    DeltaShape shape;                  // cut and dim_v are not read
+    Operand dq_parts, dk_parts;  // [B, heads, S, K]
+    Operand dq, dk;              // [B, heads / group, S, K]
+    DeltaShape shape;            // cut and dim_v are not read
 };
 
 // dbeta of the sums that the mirror leaves.

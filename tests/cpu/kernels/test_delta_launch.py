@@ -128,16 +128,21 @@ def test_tensors_and_sizes(
     assert [of[0] != 0 for of in kernel.anchor_shapes] == [packed] * len(kernel.anchor_shapes)
     assert bool(kernel.anchor_shapes) == gate
     names = [x.name for x in kernel.launches]
-    backward = [
-        "mirror",
-        "left",
-        "right",
-        *["mlstm_bwd_gates"] * gate,
-        *["combine"] * (group > 1),
-        "strength",
-    ]
+    backward = ["mirror", "left", "right", *["mlstm_bwd_gates"] * gate, "strength"]
     forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
+
+
+@pytest.mark.parametrize("group", [2, 4, 5, 8])
+def test_heads_of_a_group_add_up_their_results(group: int, kernel: Kernel) -> None:
+    """In the walks over the states, or, of many heads, parts that another launch adds up."""
+    core = draw((16, 16), group=group, tokens=70)
+    check(core)
+    walks = {x.shared for x in kernel.launches if x.name in ("left", "right")}
+    assert len(walks) == 1 and group % (shared := walks.pop()) == 0
+    assert shared <= call.MOST_SHARED and (shared == group or group > call.MOST_SHARED)
+    combined = [x for x in kernel.launches if x.name == "combine"]
+    assert len(combined) == (shared < group)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])

@@ -22,6 +22,8 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
 MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
+# heads of v that add up their dq and dk in turn: more of them would round the sum too often
+MOST_SHARED = 4
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
@@ -131,6 +133,17 @@ class Shape(NamedTuple):
     def states_slices(self) -> int:
         """Of V, of which a CTA of the walks over the states has one."""
         return -(-self.dim_v // max(DELTA_STATES_TILES))
+
+    @property
+    def shared(self) -> int:
+        """Heads of v of a group that add up their dq and dk in the walks over the states; of larger groups a
+        launch behind these adds up the rest."""
+        return max(heads for heads in range(1, MOST_SHARED + 1) if self.group % heads == 0)
+
+    @property
+    def partial(self) -> tuple[int, int, int, int]:
+        """Of what the walks over the states leave of dq and dk, [B, T, HV / shared, K]."""
+        return self.batch, self.seq, self.heads // self.shared, self.dim_k
 
     @property
     def matrix_bytes(self) -> int:

@@ -16,7 +16,8 @@ part of dk from what a token erases, backward in time dk. The gradient of g foll
 are cut into segments. They begin with what others have left at the borders between segments: the states, by
 the forward, and their gradients, by the backward's first walk.
 
-Where several heads of v share a head of q and k, a last kernel adds up their dq and dk.
+Heads of v that share a head of q and k add up their dq and dk in these walks, a few of them: where a head of
+q and k has more, a last kernel adds up the rest.
 """
 
 from __future__ import annotations
@@ -320,12 +321,12 @@ class Walks:
                 carried_at, d_borders_at, core.scale, shape.walkers, False,
             )
         )  # fmt: skip
-        # every head of v has its own dq and dk; where they are not the results they are added up
-        of_heads = (*core.v.shape[:3], shape.dim_k)
-        dq_of_heads, dk_of_heads = dq, dk
-        if shape.group > 1:
-            dense = torch.empty(of_heads, device="meta")
-            dq_of_heads, dk_of_heads = (
+        # the walks over the states leave the results, or parts of them that are added up
+        parts_of_dq, parts_of_dk = dq, dk
+        is_combined = shape.shared < shape.group
+        if is_combined:
+            dense = torch.empty(shape.partial, device="meta")
+            parts_of_dq, parts_of_dk = (
                 operand_at(scratch.take(dense.numel() * core.q.itemsize), dense) for _ in range(2)
             )
         through = Through(writes, dv, dout, dht_at, left.borders, d_borders_at)
@@ -334,9 +335,10 @@ class Walks:
             if needs_dg and given.g is not None
             else None
         )
-        launches += launch_states(shape, core, at, through, dq_of_heads, dk_of_heads, dg, scratch)
-        if shape.group > 1:
-            launches.append(kernel.combine(shape.with_offsets(0), dq_of_heads, dk_of_heads, dq, dk))
+        launches += launch_states(shape, core, at, through, parts_of_dq, parts_of_dk, dg, scratch)
+        if is_combined:
+            of_parts = shape._replace(heads=shape.partial[2], group=shape.group // shape.shared)
+            launches.append(kernel.combine(of_parts.with_offsets(0), parts_of_dq, parts_of_dk, dq, dk))
         dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize

@@ -87,15 +87,15 @@ def launch_states(
 
     Args:
         core: as `readable` leaves it. at: the prepared addresses of its tensors.
-        dq, dk: of every head of v.
+        dq, dk: of every `Shape.shared` heads of v.
         dg: None where it is not wanted.
         scratch: gets places of what the launches leave for each other.
     """
     kernel = build.load(instances.delta_states(shape.dim_v))
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
-    of_heads = torch.empty((*core.v.shape[:3], shape.dim_k), device="meta")
-    left = operand_at(scratch.take(of_heads.numel() * core.q.itemsize), of_heads)
-    written_at = scratch.take(kernel.written_bytes(of))
+    partial = torch.empty(shape.partial, device="meta")
+    left = operand_at(scratch.take(partial.numel() * core.q.itemsize), partial)
+    written_at = scratch.take(kernel.written_bytes(of, shape.shared))
     operands = (
         *(operand_at(at.q, core.q), operand_at(at.k, core.k), through.writes, through.do, through.dv),
         *(dq, left, dk, gate_at(at.g, core.g), gate_at(at.beta, core.beta)),
@@ -115,7 +115,7 @@ def launch_states(
         (kernel.right, through.dht, dh0_at, through.d_borders),
     )
     launches: list[Launch] = [
-        walk(of, *operands, *states, of_walk, written_at, core.scale, shape.states_walkers)
+        walk(of, *operands, *states, of_walk, written_at, core.scale, shape.states_walkers, shape.shared)
         for (walk, *states), of_walk in zip(walks, of_walks, strict=True)
     ]
     if sums is not None and dg is not None:
