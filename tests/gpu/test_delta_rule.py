@@ -208,11 +208,76 @@ def test_without_gate(dtype: torch.dtype) -> None:
     check(x, chunk_delta_rule)
 
 
-@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("group", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 192), (256, 320)], ids="{0[0]}_{0[1]}".format)
-def test_value_heads(group: int, dims: tuple[int, int]) -> None:
+def test_value_heads(group: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Each key head is read by neighbouring value heads, and its gradient is the sum over them."""
-    check(draw(2, 200, 2, 2 * group, dims))
+    check(draw(2, 200, 2, 2 * group, dims, dtype))
+
+
+@pytest.mark.parametrize("group", [2, 3, 4])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 80), (128, 320)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_value_heads_of_segments(packed: bool, dims: tuple[int, int], group: int) -> None:
+    """The heads of a group take turns at dq and dk, in the same order every time."""
+    x = draw(2, SEGMENT + 500, 2, 2 * group, dims)
+    if packed:
+        lengths = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]
+        x = draw(1, sum(lengths), 2, 2 * group, dims, sequences=len(lengths))
+        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
+    check(x)
+    expected = train(x, function=chunk_gated_delta_rule)
+    with uninitialised_memory_is_nan():
+        assert_equal(train(x, function=chunk_gated_delta_rule), expected)
+    for _ in range(REPEATS):
+        assert_equal(train(x, function=chunk_gated_delta_rule), expected)
+
+
+def test_value_heads_in_many_waves() -> None:
+    """Of more CTAs than the GPU has room for."""
+    x = draw(1, 8 * SEGMENT + 100, 16, 48)
+    expected = train(x, function=chunk_gated_delta_rule)
+    for _ in range(20):
+        assert_equal(train(x, function=chunk_gated_delta_rule), expected)
+
+
+@pytest.mark.parametrize("value_heads", [4, 6, 8])
+def test_a_graph_replays_turns(value_heads: int) -> None:
+    """Each time the numbers by which heads of a group take turns are cleared."""
+    x, other = draw(1, 2500, 2, value_heads), draw(1, 2500, 2, value_heads, seed=1)
+    given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
+    expected = [train(call, function=chunk_gated_delta_rule, given=given) for call in (other, x)]
+    kept = {name: t.clone() for name, t in x.items()}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        train(x, function=chunk_gated_delta_rule, given=given)
+    graph = torch.cuda.CUDAGraph()
+    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
+    with torch.cuda.graph(graph, stream=stream):
+        found = train(leaves, function=chunk_gated_delta_rule, given=given)
+    for n in range(6):
+        for name, t in (kept if n % 2 else other).items():
+            x[name].copy_(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(found, expected[n % 2])
+
+
+def test_turns_on_several_streams() -> None:
+    """Walks of several calls at once, whose CTAs begin in any order, each with its own turns."""
+    x = draw(1, 4000, 8, 32)
+    given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
+    expected = train(x, function=chunk_gated_delta_rule, given=given)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(train(x, function=chunk_gated_delta_rule, given=given))
+    torch.cuda.synchronize()
+    for one in found:
+        assert_equal(one, expected)
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
@@ -256,6 +321,24 @@ def test_any_layout() -> None:
     x["initial_state"] = x["initial_state"].mT.contiguous().mT
     found = run(x, function=chunk_gated_delta_rule)
     assert all(torch.equal(found[name], t) for name, t in plain.items())
+
+
+@pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dims", "seq", "value_heads"), [((64, 16), 130, 2), ((128, 128), 1100, 4), ((64, 512), 1, 3)], ids=str
+)
+def test_gradients_lie_like_the_gates(
+    dims: tuple[int, int], seq: int, value_heads: int, of_gates: torch.dtype
+) -> None:
+    """Those in fp32, rounded to the dtype of g and beta and in their memory order."""
+    x = draw(2, seq, 1, value_heads, dims)
+    gates = {name: x[name].to(of_gates).mT.contiguous().mT for name in ("g", "beta")}
+    plain = x | {name: t.contiguous().float() for name, t in gates.items()}
+    expected = train(plain, function=chunk_gated_delta_rule)
+    found = train(x | gates, function=chunk_gated_delta_rule)
+    for name, t in gates.items():
+        assert found[f"d{name}"].stride() == torch.empty_like(t).stride()
+    assert_equal(found, expected | {f"d{name}": expected[f"d{name}"].to(of_gates) for name in gates})
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])

@@ -114,7 +114,8 @@ def _new_class(
 def _outputs(ctx: Any, found: Recorded) -> tuple[MaybeTensor, ...]:
     """The outputs of a forward, after what its context has to know."""
     ctx.options = found.options
-    ctx.mark_non_differentiable(*found.constants)
+    if found.constants:
+        ctx.mark_non_differentiable(*found.constants)
     ctx.set_materialize_grads(False)
     return found.outputs
 

@@ -94,7 +94,7 @@ class LinearOps:
         fwd, bwd, packed, packed_bwd: the ops.
         direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
             arguments are the inputs, and in one tuple the prepared forward, its module, the options with the
-            schedule, and output_final_state.
+            schedule, output_final_state, and whether gates have a gradient.
     """
 
     def __init__(self, family: Family) -> None:
@@ -135,7 +135,7 @@ class LinearOps:
         recorded = records(tuple(tensors))
         kernels = self.family.kernels()
         forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
-        constants = forward, kernels, core[count:], call.output_final_state
+        constants = forward, kernels, core[count:], call.output_final_state, self._needs_gates(core)
         # then nothing is to be done but to leave out what is no input, for the host's time
         reads_as_given = all(x is y for x, y in zip(core[:count], tensors[:count], strict=True))
 
@@ -339,7 +339,8 @@ class LinearOps:
         inputs, (*options, output_final_state) = args[: self._count], args[self._count :]
         with transforms.below_function():
             o, last = self.fwd(*args)
-            saved, needs = self._saved(inputs, last if output_final_state else None)
+            needs = self._needs_gates(inputs)
+            saved = _saved(inputs, last if output_final_state and needs else None)
         return Recorded((o, last), () if output_final_state else (last,), saved, (*options, needs))
 
     def _differentiate(
@@ -350,7 +351,7 @@ class LinearOps:
 
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
-        *inputs, (forward, kernels, options, output_final_state) = args
+        *inputs, (forward, kernels, options, output_final_state, needs) = args
         if are_saved_tensors_hooked():
             # checkpointing wants the call and its recomputation to save alike, and the op, which one of them
             # may take, keeps nothing
@@ -358,7 +359,7 @@ class LinearOps:
             o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
         else:
             o, last, kept = forward(*inputs)
-        saved, needs = self._saved(inputs, last)
+        saved = _saved(inputs, last if needs else None)
         if kept is None:
             return Recorded((o, last), (), saved, (kernels, options, needs, None))
         left = kept._replace(tensors=())
@@ -390,7 +391,7 @@ class LinearOps:
         inputs, (*options, _, chunk_size, output_final_state) = args[: self._count], args[self._count :]
         with transforms.below_function():
             o, last = self.packed(*args)
-            saved, needs = self._saved(inputs, None)
+            saved, needs = _saved(inputs, None), self._needs_gates(inputs)
         constants = () if output_final_state else (last,)
         return Recorded((o, last), constants, saved, (*options, chunk_size, needs))
 
@@ -401,16 +402,9 @@ class LinearOps:
         found: Sequence[Tensor] = self.packed_bwd(*inputs, do, dht, *options)
         return found
 
-    def _saved(self, inputs: Sequence[Any], last: MaybeTensor) -> tuple[tuple[MaybeTensor, ...], bool]:
-        """What the backward takes instead of a second forward, and whether gates have a gradient.
-
-        The inputs, and the final state where it is an output and gates have a gradient. All by reference, but
-        the initial state: a cache that is updated in place must not change the gradient.
-        """
-        needs = any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
-        *others, initial_state, cu_seqlens = inputs
-        initial_state = None if initial_state is None else initial_state.clone()
-        return (*others, initial_state, cu_seqlens, last if needs else None), needs
+    def _needs_gates(self, inputs: Sequence[Any]) -> bool:
+        """Whether gates have a gradient."""
+        return any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
 
 
 def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
@@ -418,6 +412,18 @@ def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
     if not call.output_final_state or last is None:
         return None
     return last.mT if call.state_v_first else last
+
+
+def _saved(inputs: Sequence[Any], last: MaybeTensor) -> tuple[MaybeTensor, ...]:
+    """What the backward takes instead of a second forward, all by reference, but the initial state: a cache
+    that is updated in place must not change the gradient.
+
+    Args:
+        last: the final state where it is an output and gates have a gradient.
+    """
+    *others, initial_state, cu_seqlens = inputs
+    initial_state = None if initial_state is None else initial_state.clone()
+    return *others, initial_state, cu_seqlens, last
 
 
 def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:

@@ -8,7 +8,8 @@
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
 // delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
 // dq, dk and dg follow from dO, writes and dV by the walks of states/, and then
-//   delta_combine   adds up the heads of v that share one of q and k
+//   delta_combine   adds up the parts of dq and dk that the walks over the states leave
+//   delta_strength  gives dbeta of the sums that the mirror leaves
 //   delta_inputs_backward  turns gradients into those of raw inputs (inputs/backward.cuh)
 // Equations: bindings/params.h and docs/delta-rule-backward.md.
 #include <stdexcept>
@@ -17,6 +18,7 @@
 #include "delta_rule/backward/combine.cuh"
 #include "delta_rule/backward/config.cuh"
 #include "delta_rule/backward/producer.cuh"
+#include "delta_rule/backward/strength.cuh"
 #include "delta_rule/backward/walker.cuh"
 #include "delta_rule/backward/wide_walker.cuh"
 #include "delta_rule/inputs/backward.cuh"
@@ -112,6 +114,10 @@ void delta_combine(const DeltaCombineParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::launch_combine<kittens::half>(params, s)
                       : delta_rule::launch_combine<kittens::bf16>(params, s);
+}
+
+void delta_strength(const DeltaStrengthParams& params, void* stream) {
+    delta_rule::launch_strength(params, static_cast<cudaStream_t>(stream));
 }
 
 void delta_inputs_backward(const DeltaInputsBackwardParams& params, void* stream) {

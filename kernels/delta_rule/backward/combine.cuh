@@ -1,4 +1,4 @@
-// dq and dk where several heads of v share a head of q and k.
+// dq and dk where the walks over the states leave several parts of each.
 #pragma once
 
 #include "common/launch.cuh"
@@ -53,9 +53,9 @@ __global__ __launch_bounds__(kCombineThreads) void delta_combine_kernel(
     Unit<T> dq, dk;
 #pragma unroll 1
     for (int n = 0; n < s.group; n++) {
-        const int of_v = head * s.group + n;
-        dq.add(p.dq_of_heads, offset(p.dq_of_heads, of_v));
-        dk.add(p.dk_of_heads, offset(p.dk_of_heads, of_v));
+        const int part = head * s.group + n;
+        dq.add(p.dq_parts, offset(p.dq_parts, part));
+        dk.add(p.dk_parts, offset(p.dk_parts, part));
     }
     dq.store(p.dq, offset(p.dq, head));
     dk.store(p.dk, offset(p.dk, head));

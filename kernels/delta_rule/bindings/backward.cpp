@@ -10,7 +10,9 @@ void place(DeltaMirrorParams& x, const Addresses& at) {
     at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.borders);
 }
 
-void place(DeltaCombineParams& x, const Addresses& at) { at.all(x.dq_of_heads, x.dk_of_heads, x.dq, x.dk); }
+void place(DeltaCombineParams& x, const Addresses& at) { at.all(x.dq_parts, x.dk_parts, x.dq, x.dk); }
+
+void place(DeltaStrengthParams& x, const Addresses& at) { at.all(x.sums, x.dbeta); }
 
 void place(DeltaInputsBackwardParams& x, const Addresses& at) {
     at.all(x.q, x.k, x.dq, x.dk, x.beta, x.g, x.a_log, x.dt_bias, x.d_strength, x.d_log_decay);
@@ -35,11 +37,15 @@ std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, cons
         pointer(carried), pointer(borders), scale, walkers, states_alone});
 }
 
-std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_of_heads,
-                                const OperandTuple& dk_of_heads, const OperandTuple& dq,
+std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_parts,
+                                const OperandTuple& dk_parts, const OperandTuple& dq,
                                 const OperandTuple& dk) {
     return prepared<&delta_combine>(
-        DeltaCombineParams{operand(dq_of_heads), operand(dk_of_heads), operand(dq), operand(dk), shape(of)});
+        DeltaCombineParams{operand(dq_parts), operand(dk_parts), operand(dq), operand(dk), shape(of)});
+}
+
+std::unique_ptr<Launch> strength(const ShapeTuple& of, std::int64_t sums, int parts, const GateTuple& dbeta) {
+    return prepared<&delta_strength>(DeltaStrengthParams{shape(of), pointer(sums), parts, gate(dbeta)});
 }
 
 std::unique_ptr<Launch> inputs_backward(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
@@ -67,8 +73,10 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none; "
           "carried: 0 where no sequence is cut; states_alone: it leaves those alone.");
     def_carry<true>(m);
-    m.def("combine", &combine, py::arg("shape"), py::arg("dq_of_heads"), py::arg("dk_of_heads"),
-          py::arg("dq"), py::arg("dk"), "Prepares the sums over the heads of v that share one of q and k.");
+    m.def("combine", &combine, py::arg("shape"), py::arg("dq_parts"), py::arg("dk_parts"), py::arg("dq"),
+          py::arg("dk"), "Prepares the sums of the parts of dq and dk.");
+    m.def("strength", &strength, py::arg("shape"), py::arg("sums"), py::arg("parts"), py::arg("dbeta"),
+          "Prepares dbeta of the sums that the walk leaves, in so many parts.");
     m.attr("INPUT_TOKENS") = kInputTokens;
     m.def("inputs_backward", &inputs_backward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dq"),
           py::arg("dk"), py::arg("beta"), py::arg("g"), py::arg("a_log"), py::arg("dt_bias"),

@@ -113,12 +113,20 @@ struct DeltaCarryParams {
     bool backward;
 };
 
-// The gradients of q and k from those of every head of v, summed over the heads that share one. All of q's
-// type; sums in fp32.
+// The gradients of q and k where the walks over the states leave several parts of each, which are summed. All
+// of q's type; sums in fp32.
 struct DeltaCombineParams {
-    Operand dq_of_heads, dk_of_heads;  // [B, heads, S, K]
-    Operand dq, dk;                    // [B, heads / group, S, K]
-    DeltaShape shape;                  // cut and dim_v are not read
+    Operand dq_parts, dk_parts;  // [B, heads, S, K]
+    Operand dq, dk;              // [B, heads / group, S, K]
+    DeltaShape shape;            // cut and dim_v are not read
+};
+
+// dbeta of the sums that the mirror leaves.
+struct DeltaStrengthParams {
+    DeltaShape shape;   // cut, dim_k and dim_v are not read
+    const float* sums;  // [parts, batch, heads, seq]
+    int parts;
+    Gate dbeta;  // written
 };
 
 // All throw std::runtime_error on a refused launch.
@@ -128,5 +136,6 @@ void delta_mirror(const DeltaMirrorParams& params, void* stream);
 void delta_maps(const DeltaMapsParams& params, void* stream);
 void delta_carry(const DeltaCarryParams& params, void* stream);
 void delta_combine(const DeltaCombineParams& params, void* stream);
+void delta_strength(const DeltaStrengthParams& params, void* stream);
 
 }  // namespace tfla_tk

@@ -13,17 +13,16 @@ namespace tfla_tk {
 //                             S <- e^{b_L} S + (e^{b_L - b} K)^T U
 //   right, backward in time:  right = e^{b_L - b} (U dS^T) + P^T Q + M^T K      dk = left + right
 //                             dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
-// All of these are sums over V. A CTA has a slice of V, as wide as an instance's tile; where there are
-// several, they add up their results in a fixed order. The gradient of the log decay comes from sums per
-// token, q.dq + k.left and k.right, from their parts through S and dS, and from the flow of gradient <S, dS>
-// at the anchors.
+// All of these are sums over V, and over the heads of v that share a head of q and k. A CTA has a head of v
+// and a slice of V, as wide as an instance's tile; where several CTAs share a result, they add up their parts
+// in a fixed order. The gradient of the log decay comes from sums per token, q.dq + k.left and k.right, from
+// their parts through S and dS, and from the flow of gradient <S, dS> at the anchors.
 struct DeltaStatesParams {
     DeltaShape shape;                // segments of kSegmentChunks
     Operand q, k, writes, dout, dv;  // writes: of the forward, times `rest` U
-    Operand dq;                      // the left walk writes it, for every head of v
-    Operand left;                    // the left walk writes it, the right one reads it
-    Operand dk;                      // the right walk writes it, for every head of v
-    Gate g, beta;                    // log decay; g.data is null where nothing decays
+    // of [B, S, heads / shared, K]; the left walk writes dq and left, the right one reads left and writes dk
+    Operand dq, left, dk;
+    Gate g, beta;           // log decay; g.data is null where nothing decays
     const float* entering;  // the first state, or the gradient of the last; [N, heads, K, V], null: zero
     // the last state, or the gradient of the first, of which the sums are: those of the forward and the
     // mirror are rounded otherwise; null: not wanted
@@ -37,13 +36,14 @@ struct DeltaStatesParams {
     FlowSum* inter;
     void* anchors;  // of delta_anchor_bytes: what the left walk leaves of S
     float* flows;   // [batch, heads, anchor_slots, parts], by the right walk
-    int* written;   // workspace of delta_written_bytes, where V has several slices
+    int* written;   // workspace of delta_written_bytes, where several CTAs share a result
     float scale;    // s
     int walkers;    // warpgroups of a CTA that own 64 columns of K each: 1 or 2
+    int shared;     // neighbouring heads of v that share a head of dq, left and dk; it divides the group
 };
 
 std::int64_t delta_anchor_bytes(const DeltaShape& shape);
-std::int64_t delta_written_bytes(const DeltaShape& shape);  // 0 where V has one slice
+std::int64_t delta_written_bytes(const DeltaShape& shape, int shared);  // 0 where no CTAs share a result
 
 // Both throw std::runtime_error on a refused launch.
 void delta_left(const DeltaStatesParams& params, void* stream);

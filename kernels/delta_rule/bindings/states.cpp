@@ -28,7 +28,7 @@ void def_walk(pybind11::module_& m, const char* name) {
            const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& dq, const OperandTuple& left,
            const OperandTuple& dk, const GateTuple& g, const GateTuple& beta, std::int64_t entering,
            std::int64_t leaving, std::int64_t borders, const SumsTuple& sums, std::int64_t written,
-           float scale, int walkers) {
+           float scale, int walkers, int shared) {
             return prepared<kWalk>(DeltaStatesParams{shape(of),
                                                      operand(q),
                                                      operand(k),
@@ -49,15 +49,17 @@ void def_walk(pybind11::module_& m, const char* name) {
                                                      pointer(sums[3]),
                                                      reinterpret_cast<int*>(written),
                                                      scale,
-                                                     walkers});
+                                                     walkers,
+                                                     shared});
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("writes"), py::arg("dout"), py::arg("dv"),
         py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("g"), py::arg("beta"), py::arg("entering"),
         py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("written"), py::arg("scale"),
-        py::arg("walkers"),
+        py::arg("walkers"), py::arg("shared"),
         "Prepares a walk; entering, leaving: the states that sequences begin and end with, borders: those of "
         "the segments between, 0 for none; sums: whole, "
-        "inter, anchors, flows; written: workspace of written_bytes.");
+        "inter, anchors, flows; written: workspace of written_bytes; shared: heads of v that share a head of "
+        "the results.");
 }
 
 }  // namespace
@@ -73,7 +75,9 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
         "anchor_bytes", [](const ShapeTuple& of) { return delta_anchor_bytes(shape(of)); }, py::arg("shape"),
         "Bytes of the states that the walk \"left\" leaves at the anchors.");
     m.def(
-        "written_bytes", [](const ShapeTuple& of) { return delta_written_bytes(shape(of)); },
-        py::arg("shape"),
-        "Bytes of the workspace by which slices of V take turns; 0 where there is one slice.");
+        "written_bytes",
+        [](const ShapeTuple& of, int shared) { return delta_written_bytes(shape(of), shared); },
+        py::arg("shape"), py::arg("shared"),
+        "Bytes of the workspace by which heads of v and slices of V take turns; 0 where none share a "
+        "result.");
 }

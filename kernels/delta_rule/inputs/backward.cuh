@@ -22,20 +22,6 @@ __device__ inline void differentiate_rows(const DeltaInputsBackwardParams& p, in
     row.store(p.dk, gradient(k, dk));
 }
 
-__device__ inline void store_gate(const Gate& gate, int64_t offset, float x) {
-    void* const data = const_cast<void*>(gate.data);
-    switch (gate.dtype) {
-        case DType::bfloat16:
-            static_cast<__nv_bfloat16*>(data)[offset] = __float2bfloat16(x);
-            break;
-        case DType::float16:
-            static_cast<__half*>(data)[offset] = __float2half(x);
-            break;
-        default:
-            static_cast<float*>(data)[offset] = x;
-    }
-}
-
 // Adds the warps' sums in their order, and leaves those of the block.
 __device__ inline void write_sums(const DeltaInputsBackwardParams& p, const GateTile& tile, float2 own) {
     __shared__ float2 of_warps[kInputWarps][kGateHeads];

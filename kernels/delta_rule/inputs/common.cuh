@@ -115,6 +115,21 @@ struct GateTile {
     __device__ inline float of_head(const Gate& x) const { return load_gate(x, head * x.head_stride); }
 };
 
+// Stores a number at an offset in elements, rounded to the gate's type.
+__device__ inline void store_gate(const Gate& gate, int64_t offset, float x) {
+    void* const data = const_cast<void*>(gate.data);
+    switch (gate.dtype) {
+        case DType::bfloat16:
+            static_cast<__nv_bfloat16*>(data)[offset] = __float2bfloat16(x);
+            break;
+        case DType::float16:
+            static_cast<__half*>(data)[offset] = __float2half(x);
+            break;
+        default:
+            static_cast<float*>(data)[offset] = x;
+    }
+}
+
 // e^x to about an ulp. NOTES: expf is compiled to its fast form, whose relative error grows with |x|.
 __device__ inline float exp_of(float x) {
     constexpr float kLn2 = 0.6931471805599453f;

@@ -37,10 +37,11 @@ ARGUMENTS = {
         *("shape", "q", "k", "dq", "dk", "beta", "g", "a_log", "dt_bias"),
         *("d_strength", "d_log_decay", "d_beta", "d_g", "sums", "twice"),
     ),
-    "combine": ("shape", "dq_of_heads", "dk_of_heads", "dq", "dk"),
+    "combine": ("shape", "dq_parts", "dk_parts", "dq", "dk"),
+    "strength": ("shape", "sums", "parts", "dbeta"),
     "left": (
         *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", *GATES),
-        *("entering", "leaving", "borders", "sums", "written", "scale", "walkers"),
+        *("entering", "leaving", "borders", "sums", "written", "scale", "walkers", "shared"),
     ),
     "mlstm_bwd_gates": (
         *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),

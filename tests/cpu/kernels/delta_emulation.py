@@ -42,9 +42,9 @@ class Kernel(PreparedLaunches):
         self.anchor_shapes.append(shape)
         return ANCHOR_BYTES
 
-    def written_bytes(self, shape: tuple[int, ...]) -> int:
+    def written_bytes(self, shape: tuple[int, ...], shared: int) -> int:
         slices, segments, heads = -(-shape[9] // SLICE), shape[3], shape[6]
-        return 4 * (1 + segments * heads * slices * 2) if slices > 1 else 0
+        return 4 * (1 + segments * heads * slices * 2) if slices * shared > 1 else 0
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
@@ -270,9 +270,11 @@ class Kernel(PreparedLaunches):
     def walk(self, x: Arguments, *, forward: bool) -> None:
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         writes, dout, dv = (x.operand(y, x.dim_v).float() for y in (x.of.writes, x.of.dout, x.of.dv))
-        dq, left, dk = (x.operand(y, x.dim_k) for y in (x.of.dq, x.of.left, x.of.dk))
+        shared = x.of.shared
+        assert x.group % shared == 0
+        dq, left, dk = (x.operand(y, x.dim_k, x.heads // shared) for y in (x.of.dq, x.of.left, x.of.dk))
         slices, parts = -(-x.dim_v // SLICE), -(-x.dim_k // PART)
-        if slices > 1:
+        if slices * shared > 1:
             written = 1 + x.cut[3] * x.heads * slices * 2
             tensor_at(x.address(x.of.written), torch.int32, (written,)).zero_()
         else:
@@ -280,6 +282,9 @@ class Kernel(PreparedLaunches):
         size = (slices * parts, x.batch, x.heads, x.seq)
         whole = x.floats(x.of.sums[0], *size) if x.of.sums[0] else None
         leaving = x.states(x.of.leaving, x.cut[2])
+
+        def of_heads(parts: Tensor) -> Tensor:
+            return parts.unflatten(0, (-1, shared)).sum(1)
 
         def sum_up(row: int, t: int, products: Tensor) -> None:
             if whole is not None:
@@ -295,21 +300,25 @@ class Kernel(PreparedLaunches):
                     of_k = -torch.einsum("hkv,hv->hk", state, dv[row, t])
                     state = state + torch.einsum("hk,hv->hkv", k[row, t], u)
                     of_q = x.of.scale * torch.einsum("hkv,hv->hk", state, dout[row, t])
-                    dq[row, t], left[row, t] = of_q, of_k
+                    dq[row, t], left[row, t] = of_heads(of_q), of_heads(of_k)
                     sum_up(row, t, q[row, t] * of_q + k[row, t] * of_k)
                 else:
                     state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t], dout[row, t])
                     of_k = torch.einsum("hkv,hv->hk", state, u)
-                    dk[row, t] = left[row, t] + of_k
+                    dk[row, t] = left[row, t] + of_heads(of_k)
                     sum_up(row, t, k[row, t] * of_k)
                     state = decay * (state - torch.einsum("hk,hv->hkv", k[row, t], dv[row, t]))
             if leaving is not None and leaves:
                 leaving[number] = state
 
     def compute_combine(self, x: Arguments) -> None:
-        for of_heads, shared in ((x.of.dq_of_heads, x.of.dq), (x.of.dk_of_heads, x.of.dk)):
-            parts = x.operand(of_heads, x.dim_k).unflatten(2, (-1, x.group))
-            x.operand(shared, x.dim_k, x.heads // x.group).copy_(parts.float().sum(3))
+        for of_parts, whole in ((x.of.dq_parts, x.of.dq), (x.of.dk_parts, x.of.dk)):
+            parts = x.operand(of_parts, x.dim_k).unflatten(2, (-1, x.group))
+            x.operand(whole, x.dim_k, x.heads // x.group).copy_(parts.float().sum(3))
+
+    def compute_strength(self, x: Arguments) -> None:
+        sums = x.floats(x.of.sums, x.of.parts, x.batch, x.heads, x.seq)
+        x.written_gate(x.of.dbeta).copy_(sums.sum(0).mT)
 
     def compute_mlstm_bwd_gates(self, x: Arguments) -> None:
         """Without the flows at anchors: from the ends of sequences alone."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, reference
-from tfla_tk.backends.tk.delta_rule import call, inputs, launch, split, states
+from tfla_tk.backends.tk.delta_rule import call, inputs, launch, split
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
@@ -30,7 +30,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """Whose segments are one chunk."""
     found = Kernel(CHUNK)
     monkeypatch.setattr(build, "load", found.load)
-    for module in (inputs, launch, states):
+    for module in (inputs, launch):
         monkeypatch.setattr(module, "current_stream", lambda device: 7)
     for memo in ("_forwards", "_backwards"):
         monkeypatch.setattr(launch, memo, Memo())
@@ -128,9 +128,21 @@ def test_tensors_and_sizes(
     assert [of[0] != 0 for of in kernel.anchor_shapes] == [packed] * len(kernel.anchor_shapes)
     assert bool(kernel.anchor_shapes) == gate
     names = [x.name for x in kernel.launches]
-    backward = ["mirror", "left", "right", *["mlstm_bwd_gates"] * gate, *["combine"] * (group > 1)]
+    backward = ["mirror", "left", "right", *["mlstm_bwd_gates"] * gate, "strength"]
     forward = [*["matrices"] * (not makers), "forward"]
     assert names == forward + backward + forward + forward + backward
+
+
+@pytest.mark.parametrize("group", [2, 4, 5, 8])
+def test_heads_of_a_group_add_up_their_results(group: int, kernel: Kernel) -> None:
+    """In the walks over the states, or, of many heads, parts that another launch adds up."""
+    core = draw((16, 16), group=group, tokens=70)
+    check(core)
+    walks = {x.shared for x in kernel.launches if x.name in ("left", "right")}
+    assert len(walks) == 1 and group % (shared := walks.pop()) == 0
+    assert shared <= call.MOST_SHARED and (shared == group or group > call.MOST_SHARED)
+    combined = [x for x in kernel.launches if x.name == "combine"]
+    assert len(combined) == (shared < group)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
@@ -311,12 +323,49 @@ def test_where_the_walks_over_the_states_begin(kernel: Kernel) -> None:
     assert kernel.begun == [(walk, *start) for walk in ("left", "right") for start in starts]
 
 
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_backward_of_tensors_that_begin_anywhere(group: int, kernel: Kernel) -> None:
+    """Also right after one like it whose tensors the kernels take where they are, and the other way round."""
+    core = draw(group=group, tokens=70)
+    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    do, dht = cotangents(o, last)
+    odd = core._replace(**{name: at_odd_address(getattr(core, name)) for name in ("k", "v", "initial_state")})
+    calls = [
+        (core, do, dht),
+        (odd, do, dht),
+        (core, at_odd_address(do), at_odd_address(dht)),
+        (core, do, dht),
+    ]
+    first, *others = (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in calls)
+    for found in others:
+        for x, y in zip(found, first, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+    launch._backwards.clear()
+    for found in (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in calls[::-1]):
+        for x, y in zip(found, first, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_lie_like_the_gates(dtype: torch.dtype, kernel: Kernel) -> None:
+    """In the dtype and the memory order of g and beta."""
+    core = draw(group=2, tokens=70)
+    assert core.g is not None
+    g, beta = (x.to(dtype).mT.contiguous().mT for x in (core.g, core.beta))
+    core = core._replace(g=g, beta=beta)
+    check(core)
+    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    found = launch.backward(core, kept, last, *cotangents(o, last), needs_gates=True)
+    for x, y in zip(found[3:5], (g, beta), strict=True):
+        assert x is not None and (x.dtype, x.stride()) == (dtype, y.stride())
+
+
 def test_states_at_borders_are_left_for_training_alone(kernel: Kernel) -> None:
     launch.forward(draw(), output_final_state=True, keep=False)
     assert kernel.launches[-1].borders == 0
     _, _, kept = launch.forward(draw(tokens=CHUNK), output_final_state=True, keep=True)  # one segment
     assert kernel.launches[-1].borders == 0
-    assert kept is not None and kept.tensors[1] is None
+    assert kept is not None
     check(draw(tokens=CHUNK))
 
 

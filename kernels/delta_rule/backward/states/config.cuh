@@ -42,7 +42,7 @@ struct StatesGlobals {
     Cut cut;
     const float* borders;
     int heads, group, seq, dim_k, dim_v;
-    int ctas, slices;          // of K per segment, head and slice; of V
+    int ctas, slices, shared;  // of K per segment, head and slice; of V; heads of v that share results
     int slots;                 // of chunks, per head
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
@@ -54,8 +54,10 @@ struct StatesGlobals {
     float* flows;
     int* written;  // a ticket, then per CTA and walker
     float scale;
+    int at_once;  // shared results that the GPU serves at once
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
+    __host__ __device__ inline int turns() const { return shared * slices; }
     __device__ inline int parts_of_slice() const { return (dim_k + 15) / 16; }
     __device__ inline int parts() const { return slices * parts_of_slice(); }
 };
@@ -72,7 +74,8 @@ struct StatesGates {
 // A CTA's task, its states, and where the sums of its (segment, head) go; null where none are wanted. NOTES:
 // computed once and reread from shared memory, to save registers.
 struct StatesTask : Task {
-    int slice, value;               // of V, and its first column
+    int value;                      // the first column of V
+    int result_head, turn;          // of dq, left and dk; of this CTA among those that share it
     int first_part;                 // of the sums over K
     int* written;                   // chunks that this CTA's first walker has written
     const float* entering;          // the state that the walk begins with, null: zero
@@ -96,7 +99,8 @@ struct StatesTask : Task {
         if (!begins)
             entering = border_state(g, task, (C::kIsLeft ? task.number : task.number + 1) * kSegmentChunks);
         float* const leaving = ends && g.leaving ? g.leaving + state : nullptr;
-        StatesTask found{task, slice, value, part, written, entering, leaving, 0, -1};
+        const int turn = task.head % g.shared * g.slices + slice;
+        StatesTask found{task, value, task.head / g.shared, turn, part, written, entering, leaving, 0, -1};
         if (g.whole == nullptr) return found;
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         const int64_t anchor_parts = head * g.anchor_slots * g.parts();
@@ -110,17 +114,25 @@ struct StatesTask : Task {
 
 // A walker reads and replaces its own columns alone.
 template <class C, StateWalk> struct StatesColumns {
-    typename C::Columns queries, keys;  // then dq and the left part of dk, until they are stored
+    // then dq and the left part of dk, until they are stored; meanwhile `keys` has that part of the turn
+    // before
+    typename C::Columns queries, keys;
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
-    typename C::Columns left;  // then dk, until it is stored
+    typename C::Columns earlier;  // the left part of dk, later dk of the turn before; then dk of this one
 };
 
 template <class C> struct StatesStage {
     typename C::Values writes, dout, dv;
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
+
+// dq of the turn before, of each walker.
+template <class C, StateWalk> struct EarlierQueries {
+    typename C::Columns of_walker[C::kWalkers];
+};
+template <class C> struct EarlierQueries<C, StateWalk::right> {};
 
 // P and M of a chunk.
 template <class C> struct ChunkScores {
@@ -130,29 +142,37 @@ template <class C> struct ChunkScores {
 template <class C> struct StatesMemory {
     static constexpr int kScores = 2, kMost = 4;
     static constexpr int kRest = 4096;  // bytes beside tiles, with a margin
-    static constexpr int kFree = MAX_SHARED_MEMORY - kScores * sizeof(ChunkScores<C>) - kRest;
+    static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierQueries<C, C::kWalk>) : 0;
+    static constexpr int kFree = MAX_SHARED_MEMORY - kScores * sizeof(ChunkScores<C>) - kEarlier - kRest;
     static constexpr int kFitting = kFree / sizeof(StatesStage<C>);
     static constexpr int kStages = std::clamp(kFitting, 2, kMost);  // chunks in shared memory
     static constexpr int kOfStages = kStages * (sizeof(StatesStage<C>) + sizeof(StatesGates));
-    static constexpr int kOthers = kScores * sizeof(ChunkScores<C>) + 512;  // 512: barriers, the task
+    static constexpr int kOthers =
+        kScores * sizeof(ChunkScores<C>) + kEarlier + 512;  // 512: barriers, the task
     static constexpr bool kHasGateRing = kOfStages + kOthers + sizeof(GateRing) <= MAX_SHARED_MEMORY;
 
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores[kScores];  // of even and odd chunks: a walker may be one chunk ahead of the other
+    [[no_unique_address]] EarlierQueries<C, C::kWalk> earlier;
     StatesGates gates[kStages];
-    semaphore arrived[kStages];  // tiles, columns of each walker, gates
-    semaphore free[kStages];     // but for the columns, which are followed by results
+    semaphore arrived[kStages];                       // tiles, columns of each walker, gates
+    semaphore free[kStages];                          // but for the columns, which are followed by results
+    semaphore earlier_arrived[C::kWalkers][kStages];  // results of the turn before
+    semaphore keys_read[C::kWalkers];
     semaphore out_ready[C::kWalkers][kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     StatesTask task;
     GateRingIf<kHasGateRing> gate_ring;
 
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 3, kColumns = C::kIsLeft ? 2 : 3;
+        constexpr int kTiles = 3, kColumns = 2;
         for (int i = 0; i < kStages; i++) {
             init_semaphore(arrived[i], kTiles + kColumns * C::kWalkers + kArrivalsPerWarp);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
+        for (auto& of_walker : earlier_arrived)
+            for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft ? 2 : 1);
+        for (auto& read : keys_read) init_warp_barrier(read, 4);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);

@@ -64,11 +64,13 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
     }
 }
 
-// Slices of V write the results of a chunk in turn: the first one stores them, each later one adds to them.
-// So the order of the sums is always the same. `written` counts the chunks of a slice that are in device
-// memory.
+// CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
+// next. So the order of the sums is always the same. Each turn adds what the one before has stored to its own
+// results in fp32, so that only what it stores is rounded. `written` counts the chunks of a CTA that are in
+// device memory.
 __device__ inline void wait_written(const int* written, int chunks) {
-    while (acquire_from_device(written) < chunks) __nanosleep(32);
+    while (peek_from_device(written) < chunks) __nanosleep(32);
+    acquire_from_device(written);
     fence_async_global();
 }
 __device__ inline void publish_written(int* written, int chunks) {
@@ -78,8 +80,8 @@ __device__ inline void publish_written(int* written, int chunks) {
     if (fresh_laneid() == 0) release_to_device(written, chunks);
 }
 
-// One warp per walker: q, k and the left part of dk into a stage, and out of it the results, which the walker
-// has put in their places.
+// One warp per walker: q, k and, of the right walk, what there is of dk into a stage, and out of it the
+// results, which the walker has put in their places.
 template <class C>
 __device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem,
                                                       int walker) {
@@ -87,13 +89,26 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
     const StatesTask& task = smem.task;
     const int column = task.column + walker * kWalkerColumns;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
+    auto load_earlier = [&](auto& tile, const TensorMap& from, int step) {
+        load(tile, from, smem.earlier_arrived[walker][Use<kStages>(step).slot], column, task.result_head,
+             chunk_of_step<C>(task, step));
+    };
+    // of the turn before
+    auto load_results = [&](int step) {
+        auto& columns = smem.stages[Use<kStages>(step).slot].columns[walker];
+        wait_written(task.written - g.ctas * C::kWalkers + walker, step + 1);
+        if constexpr (C::kIsLeft) {
+            load_earlier(smem.earlier.of_walker[walker], g.dq.chunk, step);
+            wait(smem.keys_read[walker], step & 1);
+            load_earlier(columns.keys, g.dk.chunk, step);
+        } else {
+            load_earlier(columns.earlier, g.dk.chunk, step);
+        }
+    };
     auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
         store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
                     [&](const TensorMap& map, uint32_t from, int row) {
-                        if (task.slice > 0)
-                            map.add_panel(from, column, row, task.head, task.batch);
-                        else
-                            map.store_panel(from, column, row, task.head, task.batch);
+                        map.store_panel(from, column, row, task.result_head, task.batch);
                     });
     };
 #pragma unroll 1
@@ -104,12 +119,11 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
         if (stored >= 0) {
             const int chunk = chunk_of_step<C>(task, stored);
             wait(smem.out_ready[walker][slot], phase ^ 1);
-            if (task.slice > 0) wait_written(task.written - g.ctas * C::kWalkers + walker, stored + 1);
             if constexpr (C::kIsLeft) {
                 store(g.dq, &columns.queries, chunk);
                 store(g.dk, &columns.keys, chunk);
             } else {
-                store(g.dk, &columns.left, chunk);
+                store(g.dk, &columns.earlier, chunk);
             }
             wait_stores_read();
             __syncwarp();
@@ -118,14 +132,14 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
             const int chunk = chunk_of_step<C>(task, step);
             load(columns.queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
             load(columns.keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
-            if constexpr (!C::kIsLeft) {
-                if (task.slice == 0)
-                    load(columns.left, g.left, smem.arrived[slot], column, task.head, chunk);
-                else if (fresh_laneid() == 0)
-                    kittens::arrive(smem.arrived[slot]);
-            }
+            if constexpr (!C::kIsLeft)
+                if (task.turn == 0) load_earlier(columns.earlier, g.left, step);
         }
-        if (stored >= 0 && task.slice + 1 < g.slices) publish_written(task.written + walker, stored + 1);
+        if (stored >= 0 && task.turn + 1 < g.turns()) publish_written(task.written + walker, stored + 1);
+        // NOTES: of the chunk that the walker is at, and no sooner: results that are ready would wait
+        // meanwhile
+        const int next = stored + 1;
+        if (task.turn > 0 && next >= 0 && next < task.chunks) load_results(next);
     }
     wait_stores_done();
 }

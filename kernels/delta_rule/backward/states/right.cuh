@@ -5,8 +5,8 @@
 //   3. Wait for the other walker's scores and for dS writes^T; scale it by rest e^{b_L - b}.
 //   4. Issue right^T += Q^T P + K^T M.
 //   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
-//   6. Wait for right; its sums per token, and left + right, of later slices of V right alone, in the place
-//      of left.
+//   6. Wait for right; its sums per token. Add the left part of dk, in later turns dk of the turn before, and
+//      put the sum in its place.
 //   7. Wait for dS; hand the stage over.
 #pragma once
 
@@ -71,15 +71,9 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         pin(right), pin_all(queries), pin_all(keys);
         if (task.whole && column() < g.dim_k)
             store_sums(g, task, chunk, part(), fresh_laneid(), through, of_keys);
-        if (task.slice == 0) {
-            W::load(queries, columns.left);
-            each<0, 4 * kTokenSteps>([&](int i) {
-                const float2 left = to_float2(queries[i / 4].tiles[0][0].data[i % 4]);
-                float2& x = right.tiles[0][i / 4].data[i % 4];
-                x = {x.x + left.x, x.y + left.y};
-            });
-        }
-        W::store(columns.left, right);
+        wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(step).phase);
+        W::add(right, queries, columns.earlier);
+        W::store(columns.earlier, right);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
         warpgroup::mma_async_wait<0>();  // 7

@@ -4,7 +4,7 @@
 //   delta_left   forward in time: dq and the left part of dk (left.cuh)
 //   delta_right  backward in time: dk (right.cuh)
 // One CTA of either owns a (segment, head, slice of V, 64 or 128 columns of K):
-//     producer   loads writes, dO, dV, q, k and the left part of dk; scans the gates; stores the results
+//     producer   loads writes, dO, dV, q, k and what there is of dk; scans the gates; stores the results
 //     walkers    one or two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule-backward.md.
 #include <stdexcept>
@@ -22,13 +22,22 @@
 
 namespace tfla_tk::delta_rule {
 
-// The number of a CTA, for its first warp. Slices of V wait for each other, so where there are several, CTAs
-// draw tickets in the order in which they begin: each then only waits for one that runs.
+// The number of a CTA, for its first warp. CTAs that share results wait for each other, so they draw tickets
+// in the order in which they begin: each then only waits for one that runs. Of as many shared results as the
+// GPU serves at once, all first turns come first, then all second ones. So the CTAs of a turn end at the same
+// time, those of the same turn of other results follow them, and each turn is late once per launch, not once
+// per CTA.
 __device__ inline int block_of_states(const StatesGlobals& g) {
     if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
     int ticket = 0;
     if (threadIdx.x == 0) ticket = atomicAdd(g.written, 1);
-    return __shfl_sync(0xffffffff, ticket, 0);
+    ticket = __shfl_sync(0xffffffff, ticket, 0);
+    // of ctas CTAs of a turn each
+    const int turns = g.turns(), results = gridDim.x / (turns * g.ctas);
+    const int first = ticket / (g.at_once * turns * g.ctas) * g.at_once;
+    const int rest = ticket - first * turns * g.ctas, of_turn = min(g.at_once, results - first) * g.ctas;
+    const int turn = rest / of_turn, cta = rest % of_turn;
+    return ((first + cta / g.ctas) * turns + turn) * g.ctas + cta % g.ctas;
 }
 
 template <class C>
@@ -59,13 +68,23 @@ __global__ __launch_bounds__(C::kThreads,
     }
 }
 
-inline ResultMaps result_maps(const Operand& x, const DeltaShape& s) {
-    auto boxes = [&](int rows) { return TensorMap(x, s.batch, s.heads, s.seq, s.dim_k, rows, s.half); };
+inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
+    const DeltaShape& s = p.shape;
+    auto boxes = [&](int rows) {
+        return TensorMap(x, s.batch, s.heads / p.shared, s.seq, s.dim_k, rows, s.half);
+    };
     return {boxes(kChunk), boxes(kBoxRows), boxes(1)};
 }
 
 // Of V, one for a CTA.
 inline int slices_of(const DeltaShape& s) { return (s.dim_v + TFLA_DIM_V - 1) / TFLA_DIM_V; }
+
+// Shared results that the GPU serves at once, with CTAs for all turns.
+inline int served_at_once(int ctas, int device, const char* name) {
+    int multiprocessors = 0;
+    check_launch(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), name);
+    return std::max(multiprocessors / ctas, 1);
+}
 
 template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
@@ -80,9 +99,9 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         maps.of_values(p.writes, kChunk),
         maps.of_values(p.dout, kChunk),
         maps.of_values(p.dv, kChunk),
-        TensorMap(p.left, s.batch, s.heads, s.seq, s.dim_k, kChunk, s.half),
-        result_maps(C::kIsLeft ? p.dq : p.dk, s),
-        result_maps(C::kIsLeft ? p.left : p.dk, s),
+        TensorMap(p.left, s.batch, s.heads / p.shared, s.seq, s.dim_k, kChunk, s.half),
+        result_maps(C::kIsLeft ? p.dq : p.dk, p),
+        result_maps(C::kIsLeft ? p.left : p.dk, p),
         GateWords(p.g),
         GateWords(p.beta),
         s.cut,
@@ -94,6 +113,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         s.dim_v,
         (s.dim_k + kColumns - 1) / kColumns,
         slices,
+        p.shared,
         slots,
         anchor_slots(slots),
         heads * s.seq,
@@ -104,7 +124,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         p.inter,
         static_cast<uint4*>(p.anchors),
         p.flows,
-        slices > 1 ? p.written : nullptr,
+        slices * p.shared > 1 ? p.written : nullptr,
         p.scale,
     };
 }
@@ -114,11 +134,13 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     if (p.borders && p.shape.cut.segment_chunks != kSegmentChunks)
         throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
     const DeviceGuard guard(p.shape.device, kName);
-    const StatesGlobals g = states_globals<C>(p);
+    StatesGlobals g = states_globals<C>(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
     const dim3 grid = grid_of(ctas, 1, kName);
-    if (g.slices > 1)
+    if (g.written) {
+        g.at_once = served_at_once(g.turns() * g.ctas, p.shape.device, kName);
         check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas * C::kWalkers) * sizeof(int), stream), kName);
+    }
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
                                                             kName);
 }
@@ -144,9 +166,9 @@ std::int64_t delta_anchor_bytes(const DeltaShape& s) {
     return anchors * s.batch * s.heads * parts * bytes_of_part;
 }
 
-std::int64_t delta_written_bytes(const DeltaShape& s) {
+std::int64_t delta_written_bytes(const DeltaShape& s, int shared) {
     const std::int64_t slices = delta_rule::slices_of(s), walkers = (s.dim_k + 127) / 128 * 2;
-    return slices == 1 ? 0 : sizeof(int) * (1 + slices * walkers * s.cut.segments * s.heads);
+    return slices * shared == 1 ? 0 : sizeof(int) * (1 + slices * walkers * s.cut.segments * s.heads);
 }
 
 void delta_left(const DeltaStatesParams& params, void* stream) {

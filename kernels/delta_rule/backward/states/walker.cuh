@@ -72,6 +72,16 @@ template <class C> struct StatesWalker {
     __device__ static inline void store(typename C::Columns& tile, const Tokens& result) {
         store_transposed<T>(address(tile), result);
     }
+    // Adds the results in a tile.
+    __device__ static inline void add(Tokens& result, Fragment (&unpacked)[kTokenSteps],
+                                      const typename C::Columns& tile) {
+        load(unpacked, tile);
+        each<0, 4 * kTokenSteps>([&](int i) {
+            const float2 y = to_float2(unpacked[i / 4].tiles[0][0].data[i % 4]);
+            float2& x = result.tiles[0][i / 4].data[i % 4];
+            x = {x.x + y.x, x.y + y.y};
+        });
+    }
     // scaled = factors times by and `constant`, rounded
     __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by,
                                         float constant) {

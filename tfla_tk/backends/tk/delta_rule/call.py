@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.split import WALKER_COLUMNS
 from tfla_tk.backends.tk.operands import (
-    ADDRESS_ALIGNMENT,
     Gate,
     Operand,
     as_operand,
     as_state,
     memory_rate,
     multiprocessors,
-    pointer,
 )
-from tfla_tk.backends.tk.prepared import Addresses
+from tfla_tk.backends.tk.prepared import Addresses, Scratch
 from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
 MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
+# heads of v that add up their dq and dk in turn: more of them would round the sum too often
+MOST_SHARED = 4
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
@@ -34,7 +33,7 @@ _STATES_CYCLES = {1: 6100, 2: 8200}
 # of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
-Size: TypeAlias = tuple[int, ...]
+_HALF = 2  # bytes of a number of 16 bits
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
 
@@ -125,10 +124,6 @@ class Shape(NamedTuple):
         results of a sequence do not depend on what else is in the call."""
         return self.cut_into(SEGMENT_CHUNKS)
 
-    def states_size(self, slots: int, dim: int) -> Size | None:
-        """Of an allocation [slots, HV, K, dim]; None without slots."""
-        return (slots, self.heads, self.dim_k, dim) if slots else None
-
     def states_bytes(self, slots: int, dim: int) -> int:
         """Of so many states."""
         return slots * self.heads * self.dim_k * dim * torch.float32.itemsize
@@ -144,15 +139,20 @@ class Shape(NamedTuple):
         return -(-self.dim_v // max(DELTA_STATES_TILES))
 
     @property
+    def shared(self) -> int:
+        """Heads of v of a group that add up their dq and dk in the walks over the states; of larger groups a
+        launch behind these adds up the rest."""
+        return max(heads for heads in range(1, MOST_SHARED + 1) if self.group % heads == 0)
+
+    @property
+    def partial(self) -> tuple[int, int, int, int]:
+        """Of what the walks over the states leave of dq and dk, [B, T, HV / shared, K]."""
+        return self.batch, self.seq, self.heads // self.shared, self.dim_k
+
+    @property
     def matrix_bytes(self) -> int:
         """Of A, and of P, of every chunk."""
         return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
-
-    @property
-    def matrices_size(self) -> int:
-        """Of A and P of every chunk and the flags of makers behind them, in 16-bit numbers."""
-        flags = self.batch * self.heads * self.slots if self.makers else 0
-        return self.matrix_bytes + 2 * flags
 
     def matrices_at(self, address: int) -> tuple[int, int, int]:
         """A, P and the flags of makers, 0 without these, in one allocation."""
@@ -211,9 +211,36 @@ class Shape(NamedTuple):
         return 1 if columns == 1 or cycles(1) <= cycles(2) else 2
 
 
-def new_states(like: Tensor, size: Size | None) -> MaybeTensor:
-    """Uninitialised states in fp32 on the device of a tensor; None for no size."""
-    return None if size is None else like.new_empty(size, dtype=torch.float32)
+class Left(NamedTuple):
+    """Where the forward leaves what its backward reads, prepared addresses in one allocation.
+
+    Attributes:
+        matrices: A and P of every chunk, and behind them the flags of makers.
+        writes: the walk's writes, like a dense v.
+        borders: the states at the borders between segments of the walks over the states; 0 for none.
+        maps: M of the segments of a split; 0 without one.
+    """
+
+    matrices: int
+    writes: int = 0
+    borders: int = 0
+    maps: int = 0
+
+    @staticmethod
+    def of(shape: Shape, scratch: Scratch) -> Left:
+        """Takes the places."""
+        return Left(
+            scratch.take(Left.matrices_bytes(shape)),
+            scratch.take(_HALF * shape.batch * shape.seq * shape.heads * shape.dim_v),
+            scratch.take(shape.states_bytes(shape.borders, shape.dim_v)),
+            scratch.take(shape.states_bytes(shape.carried, shape.dim_k)),
+        )
+
+    @staticmethod
+    def matrices_bytes(shape: Shape) -> int:
+        """Of A and P of every chunk and of the flags."""
+        flags = shape.batch * shape.heads * shape.slots if shape.makers else 0
+        return 2 * shape.matrix_bytes + flags * torch.int32.itemsize
 
 
 def readable(core: DeltaRuleCore) -> DeltaRuleCore:
@@ -226,12 +253,6 @@ def readable(core: DeltaRuleCore) -> DeltaRuleCore:
     if all(map(operator.is_, tensors, core)):
         return core
     return DeltaRuleCore._make((*tensors, *options))
-
-
-def is_aligned(core: DeltaRuleCore) -> bool:
-    """Whether the kernels can take the tensors, which lie like readable ones, where they are."""
-    at = core.q.data_ptr() | core.k.data_ptr() | core.v.data_ptr() | pointer(core.initial_state)
-    return at % ADDRESS_ALIGNMENT == 0
 
 
 def layout(core: DeltaRuleCore, read: DeltaRuleCore) -> Any:
@@ -259,8 +280,8 @@ def _layout(core: DeltaRuleCore) -> Any:
         beta.dtype,
         None if a_log is None else (a_log.stride(), a_log.dtype),
         None if dt_bias is None else (dt_bias.stride(), dt_bias.dtype),
-        initial_state is not None,
-        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.dtype),
+        None if initial_state is None else initial_state.stride(),
+        None if cu_seqlens is None else (cu_seqlens.shape, cu_seqlens.stride(), cu_seqlens.dtype),
         core.scale,
         core.batch_invariant,
         core[10:13],

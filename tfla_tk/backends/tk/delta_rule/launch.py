@@ -16,11 +16,13 @@ part of dk from what a token erases, backward in time dk. The gradient of g foll
 are cut into segments. They begin with what others have left at the borders between segments: the states, by
 the forward, and their gradients, by the backward's first walk.
 
-Where several heads of v share a head of q and k, a last kernel adds up their dq and dk.
+Heads of v that share a head of q and k add up their dq and dk in these walks, a few of them: where a head of
+q and k has more, a last kernel adds up the rest.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -32,18 +34,17 @@ from tfla_tk.backends.tk.delta_rule import inputs
 from tfla_tk.backends.tk.delta_rule.call import (
     NO_OPERAND,
     SUM_COLUMNS,
+    Left,
     Shape,
     gate_at,
-    is_aligned,
     layout,
-    new_states,
     number,
     readable,
 )
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
-from tfla_tk.backends.tk.delta_rule.states import States, Through
-from tfla_tk.backends.tk.operands import as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, Scratch, operand_at, starts
+from tfla_tk.backends.tk.delta_rule.states import Through, launch_states
+from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
+from tfla_tk.backends.tk.prepared import Launch, Launches, Result, Scratch, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -55,8 +56,8 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 
 
 def forward(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Outputs:
-    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` the writes, the states at the
-    borders and M of the segments of a split, None where there are none, and A and P.
+    """o [B, T, HV, V], the final state [N, HV, K, V] or None, and with `keep` one allocation of what the
+    backward reads (`Left`).
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -74,15 +75,28 @@ def forward(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Out
 def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Callable[..., Outputs]:
     """`forward` of the tensors of all calls whose tensors lie like these."""
     options = core[9:]
-    prepared = None
-    if readable(core) is core:
-        prepared = Forward(core, core, output_final_state=output_final_state, keep=keep)
+
+    def run_any(*tensors: Any) -> Outputs:
+        given = DeltaRuleCore._make((*tensors, *options))
+        return forward(given, output_final_state=output_final_state, keep=keep)
+
+    if readable(core) is not core:
+        return run_any
+    is_raw = any(Wanted.of(core))
+    # raw inputs are made into what the walk reads by the first call
+    walk = None if is_raw else Walk(core, core.v, output_final_state=output_final_state, keep=keep)
+    prepared = Forward(core, core, output_final_state=output_final_state, keep=keep) if is_raw else None
 
     def run(*tensors: Any) -> Outputs:
-        core = DeltaRuleCore._make((*tensors, *options))
-        if prepared is not None and is_aligned(core):
-            return prepared(core, core)
-        return forward(core, output_final_state=output_final_state, keep=keep)
+        at = starts(*tensors)
+        if (at[0] | at[1] | at[2] | at[7]) % ADDRESS_ALIGNMENT:
+            return run_any(*tensors)
+        if walk is not None:
+            v = tensors[2]
+            return walk(v, v, at)
+        assert prepared is not None
+        given = DeltaRuleCore._make((*tensors, *options))
+        return prepared(given, given)
 
     return run
 
@@ -102,13 +116,38 @@ def backward(
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
     """
-    read, do, dht = readable(core), as_operand(do), as_state(dht)
-    key = needs_gates, do.stride(), dht is not None, layout(core, read)
-    prepared = _backwards.get(key)
-    if prepared is None:
-        prepared = Backward(core, read, needs_gates=needs_gates)
-        _backwards.keep(key, prepared)
-    return prepared(core, read, kept, do, dht)
+    return _run(needs_gates, core, core, kept, do, dht)
+
+
+def _run(
+    needs_gates: bool,
+    given: DeltaRuleCore,
+    core: DeltaRuleCore,
+    kept: Kept | None,
+    do: Tensor,
+    dht: MaybeTensor,
+) -> Gradients:
+    """`backward`, where the tensors of core may be copies of those given, which gradients are like."""
+    key = needs_gates, do.stride(), None if dht is None else dht.stride(), layout(given, core)
+    run = _backwards.get(key)
+    if run is None:
+        if readable(core) is core and as_operand(do) is do and as_state(dht) is dht:
+            run = Backward(given, core, needs_gates=needs_gates)
+        else:
+            run = functools.partial(_run_copies, needs_gates)
+        _backwards.keep(key, run)
+    return run(given, core, kept, do, dht)
+
+
+def _run_copies(
+    needs_gates: bool,
+    given: DeltaRuleCore,
+    core: DeltaRuleCore,
+    kept: Kept | None,
+    do: Tensor,
+    dht: MaybeTensor,
+) -> Gradients:
+    return _run(needs_gates, given, readable(core), kept, as_operand(do), as_state(dht))
 
 
 class Forward:
@@ -132,55 +171,47 @@ class Forward:
         if self._walk is None:
             options = self._output_final_state, self._keep
             self._walk = Walk(made, core.v, output_final_state=options[0], keep=options[1])
-        return self._walk(made, core.v)
+        return self._walk(made.v, core.v, starts(*made[:9]))
 
 
 class Backward:
     """The backward of calls whose tensors and gradients lie alike.
 
-    Its parts are prepared by the first call, which has what others of them leave.
+    What follows raw inputs is prepared by the first call, which has what these are made into.
 
     Args:
-        read: the call as `readable` leaves it.
+        core: the call as gradients are like it.
+        read: as `readable` leaves it but for odd addresses.
     """
 
     def __init__(self, core: DeltaRuleCore, read: DeltaRuleCore, *, needs_gates: bool) -> None:
         wanted = Wanted.of(core)
+        self._needs_gates = needs_gates
         self._inputs = Inputs(core, read, wanted) if any(wanted) else None
         self._wanted = wanted._replace(decay=wanted.decay and needs_gates)  # gradients
         self._needs_dg = needs_gates and core.g is not None
-        self._is_grouped = core.q.shape[2] != core.v.shape[2]
-        self._mirror: Mirror | None = None
-        self._states: States | None = None
-        self._combine: Combine | None = None
+        self._walks: Walks | None = None
         self._gradients: inputs.Gradients | None = None
 
     def __call__(
         self, core: DeltaRuleCore, read: DeltaRuleCore, kept: Kept | None, do: Tensor, dht: MaybeTensor
     ) -> Gradients:
-        """`backward` of these tensors; do and dht as kernels read them."""
+        """`backward` of these tensors."""
+        at = starts(*read[:9], do, dht)
+        if (at[0] | at[1] | at[2] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT:
+            return _run_copies(self._needs_gates, core, read, kept, do, dht)
         given, made = core, read
         if self._inputs is not None:
             made = self._inputs(core, read)
             given = made if read is core else self._inputs.given(core, made)
+            at[:9] = starts(*made[:9])
         if kept is None:
             _, _, kept = forward(made, output_final_state=False, keep=True)
         assert kept is not None
-        writes, borders, maps, matrices = kept.tensors
-        assert writes is not None and matrices is not None
-        if self._mirror is None:
-            self._mirror = Mirror(made, given.v, do, dht)
-        dv, dbeta_parts, dh0, d_borders = self._mirror(made, given.v, matrices, writes, maps, do, dht)
-        through = Through(writes, dv.written, do, dht, borders, d_borders)
-        if self._states is None:
-            self._states = States(given, made, through, needs_dg=self._needs_dg)
-        dq, dk, dg = self._states(given, made, through)
-        if self._is_grouped:
-            if self._combine is None:
-                self._combine = Combine(given, made, dq, dk)
-            dq, dk = self._combine(given, dq, dk)
-        dbeta = torch.empty_like(given.beta).copy_(_sum_of_parts(dbeta_parts).transpose(1, 2))
-        found = dq, dk, dv.filled(), dg, dbeta, None, None, dh0
+        if self._walks is None:
+            self._walks = Walks(given, made, do, dht, needs_dg=self._needs_dg)
+        at += starts(*kept.tensors)
+        found = self._walks(given, made, at)
         if not any(self._wanted):
             return found
         if self._gradients is None:
@@ -199,154 +230,136 @@ class Walk:
         shape = Shape.of(core)
         self._device = shape.device
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
-        self._output_final_state, self._keep = output_final_state, keep
+        self._output_final_state = output_final_state
         kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
-        scratch = Scratch(addresses.next())
+        scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         transposed_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_k))
-        self._matrices_size = shape.matrices_size if keep else 0
-        matrices_at = addresses.next() if keep else scratch.take(shape.matrices_size * core.q.itemsize)
-        matrices = shape.matrices_at(matrices_at)
+        left = Left.of(shape, of_backward) if keep else Left(scratch.take(Left.matrices_bytes(shape)))
+        matrices = shape.matrices_at(left.matrices)
         # of v's dtype because that need not be said to torch, which is half of the time
-        self._scratch_size = scratch.bytes // core.v.itemsize
-        self._borders_size = shape.states_size(shape.borders, shape.dim_v) if keep else None
-        self._maps_size = shape.states_size(shape.carried, shape.dim_k) if keep else None
-        writes_at = addresses.next(given=keep)
-        borders_at = addresses.next(given=self._borders_size is not None)
-        maps_at = addresses.next(given=self._maps_size is not None)
+        self._scratch_size, self._kept_size = (x.bytes // core.v.itemsize for x in (scratch, of_backward))
         whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
         o = Result.like(like, "meta")
         self._is_direct = o.is_direct
-        writes = operand_at(writes_at, torch.empty(core.v.shape, device="meta")) if keep else NO_OPERAND
+        dense = torch.empty(core.v.shape, device="meta")
+        writes = operand_at(left.writes, dense) if keep else NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, o.written), writes, *gates, matrices, at.initial_state, last_at,
-            carried_at, borders_at, core.scale, shape.forward_walkers, shape.makers,
+            carried_at, left.borders, core.scale, shape.forward_walkers, shape.makers,
         )  # fmt: skip
         before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
         if carried_at:
-            maps = (maps_at, transposed_at)
+            maps = (left.maps, transposed_at)
             before += [
                 kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, maps),
-                kernel.carry(of, carried_at, transposed_at, borders_at),
+                kernel.carry(of, carried_at, transposed_at, left.borders),
             ]
         self._launches = Launches.of(kernel, [*before, walk])
 
-    def __call__(self, core: DeltaRuleCore, like: Tensor) -> Outputs:
-        """`forward` of these tensors."""
-        v, o = core.v, torch.empty_like(like)
+    def __call__(self, v: Tensor, like: Tensor, at: list[int]) -> Outputs:
+        """`forward` of the tensors of a call, which begin at `at`."""
+        o = torch.empty_like(like)
         written = o if self._is_direct else Result.of(o).written
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         scratch = v.new_empty(self._scratch_size) if self._scratch_size else None
-        kept, at = None, starts(*core[:9], written, last, scratch)
-        if self._keep:
-            matrices, writes = v.new_empty(self._matrices_size), v.new_empty(v.shape)
-            borders, maps = new_states(v, self._borders_size), new_states(v, self._maps_size)
-            kept = Kept((writes, borders, maps, matrices))
-            at += starts(matrices, writes, borders, maps)
+        left = v.new_empty(self._kept_size) if self._kept_size else None
+        at += starts(written, last, scratch, left)
         self._launches.run(at, current_stream(self._device))
+        kept = None if left is None else Kept((left,))
         return o if self._is_direct else o.copy_(written), last, kept
 
 
-class Mirror:
-    """The backward's walk of calls whose tensors lie alike, as `readable` leaves them.
+class Walks:
+    """The walks of the backward, and what follows from their sums, of calls whose tensors lie alike.
 
     Args:
-        like: v as it was given, which dv is like.
+        given: the call as the gradients are like it. core: as `readable` leaves it, with nothing to be made.
     """
 
-    def __init__(self, core: DeltaRuleCore, like: Tensor, do: Tensor, dht: MaybeTensor) -> None:
+    def __init__(
+        self, given: DeltaRuleCore, core: DeltaRuleCore, do: Tensor, dht: MaybeTensor, *, needs_dg: bool
+    ) -> None:
         shape = Shape.of(core)
-        parts = -(-shape.dim_v // SUM_COLUMNS)
-        self._device = shape.device
-        self._borders_size = shape.states_size(shape.borders, shape.dim_v)
-        self._carried_size = shape.states_size(shape.carried, shape.dim_v)
-        self._sums_shape = (parts, shape.batch, shape.heads, shape.seq)
+        self._device, self._needs_dg = shape.device, needs_dg
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)
-        matrices = shape.matrices_at(addresses.next())[:2]
-        do_at, writes_at, dv_at = (addresses.next() for _ in range(3))
-        sums_at = addresses.next()
-        dht_at = addresses.next(given=dht is not None)
+        do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
+        left = Left.of(shape, Scratch(addresses.next()))
+        results = [Result.like(x, "meta") for x in given[:3]]
+        self._are_direct = all(x.is_direct for x in results)
+        dq, dk, dv = (operand_at(addresses.next(), x.written) for x in results)
+        dg_at, dbeta_at = addresses.next(given=needs_dg), addresses.next()
         dh0_at = addresses.next(given=core.initial_state is not None)
-        borders_at = addresses.next(given=self._borders_size is not None)
-        carried_at, maps_at = (addresses.next(given=self._carried_size is not None) for _ in range(2))
+        scratch = Scratch(addresses.next())
+        dout = operand_at(do_at, do)
+        writes = operand_at(left.writes, torch.empty(core.v.shape, device="meta"))
+        parts = -(-shape.dim_v // SUM_COLUMNS)
+        parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
+        d_borders_at = scratch.take(shape.states_bytes(shape.borders, shape.dim_v))
+        carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         of = shape.with_offsets(at.cu_seqlens, shape.split)
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
-        dense = torch.empty(core.v.shape, device="meta")
-        dout, dv = operand_at(do_at, do), operand_at(dv_at, Result.like(like, "meta").written)
-        walk = kernel.mirror(
-            of, q, k, dout, operand_at(writes_at, dense), dv, *gates, matrices, sums_at, dht_at, dh0_at,
-            carried_at, borders_at, core.scale, shape.walkers, False,
-        )  # fmt: skip
-        before = []
+        matrices = shape.matrices_at(left.matrices)[:2]
+        launches: list[Launch] = []
         if carried_at:
-            before = [
+            launches += [
                 kernel.mirror(
                     of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
                     carried_at, 0, core.scale, shape.walkers, True,
                 ),
-                kernel.carry(of, carried_at, maps_at, borders_at),
+                kernel.carry(of, carried_at, left.maps, d_borders_at),
             ]  # fmt: skip
-        self._launches = Launches.of(kernel, [*before, walk])
-
-    def __call__(
-        self,
-        core: DeltaRuleCore,
-        like: Tensor,
-        matrices: Tensor,
-        writes: Tensor,
-        maps: MaybeTensor,
-        do: Tensor,
-        dht: MaybeTensor,
-    ) -> tuple[Result, Tensor, MaybeTensor, MaybeTensor]:
-        """dv, the parts of dbeta [parts, B, HV, T], dh0 and dS at the borders."""
-        v, initial = core.v, core.initial_state
-        dv = Result.like(like)
-        sums = v.new_empty(self._sums_shape, dtype=torch.float32)
-        dh0 = None if initial is None else torch.empty_like(initial)
-        borders, carried = new_states(v, self._borders_size), new_states(v, self._carried_size)
-        self._launches.run(
-            starts(*core[:9], matrices, do, writes, dv.written, sums, dht, dh0, borders, carried, maps),
-            current_stream(self._device),
+        launches.append(
+            kernel.mirror(
+                of, q, k, dout, writes, dv, *gates, matrices, parts_at, dht_at, dh0_at,
+                carried_at, d_borders_at, core.scale, shape.walkers, False,
+            )
+        )  # fmt: skip
+        # the walks over the states leave the results, or parts of them that are added up
+        parts_of_dq, parts_of_dk = dq, dk
+        is_combined = shape.shared < shape.group
+        if is_combined:
+            dense = torch.empty(shape.partial, device="meta")
+            parts_of_dq, parts_of_dk = (
+                operand_at(scratch.take(dense.numel() * core.q.itemsize), dense) for _ in range(2)
+            )
+        through = Through(writes, dv, dout, dht_at, left.borders, d_borders_at)
+        dg = (
+            gate_at(dg_at, torch.empty_like(given.g, device="meta"))
+            if needs_dg and given.g is not None
+            else None
         )
-        return dv, sums, dh0, borders
+        launches += launch_states(shape, core, at, through, parts_of_dq, parts_of_dk, dg, scratch)
+        if is_combined:
+            of_parts = shape._replace(heads=shape.partial[2], group=shape.group // shape.shared)
+            launches.append(kernel.combine(of_parts.with_offsets(0), parts_of_dq, parts_of_dk, dq, dk))
+        dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
+        launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
+        self._scratch_size = scratch.bytes // core.v.itemsize
+        self._launches = Launches.of(kernel, launches)
 
-
-class Combine:
-    """The sums over the heads of v that share one of q and k, of calls whose tensors lie alike.
-
-    Args:
-        given: q and k as the sums are like them. core: as `readable` leaves it.
-        dq, dk: of every head of v.
-    """
-
-    def __init__(self, given: DeltaRuleCore, core: DeltaRuleCore, dq: Tensor, dk: Tensor) -> None:
-        shape, addresses = Shape.of(core), Addresses()
-        self._device = shape.device
-        kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
-        sums = (Result.like(x, "meta").written for x in (given.q, given.k))
-        operands = [operand_at(addresses.next(), x) for x in (dq, dk, *sums)]
-        self._launches = Launches.of(kernel, [kernel.combine(shape.with_offsets(0), *operands)])
-
-    def __call__(self, given: DeltaRuleCore, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor]:
-        """dq and dk, like q and k as they were given."""
-        sums = Result.like(given.q), Result.like(given.k)
-        at = starts(dq, dk, *(x.written for x in sums))
+    def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore, at: list[int]) -> Gradients:
+        """The gradients of a call whose tensors, do, dht and what the forward has kept begin at `at`."""
+        results = [torch.empty_like(x) for x in given[:3]]
+        written = results if self._are_direct else [Result.of(x).written for x in results]
+        dg = torch.empty_like(given.g) if self._needs_dg and given.g is not None else None
+        dbeta = torch.empty_like(given.beta)
+        dh0 = None if core.initial_state is None else torch.empty_like(core.initial_state)
+        scratch = core.v.new_empty(self._scratch_size)
+        at += starts(*written, dg, dbeta, dh0, scratch)
         self._launches.run(at, current_stream(self._device))
-        return sums[0].filled(), sums[1].filled()
+        if not self._are_direct:
+            results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
+        dq, dk, dv = results
+        return dq, dk, dv, dg, dbeta, None, None, dh0
 
 
-def _sum_of_parts(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, always in the same order: of a lone number torch has another one."""
-    if parts[0].numel() == 1:
-        return torch.sum(torch.cat((parts, parts), dim=-1), dim=0)[..., :1]
-    return torch.sum(parts, dim=0)
-
-
+_FLOAT = torch.float32.itemsize
 _forwards: Memo[Forward] = Memo()
-_backwards: Memo[Backward] = Memo()
+_backwards: Memo[Callable[..., Gradients]] = Memo()
