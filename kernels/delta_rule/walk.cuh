@@ -136,13 +136,20 @@ __device__ inline int wait_made(const WalkGlobals& g, const Task& task, int chun
     return made;
 }
 
-// Loads A and P of a chunk, by one thread, which has expected their bytes.
+// Loads A or P of a chunk, by one thread, which has expected its bytes.
+template <class Square>
+__device__ inline void load_matrix(const WalkGlobals& g, const Task& task, const TensorMap& map,
+                                   Square& matrix, semaphore& arrived, int chunk) {
+    const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
+    load_panels(matrix, map, arrived, 0, row, head, 0);
+}
+
+// Loads both.
 template <class Square>
 __device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Square& a, Square& p,
                                      semaphore& arrived, int chunk) {
-    const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
-    load_panels(a, g.a, arrived, 0, row, head, 0);
-    load_panels(p, g.p, arrived, 0, row, head, 0);
+    load_matrix(g, task, g.a, a, arrived, chunk);
+    load_matrix(g, task, g.p, p, arrived, chunk);
 }
 
 }  // namespace tfla_tk::delta_rule
