@@ -3,7 +3,8 @@
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
-// memory, and walkers never talk to each other.
+// memory, and walkers never talk to each other. A lone walker of K <= 128 shares its work with a second
+// warpgroup: a pair (forward/pair.cuh, backward/pair.cuh).
 #pragma once
 
 #include <algorithm>

@@ -85,24 +85,30 @@ template <class C> __device__ inline void walk_chain(const ForwardGlobals& g, Pa
     // Step 1, with what W needs under it, up to the wait for X. follows: there is a chunk before; else S^T is
     // rounded and scaled already.
     auto begin_chunk = [&]<bool follows>(int chunk) {
-        constexpr int kHeldBack = 2;  // steps that are issued before the first one is handed over
-        const auto keys = Operand128B::rows(&stage_of(chunk).keys);
+        // steps whose GEMMs run under the rounding of the others, and V
+        constexpr int kFirst = kStateSteps > 4 ? 3 : 2;
+        const auto rows = Operand128B::rows(&stage_of(chunk).keys);
+        auto fragment = [&](int k) -> Fragment& { return read[k]; };
+        auto keys = [&](int k) { return rows.row_step(C::Tile::panel_bytes, k); };
+        auto round = [&](int k) {
+            if constexpr (follows) convert_fragment(read[k], state, k);
+        };
         auto hand_over = [&](int k) {
             store_shared(state_words + k * decltype(smem.state)::kStride, read[k].tiles[0][0].data);
         };
-        forget(x);
-        each<0, kStateSteps>([&](int k) {
-            if constexpr (follows) convert_fragment(read[k], state, k);
-            multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
-            // NOTES: its branch keeps the rounding of the further steps behind the GEMMs of the first ones
-            if (k == kHeldBack) wait_free(smem.state_free, chunk & 1), each<0, kHeldBack>(hand_over);
-            if (k >= kHeldBack) hand_over(k);
-        });
-        wait_if_sequential();
-        // NOTES: ptxas scales S^T and makes V as soon as the loads are done. So these are behind all GEMMs,
-        // which would else be issued late.
-        const float decay = follows ? load_decay(chunk) : 1.f;
+        forget(x), pin(x);
+        each<0, kFirst>(round);
+        multiply_steps<false, 0, kFirst>(x, fragment, keys, true);
+        wait_free(smem.state_free, chunk & 1);  // NOTES: its branch keeps the other steps behind these
+        each<0, kFirst>(hand_over);
         load_values(chunk);
+        each<kFirst, kStateSteps>(round);
+        multiply_steps<false, kFirst, kStateSteps>(x, fragment, keys);
+        each<kFirst, kStateSteps>(hand_over);
+        wait_if_sequential();
+        // NOTES: ptxas scales S^T as soon as the factor is there. So this is behind all GEMMs, which would else
+        // be issued late.
+        const float decay = follows ? load_decay(chunk) : 1.f;
         if constexpr (follows) warp::mul(state, state, scales_late(chunk) ? 1.f : decay);
         each<0, kTokenSteps>([&](int j) {
             each<0, 4>([&](int k) { values[j][k] = to_float2(tokens[j].tiles[0][0].data[k]); });
@@ -135,39 +141,36 @@ template <class C> __device__ inline void walk_chain(const ForwardGlobals& g, Pa
             });
         });
     };
-    // U' of a half of the tokens += A (beta W) of a half.
-    auto add_half = [&]<int half, int of>(const typename C::Square& square) {
-        const auto a = Operand128B::rows(&square);
-        each<of * kHalf, (of + 1) * kHalf>([&](int j) { pin(tokens[j]); });
+    // U' of a half of the tokens += A (beta W) of the tokens up to its end.
+    auto add_half = [&]<int half>(const typename C::Square& square) {
+        const auto rows = Operand128B::rows(&square);
         pin(w[half]);
-        wgmma_fence();
-        each<of * kHalf, (of + 1) * kHalf>([&](int j) {
-            wgmma_step<false>(w[half], tokens[j], 0, a.at(half * C::Square::panel_bytes / 2 + j * 32));
-            warpgroup::mma_commit_group();
-        });
+        multiply_steps<false, 0, (half + 1) * kHalf>(
+            w[half], [&](int j) -> Fragment& { return tokens[j]; },
+            [&](int j) { return rows.at(half * C::Square::panel_bytes / 2 + j * 32); });
         wait_if_sequential();
     };
     // S += K^T U' of a half of the tokens.
     using AllFactors = TokenFactors::Columns[kTokenSteps];
     auto update_half = [&]<int half>(const typename C::Tile& tile, const AllFactors& updates) {
-        const auto keys = Operand128B::columns(&tile, C::Tile::panel_bytes);
+        const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
         each<half * kHalf, (half + 1) * kHalf>([&](int j) {
             each<0, 4>([&](int k) {
                 const float2 z = update_of(j).data[k], e = updates[j].of[k / 2];
                 scaled(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
-            multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);
         });
+        multiply_steps<true, half * kHalf, (half + 1) * kHalf>(state, scaled,
+                                                               [&](int j) { return columns.column_step(j); });
         wait_if_sequential();
     };
     // Steps 2 to 6.
     auto end_chunk = [&](int chunk) {
         const PairStage<C>& stage = stage_of(chunk);
-        make_half.template operator()<0>();           // 2
-        add_half.template operator()<0, 0>(stage.a);  // 3
+        make_half.template operator()<0>();        // 2
+        add_half.template operator()<0>(stage.a);  // 3
         make_half.template operator()<1>();
-        add_half.template operator()<1, 0>(stage.a);
-        add_half.template operator()<1, 1>(stage.a);
+        add_half.template operator()<1>(stage.a);
         AllFactors updates;
         each<0, kTokenSteps>([&](int j) { updates[j] = gates_of(chunk).update.columns(j, lane); });
         wait_but.template operator()<kTokenSteps>();

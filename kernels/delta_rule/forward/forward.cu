@@ -7,7 +7,8 @@
 //                   too.
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
 //     producer      loads q, k, v, A, P; scans the gates; stores O, and the writes for a backward
-//     walkers       one or two, the state in registers (forward/walker.cuh)
+//     walkers       two, the state in registers (forward/walker.cuh), or one, which is a pair of warpgroups
+//                   (forward/pair.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with

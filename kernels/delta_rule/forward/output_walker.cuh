@@ -35,14 +35,13 @@ template <class C> __device__ inline void walk_outputs(const ForwardGlobals& g, 
         });
     };
 
-    // O of a half of the tokens += P (beta U') of the tokens up to the end of that half: P is zero above its
-    // diagonal.
+    // O of a half of the tokens += P (beta U') of the tokens up to its end: P is zero above its diagonal.
     auto add_half = [&]<int half>(const typename C::Square& square) {
-        const auto p = Operand128B::rows(&square);
-        each<0, (half + 1) * kHalf>([&](int j) {
-            multiply_step<false>(out[half], tokens[j], p.at(half * C::Square::panel_bytes / 2 + j * 32), true,
-                                 j == 0);
-        });
+        const auto rows = Operand128B::rows(&square);
+        pin(out[half]);
+        multiply_steps<false, 0, (half + 1) * kHalf>(
+            out[half], [&](int j) -> Fragment& { return tokens[j]; },
+            [&](int j) { return rows.at(half * C::Square::panel_bytes / 2 + j * 32); });
     };
 
 #pragma unroll 1
@@ -60,11 +59,11 @@ template <class C> __device__ inline void walk_outputs(const ForwardGlobals& g, 
         pin_all(read);
         arrive_warp(smem.state_free);
         const auto queries = Operand128B::rows(&stage.queries);
-        forget(sum);
-        each<0, kStateSteps>([&](int k) {  // 1
-            multiply_step<false>(sum, read[k], queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
-        });
-        warpgroup::mma_async_wait<0>();  // 2
+        forget(sum), pin(sum);
+        multiply_steps<false, 0, kStateSteps>(
+            sum, [&](int k) -> Fragment& { return read[k]; },
+            [&](int k) { return queries.row_step(C::Tile::panel_bytes, k); }, true);  // 1
+        warpgroup::mma_async_wait<0>();                                               // 2
         pin(sum), pin_all(read);
         each<0, kTokenSteps>([&](int j) {
             const auto factors = gates.out.columns(j, lane);

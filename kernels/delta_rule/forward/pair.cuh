@@ -8,6 +8,7 @@
 #pragma once
 
 #include "delta_rule/forward/config.cuh"
+#include "delta_rule/thread_words.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -15,17 +16,6 @@ template <class C> struct PairStage {
     typename C::Tile keys, queries;
     typename C::Square a, p;
     typename C::Columns values;
-};
-
-// kCount registers of four words for each thread of a warpgroup.
-template <int kCount> struct alignas(16) ThreadWords {
-    uint4 data[kCount][128];
-
-    // The address of this thread's first four words; the next ones are kStride bytes away.
-    static constexpr uint32_t kStride = 128 * sizeof(uint4);
-    __device__ inline uint32_t own() const {
-        return shared_address(data) + fresh_thread() % 128 * static_cast<uint32_t>(sizeof(uint4));
-    }
 };
 
 template <class C> struct PairMemory {
