@@ -325,8 +325,8 @@ def test_one_walker_leaves_the_bits_of_two(
     monkeypatch.setattr(Shape, "split", None)
     found = {}
     for walkers, makers in ((2, 0), (1, 0), (1, 40)):
-        monkeypatch.setattr(Shape, "forward_walkers", walkers)
-        monkeypatch.setattr(Shape, "makers", makers)
+        for name, number in (("walkers", walkers), ("forward_walkers", walkers), ("makers", makers)):
+            monkeypatch.setattr(Shape, name, number)
         forget_calls()
         found[walkers, makers] = [both(x) for _ in range(20)]
     forget_calls()

@@ -45,19 +45,27 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
     auto pin_rounded = [&] { each<0, kTokenSteps>([&](int j) { pin(rounded(j)); }); };
+    // The i-th 16 tokens where the second half comes first, as in a pair (chain_walker.cuh): so both forms of
+    // the walk add up in the same order.
+    auto from_middle = [](int i) { return (i + kTokenSteps / 2) % kTokenSteps; };
+    auto from_start = [](int i) { return i; };
     // d (+)= fragments(j) B, B's columns are N
-    auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square, bool accumulate) {
+    auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square, auto order,
+                               bool accumulate) {
         const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
-        each<0, kTokenSteps>([&](int j) {
-            multiply_step<true>(d, fragment(j), columns.column_step(j), accumulate || j > 0, j == 0);
+        each<0, kTokenSteps>([&](int i) {
+            const int j = order(i);
+            multiply_step<true>(d, fragment(j), columns.column_step(j), accumulate || i > 0, i == 0);
         });
         wait_if_sequential();
     };
     // state += fragments(j) B
-    auto add_to_state = [&](auto fragment, const typename C::Tile& tile) {
+    auto add_to_state = [&](auto fragment, const typename C::Tile& tile, auto order) {
         const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(state, fragment(j), columns.column_step(j), true, j == 0); });
+        each<0, kTokenSteps>([&](int i) {
+            const int j = order(i);
+            multiply_step<true>(state, fragment(j), columns.column_step(j), true, i == 0);
+        });
         wait_if_sequential();
     };
     auto token = [&](int j) -> Fragment& { return tokens[j]; };
@@ -90,7 +98,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         pin(state);
         load_tokens(stage.douts[walker]);  // 2
         forget(through);
-        multiply_square(through, token, stage.p, false);
+        multiply_square(through, token, stage.p, from_start, false);
         forget(x);
         const auto keys = Operand128B::rows(&stage.keys);
         each<0, kStateSteps>([&](int k) {
@@ -100,7 +108,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         wait_but.template operator()<kStateSteps>();  // 3
         pin(through), pin_all(tokens);
         scale_tokens(gates.out);
-        add_to_state(token, stage.queries);
+        add_to_state(token, stage.queries, from_start);
         wait_but.template operator()<kTokenSteps>();  // 4
         pin(x), pin_all(read);
         each<0, kTokenSteps>([&](int j) {
@@ -112,8 +120,8 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
                     from_float2<T2>({betas.of[k / 2].x * du.x, betas.of[k / 2].y * du.y});
             });
         });
-        multiply_square(x, rounded, stage.a, true);  // 5
-        warpgroup::mma_async_wait<0>();              // 6
+        multiply_square(x, rounded, stage.a, from_middle, true);  // 5
+        warpgroup::mma_async_wait<0>();                           // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
             const auto factors = gates.minus_read.columns(j, lane);
@@ -122,7 +130,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
                 rounded(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
         });
-        add_to_state(rounded, stage.keys);
+        add_to_state(rounded, stage.keys, from_middle);
         if constexpr (!C::kStatesAlone) {
             load_tokens(stage.writes[walker]);  // 8
             const int64_t part = column() / 16 * g.dbeta_part;
