@@ -106,8 +106,8 @@ template <class C> __device__ inline void walk_chain(const ForwardGlobals& g, Pa
         multiply_steps<false, kFirst, kStateSteps>(x, fragment, keys);
         each<kFirst, kStateSteps>(hand_over);
         wait_if_sequential();
-        // NOTES: ptxas scales S^T as soon as the factor is there. So this is behind all GEMMs, which would else
-        // be issued late.
+        // NOTES: ptxas scales S^T as soon as the factor is there. So this is behind all GEMMs, which would
+        // else be issued late.
         const float decay = follows ? load_decay(chunk) : 1.f;
         if constexpr (follows) warp::mul(state, state, scales_late(chunk) ? 1.f : decay);
         each<0, kTokenSteps>([&](int j) {
