@@ -161,8 +161,12 @@ template <class T> struct BlockOfWarp {
     template <class Multiply>
     __device__ static __forceinline__ void multiply_parts(const FloatFragment& a, const FloatFragment& b,
                                                           Multiply multiply) {
-        if constexpr (kTwoParts) multiply(a.low(), b), multiply(a, b.low());
-        multiply(a, b);
+        if constexpr (kTwoParts) {
+            multiply(a.low(), b.high()), multiply(a.high(), b.low());
+            multiply(a.high(), b.high());
+        } else {
+            multiply(a, b);
+        }
     }
 
     // The rows of ldmatrix for products of eight rows with eight: four units of 16 bytes of each. Units 0 and

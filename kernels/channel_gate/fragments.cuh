@@ -38,13 +38,19 @@ struct FloatFragment {
         b.x[0] = x[0], b.x[1] = x[2], b.x[2] = x[1], b.x[3] = x[3];
         return b;
     }
-    // What tf32 products drop of each number.
+    // What tf32 products see of each number, and what they drop.
+    __device__ __forceinline__ FloatFragment high() const {
+        FloatFragment part;
+#pragma unroll
+        for (int i = 0; i < 4; i++) part.x[i] = x[i] & ~0x1FFFu;
+        return part;
+    }
     __device__ __forceinline__ FloatFragment low() const {
-        FloatFragment rest;
+        FloatFragment part;
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            rest.x[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(x[i] & ~0x1FFFu));
-        return rest;
+            part.x[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(x[i] & ~0x1FFFu));
+        return part;
     }
 };
 
