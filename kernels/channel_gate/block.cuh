@@ -59,13 +59,15 @@ __device__ __forceinline__ FloatRows<kRowBytes> second_rows(uint32_t q, uint32_t
 template <class T> struct BlockOfWarp {
     using T2 = typename base_types::packing<T>::packed_type;
     static constexpr bool kTwoParts = !std::is_same_v<T, bf16>;  // of operands of the block's scores
+    // A factor of q F and k G, for their products in tf32. The walk's operands are without it.
+    static constexpr float kScaled = kTwoParts ? 1.f : kTf32Mean;
     // NOTES: products in two parts stay a loop, or ptxas loads ahead and spills
     template <int steps> static constexpr int kUnrolled = kTwoParts ? 1 : steps;
 
     uint32_t lane_at;      // where this lane's number is in shared memory
     float2 total[kBlock];  // T_n of the block that begins here
-    float2 qf[kBlock];     // q F_n
-    float2 kg[kBlock];     // k G_n
+    float2 qf[kBlock];     // q F_n kScaled
+    float2 kg[kBlock];     // k G_n kScaled
     float p[2][4];         // scores over these 64 channels, of two times eight columns
 
     // NOTES: from shared memory, so that every step computes its addresses anew; ptxas kept and spilled them.
@@ -112,11 +114,6 @@ template <class T> struct BlockOfWarp {
         });
     }
 
-    // An operand of the block's scores to its row.
-    __device__ static __forceinline__ void store_operand(uint32_t address, float2 x) {
-        store_floats(address, kTwoParts ? x : x * kTf32Mean);
-    }
-
     // q F and k G of blocks of two, of eight tokens, from rows of q and k. kStore: the operand of level 1
     // into first rows.
     template <int first, bool kStore = true>
@@ -124,14 +121,14 @@ template <class T> struct BlockOfWarp {
         const int lane = this->lane();
         each<first / 2, first / 2 + 4>([&](int i) {
             const int l = 2 * i, r = l + 1;
-            const float2 ql = to_float2(load_pair_of<T2>(at(q, lane, l)));
-            const float2 qr = to_float2(load_pair_of<T2>(at(q, lane, r)));
-            const float2 kl = to_float2(load_pair_of<T2>(at(k, lane, l)));
-            const float2 kr = to_float2(load_pair_of<T2>(at(k, lane, r)));
+            auto load = [&](uint32_t rows, int t) {
+                return to_float2(load_pair_of<T2>(at(rows, lane, t))) * kScaled;
+            };
+            const float2 ql = load(q, l), qr = load(q, r), kl = load(k, l), kr = load(k, r);
             qf[l] = ql * total[l], qf[r] = qr * total[r];
             if constexpr (kStore) {
                 const auto rows = first_rows(work);
-                store_floats(rows.at(lane, l), kl), store_operand(rows.at(lane, r), qf[r]);
+                store_floats(rows.at(lane, l), kl), store_floats(rows.at(lane, r), qf[r]);
             }
             kg[l] = kl * total[r], kg[r] = kr;
             qf[r] = qf[r] * total[l], total[l] = total[l] * total[r];
@@ -141,7 +138,7 @@ template <class T> struct BlockOfWarp {
     // The operand rows of level n, of eight tokens.
     template <int n, int first, class Rows> __device__ __forceinline__ void store_level(Rows rows) const {
         const int lane = this->lane();
-        each<first, first + 8>([&](int t) { store_operand(rows.at(lane, t), t & n ? qf[t] : kg[t]); });
+        each<first, first + 8>([&](int t) { store_floats(rows.at(lane, t), t & n ? qf[t] : kg[t]); });
     }
 
     // From blocks of n to blocks of 2 n.
@@ -260,7 +257,6 @@ template <class T> struct BlockOfWarp {
         each<0, 8>([&](int t) {
             qf[t] = load_floats(first_rows(work).at(lane, t));
             kg[t] = load_floats(second_rows(q, k).at(lane, t));
-            if constexpr (!kTwoParts) kg[t] = kg[t] * (1.f / kTf32Mean);
         });
     }
 
@@ -291,8 +287,8 @@ template <class T> struct BlockOfWarp {
         const int lane = this->lane();
         const float2 up{__fdividef(1.f, total[first].x), __fdividef(1.f, total[first].y)};
         each<first, first + 8>([&](int t) {
-            store_operand(first_rows(work).at(lane, t), first == 0 ? qf[t] * up : qf[t]);
-            store_operand(second_rows(q, k).at(lane, t), first == 0 ? kg[t] : kg[t] * up);
+            store_floats(first_rows(work).at(lane, t), first == 0 ? qf[t] * up : qf[t]);
+            store_floats(second_rows(q, k).at(lane, t), first == 0 ? kg[t] : kg[t] * up);
         });
     }
 

@@ -121,8 +121,9 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
         const float2 one{1.f, 1.f}, first = t[0] * t[1], last = t[2] * t[3];
         const float2 left = pick(block == 3, t[2], one), right = pick(block == 0, t[1], one);
         store_levels(left, right);
-        const float2 before = pick(block / 2, first * left, pick(block == 1, t[0], one)) * scale;
-        const float2 behind = pick(block / 2 == 0, last * right, pick(block == 2, t[3], one));
+        constexpr float kBack = 1.f / BlockOfWarp<T>::kScaled;
+        const float2 before = pick(block / 2, first * left, pick(block == 1, t[0], one)) * (scale * kBack);
+        const float2 behind = pick(block / 2 == 0, last * right, pick(block == 2, t[3], one)) * kBack;
         each<0, kBlock>([&](int i) {
             queries[i] = from_float2<T2>(x.qf[i] * before), keys[i] = from_float2<T2>(x.kg[i] * behind);
         });
@@ -192,11 +193,12 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
         const int block = this->block(), lane = x.lane();
         const auto rows = first_rows(work());
         const auto more = second_rows(q(), k());
+        constexpr float kMore = kTf32Mean / BlockOfWarp<T>::kScaled;
         if (block % 2)
-            each<0, kBlock>([&](int i) { store_floats(rows.at(lane, i), x.qf[i] * kTf32Mean); });
+            each<0, kBlock>([&](int i) { store_floats(rows.at(lane, i), x.qf[i] * kMore); });
         else
-            each<0, kBlock>([&](int i) { store_floats(rows.at(lane, i), x.kg[i] * kTf32Mean); });
-        left = left * kTf32Mean, right = right * kTf32Mean;
+            each<0, kBlock>([&](int i) { store_floats(rows.at(lane, i), x.kg[i] * kMore); });
+        left = left * kMore, right = right * kMore;
         if (block / 2)
             each<0, kBlock>([&](int i) { store_floats(more.at(lane, i), x.qf[i] * left); });
         else
