@@ -7,10 +7,11 @@
 //   1. Levels 1 to 8 within the block, or the block around its own middle where its gates are mild
 //      (block.cuh). Until here each warp has its block's memory to itself.
 //   2. Publish T_16 and, for channels from 64 on, the scores so far, in places of P; meet the team.
-//   3. From the T_16 of all blocks: rows of the operands of levels 16 and 32; q and k scaled in place; and
-//      e^{b_L}. Meet the team.
+//   3. From the T_16 of all blocks: rows of the operands of levels 16 and 32, the operands of the walk in
+//      registers, and e^{b_L}. Meet the team.
 //   4. Scores of the diagonal block and those below it, levels 16 and 32, over all channels; round them to
 //      P, or for the mirror to P^T in two parts, high + low.
+//   5. Meet the team, then put the operands of the walk into the places of q and k.
 #pragma once
 
 #include "channel_gate/block.cuh"
@@ -47,6 +48,7 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
     ChunkPlaces chunk;
     int team, warp;  // warp: of the team
     BlockOfWarp<T> x;
+    T2 queries[kBlock], keys[kBlock];  // s q e^b and k e^{b_L - b}
 
     __device__ __forceinline__ int block() const { return warp % kBlocks; }
     __device__ __forceinline__ int part() const { return warp / kBlocks; }
@@ -115,16 +117,15 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
         const uint32_t pair = totals() + x.lane() * 8;
         each<0, kBlocks>([&](int i) { t[i] = load_floats(pair + i * kDimK * 4); });
         if (kParts > 1 && part() == 0) add_partial();
-        const int block = this->block(), lane = x.lane();
+        const int block = this->block();
         const float2 one{1.f, 1.f}, first = t[0] * t[1], last = t[2] * t[3];
         const float2 left = pick(block == 3, t[2], one), right = pick(block == 0, t[1], one);
         store_levels(left, right);
-        const float2 before = pick(block / 2, first * left, pick(block == 1, t[0], one)) * scale;
-        const float2 behind = pick(block / 2 == 0, last * right, pick(block == 2, t[3], one));
-        const uint32_t queries = q(), keys = k();
+        constexpr float kBack = 1.f / BlockOfWarp<T>::kScaled;
+        const float2 before = pick(block / 2, first * left, pick(block == 1, t[0], one)) * (scale * kBack);
+        const float2 behind = pick(block / 2 == 0, last * right, pick(block == 2, t[3], one)) * kBack;
         each<0, kBlock>([&](int i) {
-            store_rounded<T2>(x.template at<kRowBytes>(queries, lane, i), x.qf[i] * before);
-            store_rounded<T2>(x.template at<kRowBytes>(keys, lane, i), x.kg[i] * behind);
+            queries[i] = from_float2<T2>(x.qf[i] * before), keys[i] = from_float2<T2>(x.kg[i] * behind);
         });
         if (block == 0)
             store_floats(chunk.decay + (part() * kBlockChannels + 2 * x.lane()) * 4, first * last);
@@ -137,9 +138,8 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
 #pragma unroll 1
         for (int n = warp; n < 6; n += kWarps) {  // (1, 0), (3, 2) by level 16, the others by level 32
             const int row = n < 2 ? 2 * n + 1 : n / 2 + 1, column = n < 2 ? 2 * n : n % 2;
-            const uint32_t rows = chunk.work + (n < 2 ? 0 : kSecondRow);
             float c[2][4];
-            multiply_blocks(c, rows + row * kBlockBytes, rows + column * kBlockBytes);
+            multiply_blocks(c, n < 2, row, column);
             store_scores(row, column, c, scale);
         }
         if (!kMirrors && kParts > 1 && warp == 6) {  // nothing above the diagonal, where partial sums were
@@ -147,6 +147,16 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
             store_scores(1, 2, nothing, 0.f), store_scores(1, 3, nothing, 0.f);
             store_scores(2, 3, nothing, 0.f);
         }
+    }
+
+    // Step 5.
+    __device__ __forceinline__ void store_operands() const {
+        meet();
+        const int lane = x.lane();
+        const uint32_t to_q = q(), to_k = k();
+        each<0, kBlock>([&](int i) {
+            store_pair_of(x.at(to_q, lane, i), queries[i]), store_pair_of(x.at(to_k, lane, i), keys[i]);
+        });
     }
 
     // Stores block (row, column) of P as the mirror's P^T in two parts. x: the lane's numbers of the block,
@@ -181,32 +191,34 @@ template <class T, int kDimK, bool kMirrors> struct GateWarp {
     // Rows of the operands of level 16, first ones, and of level 32, second ones.
     __device__ __forceinline__ void store_levels(float2 left, float2 right) const {
         const int block = this->block(), lane = x.lane();
-        const uint32_t rows = work(), more = rows + kSecondRow;
+        const auto rows = first_rows(work());
+        const auto more = second_rows(q(), k());
+        constexpr float kMore = kTf32Mean / BlockOfWarp<T>::kScaled;
         if (block % 2)
-            each<0, kBlock>(
-                [&](int i) { store_rounded<T2>(x.template at<kTokenBytes>(rows, lane, i), x.qf[i]); });
+            each<0, kBlock>([&](int i) { store_floats(rows.at(lane, i), x.qf[i] * kMore); });
         else
-            each<0, kBlock>(
-                [&](int i) { store_rounded<T2>(x.template at<kTokenBytes>(rows, lane, i), x.kg[i]); });
+            each<0, kBlock>([&](int i) { store_floats(rows.at(lane, i), x.kg[i] * kMore); });
+        left = left * kMore, right = right * kMore;
         if (block / 2)
-            each<0, kBlock>(
-                [&](int i) { store_rounded<T2>(x.template at<kTokenBytes>(more, lane, i), x.qf[i] * left); });
+            each<0, kBlock>([&](int i) { store_floats(more.at(lane, i), x.qf[i] * left); });
         else
-            each<0, kBlock>([&](int i) {
-                store_rounded<T2>(x.template at<kTokenBytes>(more, lane, i), x.kg[i] * right);
-            });
+            each<0, kBlock>([&](int i) { store_floats(more.at(lane, i), x.kg[i] * right); });
     }
 
-    // c = X Y^T of 16 rows each, at x and y in the first 64 channels, over all channels.
-    __device__ __forceinline__ void multiply_blocks(float (&c)[2][4], uint32_t rows_of_x,
-                                                    uint32_t rows_of_y) const {
-        const uint32_t a_rows = x.template rows_of_a<kTokenBytes>(rows_of_x);
-        const uint32_t b_rows = x.template rows_of_b<kTokenBytes>(rows_of_y);
+    // c = X Y^T of the rows of two blocks, by level 16 or 32, over all channels.
+    __device__ __forceinline__ void multiply_blocks(float (&c)[2][4], bool by_16, int row, int column) const {
+        // NOTES: by numbers, or both levels have code of their own
+        const uint32_t rows = by_16 ? chunk.work : chunk.q;
+        const uint32_t stride = by_16 ? kTokenBytes : kRowBytes;
+        const uint32_t to_channels_32 = by_16 ? kRowBytes : chunk.k - chunk.q;
+        const uint32_t to_part = by_16 ? kPartBytes : kPanelBytes;
+        const uint32_t a_rows = x.rows_of_a(rows + row * kBlock * stride, stride);
+        const uint32_t b_rows = x.rows_of_b(rows + column * kBlock * stride, stride);
         float of_part[kParts][2][4];  // NOTES: shorter chains of dependent products
-        each<0, 4 * kParts>([&](int i) {
+        each<0, 8 * kParts>([&](int i) {
             const int step = i / kParts, part = i % kParts;
-            const Fragment<T2> a((a_rows ^ step * 32) + part * kPartBytes);
-            const Fragment<T2> b((b_rows ^ step * 32) + part * kPartBytes);
+            const uint32_t further = step / 4 * to_channels_32 + part * to_part;
+            const FloatFragment a((a_rows ^ step % 4 * 32) + further), b((b_rows ^ step % 4 * 32) + further);
             each<0, 2>([&](int n) { multiply_16(of_part[part][n], a, b, n, step > 0); });
         });
         each<0, 8>([&](int i) {

@@ -25,6 +25,44 @@ template <class T2> struct Fragment {
     __device__ __forceinline__ uint32_t bits(int i) const { return reinterpret_cast<const uint32_t&>(x[i]); }
 };
 
+// The same of fp32, four columns in place of eight: an operand of products in tf32.
+struct FloatFragment {
+    uint32_t x[4];
+    FloatFragment() = default;
+    __device__ __forceinline__ explicit FloatFragment(uint32_t address) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];\n"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(address)
+                     : "memory");
+    }
+    __device__ __forceinline__ uint32_t bits(int i) const { return x[i]; }
+
+    // A of eight rows as B of the same rows (EightRows in block.cuh).
+    __device__ __forceinline__ FloatFragment as_b_of_eight() const {
+        FloatFragment b;
+        b.x[0] = x[0], b.x[1] = x[2], b.x[2] = x[1], b.x[3] = x[3];
+        return b;
+    }
+    // What tf32 products see of each number, and what they drop.
+    __device__ __forceinline__ FloatFragment high() const {
+        FloatFragment part;
+#pragma unroll
+        for (int i = 0; i < 4; i++) part.x[i] = x[i] & ~0x1FFFu;
+        return part;
+    }
+    __device__ __forceinline__ FloatFragment low() const {
+        FloatFragment part;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            part.x[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(x[i] & ~0x1FFFu));
+        return part;
+    }
+};
+
+// Products in tf32 drop the last 13 bits of an operand. Times this, the loss is zero in the mean, and numbers
+// of bf16 and fp16 are still exact.
+constexpr float kTf32Mean = 1.f + 0.72f / 2048.f;
+
 // instruction(type) with the PTX name of T2's elements.
 #define TFLA_BY_PAIR(T2, instruction)                  \
     if constexpr (std::is_same_v<T2, kittens::bf16_2>) \
@@ -56,25 +94,19 @@ __device__ __forceinline__ void multiply_16(float (&c)[4], const Fragment<T2>& a
 #undef TFLA_MMA_16
 }
 
-// c (+)= a b^T: eight rows with eight, k = 16. Fragments hold two such steps, at n = 0 and 2. The result is
-// c[0] and c[1]. NOTES: rows 8 to 15 of A are whatever is in the registers, so that none is moved there.
-template <class T2>
-__device__ __forceinline__ void multiply_8(float (&c)[4], const Fragment<T2>& a, const Fragment<T2>& b, int n,
-                                           bool accumulate) {
-    const Addend z(c, accumulate);
-#define TFLA_MMA_8(type)                                                                                    \
-    asm volatile(                                                                                           \
-        "{.reg .b32 any;\n"                                                                                 \
-        "mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                              \
-        ".f32 {%0, %1, %2, %3}, {%4, any, %5, any}, {%6, %7}, {%8, %9, %10, %11};}\n"                       \
-        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])                                                    \
-        : "r"(a.bits(n)), "r"(a.bits(n + 1)), "r"(b.bits(n)), "r"(b.bits(n + 1)), "f"(z.x[0]), "f"(z.x[1]), \
-          "f"(z.x[2]), "f"(z.x[3]))
-    TFLA_BY_PAIR(T2, TFLA_MMA_8);
-#undef TFLA_MMA_8
-}
 #undef TFLA_BY_PAIR
 
+// The same with fp32 numbers in tf32. k = 8; b has 16 rows.
+__device__ __forceinline__ void multiply_16(float (&c)[4], const FloatFragment& a, const FloatFragment& b,
+                                            int eight, bool accumulate) {
+    const Addend z(c, accumulate);
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %12, %13};\n"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a.bits(0)), "r"(a.bits(1)), "r"(a.bits(2)), "r"(a.bits(3)), "r"(b.bits(2 * eight)),
+          "r"(b.bits(2 * eight + 1)), "f"(z.x[0]), "f"(z.x[1]), "f"(z.x[2]), "f"(z.x[3]));
+}
 __device__ __forceinline__ uint32_t load_word(uint32_t address) {
     uint32_t x;
     asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(x) : "r"(address) : "memory");

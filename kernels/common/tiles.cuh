@@ -251,17 +251,21 @@ template <class Tile> __device__ inline void zero_rows(Tile& tile, int first_row
     }
 }
 
-// Writes the transpose of a tile, converted to T, into a panel: this warp's 16 rows become its columns.
-// `address` is the panel plus transposed_lane_offset.
-template <class T, class Tile> __device__ inline void store_transposed(uint32_t address, const Tile& tile) {
+// Writes the transpose of a tile, of change(its pairs) converted to T, into a panel: this warp's 16 rows
+// become its columns. `address` is the panel plus transposed_lane_offset.
+template <class T, class Tile, class Change>
+__device__ inline void store_transposed(uint32_t address, const Tile& tile, Change change) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
 #pragma unroll
     for (int j = 0; j < Tile::width; j++) {
         T2 x[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
+        for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(change(tile.tiles[0][j].data[k]));
         kittens::move<T2>::stsm4t(address + 16 * j * kPanelColumns * 2, x[0], x[1], x[2], x[3]);
     }
+}
+template <class T, class Tile> __device__ inline void store_transposed(uint32_t address, const Tile& tile) {
+    store_transposed<T>(address, tile, [](float2 x) { return x; });
 }
 
 // The same of 16 columns each that are of type T already.

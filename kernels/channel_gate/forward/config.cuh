@@ -88,8 +88,8 @@ struct ForwardGlobals {
     TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
     Cut cut;
     int heads, seq, dim_k, dim_v;
-    int ctas;  // per sequence and head
-    float scale;
+    int ctas;                // per sequence and head
+    float scale, out_scale;  // of operands and scores; of O; their product is s
     const float* initial;
     float* last;
     int other_dim_k;

@@ -59,6 +59,7 @@ __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem
         x.scale_operands(g.scale);
         if constexpr (C::kShares) meanwhile();
         x.make_scores(g.scale);
+        x.store_operands();
     }
     fence_async_proxy();
     const int slot = Use<C::kScoreSlots>(turn).slot;

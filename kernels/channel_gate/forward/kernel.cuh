@@ -5,6 +5,7 @@
 //   walkers     one or two, the state in registers (walker.cuh)
 #pragma once
 
+#include <cmath>
 #include <stdexcept>
 
 #include "channel_gate/forward/gates.cuh"
@@ -34,6 +35,18 @@ __global__ __launch_bounds__(C::kThreads, 1) void gla_walk_kernel(const __grid_c
     if constexpr (C::kShares) cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
+// s as a power of two, for operands and scores, times a number from 1 to 2, for O. So q is exact as an
+// operand where nothing decays.
+struct SplitScale {
+    float of_operands, of_out = 1.f;
+    explicit SplitScale(float s) : of_operands(s) {
+        int exponent;
+        const float digits = 2.f * std::frexp(s, &exponent);
+        if (s == 0.f || !std::isfinite(s)) return;
+        of_operands = std::ldexp(1.f, exponent - 1), of_out = digits;
+    }
+};
+
 template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stream) {
     constexpr auto kName = C::kBackward ? "gla_mirror" : "gla_forward";
     const ChannelShape& s = p.shape;
@@ -43,6 +56,8 @@ template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stre
     };
     const int gate_rows = p.g_dtype == DType::float32 ? kChunk : kBlock;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    SplitScale scale(p.scale);
+    if (C::kBackward) scale.of_operands = p.scale;
     const ForwardGlobals g{
         map(p.q, s.dim_k, kChunk),
         map(p.k, s.dim_k, kChunk),
@@ -57,7 +72,8 @@ template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stre
         s.dim_k,
         s.dim_v,
         (s.dim_v + kColumns - 1) / kColumns,
-        p.scale,
+        scale.of_operands,
+        scale.of_out,
         p.initial,
         p.last,
         p.other_dim_k,

@@ -4,7 +4,8 @@
 //   3. Under it, by levels, scale S^T by e^{b_L}.
 //   4. Load V^T as A operands.
 //   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{r - b}).
-//   6. Wait for O, put it where V was; wait for S, scale it by e^{b_L - r}, and hand over the chunk.
+//   6. Wait for O, scale it by what operands and scores lack of s, and put it where V was; wait for S, scale
+//      it by e^{b_L - r}, and hand over the chunk.
 // r is that of a chunk around its middle (middle.cuh). By levels (chunk.cuh) steps 2 and 6 scale by 1, and
 // the operands are s q e^b and k e^{b_L - b}. The chain from chunk to chunk is S.
 // The mirror walk goes backward in time: dS and dV take the places of S and O, dO that of V. The operands of
@@ -114,7 +115,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             [&](int j) { multiply_step<true>(state, fragments[j], keys.column_step(j), true, j == 0); });
         warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();  // 6
         pin(out);
-        store_transposed<T>(columns_at(C::out_of(chunk)), out);
+        store_transposed<T>(columns_at(C::out_of(chunk)), out,
+                            [&](float2 x) { return C::kBackward ? x : x * g.out_scale; });
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
         decay_state(chunk, kAtLast);

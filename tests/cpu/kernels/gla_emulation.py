@@ -6,6 +6,7 @@ Nothing is rounded but the high parts of numbers in two parts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,11 @@ class Memory:
             x = x.swapaxes(1, 2)
         return [m[FRAGMENT_ROW[:, None], FRAGMENT_COLUMN[:, None] + np.arange(2)] for m in x]
 
+    def wide_matrices(self, rows: Array) -> list[Array]:
+        """The same of numbers of four bytes: one of every lane."""
+        x = self.load_wide(rows, 4).reshape(4, 8, 4)
+        return [m[FRAGMENT_ROW, LANE % 4] for m in x]
+
 
 def panel_offset(row: Array, unit: Array) -> Array:
     return row * ROW + ((unit ^ (row % 8)) * 16)
@@ -70,13 +76,15 @@ def high(x: Array) -> Array:
 
 
 def multiply_16(c: Array, a: list[Array], b: list[Array]) -> None:
-    """mma.m16n8k16 of fragments; c [32, 4]."""
-    x, y = np.zeros((16, 16)), np.zeros((16, 8))
+    """mma.m16n8k16 of fragments, or m16n8k8 of those of wide numbers; c [32, 4]."""
+    count = 1 if a[0].ndim == 1 else 2  # numbers of a register
+    x, y = np.zeros((16, 8 * count)), np.zeros((8 * count, 8))
     for n, part in enumerate(a):
-        rows, columns = FRAGMENT_ROW + 8 * (n % 2), FRAGMENT_COLUMN + 8 * (n // 2)
-        x[rows[:, None], columns[:, None] + np.arange(2)] = part
+        rows, columns = FRAGMENT_ROW + 8 * (n % 2), LANE % 4 * count + 4 * count * (n // 2)
+        x[rows[:, None], columns[:, None] + np.arange(count)] = part.reshape(32, count)
     for n, part in enumerate(b):
-        y[FRAGMENT_COLUMN[:, None] + 8 * n + np.arange(2), FRAGMENT_ROW[:, None]] = part
+        rows = LANE % 4 * count + 4 * count * n
+        y[rows[:, None] + np.arange(count), FRAGMENT_ROW[:, None]] = part.reshape(32, count)
     z = x @ y
     for half in range(2):
         c[:, 2 * half :][:, :2] += z[
@@ -84,36 +92,64 @@ def multiply_16(c: Array, a: list[Array], b: list[Array]) -> None:
         ]
 
 
-def multiply_8(c: Array, a: list[Array], b: list[Array]) -> None:
-    """The same of the first eight rows; the others are zero here and anything on the GPU."""
-    zero = np.zeros_like(a[0])
-    multiply_16(c, [a[0], zero, a[1], zero], b)
+def halves(c: Array) -> Array:
+    """The two scores of every lane, of c [2, 32, 4]: half of A with one B and half with the other."""
+    return c[0][:, :2] + c[1][:, 2:]
+
+
+class FloatRows(NamedTuple):
+    """Rows of 64 fp32 numbers: where the first one has channels 0 to 31 and 32 to 63, bytes between rows."""
+
+    channels_0: int
+    channels_32: int
+    stride: int
+
+    def begin(self, t: int) -> FloatRows:
+        return self._replace(
+            channels_0=self.channels_0 + t * self.stride, channels_32=self.channels_32 + t * self.stride
+        )
+
+    def at(self, t: int) -> Array:
+        offset = 8 * (LANE % 16) + LANE // 16 * (self.channels_32 - self.channels_0)
+        return self.channels_0 + (offset ^ (t % 8 * 16)) + t * self.stride
 
 
 @dataclass
 class Block:
-    """block.cuh: one warp's 16 tokens and 64 channels; where its rows of q and k and its memory are."""
+    """block.cuh: one warp's 16 tokens and 64 channels; where its rows of q and k and its memory are.
+
+    two_parts: the operands of its scores have two, whose sum is all that matters here.
+    """
 
     memory: Memory
     q: int
     k: int
     work: int
+    two_parts: bool = False
     total: Array = field(default_factory=lambda: np.full((BLOCK, 32, 2), np.nan))
     qf: Array = field(default_factory=lambda: np.full((BLOCK, 32, 2), np.nan))
     kg: Array = field(default_factory=lambda: np.full((BLOCK, 32, 2), np.nan))
     p: Array = field(default_factory=lambda: np.full((2, 32, 4), np.nan))
 
-    @staticmethod
-    def at(rows: int, t: int, stride: int) -> Array:
-        return rows + ((4 * LANE) ^ (t % 8 * 16)) + t * stride
+    @property
+    def first_rows(self) -> FloatRows:
+        return FloatRows(self.work, self.work + ROW, TOKEN)
+
+    @property
+    def second_rows(self) -> FloatRows:
+        return FloatRows(self.q, self.k, ROW)
 
     @staticmethod
-    def rows_of_a(rows: int) -> Array:
-        return rows + LANE % 16 * TOKEN + ((LANE // 16) ^ (LANE % 8)) * 16
+    def at(rows: int, t: int) -> Array:
+        return rows + ((4 * LANE) ^ (t % 8 * 16)) + t * ROW
 
     @staticmethod
-    def rows_of_b(rows: int) -> Array:
-        return rows + (LANE // 16 * 8 + LANE % 8) * TOKEN + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
+    def rows_of_a(rows: int, stride: int) -> Array:
+        return rows + LANE % 16 * stride + ((LANE // 16) ^ (LANE % 8)) * 16
+
+    @staticmethod
+    def rows_of_b(rows: int, stride: int) -> Array:
+        return rows + (LANE // 16 * 8 + LANE % 8) * stride + ((LANE // 8 % 2) ^ (LANE % 8)) * 16
 
     def load_gates(self, first: int, short: bool, tokens: int) -> None:
         for t in range(first, first + 8):
@@ -126,19 +162,19 @@ class Block:
     def load_operands(self, first: int, store: bool = True) -> None:
         for left in range(first, first + 8, 2):
             right = left + 1
-            q = [self.memory.load(self.at(self.q, t, ROW)) for t in (left, right)]
-            k = [self.memory.load(self.at(self.k, t, ROW)) for t in (left, right)]
+            q = [self.memory.load(self.at(self.q, t)) for t in (left, right)]
+            k = [self.memory.load(self.at(self.k, t)) for t in (left, right)]
             self.qf[left], self.qf[right] = q[0] * self.total[left], q[1] * self.total[right]
             if store:
-                self.memory.store(self.at(self.work, left, TOKEN), k[0])
-                self.memory.store(self.at(self.work, right, TOKEN), self.qf[right])
+                self.memory.store_wide(self.first_rows.at(left), k[0])
+                self.memory.store_wide(self.first_rows.at(right), self.qf[right])
             self.kg[left], self.kg[right] = k[0] * self.total[right], k[1]
             self.qf[right] *= self.total[left]
             self.total[left] *= self.total[right]
 
-    def store_level(self, n: int, rows: int, stride: int, first: int) -> None:
+    def store_level(self, n: int, rows: FloatRows, first: int) -> None:
         for t in range(first, first + 8):
-            self.memory.store(self.at(rows, t, stride), self.qf[t] if t & n else self.kg[t])
+            self.memory.store_wide(rows.at(t), self.qf[t] if t & n else self.kg[t])
 
     def join(self, n: int, first: int, count: int = 8) -> None:
         for t in range(first, first + count):
@@ -150,14 +186,35 @@ class Block:
         for left in range(first, first + count, 2 * n):
             self.total[left] = self.total[left] * self.total[left + n]
 
-    def multiply_eight(self, x: int, y: int, stride: int) -> Array:
-        c = np.zeros((32, 4))
-        row = LANE % 8 * stride + ((LANE // 8) ^ (LANE % 8)) * 16
+    @staticmethod
+    def eight_of_a(stride: int) -> Array:
+        return LANE % 8 * stride + ((LANE // 8) ^ (LANE % 8)) * 16
+
+    @staticmethod
+    def eight_of_b(stride: int) -> Array:
+        return LANE % 8 * stride + ((LANE // 8 % 2 * 2 + LANE // 16) ^ (LANE % 8)) * 16
+
+    def multiply_pairs(self, q: int, k: int) -> Array:
+        c = np.zeros((2, 32, 4))
         for i in range(2):
-            a, b = (self.memory.matrices(rows + (row ^ (i * 64))) for rows in (x, y))
-            for n in (0, 2):
-                multiply_8(c, a[n : n + 2], b[n : n + 2])
-        return c[:, :2]
+            a = self.memory.matrices(q + (self.eight_of_a(ROW) ^ (i * 64)))
+            b = self.memory.matrices(k + (self.eight_of_b(ROW) ^ (i * 64)))
+            for n in range(2):
+                multiply_16(c[n], a, b[2 * n : 2 * n + 2])
+        return halves(c)
+
+    def multiply_eight(self, x: FloatRows, y: FloatRows) -> Array:
+        c = np.zeros((2, 32, 4))
+        for i in range(4):
+            of_a, of_b = (f(x.stride) ^ (i % 2 * 64) for f in (self.eight_of_a, self.eight_of_b))
+            a = self.memory.wide_matrices((x.channels_32 if i // 2 else x.channels_0) + of_a)
+            if x == y:
+                b = [a[n] for n in (0, 2, 1, 3)]
+            else:
+                b = self.memory.wide_matrices((y.channels_32 if i // 2 else y.channels_0) + of_b)
+            for n in range(2):
+                multiply_16(c[n], a, b[2 * n : 2 * n + 2])
+        return halves(c)
 
     def take(self, first: int, c: Array, n: int) -> None:
         for e in range(2):
@@ -167,28 +224,37 @@ class Block:
             to = self.p[first // 8, :, first // 4 + e]
             to[:] = np.where(of_level, c[:, e], 0.0 if n == 0 else to)
 
-    def load_eight(self, first: int, short: bool, tokens: int) -> None:
+    def make_eight(self, first: int, short: bool, tokens: int) -> None:
+        rows, more = self.first_rows, self.second_rows
         self.load_gates(first, short, tokens)
         self.load_operands(first)
-        self.store_level(2, self.q, ROW, first)
+        self.store_level(2, more, first)
         self.join(2, first)
-        self.store_level(4, self.k, ROW, first)
+        for n, x in ((1, rows), (2, more)):
+            self.take(first, self.multiply_eight(x.begin(first), x.begin(first)), n)
+        self.store_level(4, rows, first)
         self.join(4, first)
-        self.store_level(8, self.work + ROW, TOKEN, first)
+        self.store_level(8, more, first)
+        self.take(first, self.multiply_eight(rows.begin(first), rows.begin(first)), 4)
 
     def by_levels(self, short: bool, tokens: int) -> None:
         for first in (0, 8):
-            q, k = self.q + first * ROW, self.k + first * ROW
-            self.take(first, self.multiply_eight(q, k, ROW), 0)
-        for first in (0, 8):
-            self.load_eight(first, short, tokens)
-            for n, rows, stride in ((1, self.work, TOKEN), (2, self.q, ROW), (4, self.k, ROW)):
-                eight = rows + first * stride
-                self.take(first, self.multiply_eight(eight, eight, stride), n)
-        second = self.work + ROW
-        self.p[0, :, 2:] = self.multiply_eight(second + 8 * TOKEN, second, TOKEN)
+            self.take(first, self.multiply_pairs(self.q + first * ROW, self.k + first * ROW), 0)
+        self.make_eight(0, short, tokens)
+        for t in range(8):
+            self.memory.store_wide(self.first_rows.at(t), self.qf[t])
+        self.qf[:8] = self.kg[:8] = np.nan
+        self.make_eight(8, short, tokens)
+        self.p[0, :, 2:] = self.multiply_eight(self.second_rows.begin(8), self.second_rows)
         self.p[1, :, :2] = 0.0
+        self._read_back(range(8), range(8))
         self.join(8, 0, BLOCK)
+
+    def _read_back(self, of_q: range, of_k: range) -> None:
+        for t in of_q:
+            self.qf[t] = self.memory.load_wide(self.first_rows.at(t))
+        for t in of_k:
+            self.kg[t] = self.memory.load_wide(self.second_rows.at(t))
 
     def around_middle(self, short: bool, tokens: int) -> None:
         for first in (0, 8):
@@ -199,15 +265,19 @@ class Block:
             up = 1.0 / self.total[first]
             for t in range(first, first + 8):
                 x, y = (self.qf[t] * up, self.kg[t]) if first == 0 else (self.qf[t], self.kg[t] * up)
-                self.memory.store(self.at(self.work, t, TOKEN), x)
-                self.memory.store(self.at(self.work + ROW, t, TOKEN), y)
-        self.join(8, 0, BLOCK)
-        a_rows, b_rows = self.rows_of_a(self.work), self.rows_of_b(self.work + ROW)
+                self.memory.store_wide(self.first_rows.at(t), x)
+                self.memory.store_wide(self.second_rows.at(t), y)
+        a_rows, b_rows = self.rows_of_a(self.work, TOKEN), self.rows_of_b(self.q, ROW)
         self.p[:] = 0.0
-        for i in range(4):
-            a, b = (self.memory.matrices(rows ^ (i * 32)) for rows in (a_rows, b_rows))
+        for i in range(8):
+            a = self.memory.wide_matrices((a_rows ^ (i % 4 * 32)) + i // 4 * ROW)
+            b = self.memory.wide_matrices((b_rows ^ (i % 4 * 32)) + i // 4 * (self.k - self.q))
             for n in range(2):
                 multiply_16(self.p[n], a, b[2 * n : 2 * n + 2])
+        if self.two_parts:
+            self.kg[:8] = self.qf[8:] = np.nan
+            self._read_back(range(8, BLOCK), range(8))
+        self.join(8, 0, BLOCK)
         for e in range(2):
             above = FRAGMENT_COLUMN + e > FRAGMENT_ROW
             self.p[0, above, e] = self.p[1, above, 2 + e] = 0.0
@@ -217,7 +287,7 @@ class Block:
 class Chunk:
     """chunk.cuh: a team's work on a chunk of q, k, g [64, K]; mild: blocks whose gates are.
 
-    mirrors: P is transposed and in two parts, as the mirror has it.
+    mirrors: P is transposed and in two parts, as the mirror has it. two_parts: of a block's operands.
     """
 
     def __init__(
@@ -230,8 +300,9 @@ class Chunk:
         tokens: int,
         mild: tuple[int, ...] = (),
         mirrors: bool = False,
+        two_parts: bool = False,
     ) -> None:
-        self.mild, self.mirrors = mild, mirrors
+        self.mild, self.mirrors, self.two_parts = mild, mirrors, two_parts
         self.dim_k, self.scale, self.short, self.tokens = q.shape[1], scale, short, tokens
         self.parts = self.dim_k // 64
         self.k_at = self.parts * PANEL
@@ -282,15 +353,18 @@ class Chunk:
         warps = [self._begin(n % BLOCKS, n // BLOCKS) for n in range(BLOCKS * self.parts)]
         for n, x in enumerate(warps):
             self._publish(x, n % BLOCKS, n // BLOCKS)
-        for n, x in enumerate(warps):
-            self._scale_operands(x, n % BLOCKS, n // BLOCKS)
+        self.operands = [self._scale_operands(x, n % BLOCKS, n // BLOCKS) for n, x in enumerate(warps)]
         for n, x in enumerate(warps):
             self._make_scores(x, n, len(warps))
+        for x, operands in zip(warps, self.operands, strict=True):
+            for n, (query, key) in enumerate(operands):
+                self.memory.store(x.at(x.q, n), query)
+                self.memory.store(x.at(x.k, n), key)
 
     def _begin(self, block: int, part: int) -> Block:
         rows = part * PANEL + block * BLOCK * ROW
         work = self.work_at + (part * BLOCKS + block) * BLOCK_BYTES
-        x = Block(self.memory, rows, self.k_at + rows, work)
+        x = Block(self.memory, rows, self.k_at + rows, work, self.two_parts)
         make = x.around_middle if block in self.mild else x.by_levels
         make(self.short, self.tokens - block * BLOCK)
         return x
@@ -307,7 +381,8 @@ class Chunk:
             if part > 0:
                 self.memory.store_wide(self._partial(block, i), x.p[i])
 
-    def _scale_operands(self, x: Block, block: int, part: int) -> None:
+    def _scale_operands(self, x: Block, block: int, part: int) -> list[tuple[Array, Array]]:
+        """Rows of levels 16 and 32; the operands of the walk, token by token."""
         t = [self.memory.load_wide(self._totals(i, part)) for i in range(BLOCKS)]
         if self.parts > 1 and part == 0:
             x.p += np.stack([self.memory.load_wide(self._partial(block, i), 4) for i in range(2)])
@@ -317,26 +392,26 @@ class Chunk:
         before = (first * left if block // 2 else t[0] if block == 1 else one) * self.scale
         behind = last * right if block // 2 == 0 else t[3] if block == 2 else one
         for n in range(BLOCK):
-            self.memory.store(x.at(x.work, n, TOKEN), x.qf[n] if block % 2 else x.kg[n])
+            self.memory.store_wide(x.first_rows.at(n), x.qf[n] if block % 2 else x.kg[n])
             level_32 = x.qf[n] * left if block // 2 else x.kg[n] * right
-            self.memory.store(x.at(x.work + ROW, n, TOKEN), level_32)
-            self.memory.store(x.at(x.q, n, ROW), x.qf[n] * before)
-            self.memory.store(x.at(x.k, n, ROW), x.kg[n] * behind)
+            self.memory.store_wide(x.second_rows.at(n), level_32)
         if block == 0:
             self.decay[64 * part :][:64] = (first * last).reshape(64)
+        return [(x.qf[n] * before, x.kg[n] * behind) for n in range(BLOCK)]
 
     def _make_scores(self, x: Block, warp: int, warps: int) -> None:
         if warp < BLOCKS:
             self._store_scores(warp, warp, x.p)
         for n in range(warp, 6, warps):
             row, column = (2 * n + 1, 2 * n) if n < 2 else (n // 2 + 1, n % 2)
-            rows = self.work_at + (0 if n < 2 else ROW)
-            a_rows = x.rows_of_a(rows + row * BLOCK_BYTES)
-            b_rows = x.rows_of_b(rows + column * BLOCK_BYTES)
+            rows, stride = (self.work_at, TOKEN) if n < 2 else (0, ROW)
+            to_channels_32, to_part = (ROW, BLOCKS * BLOCK_BYTES) if n < 2 else (self.k_at, PANEL)
+            a_rows = x.rows_of_a(rows + row * BLOCK * stride, stride)
+            b_rows = x.rows_of_b(rows + column * BLOCK * stride, stride)
             c = np.zeros((2, 32, 4))
-            for i in range(4 * self.parts):
-                further = i // 4 * BLOCKS * BLOCK_BYTES
-                a, b = (self.memory.matrices((y ^ (i % 4 * 32)) + further) for y in (a_rows, b_rows))
+            for i in range(8 * self.parts):
+                further = i // 4 % 2 * to_channels_32 + i // 8 * to_part
+                a, b = (self.memory.wide_matrices((y ^ (i % 4 * 32)) + further) for y in (a_rows, b_rows))
                 for half in range(2):
                     multiply_16(c[half], a, b[2 * half : 2 * half + 2])
             self._store_scores(row, column, c)

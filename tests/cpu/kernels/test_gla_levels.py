@@ -12,7 +12,10 @@ from .gla_emulation import CHUNK, Chunk
 @pytest.mark.parametrize("tokens", [CHUNK, 37, 1])
 @pytest.mark.parametrize("short", [False, True], ids=["fp32", "16 bits"])
 @pytest.mark.parametrize("dim_k", [64, 128])
-def test_scores_and_operands(dim_k: int, short: bool, tokens: int, mild: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("two_parts", [False, True], ids=["bf16", "fp16"])
+def test_scores_and_operands(
+    two_parts: bool, dim_k: int, short: bool, tokens: int, mild: tuple[int, ...]
+) -> None:
     """Tokens past the end have k = 0 and gates that are not looked at; mild: blocks around their middle."""
     rng = np.random.default_rng(dim_k + tokens)
     q, k, g = (rng.standard_normal((CHUNK, dim_k)) for _ in range(3))
@@ -25,7 +28,7 @@ def test_scores_and_operands(dim_k: int, short: bool, tokens: int, mild: tuple[i
     given = g.copy()
     given[tokens:], g[tokens:] = np.nan, 0.0
     scale = 0.3
-    chunk = Chunk(q, k, given, scale, short, tokens, mild)
+    chunk = Chunk(q, k, given, scale, short, tokens, mild, two_parts=two_parts)
     chunk.run()
 
     def decay(i: int, j: int) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -87,18 +85,29 @@ def test_the_mirror_reads_the_same_chunk(dim_k: int, form: type[Chunk]) -> None:
         assert np.linalg.norm(found - wanted.numpy()) < 3e-3 * np.linalg.norm(found)
 
 
-# How scores are made: levels; blocks of 16 around their middle, then levels; the chunk around its own.
+# How scores are made: levels; blocks of 16 around their middle, then levels; the chunk around its own. fla's:
+# exactly within blocks of 16, of operands in tf32 between them.
 FORMS = ("levels", "blocks", "chunk")
+BLOCK = 16
+
+
+def tf32(x: Tensor, times: float = 1.0) -> Tensor:
+    """What a product in tf32 sees of fp32 numbers."""
+    return ((times * x).float().view(torch.int32) & ~0x1FFF).view(torch.float32).double()
 
 
 def walk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dtype: torch.dtype | None, form: str
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, dtype: torch.dtype | None, form: str, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """o and the last state of [T, K] and [T, V] in fp64, operands of every GEMM rounded to `dtype`."""
+    """o and the last state of [T, K] and [T, V] in fp64, operands of every GEMM as the kernel rounds them.
+
+    dtype None: nothing is rounded.
+    """
 
     def rounded(x: Tensor) -> Tensor:
         return x if dtype is None else x.to(dtype).double()
 
+    of_operands = scale if form == "fla" else 2.0 ** np.floor(np.log2(scale))
     state, out = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
     for at in range(0, len(q), CHUNK):
         q_c, k_c, v_c, b = q[at:][:CHUNK], k[at:][:CHUNK], v[at:][:CHUNK], g[at:][:CHUNK].cumsum(0)
@@ -106,36 +115,58 @@ def walk(
             behind = (b[-1] - b[CHUNK // 2 - 1]).div(np.log(2.0)).ceil().exp2()
             middle = b[-1] - behind.log()
             before = middle.exp()
-            x, y = q_c * (b - middle).exp(), k_c * (middle - b).exp()
+            x, y = of_operands * q_c * (b - middle).exp(), k_c * (middle - b).exp()
             queries, keys = rounded(x), rounded(y)
             low = rounded(x - queries) @ keys.T + queries @ rounded(y - keys).T
             scores = (low + queries @ keys.T).tril()
         else:
             before, behind = torch.ones_like(b[0]), torch.ones_like(b[0])
-            queries, keys = rounded(q_c * b.exp()), rounded(k_c * (b[-1] - b).exp())
-            scores = by_levels(q_c, k_c, b, rounded, 1 if form == "levels" else 16)
+            keys = rounded(k_c * (b[-1] - b).exp())
+            if form == "fla":
+                queries, scores = scale * rounded(q_c * b.exp()), of_fla(q_c, k_c, b)
+            else:
+                queries = rounded(of_operands * q_c * b.exp())
+                scores = by_levels(q_c, k_c, b, dtype, 1 if form == "levels" else BLOCK)
+            scores = of_operands * scores
         state = state * before[:, None]
-        out.append(queries @ rounded(state) + rounded(scores) @ v_c)
+        out.append(rounded(scale / of_operands * (queries @ rounded(state) + rounded(scores) @ v_c)))
         state = state if form == "chunk" else state * b[-1].exp()[:, None]
         state = (state + keys.T @ v_c) * behind[:, None]
     return torch.cat(out), state
 
 
-def by_levels(q: Tensor, k: Tensor, b: Tensor, rounded: Callable[[Tensor], Tensor], first: int) -> Tensor:
+def by_levels(q: Tensor, k: Tensor, b: Tensor, dtype: torch.dtype | None, first: int) -> Tensor:
     """Scores of a chunk, from level `first` on; below it, of blocks around their middle."""
+
+    def operand(x: Tensor, of_block: bool) -> Tensor:  # of fp16 in two parts within a block
+        return x if dtype is None or (of_block and dtype == torch.float16) else tf32(x, 1.0 + 0.72 / 2048)
+
     token = torch.arange(CHUNK)
     if first == 1:
-        scores = torch.diag((rounded(q) * rounded(k)).sum(1))
+        scores = torch.diag((q * k).sum(1))
     else:
         middle = b[token // first * first + first // 2 - 1]
-        x, y = rounded(q * (b - middle).exp()), rounded(k * (middle - b).exp())
+        x, y = operand(q * (b - middle).exp(), True), operand(k * (middle - b).exp(), True)
         scores = torch.where(token[:, None] // first == token // first, (x @ y.T), 0.0).tril()
     for n in (m for m in (1, 2, 4, 8, 16, 32) if m >= first):
         last = b[token // (2 * n) * 2 * n + n - 1]
         right = (token // n % 2 == 1)[:, None]
-        x = rounded(torch.where(right, q * (b - last).exp(), k * (last - b).exp()))
+        x = torch.where(right, q * (b - last).clamp(max=0.0).exp(), k * (last - b).clamp(max=0.0).exp())
+        x = operand(x, n < BLOCK)
         of_level = right & ~right.T & (token[:, None] // (2 * n) == token // (2 * n))
         scores = scores + torch.where(of_level, x @ x.T, 0.0)
+    return scores
+
+
+def of_fla(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+    token = torch.arange(CHUNK)
+    seen = token[:, None] >= token
+    decays = torch.where(seen[..., None], b[:, None] - b, -np.inf).exp()
+    scores = torch.einsum("ic,jc,ijc->ij", q, k, decays)
+    for at in range(BLOCK, CHUNK, BLOCK):
+        first, rows = b[at], slice(at, at + BLOCK)
+        x, y = tf32(q[rows] * (b[rows] - first).exp()), tf32(k[:at] * (first - b[:at]).exp())
+        scores[rows, :at] = x @ y.T
     return scores
 
 
@@ -167,6 +198,39 @@ def test_all_forms_are_accurate_where_the_choice_changes(name: str, kind: str, t
     for form in FORMS[: 2 if tokens == 8 else 3]:
         error = (walk(q, k, v, g, dtype, form)[0] - truth).norm() / truth.norm()
         assert error < ERRORS[name], (form, error)
+
+
+CLOSED = -40.0  # a log gate; fla's differences of sums of gates lose all digits with -inf
+
+
+@pytest.mark.parametrize(
+    "kind", ["none", "closed channels", "closed tokens", "closed blocks", "zero blocks", "fast"]
+)
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_o_is_as_accurate_as_fla_makes_it(name: str, kind: str) -> None:
+    """Of gates that no middle of a chunk suits, and of none."""
+    dtype, rng = DTYPES[name], torch.Generator().manual_seed(4)
+    shape = (512, 128)
+    q, k = (torch.randn(shape, generator=rng).to(dtype).double() for _ in range(2))
+    v = torch.randn(512, 64, generator=rng).to(dtype).double()
+    usual = torch.nn.functional.logsigmoid(torch.randn(shape, generator=rng, dtype=torch.float64) + 2)
+    drawn = torch.rand(shape, generator=rng)
+    of_block = drawn[::BLOCK].repeat_interleave(BLOCK, 0)
+    odd_block = torch.arange(512)[:, None] // BLOCK % 2 == 1
+    g = {
+        "none": lambda: torch.zeros(shape, dtype=torch.float64),
+        "closed channels": lambda: torch.where(drawn[0] < 0.5, CLOSED, usual / 16),
+        "closed tokens": lambda: torch.where(drawn < 0.02, CLOSED, usual / 4),
+        "closed blocks": lambda: torch.where(of_block < 0.3, CLOSED / 2, usual / 16),
+        "zero blocks": lambda: torch.where(odd_block & (drawn[0] < 0.1), CLOSED / 2, 0.0).double(),
+        "fast": lambda: 4 * usual,
+    }[kind]()
+    truth = walk(q, k, v, g, None, "levels", 128**-0.5)[0]
+    errors = {
+        form: float((walk(q, k, v, g, dtype, form, 128**-0.5)[0] - truth).norm() / truth.norm())
+        for form in ("levels", "fla")
+    }
+    assert errors["levels"] < 1.01 * errors["fla"], errors
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**4])
