@@ -24,24 +24,6 @@ __device__ inline void multiply_step(D& d, A& a, uint64_t b, bool accumulate, bo
     kittens::warpgroup::mma_commit_group();
 }
 
-// d (+)= a(i) B_i for the steps [begin, end), one after the other, in groups of their own, behind a fence of
-// the caller's. b(i): the operand of a step. starts: the first one overwrites d.
-template <bool kColumns, int begin, int end, class D, class Fragment, class Operand>
-__device__ inline void issue_steps(D& d, Fragment a, Operand b, bool starts = false) {
-    each<begin, end>([&](int i) {
-        wgmma_step<kColumns>(d, a(i), 0, b(i), !(starts && i == begin));
-        kittens::warpgroup::mma_commit_group();
-    });
-}
-// The same behind a fence. d is pinned by the caller where no GEMM has made it. NOTES: a fence waits for what
-// is in flight, so GEMMs behind fences of their own do not follow each other closely.
-template <bool kColumns, int begin, int end, class D, class Fragment, class Operand>
-__device__ inline void multiply_steps(D& d, Fragment a, Operand b, bool starts = false) {
-    each<begin, end>([&](int i) { pin(a(i)); });
-    wgmma_fence();
-    issue_steps<kColumns, begin, end>(d, a, b, starts);
-}
-
 template <class A, int kCount> __device__ inline void pin_all(A (&fragments)[kCount]) {
 #pragma unroll
     for (auto& a : fragments) pin(a);

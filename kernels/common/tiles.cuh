@@ -316,18 +316,6 @@ template <class T2> __device__ inline void load_shared(T2 (&x)[4], uint32_t addr
                  : "r"(address));
 }
 
-// The same for two pairs of fp32.
-__device__ inline void store_shared_floats(uint32_t address, const float2 (&x)[2]) {
-    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "f"(x[0].x), "f"(x[0].y),
-                 "f"(x[1].x), "f"(x[1].y)
-                 : "memory");
-}
-__device__ inline void load_shared_floats(float2 (&x)[2], uint32_t address) {
-    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=f"(x[0].x), "=f"(x[0].y), "=f"(x[1].x), "=f"(x[1].y)
-                 : "r"(address));
-}
-
 // Visits this thread's column pairs of a tile: body(pair, row, column) for an fp32 tile whose rows start at
 // `row0`.
 template <class Tile, class Body>

@@ -73,6 +73,21 @@ struct alignas(16) TokenFactors {
     }
 };
 
+// This lane's factors of all tokens, in registers. NOTES: beside GEMMs a load from shared memory takes some
+// 200 cycles. So a walker reads what its chain needs one step ahead; pinned, since ptxas would read it late.
+struct LaneFactors {
+    TokenFactors::Columns columns[kChunk / 16];
+
+    __device__ inline LaneFactors() {}
+    __device__ inline LaneFactors(const TokenFactors& factors, int lane) {
+#pragma unroll
+        for (int j = 0; j < kChunk / 16; j++) {
+            columns[j] = factors.columns(j, lane);
+            pin(columns[j].of);
+        }
+    }
+};
+
 // Where a warp loads the gates of a walk's next steps: of several steps to shared memory, or of one step to
 // registers.
 struct GateRing {

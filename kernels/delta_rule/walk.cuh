@@ -3,8 +3,7 @@
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
-// memory, and walkers never talk to each other. A lone walker of K <= 128 shares its work with a second
-// warpgroup: a pair (forward/pair.cuh, backward/pair.cuh).
+// memory, and walkers never talk to each other.
 #pragma once
 
 #include <algorithm>
@@ -147,20 +146,13 @@ __device__ inline void mark_loaded(const WalkGlobals& g, const Task& task, int c
     or_to_device(g.made + head * g.slots + task.first_slot + chunk, kLoaded);
 }
 
-// Loads A or P of a chunk, by one thread, which has expected its bytes.
-template <class Square>
-__device__ inline void load_matrix(const WalkGlobals& g, const Task& task, const TensorMap& map,
-                                   Square& matrix, semaphore& arrived, int chunk) {
-    const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
-    load_panels(matrix, map, arrived, 0, row, head, 0);
-}
-
-// Loads both.
+// Loads A and P of a chunk, by one thread, which has expected their bytes.
 template <class Square>
 __device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Square& a, Square& p,
                                      semaphore& arrived, int chunk) {
-    load_matrix(g, task, g.a, a, arrived, chunk);
-    load_matrix(g, task, g.p, p, arrived, chunk);
+    const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
+    load_panels(a, g.a, arrived, 0, row, head, 0);
+    load_panels(p, g.p, arrived, 0, row, head, 0);
 }
 
 }  // namespace tfla_tk::delta_rule

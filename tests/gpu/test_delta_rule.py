@@ -393,32 +393,6 @@ def test_makers_beside_the_walks_change_no_bit(
         assert_equal(both(x), expected)
 
 
-@pytest.mark.parametrize("dims", [(64, 128), (128, 128), (96, 192)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_one_walker_leaves_the_bits_of_two(
-    packed: bool, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sequences without tokens, of one chunk, with a last chunk that is not full, and with borders."""
-    lengths = [0, 900, 1, 64, 2500, 65, 0]
-    if packed:
-        x = draw(1, sum(lengths), 1, 2, dims, dtype, sequences=len(lengths))
-        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
-    else:
-        x = draw(2, 2500, 4, 8, dims, dtype)
-    monkeypatch.setattr(Shape, "split", None)
-    found = {}
-    for walkers, makers in ((2, 0), (1, 0), (1, 40)):
-        for name, number in (("walkers", walkers), ("forward_walkers", walkers), ("makers", makers)):
-            monkeypatch.setattr(Shape, name, number)
-        forget_calls()
-        found[walkers, makers] = [both(x) for _ in range(20)]
-    forget_calls()
-    expected = found[2, 0][0]
-    for results in found.values():
-        for result in results:
-            assert_equal(result, expected)
-
-
 def test_makers_beside_waves_of_walks_change_no_bit(
     dtype: torch.dtype, make_beside: Callable[[bool], None]
 ) -> None:

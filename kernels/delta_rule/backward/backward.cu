@@ -4,8 +4,7 @@
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
 //     producer      loads q, k, dO, the forward's writes, A, P; scans the gates; stores dV
-//     walkers       two, the state's gradient in registers (backward/walker.cuh), or one, which is a pair of
-//                   warpgroups (backward/pair.cuh)
+//     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
 // delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
 // dq, dk and dg follow from dO, writes and dV by the walks of states/, and then
@@ -16,12 +15,9 @@
 #include <stdexcept>
 
 #include "common/launch.cuh"
-#include "delta_rule/backward/chain_walker.cuh"
 #include "delta_rule/backward/combine.cuh"
 #include "delta_rule/backward/config.cuh"
-#include "delta_rule/backward/pair_producer.cuh"
 #include "delta_rule/backward/producer.cuh"
-#include "delta_rule/backward/side_walker.cuh"
 #include "delta_rule/backward/strength.cuh"
 #include "delta_rule/backward/walker.cuh"
 #include "delta_rule/backward/wide_walker.cuh"
@@ -39,27 +35,27 @@ template <class C>
 __global__ __launch_bounds__(C::kThreads,
                              1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<MirrorMemoryOf<C>*>(shared_memory);
+    auto& smem = *reinterpret_cast<MirrorMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
     if (!begin_task<C>(g, smem, blockIdx.x,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
         set_registers<C::kProducerRegisters, C::kThreads, 1>();
-        if constexpr (C::kIsPair)
-            produce_for_pair(g, smem);
-        else
-            produce(g, smem);
-    } else if (C::kIsPair && warpgroup_id == 2) {
-        if constexpr (C::kIsPair) {
-            set_registers<C::kSideRegisters, C::kThreads, 1>();
-            walk_mirror_side(g, smem);
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_tiles(g, smem);
+        else if (warp == 1)
+            scan_gates(g, smem);
+        else if (warp - 2 < C::kWalkers) {
+            if constexpr (C::kStatesAlone)
+                load_output_gradients(g, smem, warp - 2);
+            else
+                load_columns_and_store_gradients(g, smem, warp - 2);
         }
     } else {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        if constexpr (C::kIsPair)
-            walk_mirror_chain(g, smem);
-        else if constexpr (C::kIsWide)
+        if constexpr (C::kIsWide)
             walk_mirror_wide(g, smem, warpgroup_id - 1);
         else
             walk_mirror(g, smem, warpgroup_id - 1);
@@ -81,8 +77,8 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
     };
-    launch<delta_mirror_kernel<C>, sizeof(MirrorMemoryOf<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
-                                                              p.shape.device, stream, "delta_mirror");
+    launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
+                                                            p.shape.device, stream, "delta_mirror");
 }
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {

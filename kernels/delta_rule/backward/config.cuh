@@ -11,18 +11,15 @@ template <class Type, int kDim, int kCount, Schedule kOrder, bool kNothingElse =
     static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
+    static constexpr int kWarpgroups = kWalkers + 1, kThreads = 128 * kWarpgroups;
     static constexpr bool kIsWide = kDimK > 128;
-    static constexpr bool kIsPair = kWalkers == 1 && !kIsWide;  // pair.cuh
-    static constexpr int kWarpgroups = 1 + kWalkers + kIsPair, kThreads = 128 * kWarpgroups;
     // chunks in shared memory
-    static constexpr int kStages = kDimK == 64 || kIsPair || kStatesAlone ? 3 : 2;
+    static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) || kStatesAlone ? 3 : 2;
     static_assert(!(kIsWide && kStatesAlone), "the wide walker makes dV");
     static constexpr bool kHasGateRing = !(kIsWide && kWalkers == 2);  // else it would not fit
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kProducerRegisters = 40, kWalkerRegisters = kIsPair ? 240 : 232;
-    static constexpr int kSideRegisters = 160;  // of the second warpgroup of a pair
-    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIsPair * kSideRegisters <=
-                  65536 / kThreads / 8 * 8 * kWarpgroups);
+    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <= 65536 / kThreads / 8 * 8 * kWarpgroups);
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
@@ -67,14 +64,6 @@ template <class C> struct MirrorMemory {
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     WalkTask task;
     GateRingIf<C::kHasGateRing> gate_ring;
-
-    // Until a step's gates may be written.
-    __device__ inline void wait_gates_free(int step) {
-        const Use<C::kStages> use(step);
-        wait_free(free[use.slot], use.phase);
-    }
-    // By the warp that has written them.
-    __device__ inline void hand_gates_over(int step) { arrive_warp(arrived[Use<C::kStages>(step).slot]); }
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = C::kStatesAlone ? 1 : 2;  // keys, queries, both matrices

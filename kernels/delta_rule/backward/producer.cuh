@@ -27,37 +27,38 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
     }
 }
 
-// One of kWarps warps, which take the steps in turns; a lane has two tokens.
-template <class C, int kWarps = 1, class Memory, class Ring>
-__device__ inline void scan_gates(const MirrorGlobals& g, Memory& smem, Ring& ring, int warp = 0) {
+// One warp; a lane has two tokens.
+template <class C, class Ring>
+__device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem, Ring& ring) {
     const Task& task = smem.task;
     GatesAhead ahead(ring, g.g, g.beta, task);
-    auto load = [&](int turn) { ahead.load(turn, task.chunks - 1 - (warp + turn * kWarps)); };
-    for (int turn = 0; turn < ahead.kSteps; turn++) load(turn);
+    auto load = [&](int step) { ahead.load(step, task.chunks - 1 - step); };
+    for (int step = 0; step < ahead.kSteps; step++) load(step);
 #pragma unroll 1
-    for (int turn = 0, step = warp; step < task.chunks; turn++, step += kWarps) {
-        const auto [log_decay, x] = ahead.take(turn);
+    for (int step = 0; step < task.chunks; step++) {
+        const auto [log_decay, x] = ahead.take(step);
         const Decays decays(log_decay);
         const float2 read = decays.to_token;
-        load(turn + ahead.kSteps);
-        smem.wait_gates_free(step);
-        MirrorGates& gates = smem.gates[Use<C::kStages>(step).slot];
+        load(step + ahead.kSteps);
+        const auto [slot, phase] = Use<C::kStages>(step);
+        wait_free(smem.free[slot], phase);
+        MirrorGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
         gates.update.write(lane, decays.to_end);
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.beta.write(lane, x);
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
         if (lane == 0) gates.decay = decays.whole;
-        smem.hand_gates_over(step);
+        arrive_warp(smem.arrived[slot]);
     }
     wait_copies();
 }
 template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem) {
     if constexpr (C::kHasGateRing) {
-        scan_gates<C>(g, smem, smem.gate_ring);
+        scan_gates(g, smem, smem.gate_ring);
     } else {
         GateRegisters registers;
-        scan_gates<C>(g, smem, registers);
+        scan_gates(g, smem, registers);
     }
 }
 
@@ -106,20 +107,6 @@ __device__ inline void load_output_gradients(const MirrorGlobals& g, MirrorMemor
         wait_free(smem.free[slot], phase);
         load(smem.stages[slot].douts[walker], g.dout, smem.arrived[slot],
              task.column + walker * kWalkerColumns, task.head, task.chunks - 1 - step);
-    }
-}
-
-template <class C> __device__ inline void produce(const MirrorGlobals& g, MirrorMemory<C>& smem) {
-    const int warp = warpgroup::warpid();
-    if (warp == 0)
-        load_tiles(g, smem);
-    else if (warp == 1)
-        scan_gates(g, smem);
-    else if (warp - 2 < C::kWalkers) {
-        if constexpr (C::kStatesAlone)
-            load_output_gradients(g, smem, warp - 2);
-        else
-            load_columns_and_store_gradients(g, smem, warp - 2);
     }
 }
 

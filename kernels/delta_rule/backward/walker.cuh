@@ -1,8 +1,8 @@
 // A walker of the mirror walk (walk.cuh), backward in time. dU and dY share an accumulator; the state is
 // dS^T. Per chunk:
-//   1. Round dS^T to A operands, then scale it by its decay. NOTES: before the first GEMM: ptxas does not
-//      follow a GEMM's accumulators over the loop's edge while another GEMM is in flight (C7517).
-//   2. Load dO^T and issue (P^T dO)^T = dO^T P and X^T = dS^T K^T.
+//   1. Load dO^T. Round dS^T to A operands, then scale it by its decay. NOTES: before the first GEMM: ptxas
+//      does not follow a GEMM's accumulators over the loop's edge while another GEMM is in flight (C7517).
+//   2. Issue (P^T dO)^T = dO^T P and X^T = dS^T K^T.
 //   3. Wait for dO^T P. Scale dO^T by s e^b and issue dS^T += dO^T Q.
 //   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T in the place of X^T; round beta dU^T.
 //   5. Issue dY^T = dU^T + (beta dU^T) A. Load the writes under it.
@@ -45,27 +45,19 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
     auto pin_rounded = [&] { each<0, kTokenSteps>([&](int j) { pin(rounded(j)); }); };
-    // The i-th 16 tokens where the second half comes first, as in a pair (chain_walker.cuh): so both forms of
-    // the walk add up in the same order.
-    auto from_middle = [](int i) { return (i + kTokenSteps / 2) % kTokenSteps; };
-    auto from_start = [](int i) { return i; };
     // d (+)= fragments(j) B, B's columns are N
-    auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square, auto order,
-                               bool accumulate) {
+    auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square, bool accumulate) {
         const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
-        each<0, kTokenSteps>([&](int i) {
-            const int j = order(i);
-            multiply_step<true>(d, fragment(j), columns.column_step(j), accumulate || i > 0, i == 0);
+        each<0, kTokenSteps>([&](int j) {
+            multiply_step<true>(d, fragment(j), columns.column_step(j), accumulate || j > 0, j == 0);
         });
         wait_if_sequential();
     };
     // state += fragments(j) B
-    auto add_to_state = [&](auto fragment, const typename C::Tile& tile, auto order) {
+    auto add_to_state = [&](auto fragment, const typename C::Tile& tile) {
         const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
-        each<0, kTokenSteps>([&](int i) {
-            const int j = order(i);
-            multiply_step<true>(state, fragment(j), columns.column_step(j), true, i == 0);
-        });
+        each<0, kTokenSteps>(
+            [&](int j) { multiply_step<true>(state, fragment(j), columns.column_step(j), true, j == 0); });
         wait_if_sequential();
     };
     auto token = [&](int j) -> Fragment& { return tokens[j]; };
@@ -77,12 +69,11 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     auto store_tokens = [&](typename C::Columns& tile, const rt_fl<16, kChunk>& values) {
         store_transposed<T>(shared_address(&tile) + lane_offset, values);
     };
-    auto scale_tokens = [&](const TokenFactors& by) {
+    auto scale_tokens = [&](const LaneFactors& by) {
         each<0, kTokenSteps>([&](int j) {
-            const auto factors = by.columns(j, lane);
             each<0, 4>([&](int k) {
                 T2& pair = tokens[j].tiles[0][0].data[k];
-                const float2 x = to_float2(pair), e = factors.of[k / 2];
+                const float2 x = to_float2(pair), e = by.columns[j].of[k / 2];
                 pair = from_float2<T2>({e.x * x.x, e.y * x.y});
             });
         });
@@ -93,44 +84,46 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
         const MirrorGates& gates = smem.gates[slot];
-        each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
+        load_tokens(stage.douts[walker]);  // 1
+        pin_all(tokens);
+        each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
         warp::mul(state, state, gates.decay);
         pin(state);
-        load_tokens(stage.douts[walker]);  // 2
-        forget(through);
-        multiply_square(through, token, stage.p, from_start, false);
+        forget(through);  // 2
+        multiply_square(through, token, stage.p, false);
         forget(x);
         const auto keys = Operand128B::rows(&stage.keys);
         each<0, kStateSteps>([&](int k) {
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
         wait_if_sequential();
+        const LaneFactors out(gates.out, lane);
         wait_but.template operator()<kStateSteps>();  // 3
         pin(through), pin_all(tokens);
-        scale_tokens(gates.out);
-        add_to_state(token, stage.queries, from_start);
+        scale_tokens(out);
+        add_to_state(token, stage.queries);
+        const LaneFactors update(gates.update, lane), beta(gates.beta, lane);
         wait_but.template operator()<kTokenSteps>();  // 4
         pin(x), pin_all(read);
         each<0, kTokenSteps>([&](int j) {
-            const auto factors = gates.update.columns(j, lane), betas = gates.beta.columns(j, lane);
             each<0, 4>([&](int k) {
                 float2& du = x.tiles[0][j].data[k];
-                fma_in_place(du, factors.of[k / 2], through.tiles[0][j].data[k]);
-                rounded(j).tiles[0][0].data[k] =
-                    from_float2<T2>({betas.of[k / 2].x * du.x, betas.of[k / 2].y * du.y});
+                fma_in_place(du, update.columns[j].of[k / 2], through.tiles[0][j].data[k]);
+                const float2 by = beta.columns[j].of[k / 2];
+                rounded(j).tiles[0][0].data[k] = from_float2<T2>({by.x * du.x, by.y * du.y});
             });
         });
-        multiply_square(x, rounded, stage.a, from_middle, true);  // 5
-        warpgroup::mma_async_wait<0>();                           // 6
+        multiply_square(x, rounded, stage.a, true);  // 5
+        const LaneFactors minus_read(gates.minus_read, lane);
+        warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
-            const auto factors = gates.minus_read.columns(j, lane);
             each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = factors.of[k / 2];
+                const float2 z = x.tiles[0][j].data[k], e = minus_read.columns[j].of[k / 2];
                 rounded(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
         });
-        add_to_state(rounded, stage.keys, from_middle);
+        add_to_state(rounded, stage.keys);
         if constexpr (!C::kStatesAlone) {
             load_tokens(stage.writes[walker]);  // 8
             const int64_t part = column() / 16 * g.dbeta_part;

@@ -1,9 +1,4 @@
 // Tiles, warpgroup roles and shared memory of the forward's walk.
-//
-// A CTA has one of three forms:
-//   two walkers, each of which does all for its columns (walker.cuh)
-//   a pair: one walker, whose work two warpgroups share (chain_walker.cuh, output_walker.cuh)
-//   one or two walkers of K > 128 (wide_walker.cuh)
 #pragma once
 
 #include "delta_rule/walk.cuh"
@@ -17,24 +12,17 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> 
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakerWarpgroups = kOfMakers;
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
+    static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakerWarpgroups), kThreads = 128 * kWarpgroups;
     static constexpr bool kIsWide = kDimK > 128;
-    static constexpr bool kIsPair = kWalkers == 1 && !kIsWide;
-    static constexpr int kWalkWarpgroups = 1 + kWalkers + kIsPair;  // of the walk, with the producer
-    static constexpr int kWarpgroups = std::max(kWalkWarpgroups, kMakerWarpgroups);
-    static constexpr int kThreads = 128 * kWarpgroups;
-    // chunks in shared memory
-    static constexpr int kStages = kIsWide ? 2 : kIsPair && kDimK <= 64 ? 4 : 3;
+    static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
     // Warpgroups are idle where a CTA of makers has more than the walk needs. NOTES: all registers together
     // no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kIdleWarpgroups = kWarpgroups - kWalkWarpgroups, kIdleRegisters = 24;
+    static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
     static constexpr int kProducerRegisters = 40;
-    static constexpr int kWalkerRegisters = kIsPair                                ? 240
-                                            : kWalkers == 2 && kIdleWarpgroups > 0 ? 224
-                                            : kIsWide&& kWalkers == 1              ? 248
-                                                                                   : 232;
-    static constexpr int kOutputRegisters = 160;  // of the second warpgroup of a pair
-    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIsPair * kOutputRegisters +
-                      kIdleWarpgroups * kIdleRegisters <=
+    static constexpr int kWalkerRegisters = kWalkers == 2 && kIdleWarpgroups > 0 ? 224
+                                            : kIsWide&& kWalkers == 1            ? 248
+                                                                                 : 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
 
     using Tile = PanelTile<T, kChunk, kDimK>;
@@ -77,14 +65,6 @@ template <class C> struct ForwardMemory {
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     WalkTask task;
-
-    __device__ inline GateRing& ring_of(int) { return gate_ring; }
-    // Until a chunk's gates may be written.
-    __device__ inline void wait_gates_free(int chunk) {
-        const Use<C::kStages> use(chunk);
-        wait_free(free[use.slot], use.phase);
-    }
-    __device__ inline ForwardGates& gates_of(int chunk) { return stages[Use<C::kStages>(chunk).slot].gates; }
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3;  // keys, queries, both matrices

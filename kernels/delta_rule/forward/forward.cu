@@ -7,8 +7,7 @@
 //                   too.
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
 //     producer      loads q, k, v, A, P; scans the gates; stores O, and the writes for a backward
-//     walkers       two, the state in registers (forward/walker.cuh), or one, which is a pair of warpgroups
-//                   (forward/pair.cuh)
+//     walkers       one or two, the state in registers (forward/walker.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with
@@ -20,10 +19,7 @@
 
 #include "common/launch.cuh"
 #include "delta_rule/chunk_matrices/launch.cuh"
-#include "delta_rule/forward/chain_walker.cuh"
 #include "delta_rule/forward/config.cuh"
-#include "delta_rule/forward/output_walker.cuh"
-#include "delta_rule/forward/pair_producer.cuh"
 #include "delta_rule/forward/producer.cuh"
 #include "delta_rule/forward/walker.cuh"
 #include "delta_rule/forward/wide_walker.cuh"
@@ -40,27 +36,23 @@ namespace tfla_tk::delta_rule {
 // The block-th CTA of the walk.
 template <class C>
 __device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_memory, int block) {
-    auto& smem = *reinterpret_cast<ForwardMemoryOf<C>*>(shared_memory);
+    auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
     if (!begin_task<C>(g, smem, block,
                        [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
         set_registers<C::kProducerRegisters, C::kThreads, 1>();
-        if constexpr (C::kIsPair)
-            produce_for_pair(g, smem);
-        else
-            produce(g, smem);
-    } else if (C::kIsPair && warpgroup_id == 2) {
-        if constexpr (C::kIsPair) {
-            set_registers<C::kOutputRegisters, C::kThreads, 1>();
-            walk_outputs(g, smem);
-        }
-    } else if (C::kIdleWarpgroups == 0 || warpgroup_id < C::kWalkWarpgroups) {
+        const int warp = warpgroup::warpid();
+        if (warp == 0)
+            load_tiles(g, smem);
+        else if (warp == 1)
+            scan_gates(g, smem);
+        else if (warp - 2 < C::kWalkers)
+            load_values_and_store_outputs(g, smem, warp - 2);
+    } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        if constexpr (C::kIsPair)
-            walk_chain(g, smem);
-        else if constexpr (C::kIsWide)
+        if constexpr (C::kIsWide)
             walk_forward_wide(g, smem, warpgroup_id - 1);
         else
             walk_forward(g, smem, warpgroup_id - 1);
@@ -103,10 +95,10 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         keep_writes,
     };
     if constexpr (C::kMakerWarpgroups > 0)
-        launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemoryOf<C>>(g, p, stream,
-                                                                                       "delta_forward");
+        launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, stream,
+                                                                                     "delta_forward");
     else
-        launch<delta_forward_kernel<C>, sizeof(ForwardMemoryOf<C>)>(
+        launch<delta_forward_kernel<C>, sizeof(ForwardMemory<C>)>(
             g, walk_grid(g, "delta_forward"), C::kThreads, p.shape.device, stream, "delta_forward");
 }
 

@@ -28,21 +28,20 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
     }
 }
 
-// One of kWarps warps, which take the chunks in turns; a lane has two tokens.
-template <class C, int kWarps = 1, class Memory>
-__device__ inline void scan_gates(const ForwardGlobals& g, Memory& smem, int warp = 0) {
+// One warp; a lane has two tokens.
+template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, ForwardMemory<C>& smem) {
     const Task& task = smem.task;
-    GatesAhead ahead(smem.ring_of(warp), g.g, g.beta, task);
-    auto load = [&](int turn) { ahead.load(turn, warp + turn * kWarps); };
-    for (int turn = 0; turn < ahead.kSteps; turn++) load(turn);
+    GatesAhead ahead(smem.gate_ring, g.g, g.beta, task);
+    for (int chunk = 0; chunk < ahead.kSteps; chunk++) ahead.load(chunk, chunk);
 #pragma unroll 1
-    for (int turn = 0, chunk = warp; chunk < task.chunks; turn++, chunk += kWarps) {
-        const auto [log_decay, x] = ahead.take(turn);
+    for (int chunk = 0; chunk < task.chunks; chunk++) {
+        const auto [log_decay, x] = ahead.take(chunk);
         const Decays decays(log_decay);
         const float2 read = decays.to_token, kept = decays.to_end;
-        load(turn + ahead.kSteps);
-        smem.wait_gates_free(chunk);
-        ForwardGates& gates = smem.gates_of(chunk);
+        ahead.load(chunk + ahead.kSteps, chunk + ahead.kSteps);
+        const auto [slot, phase] = Use<C::kStages>(chunk);
+        wait_free(smem.free[slot], phase);
+        ForwardGates& gates = smem.stages[slot].gates;
         const int lane = fresh_laneid();
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
@@ -50,19 +49,9 @@ __device__ inline void scan_gates(const ForwardGlobals& g, Memory& smem, int war
         gates.written.write(lane, written_part(x));
         gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
-        arrive_warp(smem.arrived[Use<C::kStages>(chunk).slot]);
+        arrive_warp(smem.arrived[slot]);
     }
     wait_copies();
-}
-
-// Stores a walker's columns of a chunk, by one warp. Each lane must later wait for its own stores.
-__device__ inline void store_columns(const ForwardGlobals& g, const Task& task, const TensorMap& chunks,
-                                     const TensorMap& boxes, const TensorMap& rows, const void* tile,
-                                     int chunk, int column) {
-    store_chunk(task, g.packed(), chunks, boxes, rows, tile, chunk,
-                [&](const TensorMap& map, uint32_t from, int row) {
-                    map.store_panel(from, column, row, task.head, task.batch);
-                });
 }
 
 // One warp per walker: V into a stage, and out of it O, which the walker has put in its place; the writes
@@ -75,7 +64,10 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
     auto store = [&](const TensorMap& chunks, const TensorMap& boxes, const TensorMap& rows, const void* tile,
                      int chunk) {
-        store_columns(g, task, chunks, boxes, rows, tile, chunk, column);
+        store_chunk(task, g.packed(), chunks, boxes, rows, tile, chunk,
+                    [&](const TensorMap& map, uint32_t from, int row) {
+                        map.store_panel(from, column, row, task.head, task.batch);
+                    });
         wait_stores_read();
         __syncwarp();
     };
@@ -95,16 +87,6 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
         if (chunk < task.chunks) load(tile, g.v, smem.arrived[slot], column, task.head, chunk);
     }
     wait_stores_done();
-}
-
-template <class C> __device__ inline void produce(const ForwardGlobals& g, ForwardMemory<C>& smem) {
-    const int warp = warpgroup::warpid();
-    if (warp == 0)
-        load_tiles(g, smem);
-    else if (warp == 1)
-        scan_gates<C>(g, smem);
-    else if (warp - 2 < C::kWalkers)
-        load_values_and_store_outputs(g, smem, warp - 2);
 }
 
 }  // namespace tfla_tk::delta_rule
