@@ -46,7 +46,8 @@ void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, 
     check_launch(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, p.shape.device),
                  name);
     const int wave = std::max((multiprocessors - p.makers) / walk.ctas, 1);
-    const MakersGlobals makers{matrices_globals(p), p.made, p.makers, wave};
+    const int ahead = std::max(kLeastAhead, kChunksInL2 / wave);
+    const MakersGlobals makers{matrices_globals(p), p.made, p.makers, wave, ahead};
     const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * makers.slots;
     check_launch(cudaMemsetAsync(p.made, 0, flags * sizeof(*p.made), stream), name);
     dim3 grid = walk_grid(walk, name);

@@ -11,7 +11,7 @@
 // device memory. The flags are zero at the launch.
 //
 // Makers stay close to the walks, so that these find in L2 what makers read and write: a maker waits until
-// the walk has loaded the chunk that is kMostAhead chunks before its next one. It has stored and published
+// the walk has loaded the chunk that is `ahead` chunks before its next one. It has stored and published
 // its own results then.
 //
 // Makers are the first CTAs of the grid and wait for no other CTA. When a CTA of the walk runs, all makers
@@ -28,14 +28,15 @@ namespace tfla_tk::delta_rule {
 // three, ptxas spills the walker's registers, with setmaxnreg or without.
 template <int kDimK> constexpr int kWarpgroupsOfMakers = kDimK == 64 ? 3 : 4;
 
-// Chunks that makers may be ahead of a walk. NOTES: less than 8 is too few for the time that a chunk takes
-// them, and from 12 on the L2 does not hold what 64 walks have yet to read.
-constexpr int kMostAhead = 9;
+// Chunks that makers may be ahead of a walk: at least so many, since less than 8 are too few for the time
+// that a chunk takes them; and as many chunks of a wave together as the L2 holds.
+constexpr int kLeastAhead = 9, kChunksInL2 = 576;
 
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
     int ctas;   // of makers
     int wave;   // pairs of a sequence and a head whose walks run at once
+    int ahead;  // chunks that makers may be ahead of a walk
 
     // Pairs of a sequence and a head.
     __device__ inline int pairs() const { return cut.sequences * heads; }
@@ -118,8 +119,8 @@ __device__ inline void publish_matrices(int* made) {
 
 // Whether the walks are so close that a chunk may be made. Called by whole warps.
 __device__ inline bool walk_is_near(const MakersGlobals& g, const ChunkOfHead& chunk) {
-    if (chunk.tokens <= 0 || chunk.step < kMostAhead) return true;
-    const int* const flag = g.made + (chunk.batch * g.heads + chunk.head) * g.slots + chunk.slot - kMostAhead;
+    if (chunk.tokens <= 0 || chunk.step < g.ahead) return true;
+    const int* const flag = g.made + (chunk.batch * g.heads + chunk.head) * g.slots + chunk.slot - g.ahead;
     return __any_sync(0xffffffff, peek_from_device(flag) & kLoaded);
 }
 
