@@ -61,8 +61,9 @@ template <class T> struct BlockOfWarp {
     static constexpr bool kTwoParts = !std::is_same_v<T, bf16>;  // of operands of the block's scores
     // A factor of q F and k G, for their products in tf32. The walk's operands are without it.
     static constexpr float kScaled = kTwoParts ? 1.f : kTf32Mean;
-    // NOTES: products in two parts stay a loop, or ptxas loads ahead and spills
-    template <int steps> static constexpr int kUnrolled = kTwoParts ? 1 : steps;
+    // Steps of the products' loops that are unrolled. NOTES: of products in two parts not all, or ptxas loads
+    // ahead and spills; of eight rows two, or it serialises the mirror's wgmma (C7511).
+    static constexpr int kEightUnrolled = kTwoParts ? 2 : 4, kMiddleUnrolled = kTwoParts ? 1 : 8;
 
     uint32_t lane_at;      // where this lane's number is in shared memory
     float2 total[kBlock];  // T_n of the block that begins here
@@ -200,7 +201,7 @@ template <class T> struct BlockOfWarp {
     __device__ __forceinline__ float2 multiply_eight(const EightRows& eight, Rows x, Rows y) const {
         const uint32_t more = eight.further(Rows::kStride);
         float c[2][4]{};
-#pragma unroll(kUnrolled<4>)
+#pragma unroll(kEightUnrolled)
         for (int i = 0; i < 4; i++) {
             const FloatFragment a((i / 2 ? x.channels_32 : x.channels_0) + ((eight.a + more) ^ i % 2 * 64));
             const uint32_t of_y = (i / 2 ? y.channels_32 : y.channels_0) + ((eight.b + more) ^ i % 2 * 64);
@@ -299,7 +300,7 @@ template <class T> struct BlockOfWarp {
         load_eight_around_middle<8>(q, k, work, dtype, tokens), __syncwarp();
         const uint32_t a_rows = rows_of_a(work, kTokenBytes), b_rows = rows_of_b(q, kRowBytes);
         each<0, 8>([&](int i) { p[i / 4][i % 4] = 0.f; });
-#pragma unroll(kUnrolled<8>)
+#pragma unroll(kMiddleUnrolled)
         for (int i = 0; i < 8; i++) {
             const FloatFragment a((a_rows ^ i % 4 * 32) + i / 4 * kRowBytes);
             const FloatFragment b((b_rows ^ i % 4 * 32) + i / 4 * (k - q));
