@@ -2,8 +2,8 @@
 // idle.
 //
 // All warpgroups of a CTA but the last one are makers. Each maker is served by a warp of the last warpgroup:
-// it loads q and k, scans the gates, stores the results and tells the walks. So a maker waits for nothing but
-// its inputs, which are loaded a chunk ahead.
+// it loads q and k, scans the gates, stores the results and tells the walks. Near the walks it loads a chunk
+// ahead.
 //
 // Makers take the chunks in the order in which the walks need them. The sequences and heads whose walks run
 // at once are a wave. Makers take the first chunk of each walk of a wave, then the second one, and so on;
@@ -14,9 +14,9 @@
 // the walk has loaded the chunk that is `ahead` chunks before its next one. It has stored and published
 // its own results then.
 //
-// Makers are the first CTAs of the grid and wait for no other CTA. When a CTA of the walk runs, all makers
-// have begun. Makers wait for a walk, which may not have begun, only for a limited time. So the walk waits
-// only for CTAs that are sure to end, whatever else the GPU has to do.
+// Makers are the first CTAs of the grid and wait for no other CTA without a time limit. When a CTA of the
+// walk runs, all makers have begun. Makers wait for a walk, which may not have begun, only for a limited
+// time. So the walk waits only for CTAs that are sure to end, whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"

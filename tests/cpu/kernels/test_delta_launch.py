@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build, reference
+from tfla_tk.backends.tk import operands
 from tfla_tk.backends.tk.delta_rule import call, inputs, launch, split
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -140,7 +142,7 @@ def test_heads_of_a_group_add_up_their_results(group: int, kernel: Kernel) -> No
     check(core)
     walks = {x.shared for x in kernel.launches if x.name in ("left", "right")}
     assert len(walks) == 1 and group % (shared := walks.pop()) == 0
-    assert shared <= call.MOST_SHARED and (shared == group or group > call.MOST_SHARED)
+    assert shared <= call.MOST_TURNS and (shared == group or group > call.MOST_TURNS)
     combined = [x for x in kernel.launches if x.name == "combine"]
     assert len(combined) == (shared < group)
 
@@ -340,10 +342,26 @@ def test_a_backward_of_tensors_that_begin_anywhere(group: int, kernel: Kernel) -
     for found in others:
         for x, y in zip(found, first, strict=True):
             assert (x is None and y is None) or torch.equal(x, y)
-    launch._backwards.clear()
-    for found in (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in calls[::-1]):
-        for x, y in zip(found, first, strict=True):
-            assert (x is None and y is None) or torch.equal(x, y)
+    # whichever comes first
+    for order in (calls[::-1], calls[1:], calls[2:]):
+        launch._backwards.clear()
+        for found in (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in order):
+            for x, y in zip(found, first, strict=True):
+                assert (x is None and y is None) or torch.equal(x, y)
+
+
+def test_the_gradient_of_a_state_lies_like_it(kernel: Kernel) -> None:
+    """Also where it is transposed, as with state_v_first."""
+    core = draw(tokens=70)
+    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    grads = cotangents(o, last)
+    dense = launch.backward(core, kept, last, *grads, needs_gates=True)[7]
+    assert core.initial_state is not None and dense is not None
+    transposed = core._replace(initial_state=core.initial_state.mT.contiguous().mT)
+    found = launch.backward(transposed, kept, last, *grads, needs_gates=True)[7]
+    assert found is not None and transposed.initial_state is not None
+    assert found.stride() == transposed.initial_state.stride()
+    assert torch.equal(found, dense)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -522,3 +540,24 @@ def test_faster_memory_takes_no_longer() -> None:
     slow, fast = (split.forward(**sizes, group=1, machine=split.Machine(132, rate)) for rate in (2e6, 5e6))
     assert fast.time < slow.time
     assert slow.makers > 0 and fast.makers == 0
+
+
+def test_slices_and_heads_share_the_turns(hopper: None) -> None:
+    assert [shape_of(1, 512)._replace(group=4, dim_v=v).shared for v in (128, 256, 512)] == [4, 2, 1]
+
+
+def test_packed_sequences_have_no_waves(hopper: None) -> None:
+    """CTAs of the walk and makers run at once, or A and P are made before."""
+    for sequences in (32, 120):
+        shape = shape_of(sequences, 65536, heads=4, packed=True)
+        walks = sequences * 4 * -(-shape.dim_v // (64 * shape.forward_walkers))
+        assert shape.makers == 0 or shape.makers + walks <= 132
+
+
+@pytest.mark.parametrize(
+    ("told", "rate"), [({}, 3.35e6), ({"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}, 3.352e6)]
+)
+def test_memory_rate(told: dict[str, int], rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an H100 where torch does not tell."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told))
+    assert operands.memory_rate.__wrapped__(0) == pytest.approx(rate, rel=1e-3)

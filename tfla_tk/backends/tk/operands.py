@@ -13,6 +13,7 @@ from tfla_tk.core.layout import DTYPES, MaybeTensor
 Operand = tuple[int, int, int, int]  # address, strides of B, NH and S in elements
 Gate = tuple[int, ...]  # the same of [B, NH, S], and the code of the dtype
 
+_RATE_OF_AN_H100 = 3.35e6  # bytes per microsecond
 ADDRESS_ALIGNMENT = 16  # bytes: of what TMA and vector loads read
 _ROW_ALIGNMENT = 8  # elements: TMA needs rows that start at multiples of 16 bytes
 
@@ -26,8 +27,10 @@ def multiprocessors(device: int) -> int:
 def memory_rate(device: int) -> float:
     """What the device's memory gives at its peak, in bytes per microsecond."""
     found = torch.cuda.get_device_properties(device)
-    # two words a clock; kilohertz times bits
-    return found.memory_clock_rate * 2 * found.memory_bus_width / 8e3
+    # torch tells these since 2.10; a driver may not know them
+    kilohertz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    # two words a clock
+    return kilohertz * 2 * bits / 8e3 or _RATE_OF_AN_H100
 
 
 def current_stream(device: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
 MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
-# heads of v that add up their dq and dk in turn: more of them would round the sum too often
-MOST_SHARED = 4
+# parts of dq and dk, of heads of v and slices of V, that are added up in turns: more turns would round the
+# sum too often. Slices take turns in any case
+MOST_TURNS = 4
 SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
@@ -142,7 +144,8 @@ class Shape(NamedTuple):
     def shared(self) -> int:
         """Heads of v of a group that add up their dq and dk in the walks over the states; of larger groups a
         launch behind these adds up the rest."""
-        return max(heads for heads in range(1, MOST_SHARED + 1) if self.group % heads == 0)
+        most = max(MOST_TURNS // self.states_slices, 1)
+        return max(heads for heads in range(1, most + 1) if self.group % heads == 0)
 
     @property
     def partial(self) -> tuple[int, int, int, int]:
@@ -190,7 +193,12 @@ class Shape(NamedTuple):
             return None
         pairs, chunks = self.sequences * self.heads, -(-self.batch * self.seq // (self.sequences * CHUNK))
         of_cta = (1,) if self.dim_v <= WALKER_COLUMNS else (self.walkers,) if self.batch_invariant else (1, 2)
-        return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine)
+        found = functools.partial(
+            costs.forward, pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine
+        )
+        # makers look for the next chunk among as many as the longest sequence could have, which takes long
+        # between waves of packed sequences
+        return found(most_waves=1) if self.packed else found()
 
     @property
     def states_walkers(self) -> int:

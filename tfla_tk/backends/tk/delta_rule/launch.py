@@ -22,7 +22,6 @@ q and k has more, a last kernel adds up the rest.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -131,23 +130,13 @@ def _run(
     key = needs_gates, do.stride(), None if dht is None else dht.stride(), layout(given, core)
     run = _backwards.get(key)
     if run is None:
-        if readable(core) is core and as_operand(do) is do and as_state(dht) is dht:
-            run = Backward(given, core, needs_gates=needs_gates)
-        else:
-            run = functools.partial(_run_copies, needs_gates)
+        read, dout, last = readable(core), as_operand(do), as_state(dht)
+        if read is not core or dout is not do or last is not dht:
+            # not kept: a key does not tell addresses, and tensors like these may need no copy
+            return _run(needs_gates, given, read, kept, dout, last)
+        run = Backward(given, core, needs_gates=needs_gates)
         _backwards.keep(key, run)
     return run(given, core, kept, do, dht)
-
-
-def _run_copies(
-    needs_gates: bool,
-    given: DeltaRuleCore,
-    core: DeltaRuleCore,
-    kept: Kept | None,
-    do: Tensor,
-    dht: MaybeTensor,
-) -> Gradients:
-    return _run(needs_gates, given, readable(core), kept, as_operand(do), as_state(dht))
 
 
 class Forward:
@@ -199,7 +188,8 @@ class Backward:
         """`backward` of these tensors."""
         at = starts(*read[:9], do, dht)
         if (at[0] | at[1] | at[2] | at[7] | at[9] | at[10]) % ADDRESS_ALIGNMENT:
-            return _run_copies(self._needs_gates, core, read, kept, do, dht)
+            copies = readable(read), kept, as_operand(do), as_state(dht)
+            return _run(self._needs_gates, core, *copies)
         given, made = core, read
         if self._inputs is not None:
             made = self._inputs(core, read)
@@ -350,12 +340,15 @@ class Walks:
         written = results if self._are_direct else [Result.of(x).written for x in results]
         dg = torch.empty_like(given.g) if self._needs_dg and given.g is not None else None
         dbeta = torch.empty_like(given.beta)
-        dh0 = None if core.initial_state is None else torch.empty_like(core.initial_state)
+        dh0 = None if given.initial_state is None else torch.empty_like(given.initial_state)
+        dense_dh0 = dh0 if dh0 is None or dh0.is_contiguous() else dh0.new_empty(dh0.shape)
         scratch = core.v.new_empty(self._scratch_size)
-        at += starts(*written, dg, dbeta, dh0, scratch)
+        at += starts(*written, dg, dbeta, dense_dh0, scratch)
         self._launches.run(at, current_stream(self._device))
         if not self._are_direct:
             results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
+        if dh0 is not None and dense_dh0 is not None and dense_dh0 is not dh0:
+            dh0.copy_(dense_dh0)
         dq, dk, dv = results
         return dq, dk, dv, dg, dbeta, None, None, dh0
 

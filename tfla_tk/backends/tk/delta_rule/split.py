@@ -72,6 +72,7 @@ def forward(
     group: int,
     walkers: tuple[int, ...],
     machine: Machine,
+    most_waves: int = _MOST_WAVES,
 ) -> Forward:
     """The fastest of one sequence length, with makers or without.
 
@@ -84,6 +85,7 @@ def forward(
         dims: K, at most 128, and V.
         group: heads of v per head of q and k.
         walkers: of a CTA, to choose among.
+        most_waves: with makers.
     """
     multiprocessors = machine.multiprocessors
     keys, values, matrices = (2 * CHUNK * width for width in (2 * dims[0] / group, 2 * dims[1], 2 * CHUNK))
@@ -99,7 +101,7 @@ def forward(
         of_chunk = max(waves * _WALKED[count], moved) + made_before
         yield Forward(count, 0, chunks * of_chunk + waves * _WAVE + _SECOND)
         # one walker in waves is no faster than two
-        for waves in range(1, _MOST_WAVES + 1 if count == 2 else 2):
+        for waves in range(1, most_waves + 1 if count == 2 else 2):
             makers = multiprocessors - -(-ctas // waves)
             if makers > 0:
                 of_chunk = max(waves * _WALKED_BESIDE[count], made / makers, moved)
