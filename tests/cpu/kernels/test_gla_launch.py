@@ -173,6 +173,32 @@ def test_a_backward_serves_odd_addresses(cut: int, kernel: Kernel) -> None:
     check_backward(core)
 
 
+def test_a_backward_begins_with_odd_addresses(cut: int, kernel: Kernel) -> None:
+    """What a first call had to copy says nothing of later ones that lie alike."""
+    core = draw()
+    check_backward(core._replace(initial_state=at_odd_address(core.initial_state)))
+    check_backward(core)
+    backward._backwards.clear()
+    do = torch.ones_like(core.v)
+    first, *others = (
+        launch.backward(core, None, None, x, None, needs_gates=True) for x in (at_odd_address(do), do)
+    )
+    for found in others:
+        assert all(map(torch.equal, found, first))
+
+
+def test_the_gradient_of_a_state_lies_like_it(cut: int, kernel: Kernel) -> None:
+    """Also where it is transposed, as with state_v_first."""
+    core = draw()
+    state = core.initial_state.mT.contiguous().mT
+    do = torch.ones_like(core.v)
+    dense, found = (
+        launch.backward(core._replace(initial_state=x), None, None, do, None, needs_gates=True)[4]
+        for x in (core.initial_state, state)
+    )
+    assert found.stride() == state.stride() and torch.equal(found, dense)
+
+
 def check_backward(
     core: GLACore, needs_gates: bool = True, with_dht: bool = True, kept: Kept | None = None
 ) -> None:

@@ -87,6 +87,11 @@ class Result(NamedTuple):
             return Result(result, result.new_empty(result.shape))
         return Result(result, result)
 
+    @staticmethod
+    def of_state(result: Tensor) -> Result:
+        """With itself where it is contiguous, or a contiguous tensor, to be written."""
+        return Result(result, result if result.is_contiguous() else result.new_empty(result.shape))
+
     @property
     def is_direct(self) -> bool:
         """Whether the kernels write the result itself."""

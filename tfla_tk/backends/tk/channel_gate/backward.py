@@ -12,8 +12,6 @@ states at the borders. Where the forward has not kept the states there, another 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -68,19 +66,13 @@ def _run(
     key = (needs_dg, likes, do.stride(), None if dht is None else dht.stride(), cut, layout(core))
     run = _backwards.get(key)
     if run is None:
-        tensors, as_read = (*core, do, dht), (*readable(core), as_operand(do), as_state(dht))
-        if all(x is y for x, y in zip(tensors, as_read, strict=True)):
-            run = Backward(given, core, do, dht, needs_dg=needs_dg, kept_cut=cut)
-        else:
-            run = functools.partial(_run_copies, needs_dg)
+        read, dout, last = readable(core), as_operand(do), as_state(dht)
+        if not all(x is y for x, y in zip((*core, do, dht), (*read, dout, last), strict=True)):
+            # not kept: a key does not tell addresses, and tensors like these may need no copy
+            return _run(needs_dg, given, read, kept, dout, last)
+        run = Backward(given, core, do, dht, needs_dg=needs_dg, kept_cut=cut)
         _backwards.keep(key, run)
     return run(given, core, kept, do, dht)
-
-
-def _run_copies(
-    needs_dg: bool, given: GLACore, core: GLACore, kept: Kept | None, do: Tensor, dht: MaybeTensor
-) -> Gradients:
-    return _run(needs_dg, given, readable(core), kept, as_operand(do), as_state(dht))
 
 
 class Backward:
@@ -188,22 +180,25 @@ class Backward:
         """`backward` of these tensors."""
         at = starts(*core[:6], do, dht)
         if (at[0] | at[1] | at[2] | at[3] | at[4] | at[6] | at[7]) % ADDRESS_ALIGNMENT:
-            return _run_copies(self._needs_dg, given, core, kept, do, dht)
+            return _run(self._needs_dg, given, readable(core), kept, as_operand(do), as_state(dht))
         results = [torch.empty_like(x) for x in (given.q, given.k, given.v)]
         if self._needs_dg:
             results.append(torch.empty_like(given.g))
         written = results if self._are_direct else [Result.of(x).written for x in results]
         dg = written[3] if self._needs_dg else None
-        dh0 = None if core.initial_state is None else torch.empty_like(core.initial_state)
+        initial = given.initial_state
+        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
         # of q's dtype because that need not be said to torch, which is half of the time
         scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
-        at += starts(*written[:3], dg, dh0, None if kept is None else kept.tensors[0], scratch)
+        dh0_written, borders = None if dh0 is None else dh0.written, None if kept is None else kept.tensors[0]
+        at += starts(*written[:3], dg, dh0_written, borders, scratch)
         self._launches.run(at, current_stream(self._device))
         if not self._are_direct:
             results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
         dq, dk, dv = results[:3]
-        return dq, dk, dv, results[3] if self._needs_dg else None, dh0
+        dg = results[3] if self._needs_dg else None
+        return dq, dk, dv, dg, None if dh0 is None else dh0.filled()
 
 
 _FLOAT = torch.float32.itemsize
-_backwards: Memo[Callable[..., Gradients]] = Memo()
+_backwards: Memo[Backward] = Memo()

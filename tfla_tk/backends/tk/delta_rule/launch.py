@@ -340,19 +340,17 @@ class Walks:
         written = results if self._are_direct else [Result.of(x).written for x in results]
         dg = torch.empty_like(given.g) if self._needs_dg and given.g is not None else None
         dbeta = torch.empty_like(given.beta)
-        dh0 = None if given.initial_state is None else torch.empty_like(given.initial_state)
-        dense_dh0 = dh0 if dh0 is None or dh0.is_contiguous() else dh0.new_empty(dh0.shape)
+        initial = given.initial_state
+        dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
         scratch = core.v.new_empty(self._scratch_size)
-        at += starts(*written, dg, dbeta, dense_dh0, scratch)
+        at += starts(*written, dg, dbeta, None if dh0 is None else dh0.written, scratch)
         self._launches.run(at, current_stream(self._device))
         if not self._are_direct:
             results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
-        if dh0 is not None and dense_dh0 is not None and dense_dh0 is not dh0:
-            dh0.copy_(dense_dh0)
         dq, dk, dv = results
-        return dq, dk, dv, dg, dbeta, None, None, dh0
+        return dq, dk, dv, dg, dbeta, None, None, None if dh0 is None else dh0.filled()
 
 
 _FLOAT = torch.float32.itemsize
 _forwards: Memo[Forward] = Memo()
-_backwards: Memo[Callable[..., Gradients]] = Memo()
+_backwards: Memo[Backward] = Memo()
