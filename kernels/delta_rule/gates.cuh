@@ -10,6 +10,9 @@
 
 namespace tfla_tk::delta_rule {
 
+// In the place of what a kernel has no need of.
+struct Nothing {};
+
 __device__ inline void write_pair(float* values, int place, float2 x) {
     *reinterpret_cast<float2*>(&values[place]) = x;
 }
@@ -20,11 +23,16 @@ __device__ inline TwoPairs cumulative_log2_decay(float2 log_decay) {
     return inclusive_sums({log2_exp(log_decay.x), log2_exp(log_decay.y)}, fresh_laneid());
 }
 
-// Writes the same of all tokens, as high and low parts; lane l writes those of its two tokens.
-__device__ inline void write_log2_decay(float2* values, int lane, const TwoPairs& b) {
-    const auto [x, y] = b;
-    *reinterpret_cast<float4*>(&values[2 * lane]) = {x.high, x.low, y.high, y.low};
-}
+// The same of all tokens, as high and low parts.
+struct alignas(16) Log2Decay {
+    float2 of[kChunk];
+
+    // Of tokens 2 l and 2 l + 1, by lane l.
+    __device__ inline void write(int lane, const TwoPairs& b) {
+        const auto [x, y] = b;
+        *reinterpret_cast<float4*>(&of[2 * lane]) = {x.high, x.low, y.high, y.low};
+    }
+};
 
 // Decays of the lane's two tokens: from the chunk's start to each, from each to the chunk's end, and over the
 // whole chunk.
@@ -78,7 +86,6 @@ struct alignas(16) TokenFactors {
 struct LaneFactors {
     TokenFactors::Columns columns[kChunk / 16];
 
-    __device__ inline LaneFactors() {}
     __device__ inline LaneFactors(const TokenFactors& factors, int lane) {
 #pragma unroll
         for (int j = 0; j < kChunk / 16; j++) {
@@ -86,6 +93,16 @@ struct LaneFactors {
             pin(columns[j].of);
         }
     }
+    __device__ inline const TokenFactors::Columns& of(int j) const { return columns[j]; }
+};
+
+// The same, read where they are used.
+struct LateFactors {
+    const TokenFactors& factors;
+    int lane;
+
+    __device__ inline LateFactors(const TokenFactors& factors, int lane) : factors(factors), lane(lane) {}
+    __device__ inline TokenFactors::Columns of(int j) const { return factors.columns(j, lane); }
 };
 
 // Where a warp loads the gates of a walk's next steps: of several steps to shared memory, or of one step to
@@ -98,9 +115,8 @@ struct GateRegisters {
     static constexpr int kSteps = 1;
     uint2 decays[kSteps], betas[kSteps];
 };
-// Empty in walks that have the gates in registers.
-struct NoGateRing {};
-template <bool kIsThere> using GateRingIf = std::conditional_t<kIsThere, GateRing, NoGateRing>;
+// Of walks that have the gates in shared memory.
+template <bool kIsThere> using GateRingIf = std::conditional_t<kIsThere, GateRing, Nothing>;
 
 // Loads gates Ring::kSteps steps before they are scanned.
 template <class Ring> class GatesAhead {

@@ -42,7 +42,7 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
     return {maps.of_keys(q),
             maps.of_keys(k),
             maps.of_matrices(a),
-            maps.of_matrices(scores),
+            maps.of_matrices(scores ? scores : a),
             GateWords(g),
             GateWords(beta),
             s.cut,

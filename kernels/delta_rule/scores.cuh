@@ -1,17 +1,23 @@
 // Scores of a chunk: products of two tiles of tokens.
 #pragma once
 
+#include "common/sync.cuh"
 #include "common/tiles.cuh"
 #include "common/wgmma.cuh"
+#include "delta_rule/gates.cuh"
 
 namespace tfla_tk::delta_rule {
 
 using namespace kittens;
 
-// scores = X K^T, issued.
+// Whether walks with head dim kDimK of q and k make the scores P of their chunks (walk_scores.cuh). Else P is
+// made before them, beside A: a wide state leaves no registers for another warpgroup.
+template <int kDimK> constexpr bool kMakesScores = kDimK <= 128;
+
+// scores = X K^T of all tokens of X and as many as `scores` has columns of K, from first_key on; issued.
 template <class T, int kDimK, class Tile, class Scores>
-__device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile& keys) {
-    const auto a = Operand128B::rows(&rows), b = Operand128B::rows(&keys);
+__device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile& keys, int first_key = 0) {
+    const auto a = Operand128B::rows(&rows), b = Operand128B::rows(&keys.data[0][first_key]);
     forget(scores);
     wgmma_fence();
 #pragma unroll
@@ -20,5 +26,53 @@ __device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile
                              k > 0);
     warpgroup::mma_commit_group();
 }
+
+// e^{b_i - b_j} of a row i and two columns j side by side, the first one even.
+__device__ inline float2 decays_between(const Log2Decay& b, int row, int column) {
+    const float2 at = b.of[row];
+    const float4 before = *reinterpret_cast<const float4*>(&b.of[column]);
+    return {exp2f((at.x - before.x) + (at.y - before.y)), exp2f((at.x - before.z) + (at.y - before.w))};
+}
+
+// What P has of the products of a warp's 16 rows and kColumns columns: s e^{b_i - b_j}. NOTES: made under the
+// GEMM of the products.
+template <int kColumns> struct ReadGates {
+    int first_row, first_column;  // of this lane
+    float2 of[kColumns / 16][4];  // as the products lie in a tile
+
+    // By one warp of four.
+    __device__ inline ReadGates(const Log2Decay& b, float scale, int first_key, int warp)
+        : first_row(16 * warp + fresh_laneid() / 4), first_column(first_key + 2 * (fresh_laneid() % 4)) {
+#pragma unroll
+        for (int j = 0; j < kColumns / 16; j++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 decay = decays_between(b, row(k), column(j, k));
+                of[j][k] = {scale * decay.x, scale * decay.y};
+            }
+    }
+    __device__ inline int row(int k) const { return first_row + 8 * (k % 2); }
+    __device__ inline int column(int j, int k) const { return first_column + 16 * j + 8 * (k / 2); }
+
+    // Rounds P to a tile, of the products. It is zero right of the diagonal and past the last token. NOTES:
+    // by selection, not by products: what is left out may be NaN or infinite.
+    template <class T, class Square>
+    __device__ inline void round(Square& tile, const rt_fl<16, kColumns>& products, int first_key, int tokens,
+                                 int warp) const {
+        using T2 = typename base_types::packing<T>::packed_type;
+#pragma unroll
+        for (int j = 0; j < kColumns / 16; j++) {
+            T2 rounded[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float2 x = products.tiles[0][j].data[k];
+                const int last = row(k) < tokens ? row(k) : -1;  // column that the row sees
+                rounded[k] = from_float2<T2>({column(j, k) <= last ? of[j][k].x * x.x : 0.f,
+                                              column(j, k) < last ? of[j][k].y * x.y : 0.f});
+            }
+            store_fragment<T, kChunk>(shared_address(&tile), 16 * warp, first_key / 16 + j, rounded);
+        }
+    }
+};
 
 }  // namespace tfla_tk::delta_rule

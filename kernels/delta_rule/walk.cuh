@@ -25,7 +25,7 @@ using namespace kittens;
 
 constexpr int kWalkerColumns = 64;  // of V
 
-// Flags of a chunk and head: makers have made A and P; a walk has asked for them.
+// Flags of a chunk and head: makers have made A; a walk has asked for it.
 constexpr int kMade = 1, kLoaded = 2;
 
 // How the GEMMs of a chunk are ordered against the rest of its work.
@@ -146,13 +146,14 @@ __device__ inline void mark_loaded(const WalkGlobals& g, const Task& task, int c
     or_to_device(g.made + head * g.slots + task.first_slot + chunk, kLoaded);
 }
 
-// Loads A and P of a chunk, by one thread, which has expected their bytes.
-template <class Square>
-__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Square& a, Square& p,
-                                     semaphore& arrived, int chunk) {
+// Loads A and, where the walk does not make it, P of a chunk, by one thread.
+template <class C, class Stage>
+__device__ inline void load_matrices(const WalkGlobals& g, const Task& task, Stage& stage, semaphore& arrived,
+                                     int chunk) {
     const int row = (task.first_slot + chunk) * kChunk, head = task.batch * g.heads + task.head;
-    load_panels(a, g.a, arrived, 0, row, head, 0);
-    load_panels(p, g.p, arrived, 0, row, head, 0);
+    tma::expect_bytes(arrived, (C::kHasScorer ? 1 : 2) * C::Square::loaded_bytes);
+    load_panels(stage.a, g.a, arrived, 0, row, head, 0);
+    if constexpr (!C::kHasScorer) load_panels(stage.p, g.p, arrived, 0, row, head, 0);
 }
 
 }  // namespace tfla_tk::delta_rule

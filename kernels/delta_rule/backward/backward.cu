@@ -23,6 +23,7 @@
 #include "delta_rule/backward/wide_walker.cuh"
 #include "delta_rule/inputs/backward.cuh"
 #include "delta_rule/launch_walk.cuh"
+#include "delta_rule/scorer.cuh"
 #include "delta_rule/split/launch.cuh"
 
 #ifndef TFLA_DIM_K
@@ -53,6 +54,9 @@ __global__ __launch_bounds__(C::kThreads,
             else
                 load_columns_and_store_gradients(g, smem, warp - 2);
         }
+    } else if (C::kHasScorer && warpgroup_id > C::kWalkers) {
+        set_registers<C::kScorerRegisters, C::kThreads, 1>();
+        if constexpr (C::kHasScorer) make_scores<C>(g, smem);
     } else {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         if constexpr (C::kIsWide)

@@ -1,6 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the backward's mirror walk.
 #pragma once
 
+#include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -11,15 +12,17 @@ template <class Type, int kDim, int kCount, Schedule kOrder, bool kNothingElse =
     static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr int kWarpgroups = kWalkers + 1, kThreads = 128 * kWarpgroups;
-    static constexpr bool kIsWide = kDimK > 128;
+    static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK>;
+    static constexpr int kWarpgroups = 1 + kWalkers + kHasScorer, kThreads = 128 * kWarpgroups;
     // chunks in shared memory
     static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) || kStatesAlone ? 3 : 2;
     static_assert(!(kIsWide && kStatesAlone), "the wide walker makes dV");
     static constexpr bool kHasGateRing = !(kIsWide && kWalkers == 2);  // else it would not fit
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kProducerRegisters = 40, kWalkerRegisters = 232;
-    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <= 65536 / kThreads / 8 * 8 * kWarpgroups);
+    static constexpr int kProducerRegisters = 40, kScorerRegisters = 56;
+    static constexpr int kWalkerRegisters = kHasScorer && kWalkers == 2 ? 208 : 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kHasScorer * kScorerRegisters <=
+                  65536 / kThreads / 8 * 8 * kWarpgroups);
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
@@ -34,7 +37,8 @@ struct MirrorGlobals : WalkGlobals {
 };
 
 // Factors of a chunk's tokens.
-struct MirrorGates {
+template <class C> struct MirrorGates {
+    [[no_unique_address]] std::conditional_t<C::kHasScorer, Log2Decay, Nothing> log2_decay;
     TokenFactors update;  // e^{b_L - b}
     TokenFactors out;     // s e^b
     TokenFactors beta;
@@ -57,18 +61,28 @@ template <class C> struct MirrorStage : MirrorWrites<C> {
 
 template <class C> struct MirrorMemory {
     MirrorStage<C> stages[C::kStages];
-    MirrorGates gates[C::kStages];
-    semaphore arrived[C::kStages];  // tiles, dO and writes of each walker, gates
-    semaphore free[C::kStages];     // but for dO, which is followed by dV
+    MirrorGates<C> gates[C::kStages];
+    semaphore arrived[C::kStages];     // all of a chunk
+    semaphore for_scorer[C::kStages];  // keys, queries, gates
+    semaphore free[C::kStages];        // but for dO, which is followed by dV
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     WalkTask task;
     GateRingIf<C::kHasGateRing> gate_ring;
 
+    __device__ inline MirrorGates<C>& gates_of(int slot) { return gates[slot]; }
+    // Where keys, queries and gates arrive.
+    __device__ inline semaphore& tiles_arrived(int slot) {
+        return C::kHasScorer ? for_scorer[slot] : arrived[slot];
+    }
+
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 3, kColumns = C::kStatesAlone ? 1 : 2;  // keys, queries, both matrices
+        constexpr int kOfTiles = 2 + kArrivalsPerWarp;  // keys, queries; gates
+        constexpr int kOfScores = C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles;
+        constexpr int kColumns = C::kStatesAlone ? 1 : 2;  // dO, writes
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(arrived[i], kTiles + kColumns * C::kWalkers + kArrivalsPerWarp);
+            init_semaphore(for_scorer[i], kOfTiles);
+            init_semaphore(arrived[i], 1 + kColumns * C::kWalkers + kOfScores);  // the matrices, columns
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : out_ready)

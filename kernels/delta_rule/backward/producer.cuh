@@ -7,7 +7,7 @@
 
 namespace tfla_tk::delta_rule {
 
-// One warp: keys, queries and the matrices.
+// One warp: keys, queries and what matrices the walk does not make.
 template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, MirrorMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
@@ -16,14 +16,11 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
         const int chunk = task.chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
-        semaphore& arrived = smem.arrived[slot];
+        semaphore& arrived = smem.tiles_arrived(slot);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
-        if (fresh_laneid() == 0) {
-            tma::expect_bytes(arrived, 2 * C::Square::loaded_bytes);
-            load_matrices(g, task, stage.a, stage.p, arrived, chunk);
-        }
+        if (fresh_laneid() == 0) load_matrices<C>(g, task, stage, smem.arrived[slot], chunk);
     }
 }
 
@@ -37,19 +34,21 @@ __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem,
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
         const auto [log_decay, x] = ahead.take(step);
-        const Decays decays(log_decay);
+        const TwoPairs b = cumulative_log2_decay(log_decay);
+        const Decays decays(b);
         const float2 read = decays.to_token;
         load(step + ahead.kSteps);
         const auto [slot, phase] = Use<C::kStages>(step);
         wait_free(smem.free[slot], phase);
-        MirrorGates& gates = smem.gates[slot];
+        MirrorGates<C>& gates = smem.gates_of(slot);
         const int lane = fresh_laneid();
+        if constexpr (C::kHasScorer) gates.log2_decay.write(lane, b);
         gates.update.write(lane, decays.to_end);
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.beta.write(lane, x);
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
         if (lane == 0) gates.decay = decays.whole;
-        arrive_warp(smem.arrived[slot]);
+        arrive_warp(smem.tiles_arrived(slot));
     }
     wait_copies();
 }

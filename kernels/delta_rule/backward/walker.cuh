@@ -73,7 +73,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         each<0, kTokenSteps>([&](int j) {
             each<0, 4>([&](int k) {
                 T2& pair = tokens[j].tiles[0][0].data[k];
-                const float2 x = to_float2(pair), e = by.columns[j].of[k / 2];
+                const float2 x = to_float2(pair), e = by.of(j).of[k / 2];
                 pair = from_float2<T2>({e.x * x.x, e.y * x.y});
             });
         });
@@ -83,7 +83,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         const int chunk = chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
-        const MirrorGates& gates = smem.gates[slot];
+        const MirrorGates<C>& gates = smem.gates[slot];
         load_tokens(stage.douts[walker]);  // 1
         pin_all(tokens);
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
@@ -102,14 +102,18 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         pin(through), pin_all(tokens);
         scale_tokens(out);
         add_to_state(token, stage.queries);
-        const LaneFactors update(gates.update, lane), beta(gates.beta, lane);
+        // NOTES: two walkers have no registers to read both ahead
+        constexpr bool kAhead = C::kWalkers == 1;
+        const LaneFactors update(gates.update, lane);
+        const std::conditional_t<kAhead, LaneFactors, LateFactors> beta(gates.beta, lane);
         wait_but.template operator()<kTokenSteps>();  // 4
         pin(x), pin_all(read);
         each<0, kTokenSteps>([&](int j) {
+            const auto betas = beta.of(j);
             each<0, 4>([&](int k) {
                 float2& du = x.tiles[0][j].data[k];
-                fma_in_place(du, update.columns[j].of[k / 2], through.tiles[0][j].data[k]);
-                const float2 by = beta.columns[j].of[k / 2];
+                fma_in_place(du, update.of(j).of[k / 2], through.tiles[0][j].data[k]);
+                const float2 by = betas.of[k / 2];
                 rounded(j).tiles[0][0].data[k] = from_float2<T2>({by.x * du.x, by.y * du.y});
             });
         });
@@ -119,7 +123,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
             each<0, 4>([&](int k) {
-                const float2 z = x.tiles[0][j].data[k], e = minus_read.columns[j].of[k / 2];
+                const float2 z = x.tiles[0][j].data[k], e = minus_read.of(j).of[k / 2];
                 rounded(j).tiles[0][0].data[k] = from_float2<T2>({e.x * z.x, e.y * z.y});
             });
         });

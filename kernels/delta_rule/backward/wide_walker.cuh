@@ -67,7 +67,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     auto begin_chunk = [&]<bool first>(int step) {
         const int slot = Use<C::kStages>(step).slot;
         MirrorStage<C>& stage = smem.stages[slot];
-        const MirrorGates& gates = smem.gates[slot];
+        const MirrorGates<C>& gates = smem.gates[slot];
         if (!first && g.borders && is_border(chunks - step))  // 1
             store_state_transposed(border_state(g, task, task.first_chunk + chunks - step), state, 0,
                                    column(), g.dim_k, g.dim_v, g.dim_v);
@@ -100,7 +100,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     auto end_chunk = [&](int step) {
         const int chunk = chunks - 1 - step, slot = Use<C::kStages>(step).slot;
         MirrorStage<C>& stage = smem.stages[slot];
-        const MirrorGates& gates = smem.gates[slot];
+        const MirrorGates<C>& gates = smem.gates[slot];
         each<0, kTokenSteps>([&](int j) {  // 3
             const auto factors = gates.beta.columns(j, fresh_laneid());
             each<0, 4>([&](int k) {

@@ -1,11 +1,14 @@
-// The matrices A and P (bindings/params.h) of one chunk and head of v, by one warpgroup:
-//   1. Load q, k and beta; scan the log decay.
-//   2. K K^T and Q K^T, in flight together.
+// The matrices A and, for walks that do not make it, P (bindings/params.h) of one chunk and head of v, by one
+// warpgroup:
+//   1. Load k, beta and for P q; scan the log decay.
+//   2. K K^T and for P Q K^T, in flight together.
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
 //   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
-//   5. Store both tiles.
+//   5. Store the results.
 // In makers.cuh another warp takes steps 1 and 5.
 #pragma once
+
+#include <type_traits>
 
 #include "common/sync.cuh"
 #include "common/tiles.cuh"
@@ -40,14 +43,18 @@ struct ChunkOfHead {
     int step;               // in its sequence
 };
 
+// Of walks with head dim kDimK of q and k.
 template <class T, int kDimK> struct MatricesTiles {
+    static constexpr bool kWithScores = !kMakesScores<kDimK>;
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
     struct Inputs {
-        Tile queries, keys;
+        Tile keys;
+        [[no_unique_address]] std::conditional_t<kWithScores, Tile, Nothing> queries;
     };
     struct Results {
-        Square a, p;
+        Square a;
+        [[no_unique_address]] std::conditional_t<kWithScores, Square, Nothing> p;
         TriangularMatrix matrix;
     };
 };
@@ -57,37 +64,26 @@ template <class Memory>
 __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk) {
     const int key_head = chunk.head / g.group;
     load_panels(smem.in.keys, g.k, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
-    load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
+    if constexpr (Memory::Tiles::kWithScores)
+        load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
 }
 
-// Step 3: makes -L from K K^T, in shared memory, and P from Q K^T, in place. Both are zero past the last
-// token; therefore A is, too. Of -L it makes no block of 16 right of the diagonal.
-template <class Memory>
-__device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_fl<16, kChunk>& of_queries,
-                                   int tokens, float scale, int warp) {
+// Step 3: makes -L from K K^T, in shared memory. It is zero past the last token; therefore A is, too. No
+// block of 16 right of the diagonal is made.
+__device__ inline void gate_erasures(TriangularMatrix& matrix, const rt_fl<16, kChunk>& of_keys,
+                                     const Log2Decay& b, int tokens, int warp) {
     const int lane_row = fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
 #pragma unroll
         for (int k = 0; k < 4; k++) {
+            if (j > warp) continue;
             const int eight = 16 * warp + 8 * (k % 2), row = eight + lane_row;
             const int column = first_column + 16 * j + 8 * (k / 2);
-            float2 &keys = of_keys.tiles[0][j].data[k], &queries = of_queries.tiles[0][j].data[k];
-            if (j > warp) {
-                queries = {0.f, 0.f};
-                continue;
-            }
-            const float2 b = smem.log2_decay[row];
-            const float4 before = *reinterpret_cast<const float4*>(&smem.log2_decay[column]);
-            auto gated = [&](float& of_keys, float& of_queries, float2 before, int column) {
-                const float gate = exp2f((b.x - before.x) + (b.y - before.y));
-                const bool seen = column <= row && row < tokens, strictly = column < row;
-                of_keys = seen && strictly ? -gate * of_keys : 0.f;
-                of_queries = seen ? scale * gate * of_queries : 0.f;
-            };
-            gated(keys.x, queries.x, {before.x, before.y}, column);
-            gated(keys.y, queries.y, {before.z, before.w}, column + 1);
-            smem.out.matrix.pair_at(eight, lane_row, column) = keys;
+            const float2 gate = decays_between(b, row, column), x = of_keys.tiles[0][j].data[k];
+            const bool is_token = row < tokens;
+            matrix.pair_at(eight, lane_row, column) = {is_token && column < row ? -gate.x * x.x : 0.f,
+                                                       is_token && column + 1 < row ? -gate.y * x.y : 0.f};
         }
 }
 
@@ -99,25 +95,30 @@ __device__ inline void gate_scores(Memory& smem, rt_fl<16, kChunk>& of_keys, rt_
 template <class T, int kDimK, class Memory, class Meet, class Multiplied, class Gated>
 __device__ inline void make_matrices(Memory& smem, const float* beta, int tokens, float scale, int warp,
                                      Meet meet, Multiplied multiplied, Gated gated) {
+    constexpr bool kWithScores = Memory::Tiles::kWithScores;
     rt_fl<16, kChunk> of_keys, of_queries;
     issue_scores<T, kDimK>(of_keys, smem.in.keys, smem.in.keys);
-    issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
+    if constexpr (kWithScores) issue_scores<T, kDimK>(of_queries, smem.in.queries, smem.in.keys);
     warpgroup::mma_async_wait<0>();
-    pin(of_keys), pin(of_queries);
+    pin(of_keys);
+    if constexpr (kWithScores) pin(of_queries);
     multiplied();
     meet();  // the results may replace the inputs
-    gate_scores(smem, of_keys, of_queries, tokens, scale, warp);
+    gate_erasures(smem.out.matrix, of_keys, smem.log2_decay, tokens, warp);
+    if constexpr (kWithScores)
+        ReadGates<kChunk>(smem.log2_decay, scale, 0, warp)
+            .template round<T>(smem.out.p, of_queries, 0, tokens, warp);
     gated();
-    store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
     solve_unit_lower<T>(smem.out.a, smem.out.matrix, beta, warp, meet);
     fence_async_proxy();
 }
 
-// Starts the stores of both tiles, by one thread. slot, head: of the results in their tensors.
+// Starts the stores of the results, by one thread. slot, head: of the results in their tensors.
 template <class Memory>
 __device__ inline void store_matrices(const MatricesGlobals& g, Memory& smem, int slot, int head) {
     g.a.store_panel(shared_address(&smem.out.a), 0, slot * kChunk, head, 0);
-    g.p.store_panel(shared_address(&smem.out.p), 0, slot * kChunk, head, 0);
+    if constexpr (Memory::Tiles::kWithScores)
+        g.p.store_panel(shared_address(&smem.out.p), 0, slot * kChunk, head, 0);
     commit_stores();
 }
 

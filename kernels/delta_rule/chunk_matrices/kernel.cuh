@@ -1,13 +1,17 @@
-// A and P of all chunks and heads of v, in parallel. A CTA of one warpgroup makes those of one chunk and
-// head. A multiprocessor holds up to five CTAs. Two warps of a CTA scan the log decay and load beta.
+// A, and P where it is wanted, of all chunks and heads of v, in parallel. A CTA of one warpgroup makes those
+// of one chunk and head. Two warps of a CTA scan the log decay and load beta.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
 
 namespace tfla_tk::delta_rule {
 
+// CTAs that a multiprocessor holds.
+template <int kDimK> constexpr int kCtasOfMatrices = kMakesScores<kDimK> ? 8 : 3;
+
 // The results replace the inputs once the GEMMs have read these.
-template <class Tiles> struct InputsOrResults {
+template <class Of> struct InputsOrResults {
+    using Tiles = Of;
     union {
         typename Tiles::Inputs in;
         typename Tiles::Results out;
@@ -15,14 +19,15 @@ template <class Tiles> struct InputsOrResults {
 };
 
 template <class T, int kDimK> struct MatricesMemory : InputsOrResults<MatricesTiles<T, kDimK>> {
-    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
+    Log2Decay log2_decay;
     alignas(16) float beta[kChunk];
     int slot, head;  // of the results in their tensors
     semaphore arrived;
 };
 
 template <class T, int kDimK>
-__global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_constant__ MatricesGlobals g) {
+__global__ __launch_bounds__(128, kCtasOfMatrices<kDimK>) void delta_matrices_kernel(
+    const __grid_constant__ MatricesGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     using Memory = MatricesMemory<T, kDimK>;
     auto& smem = *reinterpret_cast<Memory*>(shared_memory);
@@ -47,7 +52,7 @@ __global__ __launch_bounds__(128, 5) void delta_matrices_kernel(const __grid_con
             load_inputs(g, smem, chunk);
         }
         __syncwarp();
-        write_log2_decay(smem.log2_decay, fresh_laneid(), cumulative_log2_decay(take(decays)));
+        smem.log2_decay.write(fresh_laneid(), cumulative_log2_decay(take(decays)));
     } else if (warp == 1) {
         GateStream betas = load_gates(g.beta);
         write_pair(smem.beta, 2 * fresh_laneid(), take(betas));

@@ -20,7 +20,7 @@ template <class Params> MatricesGlobals matrices_globals(const Params& p) {
     return {maps.of_keys(p.q),
             maps.of_keys(p.k),
             maps.of_matrices(p.a),
-            maps.of_matrices(p.p),
+            maps.of_matrices(p.p ? p.p : p.a),
             GateWords(p.g),
             GateWords(p.beta),
             chunks,

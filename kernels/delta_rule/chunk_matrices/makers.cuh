@@ -1,8 +1,8 @@
-// Makers: CTAs of a walk's launch that make A and P while the walk runs, on multiprocessors that it leaves
+// Makers: CTAs of a walk's launch that make A while the walk runs, on multiprocessors that it leaves
 // idle.
 //
 // All warpgroups of a CTA but the last one are makers. Each maker is served by a warp of the last warpgroup:
-// it loads q and k, scans the gates, stores the results and tells the walks. Near the walks it loads a chunk
+// it loads k, scans the gates, stores the results and tells the walks. Near the walks it loads a chunk
 // ahead.
 //
 // Makers take the chunks in the order in which the walks need them. The sequences and heads whose walks run
@@ -24,9 +24,8 @@
 
 namespace tfla_tk::delta_rule {
 
-// Warpgroups of a CTA: the makers and the one that serves them. NOTES: where a CTA of K = 64 has more than
-// three, ptxas spills the walker's registers, with setmaxnreg or without.
-template <int kDimK> constexpr int kWarpgroupsOfMakers = kDimK == 64 ? 3 : 4;
+// Warpgroups of a CTA: the makers and the one that serves them.
+constexpr int kWarpgroupsOfMakers = 4;
 
 // Chunks that makers may be ahead of a walk: at least so many, since less than 8 are too few for the time
 // that a chunk takes them; and as many chunks of a wave together as the L2 holds.
@@ -50,21 +49,22 @@ template <class Walk> struct WithMakers {
     MakersGlobals makers;
 };
 
-template <class Tiles> struct InputsAndResults {
+template <class Of> struct InputsAndResults {
+    using Tiles = Of;
     typename Tiles::Inputs in;
     typename Tiles::Results out;
 };
 
 template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>> {
-    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
-    alignas(16) float beta[2][kChunk];      // of the chunk and the one behind it, in turns
-    GateCopies::Words decays, betas;        // of the chunk behind
-    int tokens;                             // of the chunk; 0: there is no further chunk
-    semaphore arrived;                      // the inputs, and the gates with the tokens
-    semaphore multiplied;                   // the inputs are read
-    semaphore gated;                        // the log decay and the tokens are read
-    semaphore ready;                        // the results
-    semaphore stored;                       // they may be overwritten
+    Log2Decay log2_decay;
+    alignas(16) float beta[2][kChunk];  // of the chunk and the one behind it, in turns
+    GateCopies::Words decays, betas;    // of the chunk behind
+    int tokens;                         // of the chunk; 0: there is no further chunk
+    semaphore arrived;                  // the inputs, and the gates with the tokens
+    semaphore multiplied;               // the inputs are read
+    semaphore gated;                    // the log decay and the tokens are read
+    semaphore ready;                    // the results
+    semaphore stored;                   // they may be overwritten
 
     __device__ inline void init_barriers() {
         init_semaphore(arrived, 1 + kArrivalsPerWarp);
@@ -179,7 +179,7 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
         return cumulative_log2_decay(gates_of(g.g).of(own.decays));
     };
     auto hand_over = [&](const TwoPairs& log2_decay, uint32_t turn) {
-        write_log2_decay(own.log2_decay, fresh_laneid(), log2_decay);
+        own.log2_decay.write(fresh_laneid(), log2_decay);
         write_pair(own.beta[turn], 2 * fresh_laneid(), gates_of(g.beta).of(own.betas));
         if (is_first) own.tokens = next.tokens;
         arrive_warp(own.arrived);
@@ -238,7 +238,7 @@ __device__ inline void run_makers(const MakersGlobals& g, unsigned char* shared_
     const bool serves = warpgroup_id == Memory::kMakers && warp < Memory::kMakers;
     if (serves && fresh_laneid() == 0) {
         smem.of[warp].init_barriers();
-        g.a.prefetch(), g.p.prefetch();
+        g.a.prefetch();
     }
     __syncthreads();
     if (serves)

@@ -1,6 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the forward's walk.
 #pragma once
 
+#include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -12,17 +13,19 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> 
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakerWarpgroups = kOfMakers;
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr int kWarpgroups = std::max(kWalkers + 1, kMakerWarpgroups), kThreads = 128 * kWarpgroups;
-    static constexpr bool kIsWide = kDimK > 128;
+    static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK>;
+    static constexpr int kOfWalk = 1 + kWalkers + kHasScorer;  // warpgroups
+    static constexpr int kWarpgroups = std::max(kOfWalk, kMakerWarpgroups), kThreads = 128 * kWarpgroups;
     static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
     // Warpgroups are idle where a CTA of makers has more than the walk needs. NOTES: all registers together
     // no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kIdleWarpgroups = kWarpgroups - kWalkers - 1, kIdleRegisters = 24;
-    static constexpr int kProducerRegisters = 40;
-    static constexpr int kWalkerRegisters = kWalkers == 2 && kIdleWarpgroups > 0 ? 224
-                                            : kIsWide&& kWalkers == 1            ? 248
-                                                                                 : 232;
-    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kIdleWarpgroups * kIdleRegisters <=
+    static constexpr int kIdleWarpgroups = kWarpgroups - kOfWalk, kIdleRegisters = 24;
+    static constexpr int kProducerRegisters = 40, kScorerRegisters = 56;
+    static constexpr int kWalkerRegisters = kHasScorer && kWalkers == 2 ? 208
+                                            : kIsWide && kWalkers == 1  ? 248
+                                                                        : 232;
+    static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kHasScorer * kScorerRegisters +
+                      kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
 
     using Tile = PanelTile<T, kChunk, kDimK>;
@@ -38,7 +41,8 @@ struct ForwardGlobals : WalkGlobals {
 };
 
 // Factors of a chunk's tokens.
-struct ForwardGates {
+template <class C> struct ForwardGates {
+    [[no_unique_address]] std::conditional_t<C::kHasScorer, Log2Decay, Nothing> log2_decay;
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
     TokenFactors beta;
@@ -52,24 +56,33 @@ template <class C> struct ForwardStage {
     typename C::Tile keys, queries;
     typename C::Square a, p;
     typename C::Columns values[C::kWalkers];  // then O, until it is stored
-    ForwardGates gates;
+    ForwardGates<C> gates;
 };
 
 template <class C> struct ForwardMemory {
     ForwardStage<C> stages[C::kStages];
     typename C::Columns writes[C::kWalkers];  // written U', until it is stored
     GateRing gate_ring;
-    semaphore arrived[C::kStages];  // tiles, values of each walker, gates
-    semaphore free[C::kStages];     // but for the values, which are followed by O
+    semaphore arrived[C::kStages];     // all of a chunk
+    semaphore for_scorer[C::kStages];  // keys, queries, gates
+    semaphore free[C::kStages];        // but for the values, which are followed by O
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
     WalkTask task;
 
+    __device__ inline ForwardGates<C>& gates_of(int slot) { return stages[slot].gates; }
+    // Where keys, queries and gates arrive.
+    __device__ inline semaphore& tiles_arrived(int slot) {
+        return C::kHasScorer ? for_scorer[slot] : arrived[slot];
+    }
+
     __device__ inline void init_barriers() {
-        constexpr int kTiles = 3;  // keys, queries, both matrices
+        constexpr int kOfTiles = 2 + kArrivalsPerWarp;  // keys, queries; gates
+        constexpr int kOfScores = C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles;
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(arrived[i], kTiles + C::kWalkers + kArrivalsPerWarp);
+            init_semaphore(for_scorer[i], kOfTiles);
+            init_semaphore(arrived[i], 1 + C::kWalkers + kOfScores);  // the matrices, values
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (int walker = 0; walker < C::kWalkers; walker++) {

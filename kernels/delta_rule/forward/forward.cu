@@ -25,6 +25,7 @@
 #include "delta_rule/forward/wide_walker.cuh"
 #include "delta_rule/inputs/forward.cuh"
 #include "delta_rule/launch_walk.cuh"
+#include "delta_rule/scorer.cuh"
 #include "delta_rule/split/launch.cuh"
 
 #ifndef TFLA_DIM_K
@@ -50,14 +51,18 @@ __device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_m
             scan_gates(g, smem);
         else if (warp - 2 < C::kWalkers)
             load_values_and_store_outputs(g, smem, warp - 2);
-    } else if (C::kIdleWarpgroups == 0 || warpgroup_id <= C::kWalkers) {
+    } else if (warpgroup_id <= C::kWalkers) {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         if constexpr (C::kIsWide)
             walk_forward_wide(g, smem, warpgroup_id - 1);
         else
             walk_forward(g, smem, warpgroup_id - 1);
-    } else if constexpr (C::kIdleWarpgroups > 0)
+    } else if (C::kHasScorer && warpgroup_id < C::kOfWalk) {
+        set_registers<C::kScorerRegisters, C::kThreads, 1>();
+        if constexpr (C::kHasScorer) make_scores<C>(g, smem);
+    } else if constexpr (C::kIdleWarpgroups > 0) {
         set_registers<C::kIdleRegisters, C::kThreads, 1>();
+    }
 }
 
 template <class C>
@@ -108,11 +113,9 @@ template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t st
         if constexpr (TFLA_DIM_K > 128)
             throw std::runtime_error("delta_forward: no makers where K > 128");
         else if (p.walkers == 1)
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kWarpgroupsOfMakers<TFLA_DIM_K>>>(
-                p, stream);
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kWarpgroupsOfMakers>>(p, stream);
         else
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, kWarpgroupsOfMakers<TFLA_DIM_K>>>(
-                p, stream);
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, kWarpgroupsOfMakers>>(p, stream);
     } else if (p.walkers == 1)
         launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else

@@ -6,7 +6,7 @@
 
 namespace tfla_tk::delta_rule {
 
-// One warp: keys, queries and the matrices.
+// One warp: keys, queries and what matrices the walk does not make.
 template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, ForwardMemory<C>& smem) {
     const Task& task = smem.task;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
@@ -15,14 +15,13 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = Use<C::kStages>(chunk);
         ForwardStage<C>& stage = smem.stages[slot];
-        semaphore& arrived = smem.arrived[slot];
-        if (C::kMakerWarpgroups > 0 && chunk >= made) made = chunk + wait_made(g, task, chunk);
+        semaphore& arrived = smem.tiles_arrived(slot);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
+        if (C::kMakerWarpgroups > 0 && chunk >= made) made = chunk + wait_made(g, task, chunk);
         if (fresh_laneid() == 0) {
-            tma::expect_bytes(arrived, 2 * C::Square::loaded_bytes);
-            load_matrices(g, task, stage.a, stage.p, arrived, chunk);
+            load_matrices<C>(g, task, stage, smem.arrived[slot], chunk);
             if constexpr (C::kMakerWarpgroups > 0) mark_loaded(g, task, chunk);
         }
     }
@@ -36,20 +35,22 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [log_decay, x] = ahead.take(chunk);
-        const Decays decays(log_decay);
+        const TwoPairs b = cumulative_log2_decay(log_decay);
+        const Decays decays(b);
         const float2 read = decays.to_token, kept = decays.to_end;
         ahead.load(chunk + ahead.kSteps, chunk + ahead.kSteps);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
-        ForwardGates& gates = smem.stages[slot].gates;
+        ForwardGates<C>& gates = smem.gates_of(slot);
         const int lane = fresh_laneid();
+        if constexpr (C::kHasScorer) gates.log2_decay.write(lane, b);
         gates.minus_read.write(lane, {-read.x, -read.y});
         gates.out.write(lane, {g.scale * read.x, g.scale * read.y});
         gates.beta.write(lane, x);
         gates.written.write(lane, written_part(x));
         gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
-        arrive_warp(smem.arrived[slot]);
+        arrive_warp(smem.tiles_arrived(slot));
     }
     wait_copies();
 }

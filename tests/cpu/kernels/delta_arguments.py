@@ -175,7 +175,7 @@ def chunks_of(x: Arguments) -> Iterator[ChunkOfSequence]:
             yield ChunkOfSequence(row, slice(first, min(first + CHUNK, end)), first_slot + number)
 
 
-def matrices_at(x: Arguments, addresses: tuple[int, ...]) -> Iterator[tuple[Tensor, ...]]:
+def matrices_at(x: Arguments, addresses: list[int]) -> Iterator[tuple[Tensor, ...]]:
     """A alone, or A and P, [HV, 64, 64] of every chunk, where they lie."""
     size = (x.batch, x.heads, x.slots, CHUNK, CHUNK)
     matrices = [tensor_at(x.address(at), x.dtype, size) for at in addresses]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from .stand_in import PreparedLaunches
 SLICE = 128  # of V in the walks over the states
 PART = 16  # columns of a part of the sums
 ANCHOR_BYTES = 1000
+MOST_WITH_SCORER = 128  # K of walks that make P
 
 
 class Kernel(PreparedLaunches):
@@ -91,16 +93,25 @@ class Kernel(PreparedLaunches):
         self.make_matrices(x, *x.of.matrices)
 
     def make_matrices(self, x: Arguments, *addresses: int) -> None:
-        for places, made in zip(matrices_at(x, addresses), matrices_of(x), strict=True):
-            for place, matrix in zip(places, made, strict=True):
-                place.copy_(matrix)
+        for place, matrix in self.places_and_matrices(x, addresses):
+            place.copy_(matrix)
 
     def check_matrices(self, x: Arguments, *addresses: int) -> None:
         """Of a walk: they are those of its q, k and gates."""
-        for places, made in zip(matrices_at(x, addresses), matrices_of(x), strict=True):
-            assert all(
-                torch.equal(place, matrix.to(x.dtype)) for place, matrix in zip(places, made, strict=True)
-            )
+        assert all(
+            torch.equal(place, made.to(x.dtype)) for place, made in self.places_and_matrices(x, addresses)
+        )
+
+    def places_and_matrices(
+        self, x: Arguments, addresses: tuple[int, ...]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those that are given, A or A and P, where they lie and as they should be. P is given where K is too
+        large for walks that make it."""
+        given = [at for at in addresses if at]
+        if len(addresses) > 1:
+            assert len(given) == 1 + (x.dim_k > MOST_WITH_SCORER)
+        for places, made in zip(matrices_at(x, given), matrices_of(x), strict=True):
+            yield from zip(places, made, strict=False)
 
     def start_makers(self, x: Arguments) -> None:
         """Of a walk: it has flags where it has makers."""
@@ -111,7 +122,7 @@ class Kernel(PreparedLaunches):
         assert x.of.walkers == 1
         made = tensor_at(x.address(flags), torch.int32, (x.batch * x.heads, x.slots))
         numbers = x.batch * x.heads * x.slots * CHUNK**2
-        assert x.address(p) == x.address(a) + 2 * numbers and x.address(flags) == x.address(p) + 2 * numbers
+        assert x.address(flags) == x.address(a) + 2 * numbers
         made.fill_(1)
         self.make_matrices(x, a, p)
 

@@ -67,8 +67,8 @@ struct StatesGates {
     TokenFactors read;    // e^b
     TokenFactors update;  // e^{b_L - b}, times the rest of beta
     float rest[kChunk];
-    alignas(16) float2 log2_decay[kChunk];  // b, as high and low part
-    float decay;                            // e^{b_L}
+    Log2Decay log2_decay;
+    float decay;  // e^{b_L}
 };
 
 // A CTA's task, its states, and where the sums of its (segment, head) go; null where none are wanted. NOTES:

@@ -49,7 +49,7 @@ __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem,
         gates.read.write(lane, decays.to_token);
         gates.update.write(lane, {rest.x * kept.x, rest.y * kept.y});
         write_pair(gates.rest, 2 * lane, rest);
-        write_log2_decay(gates.log2_decay, lane, b);
+        gates.log2_decay.write(lane, b);
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
     }

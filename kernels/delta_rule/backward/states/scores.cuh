@@ -14,13 +14,13 @@ __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, con
                                     float factor, bool strict) {
     const int warp = warpgroup::warpid(), lane = fresh_laneid();
     const int first_row = 16 * warp + lane / 4, first_column = 2 * (lane % 4);
-    const float2 of_rows[2] = {gates.log2_decay[first_row], gates.log2_decay[first_row + 8]};
+    const float2 of_rows[2] = {gates.log2_decay.of[first_row], gates.log2_decay.of[first_row + 8]};
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int column = first_column + 16 * j + 8 * half;
-            const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay[column]);
+            const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay.of[column]);
             const float2 rest = *reinterpret_cast<const float2*>(&gates.rest[column]);
             const float2 by{factor * rest.x, factor * rest.y};
 #pragma unroll

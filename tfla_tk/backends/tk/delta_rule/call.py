@@ -155,16 +155,18 @@ class Shape(NamedTuple):
     @property
     def matrix_bytes(self) -> int:
         """Of A, and of P, of every chunk."""
-        return 2 * CHUNK * CHUNK * self.batch * self.heads * self.slots
+        return _HALF * CHUNK * CHUNK * self.batch * self.heads * self.slots
 
     def matrices_at(self, address: int) -> tuple[int, int, int]:
-        """A, P and the flags of makers, 0 without these, in one allocation."""
-        flags = address + 2 * self.matrix_bytes if self.makers else 0
-        return address, address + self.matrix_bytes, flags
+        """A, P where the walks do not make it, and the flags of makers, in one allocation; 0 for none."""
+        p = address + self.matrix_bytes if self.is_wide else 0
+        flags = address + self.matrix_bytes if self.makers else 0
+        return address, p, flags
 
     @property
     def is_wide(self) -> bool:
-        """Whether a state takes half of a walker's registers; no makers then."""
+        """Whether a state takes half of a walker's registers. Then there are no makers, and no warpgroup of
+        the walks makes P."""
         return self.dim_k > MOST_NARROW_K
 
     @property
@@ -223,7 +225,7 @@ class Left(NamedTuple):
     """Where the forward leaves what its backward reads, prepared addresses in one allocation.
 
     Attributes:
-        matrices: A and P of every chunk, and behind them the flags of makers.
+        matrices: of every chunk A and, where the walks do not make it, P; behind them the flags of makers.
         writes: the walk's writes, like a dense v.
         borders: the states at the borders between segments of the walks over the states; 0 for none.
         maps: M of the segments of a split; 0 without one.
@@ -246,9 +248,9 @@ class Left(NamedTuple):
 
     @staticmethod
     def matrices_bytes(shape: Shape) -> int:
-        """Of A and P of every chunk and of the flags."""
+        """Of the matrices of every chunk and of the flags."""
         flags = shape.batch * shape.heads * shape.slots if shape.makers else 0
-        return 2 * shape.matrix_bytes + flags * torch.int32.itemsize
+        return (1 + shape.is_wide) * shape.matrix_bytes + flags * torch.int32.itemsize
 
 
 def readable(core: DeltaRuleCore) -> DeltaRuleCore:

@@ -88,11 +88,11 @@ def forward(
         most_waves: with makers.
     """
     multiprocessors = machine.multiprocessors
-    keys, values, matrices = (2 * CHUNK * width for width in (2 * dims[0] / group, 2 * dims[1], 2 * CHUNK))
-    # a chunk of all pairs: what the walk moves but for one matrix, of which the one or the other leaves L2;
-    # what makers move in a launch of their own; and how long makers take beside the walk
-    moved = machine.bytes_in(pairs * (keys + values + matrices / 2))
-    made_before = max(machine.bytes_in(pairs * (keys + matrices)), _MADE_BEFORE * pairs / multiprocessors)
+    keys, values, matrix = (2 * CHUNK * width for width in (dims[0] / group, dims[1], CHUNK))
+    # a chunk of all pairs: what the walk moves, q, k, A, v and o; what makers move in a launch of their own;
+    # and how long makers take beside the walk
+    moved = machine.bytes_in(pairs * (2 * keys + matrix + 2 * values))
+    made_before = max(machine.bytes_in(pairs * (keys + matrix)), _MADE_BEFORE * pairs / multiprocessors)
     made = _MADE_BESIDE[64 if dims[0] <= 64 else 128] * pairs
 
     def runs(count: int) -> Iterator[Forward]:

@@ -1,0 +1,41 @@
+// The scorer, a warpgroup of a walk that makes the scores P of its chunks (bindings/params.h), a chunk or
+// more ahead of the walkers. So nobody stores P and loads it again, nor loads q twice.
+//   1. Wait for q, k and the log decay of a chunk.
+//   2. Q K^T.
+//   3. Times s e^{b_i - b_j}, rounded, to the stage. Tell the walkers, who wait for no other sign of q, k and
+//      the gates.
+#pragma once
+
+#include "delta_rule/scores.cuh"
+#include "delta_rule/walk.cuh"
+
+namespace tfla_tk::delta_rule {
+
+template <class C, class Globals, class Memory>
+__device__ inline void make_scores(const Globals& g, Memory& smem) {
+    using T = typename C::T;
+    const Task& task = smem.task;
+    constexpr int kKeys = 32;  // at once, to save registers
+    const int warp = warpgroup::warpid();
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const int chunk = C::kBackward ? task.chunks - 1 - step : step;
+        const auto [slot, phase] = Use<C::kStages>(step);
+        auto& stage = smem.stages[slot];
+        const int tokens = task.tokens - chunk * kChunk;
+        wait(smem.for_scorer[slot], phase);  // 1
+#pragma unroll 1
+        for (int first_key = 0; first_key < kChunk; first_key += kKeys) {
+            rt_fl<16, kKeys> scores;
+            issue_scores<T, C::kDimK>(scores, stage.queries, stage.keys, first_key);                 // 2
+            const ReadGates<kKeys> gates(smem.gates_of(slot).log2_decay, g.scale, first_key, warp);  // 3
+            warpgroup::mma_async_wait<0>();
+            pin(scores);
+            gates.template round<T>(stage.p, scores, first_key, tokens, warp);
+        }
+        fence_async_proxy();
+        arrive_warp(smem.arrived[slot]);
+    }
+}
+
+}  // namespace tfla_tk::delta_rule
