@@ -105,7 +105,7 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
         const int stored = step - kStages;
         if (stored >= 0) {
             const int chunk = chunk_of_step<C>(task, stored);
-#pragma unroll
+#pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 wait(smem.out_ready[walker][slot], phase ^ 1);
                 if constexpr (C::kIsLeft) {
@@ -120,7 +120,7 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
         }
         if (step < task.chunks) {
             const int chunk = chunk_of_step<C>(task, step);
-#pragma unroll
+#pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 const int column = column_of_walker(task, walker);
                 load(columns[walker].queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
@@ -148,7 +148,7 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
         // before the wait for the place, so that the look at the other CTA's number takes no time behind it
         if (!first && written <= step) written = wait_written(task.written - g.ctas, step + 1);
         if constexpr (!C::kIsLeft) wait_free(smem.out_read[slot], phase);
-#pragma unroll
+#pragma unroll 1
         for (int walker = 0; walker < C::kWalkers; walker++) {
             auto load_result = [&](auto& tile, const TensorMap& from) {
                 load(tile, from, smem.earlier_arrived[walker][slot], column_of_walker(task, walker),
