@@ -36,6 +36,12 @@ struct DeviceGuard {
     }
 };
 
+inline int multiprocessors_of(int device, const char* name) {
+    int multiprocessors = 0;
+    check_launch(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), name);
+    return multiprocessors;
+}
+
 // Sets a function attribute of a kernel once per device.
 template <auto kKernel, cudaFuncAttribute kAttribute> void allow(int value, int device, const char* name) {
     static std::array<std::atomic<bool>, 64> allowed{};  // by device

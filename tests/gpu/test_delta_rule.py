@@ -451,6 +451,12 @@ def test_many_heads() -> None:
     check(draw(4, 200, 80))
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (128, 256), (128, 64)], ids="{0[0]}_{0[1]}".format)
+def test_many_value_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """The same, where heads of v, and slices of V, take turns at dq and dk."""
+    check(draw(2, 200, 40, 80, dims, dtype))
+
+
 @pytest.mark.parametrize("dims", [(96, 80), (256, 320)], ids="{0[0]}_{0[1]}".format)
 def test_outputs_are_written_whole(dims: tuple[int, int]) -> None:
     x = draw(1, sum(LENGTHS), 2, 4, dims, sequences=len(LENGTHS))

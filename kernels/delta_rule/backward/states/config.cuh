@@ -52,7 +52,7 @@ struct StatesGlobals {
     FlowSum* inter;
     uint4* anchors;
     float* flows;
-    int* written;  // a ticket, then per CTA and walker
+    int* written;  // a ticket, then per CTA
     float scale;
     int at_once;  // shared results that the GPU serves at once
 
@@ -77,7 +77,7 @@ struct StatesTask : Task {
     int value;                      // the first column of V
     int result_head, turn;          // of dq, left and dk; of this CTA among those that share it
     int first_part;                 // of the sums over K
-    int* written;                   // chunks that this CTA's first walker has written
+    int* written;                   // chunks of which this CTA has written the results
     const float* entering;          // the state that the walk begins with, null: zero
     float* leaving;                 // the place of the state that it ends with
     int first_anchor, last_anchor;  // chunks of the segment that may have an anchor before them
@@ -91,7 +91,7 @@ struct StatesTask : Task {
         const int slice = block / g.ctas % g.slices, value = slice * C::kDimV;
         const int part = slice * g.parts_of_slice();
         const Task task = Task::of_block<C>(g, block / g.ctas / g.slices * g.ctas + block % g.ctas);
-        int* const written = g.written ? g.written + 1 + block * C::kWalkers : nullptr;
+        int* const written = g.written ? g.written + 1 + block : nullptr;
         const bool first = task.number == 0, last = task.number == task.segments - 1;
         const bool begins = C::kIsLeft ? first : last, ends = C::kIsLeft ? last : first;
         const int64_t state = task.state * g.dim_k * g.dim_v;
@@ -114,9 +114,7 @@ struct StatesTask : Task {
 
 // A walker reads and replaces its own columns alone.
 template <class C, StateWalk> struct StatesColumns {
-    // then dq and the left part of dk, until they are stored; meanwhile `keys` has that part of the turn
-    // before
-    typename C::Columns queries, keys;
+    typename C::Columns queries, keys;  // then dq and the left part of dk, until they are stored
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
@@ -128,11 +126,11 @@ template <class C> struct StatesStage {
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
-// dq of the turn before, of each walker.
-template <class C, StateWalk> struct EarlierQueries {
-    typename C::Columns of_walker[C::kWalkers];
+// Results of the turn before, of each walker.
+template <class C, StateWalk> struct EarlierResults {
+    typename C::Columns dq[C::kWalkers], left[C::kWalkers];
 };
-template <class C> struct EarlierQueries<C, StateWalk::right> {};
+template <class C> struct EarlierResults<C, StateWalk::right> {};  // in the stages
 
 // P and M of a chunk.
 template <class C> struct ChunkScores {
@@ -140,27 +138,26 @@ template <class C> struct ChunkScores {
 };
 
 template <class C> struct StatesMemory {
-    static constexpr int kScores = 2, kMost = 4;
+    static constexpr int kMost = 4;
     static constexpr int kRest = 4096;  // bytes beside tiles, with a margin
-    static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierQueries<C, C::kWalk>) : 0;
-    static constexpr int kFree = MAX_SHARED_MEMORY - kScores * sizeof(ChunkScores<C>) - kEarlier - kRest;
+    static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierResults<C, C::kWalk>) : 0;
+    static constexpr int kFree = MAX_SHARED_MEMORY - sizeof(ChunkScores<C>) - kEarlier - kRest;
     static constexpr int kFitting = kFree / sizeof(StatesStage<C>);
     static constexpr int kStages = std::clamp(kFitting, 2, kMost);  // chunks in shared memory
     static constexpr int kOfStages = kStages * (sizeof(StatesStage<C>) + sizeof(StatesGates));
-    static constexpr int kOthers =
-        kScores * sizeof(ChunkScores<C>) + kEarlier + 512;  // 512: barriers, the task
+    static constexpr int kOthers = sizeof(ChunkScores<C>) + kEarlier + 512;  // 512: barriers, the task
     static constexpr bool kHasGateRing = kOfStages + kOthers + sizeof(GateRing) <= MAX_SHARED_MEMORY;
 
     StatesStage<C> stages[kStages];
-    ChunkScores<C> scores[kScores];  // of even and odd chunks: a walker may be one chunk ahead of the other
-    [[no_unique_address]] EarlierQueries<C, C::kWalk> earlier;
+    ChunkScores<C> scores;
+    [[no_unique_address]] EarlierResults<C, C::kWalk> earlier;
     StatesGates gates[kStages];
     semaphore arrived[kStages];                       // tiles, columns of each walker, gates
     semaphore free[kStages];                          // but for the columns, which are followed by results
     semaphore earlier_arrived[C::kWalkers][kStages];  // results of the turn before
-    semaphore keys_read[C::kWalkers];
-    semaphore out_ready[C::kWalkers][kStages];
-    semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
+    semaphore out_ready[C::kWalkers][kStages];        // results; those of the turn before are read then
+    semaphore out_read[kStages];                      // by the stores of all walkers
+    semaphore tail_landed[3];                         // of each loading warp
     StatesTask task;
     GateRingIf<kHasGateRing> gate_ring;
 
@@ -172,9 +169,9 @@ template <class C> struct StatesMemory {
         }
         for (auto& of_walker : earlier_arrived)
             for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft ? 2 : 1);
-        for (auto& read : keys_read) init_warp_barrier(read, 4);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
+        for (auto& read : out_read) init_warp_barrier(read, 1);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

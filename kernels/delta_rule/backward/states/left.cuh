@@ -5,8 +5,8 @@
 //      place by rest e^{b_L - b}. Wait for S dO^T; scale it by s e^b.
 //   4. Issue dq^T += K^T P^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T M^T.
 //   5. Wait for the other walker's part and issue S += K^T (rest e^{b_L - b} writes).
-//   6. Wait for dq and left; their sums per token. In later turns add those of the turn before, of which left
-//      has come in the place of k. Then dq and left in the places of q and k.
+//   6. Wait for dq and left; their sums per token. In later turns add those of the turn before. Then dq and
+//      left in the places of q and k.
 //   7. Wait for S; hand the stage over.
 // NOTES: where nothing decays, the operands of step 5 are those of the forward, rounded alike. So S is the
 // forward's, in which each token has made up for the errors of those before it. Else all errors add up.
@@ -35,7 +35,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         const int slot = Use<StatesMemory<C>::kStages>(chunk).slot;
         StatesStage<C>& stage = smem.stages[slot];
         const StatesGates& gates = smem.gates[slot];
-        ChunkScores<C>& tiles = smem.scores[chunk % 2];
+        ChunkScores<C>& tiles = smem.scores;
         auto& columns = stage.columns[walker()];
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         if (is_anchor(task, chunk) && column() < g.dim_k) {
@@ -47,6 +47,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
         W::read_state(dq, read, stage.dout);
         W::template wait_but<kStateSteps>();
+        wait_scores_read(smem, chunk);
         W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker() == 0);
         if constexpr (kAlone) {
             W::issue_reads_or_erasures(scores, stage, false);
@@ -57,7 +58,6 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         meet_walkers<C>();
         scale_rows<C>(stage.writes, gates.update);
         W::load(keys, columns.keys);
-        arrive_warp(smem.keys_read[walker()]);
         W::template wait_but<kStateSteps>();
         pin(dq);
         // NOTES: queries are loaded where they are used, to save registers
@@ -89,8 +89,8 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         if (task.turn > 0) {
             wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
             typename W::Factors unpacked;
-            W::add(dq, unpacked, smem.earlier.of_walker[walker()]);
-            W::add(left, unpacked, columns.keys);
+            W::add(dq, unpacked, smem.earlier.dq[walker()]);
+            W::add(left, unpacked, smem.earlier.left[walker()]);
         }
         W::store(columns.queries, dq);
         W::store(columns.keys, left);

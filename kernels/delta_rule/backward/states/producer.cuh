@@ -67,11 +67,12 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
 // CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
 // next. So the order of the sums is always the same. Each turn adds what the one before has stored to its own
 // results in fp32, so that only what it stores is rounded. `written` counts the chunks of a CTA that are in
-// device memory.
-__device__ inline void wait_written(const int* written, int chunks) {
+// device memory. Returns how many that are, at least `chunks`.
+__device__ inline int wait_written(const int* written, int chunks) {
     while (peek_from_device(written) < chunks) __nanosleep(32);
-    acquire_from_device(written);
+    const int found = acquire_from_device(written);
     fence_async_global();
+    return __shfl_sync(0xffffffff, found, 0);  // the first lane loads
 }
 __device__ inline void publish_written(int* written, int chunks) {
     wait_stores_done();  // each lane waits for its own stores
@@ -80,68 +81,91 @@ __device__ inline void publish_written(int* written, int chunks) {
     if (fresh_laneid() == 0) release_to_device(written, chunks);
 }
 
-// One warp per walker: q, k and, of the right walk, what there is of dk into a stage, and out of it the
-// results, which the walker has put in their places.
+__device__ inline int column_of_walker(const Task& task, int walker) {
+    return task.column + walker * kWalkerColumns;
+}
+
+// One warp: q and k into a stage, and out of it the results, which the walkers have put in their places.
 template <class C>
-__device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem,
-                                                      int walker) {
+__device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
-    const int column = task.column + walker * kWalkerColumns;
-    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
-    auto load_earlier = [&](auto& tile, const TensorMap& from, int step) {
-        load(tile, from, smem.earlier_arrived[walker][Use<kStages>(step).slot], column, task.result_head,
-             chunk_of_step<C>(task, step));
-    };
-    // of the turn before
-    auto load_results = [&](int step) {
-        auto& columns = smem.stages[Use<kStages>(step).slot].columns[walker];
-        wait_written(task.written - g.ctas * C::kWalkers + walker, step + 1);
-        if constexpr (C::kIsLeft) {
-            load_earlier(smem.earlier.of_walker[walker], g.dq.chunk, step);
-            wait(smem.keys_read[walker], step & 1);
-            load_earlier(columns.keys, g.dk.chunk, step);
-        } else {
-            load_earlier(columns.earlier, g.dk.chunk, step);
-        }
-    };
-    auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1]);
+    auto store = [&](const ResultMaps& to, const void* tile, int walker, int chunk) {
         store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
                     [&](const TensorMap& map, uint32_t from, int row) {
-                        map.store_panel(from, column, row, task.result_head, task.batch);
+                        map.store_panel(from, column_of_walker(task, walker), row, task.result_head,
+                                        task.batch);
                     });
     };
 #pragma unroll 1
     for (int step = 0; step < task.chunks + kStages; step++) {
         const auto [slot, phase] = Use<kStages>(step);
-        auto& columns = smem.stages[slot].columns[walker];
+        auto& columns = smem.stages[slot].columns;
         const int stored = step - kStages;
         if (stored >= 0) {
             const int chunk = chunk_of_step<C>(task, stored);
-            wait(smem.out_ready[walker][slot], phase ^ 1);
-            if constexpr (C::kIsLeft) {
-                store(g.dq, &columns.queries, chunk);
-                store(g.dk, &columns.keys, chunk);
-            } else {
-                store(g.dk, &columns.earlier, chunk);
+#pragma unroll 1
+            for (int walker = 0; walker < C::kWalkers; walker++) {
+                wait(smem.out_ready[walker][slot], phase ^ 1);
+                if constexpr (C::kIsLeft) {
+                    store(g.dq, &columns[walker].queries, walker, chunk);
+                    store(g.dk, &columns[walker].keys, walker, chunk);
+                } else {
+                    store(g.dk, &columns[walker].earlier, walker, chunk);
+                }
             }
             wait_stores_read();
-            __syncwarp();
+            arrive_warp(smem.out_read[slot]);
         }
         if (step < task.chunks) {
             const int chunk = chunk_of_step<C>(task, step);
-            load(columns.queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
-            load(columns.keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
-            if constexpr (!C::kIsLeft)
-                if (task.turn == 0) load_earlier(columns.earlier, g.left, step);
+#pragma unroll 1
+            for (int walker = 0; walker < C::kWalkers; walker++) {
+                const int column = column_of_walker(task, walker);
+                load(columns[walker].queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
+                load(columns[walker].keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
+            }
         }
-        if (stored >= 0 && task.turn + 1 < g.turns()) publish_written(task.written + walker, stored + 1);
-        // NOTES: of the chunk that the walker is at, and no sooner: results that are ready would wait
-        // meanwhile
-        const int next = stored + 1;
-        if (task.turn > 0 && next >= 0 && next < task.chunks) load_results(next);
+        if (stored >= 0 && task.turn + 1 < g.turns()) publish_written(task.written, stored + 1);
     }
     wait_stores_done();
+}
+
+// One warp: what the walkers add their results to. Those are the results of the turn before; the right walk
+// begins with the left part of dk. NOTES: a warp of its own, since it waits for another CTA while results of
+// this one may be ready to be stored and published.
+template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
+    constexpr int kStages = StatesMemory<C>::kStages;
+    const StatesTask& task = smem.task;
+    const bool first = task.turn == 0;
+    if (C::kIsLeft && first) return;
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
+    int written = 0;
+#pragma unroll 1
+    for (int step = 0; step < task.chunks; step++) {
+        const auto [slot, phase] = Use<kStages>(step);
+        // before the wait for the place, so that the look at the other CTA's number takes no time behind it
+        if (!first && written <= step) written = wait_written(task.written - g.ctas, step + 1);
+        if constexpr (!C::kIsLeft) wait_free(smem.out_read[slot], phase);
+#pragma unroll 1
+        for (int walker = 0; walker < C::kWalkers; walker++) {
+            auto load_result = [&](auto& tile, const TensorMap& from) {
+                load(tile, from, smem.earlier_arrived[walker][slot], column_of_walker(task, walker),
+                     task.result_head, chunk_of_step<C>(task, step));
+            };
+            if constexpr (C::kIsLeft) {
+                if (step > 0) {
+                    const Use<kStages> before(step - 1);
+                    wait(smem.out_ready[walker][before.slot], before.phase);
+                }
+                load_result(smem.earlier.dq[walker], g.dq.chunk);
+                load_result(smem.earlier.left[walker], g.dk.chunk);
+            } else {
+                load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk);
+            }
+        }
+    }
 }
 
 }  // namespace tfla_tk::delta_rule

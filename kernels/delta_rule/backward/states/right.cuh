@@ -34,7 +34,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         const int chunk = chunk_of_step<C>(task, step), slot = Use<StatesMemory<C>::kStages>(step).slot;
         StatesStage<C>& stage = smem.stages[slot];
         const StatesGates& gates = smem.gates[slot];
-        ChunkScores<C>& tiles = smem.scores[step % 2];
+        ChunkScores<C>& tiles = smem.scores;
         auto& columns = stage.columns[walker()];
         if (is_anchor(task, chunk + 1) && column() < g.dim_k) {  // 1
             const int anchor = anchor_part(g, task, chunk + 1, part()), lane = fresh_laneid();
@@ -47,6 +47,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
         W::read_state(right, read, stage.writes);
         W::template wait_but<kStateSteps>();
+        wait_scores_read(smem, step);
         W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker() == 0);
         if constexpr (kAlone) {
             W::issue_reads_or_erasures(scores, stage, false);

@@ -57,8 +57,10 @@ __global__ __launch_bounds__(C::kThreads,
             load_values(g, smem);
         else if (warp == 1)
             scan_gates(g, smem);
-        else if (warp - 2 < C::kWalkers)
-            load_columns_and_store_results(g, smem, warp - 2);
+        else if (warp == 2)
+            load_columns_and_store_results(g, smem);
+        else
+            load_earlier(g, smem);
     } else {
         set_registers<C::kWalkerRegisters, C::kThreads, 1>();
         if constexpr (C::kIsLeft)
@@ -81,9 +83,7 @@ inline int slices_of(const DeltaShape& s) { return (s.dim_v + TFLA_DIM_V - 1) / 
 
 // Shared results that the GPU serves at once, with CTAs for all turns.
 inline int served_at_once(int ctas, int device, const char* name) {
-    int multiprocessors = 0;
-    check_launch(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), name);
-    return std::max(multiprocessors / ctas, 1);
+    return std::max(multiprocessors_of(device, name) / ctas, 1);
 }
 
 template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
@@ -139,7 +139,7 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     const dim3 grid = grid_of(ctas, 1, kName);
     if (g.written) {
         g.at_once = served_at_once(g.turns() * g.ctas, p.shape.device, kName);
-        check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas * C::kWalkers) * sizeof(int), stream), kName);
+        check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas) * sizeof(int), stream), kName);
     }
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
                                                             kName);
@@ -167,8 +167,9 @@ std::int64_t delta_anchor_bytes(const DeltaShape& s) {
 }
 
 std::int64_t delta_written_bytes(const DeltaShape& s, int shared) {
-    const std::int64_t slices = delta_rule::slices_of(s), walkers = (s.dim_k + 127) / 128 * 2;
-    return slices * shared == 1 ? 0 : sizeof(int) * (1 + slices * walkers * s.cut.segments * s.heads);
+    const std::int64_t slices = delta_rule::slices_of(s);
+    const std::int64_t most_ctas = (s.dim_k + delta_rule::kWalkerColumns - 1) / delta_rule::kWalkerColumns;
+    return slices * shared == 1 ? 0 : sizeof(int) * (1 + slices * most_ctas * s.cut.segments * s.heads);
 }
 
 void delta_left(const DeltaStatesParams& params, void* stream) {
