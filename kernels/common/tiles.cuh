@@ -219,17 +219,17 @@ __device__ inline void store_fragment(uint32_t base, int first_row, int fragment
                              x[2], x[3]);
 }
 
-// Writes this warp's 16 rows of a tile, converted to T, at row `first_row` of a [kRows, *] panel tile at
-// `base`.
+// Writes this warp's 16 rows of a tile, converted to T, at row `first_row` and the first-th 16 columns of a
+// [kRows, *] panel tile at `base`.
 template <class T, int kRows, class Tile>
-__device__ inline void store_panels(uint32_t base, int first_row, const Tile& tile) {
+__device__ inline void store_panels(uint32_t base, int first_row, const Tile& tile, int first = 0) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
 #pragma unroll
     for (int j = 0; j < Tile::width; j++) {
         T2 x[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) x[k] = from_float2<T2>(tile.tiles[0][j].data[k]);
-        store_fragment<T, kRows>(base, first_row, j, x);
+        store_fragment<T, kRows>(base, first_row, first + j, x);
     }
 }
 

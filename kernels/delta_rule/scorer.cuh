@@ -14,8 +14,8 @@ namespace tfla_tk::delta_rule {
 template <class C, class Globals, class Memory>
 __device__ inline void make_scores(const Globals& g, Memory& smem) {
     using T = typename C::T;
-    const Task& task = smem.task;
     constexpr int kKeys = 32;  // at once, to save registers
+    const Task& task = smem.task;
     const int warp = warpgroup::warpid();
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
@@ -27,11 +27,13 @@ __device__ inline void make_scores(const Globals& g, Memory& smem) {
 #pragma unroll 1
         for (int first_key = 0; first_key < kChunk; first_key += kKeys) {
             rt_fl<16, kKeys> scores;
-            issue_scores<T, C::kDimK>(scores, stage.queries, stage.keys, first_key);                 // 2
+            issue_scores<T, C::kDimK>(scores, stage.queries, stage.keys, first_key);  // 2
+            // NOTES: under the GEMM
             const ReadGates<kKeys> gates(smem.gates_of(slot).log2_decay, g.scale, first_key, warp);  // 3
             warpgroup::mma_async_wait<0>();
             pin(scores);
-            gates.template round<T>(stage.p, scores, first_key, tokens, warp);
+            gates.apply(scores, 0, tokens);
+            store_panels<T, kChunk>(shared_address(&stage.p), 16 * warp, scores, first_key / 16);
         }
         fence_async_proxy();
         arrive_warp(smem.arrived[slot]);

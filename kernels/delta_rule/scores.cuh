@@ -10,9 +10,12 @@ namespace tfla_tk::delta_rule {
 
 using namespace kittens;
 
-// Whether walks with head dim kDimK of q and k make the scores P of their chunks (walk_scores.cuh). Else P is
-// made before them, beside A: a wide state leaves no registers for another warpgroup.
-template <int kDimK> constexpr bool kMakesScores = kDimK <= 128;
+// Whether a walk with head dim kDimK of q and k has a warpgroup that makes the scores P of its chunks
+// (scorer.cuh). Else P is made with A. NOTES: a scorer pays where memory bounds the speed: P is not stored
+// and loaded, nor q loaded twice. Elsewhere its use of shared memory makes a walk of K = 128 up to 15 %
+// slower. A wide state leaves no registers for it. The host knows this rule, too (matrices_before).
+template <int kDimK, int kWalkers, int kMakerWarpgroups>
+constexpr bool kMakesScores = kDimK <= 64 || (kDimK <= 128 && kWalkers == 2 && kMakerWarpgroups == 0);
 
 // scores = X K^T of all tokens of X and as many as `scores` has columns of K, from first_key on; issued.
 template <class T, int kDimK, class Tile, class Scores>
@@ -34,8 +37,7 @@ __device__ inline float2 decays_between(const Log2Decay& b, int row, int column)
     return {exp2f((at.x - before.x) + (at.y - before.y)), exp2f((at.x - before.z) + (at.y - before.w))};
 }
 
-// What P has of the products of a warp's 16 rows and kColumns columns: s e^{b_i - b_j}. NOTES: made under the
-// GEMM of the products.
+// s e^{b_i - b_j} of a warp's 16 rows and kColumns columns, by which P is the products q_i.k_j.
 template <int kColumns> struct ReadGates {
     int first_row, first_column;  // of this lane
     float2 of[kColumns / 16][4];  // as the products lie in a tile
@@ -54,24 +56,19 @@ template <int kColumns> struct ReadGates {
     __device__ inline int row(int k) const { return first_row + 8 * (k % 2); }
     __device__ inline int column(int j, int k) const { return first_column + 16 * j + 8 * (k / 2); }
 
-    // Rounds P to a tile, of the products. It is zero right of the diagonal and past the last token. NOTES:
-    // by selection, not by products: what is left out may be NaN or infinite.
-    template <class T, class Square>
-    __device__ inline void round(Square& tile, const rt_fl<16, kColumns>& products, int first_key, int tokens,
-                                 int warp) const {
-        using T2 = typename base_types::packing<T>::packed_type;
+    // Makes P of its products, in place. These begin with the first-th 16 columns of `scores`. P is zero
+    // right of the diagonal and past the last token. NOTES: by selection, not by products: what is left out
+    // may be NaN or infinite.
+    template <class Scores> __device__ inline void apply(Scores& scores, int first, int tokens) const {
 #pragma unroll
-        for (int j = 0; j < kColumns / 16; j++) {
-            T2 rounded[4];
+        for (int j = 0; j < kColumns / 16; j++)
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                const float2 x = products.tiles[0][j].data[k];
+                float2& x = scores.tiles[0][first + j].data[k];
                 const int last = row(k) < tokens ? row(k) : -1;  // column that the row sees
-                rounded[k] = from_float2<T2>({column(j, k) <= last ? of[j][k].x * x.x : 0.f,
-                                              column(j, k) < last ? of[j][k].y * x.y : 0.f});
+                x = {column(j, k) <= last ? of[j][k].x * x.x : 0.f,
+                     column(j, k) < last ? of[j][k].y * x.y : 0.f};
             }
-            store_fragment<T, kChunk>(shared_address(&tile), 16 * warp, first_key / 16 + j, rounded);
-        }
     }
 };
 

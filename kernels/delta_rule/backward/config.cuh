@@ -12,7 +12,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, bool kNothingElse =
     static constexpr int kDimK = kDim, kWalkers = kCount;
     static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK>;
+    static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, 0>;
     static constexpr int kWarpgroups = 1 + kWalkers + kHasScorer, kThreads = 128 * kWarpgroups;
     // chunks in shared memory
     static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) || kStatesAlone ? 3 : 2;

@@ -45,7 +45,7 @@ struct DeltaMatricesParams {
     DeltaShape shape;  // dim_v is not read
     Operand q, k;
     Gate g, beta;  // log decay; g.data is null where nothing decays
-    void *a, *p;
+    void *a, *p;  // p: null where the walks make it (scorer.cuh)
     float scale;  // s
 };
 
@@ -57,14 +57,14 @@ struct DeltaForwardParams {
     Operand q, k, v, o;
     Operand writes;  // written U' (gates.cuh), rounded, like o; data is null: not wanted
     Gate g, beta;
-    void *a, *p;
+    void *a, *p;           // p: not read by a walk that makes it
     const float* initial;  // [N, heads, K, V] or null: zero
     float* last;           // the same, or null: not wanted
     float* carried;        // S that enters every segment but the first; null where no sequence is cut
     float* borders;        // S at the borders between segments, or null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
-    int makers;   // CTAs that make A and P meanwhile; 0: they are made before
+    int makers;   // CTAs that make A, and P for a walk that does not, meanwhile; 0: they are made before
     int* made;    // workspace of the makers, [batch * heads, slots]
 };
 
@@ -76,7 +76,7 @@ struct DeltaMirrorParams {
     Operand q, k, dout, writes;  // writes: of the forward
     Operand dv;                  // written
     Gate g, beta;
-    void *a, *p;
+    void *a, *p;   // p: not read by a walk that makes it
     float* dbeta;  // [parts, batch, heads, seq]: sums over 16 columns of V each
     const float* d_last;
     float* d_initial;  // [N, heads, K, V], null where there is none

@@ -1,5 +1,4 @@
-// The matrices A and, for walks that do not make it, P (bindings/params.h) of one chunk and head of v, by one
-// warpgroup:
+// The matrices A and, where it is wanted, P (bindings/params.h) of one chunk and head of v, by one warpgroup:
 //   1. Load k, beta and for P q; scan the log decay.
 //   2. K K^T and for P Q K^T, in flight together.
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
@@ -43,9 +42,8 @@ struct ChunkOfHead {
     int step;               // in its sequence
 };
 
-// Of walks with head dim kDimK of q and k.
-template <class T, int kDimK> struct MatricesTiles {
-    static constexpr bool kWithScores = !kMakesScores<kDimK>;
+template <class T, int kDimK, bool kWithP> struct MatricesTiles {
+    static constexpr bool kWithScores = kWithP;
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Square = PanelTile<T, kChunk, kChunk>;
     struct Inputs {
@@ -106,9 +104,11 @@ __device__ inline void make_matrices(Memory& smem, const float* beta, int tokens
     meet();  // the results may replace the inputs
     gate_erasures(smem.out.matrix, of_keys, smem.log2_decay, tokens, warp);
     if constexpr (kWithScores)
-        ReadGates<kChunk>(smem.log2_decay, scale, 0, warp)
-            .template round<T>(smem.out.p, of_queries, 0, tokens, warp);
+#pragma unroll
+        for (int j = 0; j < kChunk / 16; j++)
+            ReadGates<16>(smem.log2_decay, scale, 16 * j, warp).apply(of_queries, j, tokens);
     gated();
+    if constexpr (kWithScores) store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
     solve_unit_lower<T>(smem.out.a, smem.out.matrix, beta, warp, meet);
     fence_async_proxy();
 }

@@ -7,7 +7,7 @@
 namespace tfla_tk::delta_rule {
 
 // CTAs that a multiprocessor holds.
-template <int kDimK> constexpr int kCtasOfMatrices = kMakesScores<kDimK> ? 8 : 3;
+template <int kDimK, bool kWithScores> constexpr int kCtasOfMatrices = !kWithScores ? 8 : kDimK > 128 ? 3 : 5;
 
 // The results replace the inputs once the GEMMs have read these.
 template <class Of> struct InputsOrResults {
@@ -18,18 +18,19 @@ template <class Of> struct InputsOrResults {
     };
 };
 
-template <class T, int kDimK> struct MatricesMemory : InputsOrResults<MatricesTiles<T, kDimK>> {
+template <class T, int kDimK, bool kWithScores>
+struct MatricesMemory : InputsOrResults<MatricesTiles<T, kDimK, kWithScores>> {
     Log2Decay log2_decay;
     alignas(16) float beta[kChunk];
     int slot, head;  // of the results in their tensors
     semaphore arrived;
 };
 
-template <class T, int kDimK>
-__global__ __launch_bounds__(128, kCtasOfMatrices<kDimK>) void delta_matrices_kernel(
+template <class T, int kDimK, bool kWithScores>
+__global__ __launch_bounds__(128, (kCtasOfMatrices<kDimK, kWithScores>)) void delta_matrices_kernel(
     const __grid_constant__ MatricesGlobals g) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
-    using Memory = MatricesMemory<T, kDimK>;
+    using Memory = MatricesMemory<T, kDimK, kWithScores>;
     auto& smem = *reinterpret_cast<Memory*>(shared_memory);
     const int warp = threadIdx.x / 32;
     const int head = blockIdx.x % g.heads, index = blockIdx.x / g.heads;

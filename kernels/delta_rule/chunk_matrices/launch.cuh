@@ -31,23 +31,28 @@ template <class Params> MatricesGlobals matrices_globals(const Params& p) {
             p.scale};
 }
 
-template <class T, int kDimK> void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
+template <class T, int kDimK, bool kWithScores>
+void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_matrices");
     const MatricesGlobals g = matrices_globals(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads;
-    launch<delta_matrices_kernel<T, kDimK>, sizeof(MatricesMemory<T, kDimK>)>(
+    launch<delta_matrices_kernel<T, kDimK, kWithScores>, sizeof(MatricesMemory<T, kDimK, kWithScores>)>(
         g, grid_of(ctas, 1, "delta_matrices"), 128, p.shape.device, stream, "delta_matrices");
 }
 
-// Launches a walk with p.makers CTAs of makers in front.
+template <class T, int kDimK> void run_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
+    if (p.p)
+        launch_matrices<T, kDimK, true>(p, stream);
+    else
+        launch_matrices<T, kDimK, false>(p, stream);
+}
+
+// Launches a walk with p.makers CTAs of makers in front. It is correct for any number of CTAs, and fast where
+// all of them run at once.
 template <auto kKernel, class C, class Memory, class Walk, class Params>
 void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, const char* name) {
-    int multiprocessors = 0;
-    check_launch(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, p.shape.device),
-                 name);
-    const int wave = std::max((multiprocessors - p.makers) / walk.ctas, 1);
-    const int ahead = std::max(kLeastAhead, kChunksInL2 / wave);
-    const MakersGlobals makers{matrices_globals(p), p.made, p.makers, wave, ahead};
+    MakersGlobals makers{matrices_globals(p), p.made, p.makers};
+    makers.ahead = std::max(kLeastAhead, kChunksInL2 / makers.pairs());
     const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * makers.slots;
     check_launch(cudaMemsetAsync(p.made, 0, flags * sizeof(*p.made), stream), name);
     dim3 grid = walk_grid(walk, name);

@@ -1,14 +1,13 @@
-// Makers: CTAs of a walk's launch that make A while the walk runs, on multiprocessors that it leaves
-// idle.
+// Makers: CTAs of a walk's launch that make A, and P for walks that do not make it, while the walk runs, on
+// multiprocessors that it leaves idle.
 //
 // All warpgroups of a CTA but the last one are makers. Each maker is served by a warp of the last warpgroup:
-// it loads k, scans the gates, stores the results and tells the walks. Near the walks it loads a chunk
-// ahead.
+// it loads the inputs, scans the gates, stores the results and tells the walks. Near the walks it loads a
+// chunk ahead.
 //
-// Makers take the chunks in the order in which the walks need them. The sequences and heads whose walks run
-// at once are a wave. Makers take the first chunk of each walk of a wave, then the second one, and so on;
-// then they go on to the next wave. A flag per chunk and head of v tells the walks that its matrices are in
-// device memory. The flags are zero at the launch.
+// Makers take the chunks in the order in which the walks need them: the first chunk of each walk, then the
+// second one, and so on. A flag per chunk and head of v tells the walks that its matrices are in device
+// memory. The flags are zero at the launch.
 //
 // Makers stay close to the walks, so that these find in L2 what makers read and write: a maker waits until
 // the walk has loaded the chunk that is `ahead` chunks before its next one. It has stored and published
@@ -28,17 +27,16 @@ namespace tfla_tk::delta_rule {
 constexpr int kWarpgroupsOfMakers = 4;
 
 // Chunks that makers may be ahead of a walk: at least so many, since less than 8 are too few for the time
-// that a chunk takes them; and as many chunks of a wave together as the L2 holds.
+// that a chunk takes them; and as many chunks of all walks together as the L2 holds.
 constexpr int kLeastAhead = 9, kChunksInL2 = 576;
 
 struct MakersGlobals : MatricesGlobals {
     int* made;  // [batch * heads, slots]
     int ctas;   // of makers
-    int wave;   // pairs of a sequence and a head whose walks run at once
     int ahead;  // chunks that makers may be ahead of a walk
 
     // Pairs of a sequence and a head.
-    __device__ inline int pairs() const { return cut.sequences * heads; }
+    __host__ __device__ inline int pairs() const { return cut.sequences * heads; }
     // At least the chunks of the longest sequence.
     __device__ inline int most_chunks() const { return packed() ? slots - cut.sequences : slots; }
 };
@@ -55,7 +53,8 @@ template <class Of> struct InputsAndResults {
     typename Tiles::Results out;
 };
 
-template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK>> {
+template <class T, int kDimK, bool kWithScores>
+struct MakerMemory : InputsAndResults<MatricesTiles<T, kDimK, kWithScores>> {
     Log2Decay log2_decay;
     alignas(16) float beta[2][kChunk];  // of the chunk and the one behind it, in turns
     GateCopies::Words decays, betas;    // of the chunk behind
@@ -78,14 +77,12 @@ template <class T, int kDimK> struct MakerMemory : InputsAndResults<MatricesTile
 
 template <class C> struct MakersMemory {
     static constexpr int kMakers = C::kMakerWarpgroups - 1;  // one warpgroup serves them
-    MakerMemory<typename C::T, C::kDimK> of[kMakers];
+    MakerMemory<typename C::T, C::kDimK, !C::kHasScorer> of[kMakers];
 };
 
 // The number-th chunk in the order of the walks; without tokens where the sequence has fewer chunks.
 __device__ inline ChunkOfHead chunk_in_order(const MakersGlobals& g, int number) {
-    const int first_pair = number / (g.wave * g.most_chunks()) * g.wave;
-    const int left_over = number - first_pair * g.most_chunks(), wave = min(g.wave, g.pairs() - first_pair);
-    const int step = left_over / wave, pair = first_pair + left_over % wave;
+    const int step = number / g.pairs(), pair = number % g.pairs();
     const int sequence = pair / g.heads, head = pair % g.heads;
     int start = 0, tokens = g.seq;
     if (g.packed()) {
@@ -137,13 +134,13 @@ __device__ inline bool wait_near(const MakersGlobals& g, const ChunkOfHead& chun
 // One maker, until it is handed a chunk without tokens.
 template <class C, class Memory>
 __device__ inline void make_chunks(const MakersGlobals& g, Memory& own, int maker) {
-    const int warp = warpgroup::warpid();
     auto meet = [&] { named_sync<128>(NamedBarrier::matrices, maker); };
 #pragma unroll 1
     for (uint32_t phase = 0;; phase ^= 1) {
         wait(own.arrived, phase);
         const int tokens = own.tokens;
         if (tokens <= 0) break;
+        const int warp = fresh_thread() / 32 % 4;  // NOTES: anew, to save registers
         make_matrices<typename C::T, C::kDimK>(
             own, own.beta[phase], tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
             [&] {

@@ -13,7 +13,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> 
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakerWarpgroups = kOfMakers;
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
-    static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK>;
+    static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, kMakerWarpgroups>;
     static constexpr int kOfWalk = 1 + kWalkers + kHasScorer;  // warpgroups
     static constexpr int kWarpgroups = std::max(kOfWalk, kMakerWarpgroups), kThreads = 128 * kWarpgroups;
     static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
@@ -21,9 +21,10 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> 
     // no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kIdleWarpgroups = kWarpgroups - kOfWalk, kIdleRegisters = 24;
     static constexpr int kProducerRegisters = 40, kScorerRegisters = 56;
-    static constexpr int kWalkerRegisters = kHasScorer && kWalkers == 2 ? 208
-                                            : kIsWide && kWalkers == 1  ? 248
-                                                                        : 232;
+    static constexpr int kWalkerRegisters = kWalkers == 2 && kHasScorer            ? 208
+                                            : kWalkers == 2 && kIdleWarpgroups > 0 ? 224
+                                            : kWalkers == 1 && kIsWide             ? 248
+                                                                                   : 232;
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kHasScorer * kScorerRegisters +
                       kIdleWarpgroups * kIdleRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);

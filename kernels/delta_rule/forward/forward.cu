@@ -128,8 +128,8 @@ namespace tfla_tk {
 
 void delta_matrices(const DeltaMatricesParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::launch_matrices<kittens::half, TFLA_DIM_K>(params, s)
-                      : delta_rule::launch_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
+    params.shape.half ? delta_rule::run_matrices<kittens::half, TFLA_DIM_K>(params, s)
+                      : delta_rule::run_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
 }
 
 void delta_forward(const DeltaForwardParams& params, void* stream) {

@@ -18,7 +18,11 @@ from .stand_in import PreparedLaunches
 SLICE = 128  # of V in the walks over the states
 PART = 16  # columns of a part of the sums
 ANCHOR_BYTES = 1000
-MOST_WITH_SCORER = 128  # K of walks that make P
+
+
+def makes_scores(x: Arguments) -> bool:
+    """Whether a walk without makers beside it makes P."""
+    return x.dim_k <= 64 or (x.dim_k <= 128 and x.of.walkers == 2)
 
 
 class Kernel(PreparedLaunches):
@@ -105,11 +109,8 @@ class Kernel(PreparedLaunches):
     def places_and_matrices(
         self, x: Arguments, addresses: tuple[int, ...]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those that are given, A or A and P, where they lie and as they should be. P is given where K is too
-        large for walks that make it."""
+        """Those that are given, A or A and P, where they lie and as they should be."""
         given = [at for at in addresses if at]
-        if len(addresses) > 1:
-            assert len(given) == 1 + (x.dim_k > MOST_WITH_SCORER)
         for places, made in zip(matrices_at(x, given), matrices_of(x), strict=True):
             yield from zip(places, made, strict=False)
 
@@ -122,7 +123,7 @@ class Kernel(PreparedLaunches):
         assert x.of.walkers == 1
         made = tensor_at(x.address(flags), torch.int32, (x.batch * x.heads, x.slots))
         numbers = x.batch * x.heads * x.slots * CHUNK**2
-        assert x.address(flags) == x.address(a) + 2 * numbers
+        assert x.address(flags) == x.address(a) + 2 * numbers * (2 if p else 1)
         made.fill_(1)
         self.make_matrices(x, a, p)
 
@@ -180,6 +181,7 @@ class Kernel(PreparedLaunches):
     def compute_forward(self, x: Arguments) -> None:
         self.start_makers(x)
         self.check_matrices(x, *x.of.matrices[:2])
+        assert (x.of.matrices[1] == 0) == (makes_scores(x) and (x.dim_k <= 64 or x.of.makers == 0))
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)
@@ -210,6 +212,7 @@ class Kernel(PreparedLaunches):
 
     def compute_mirror(self, x: Arguments) -> None:
         self.check_matrices(x, *x.of.matrices)
+        assert x.of.matrices[1] != 0 or makes_scores(x)
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         dout, parts = x.operand(x.of.dout, x.dim_v), -(-x.dim_v // PART)

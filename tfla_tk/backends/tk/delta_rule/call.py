@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -159,14 +158,19 @@ class Shape(NamedTuple):
 
     def matrices_at(self, address: int) -> tuple[int, int, int]:
         """A, P where the walks do not make it, and the flags of makers, in one allocation; 0 for none."""
-        p = address + self.matrix_bytes if self.is_wide else 0
-        flags = address + self.matrix_bytes if self.makers else 0
+        p = address + self.matrix_bytes if self.matrices == 2 else 0
+        flags = address + self.matrices * self.matrix_bytes if self.makers else 0
         return address, p, flags
 
     @property
+    def matrices(self) -> int:
+        """That are made for the walks. Where the forward's walk makes P, the mirror does, too: without makers
+        both have as many walkers."""
+        return costs.matrices_before(self.dim_k, self.forward_walkers, self.makers)
+
+    @property
     def is_wide(self) -> bool:
-        """Whether a state takes half of a walker's registers. Then there are no makers, and no warpgroup of
-        the walks makes P."""
+        """Whether a state takes half of a walker's registers; no makers and no scorer then."""
         return self.dim_k > MOST_NARROW_K
 
     @property
@@ -195,12 +199,7 @@ class Shape(NamedTuple):
             return None
         pairs, chunks = self.sequences * self.heads, -(-self.batch * self.seq // (self.sequences * CHUNK))
         of_cta = (1,) if self.dim_v <= WALKER_COLUMNS else (self.walkers,) if self.batch_invariant else (1, 2)
-        found = functools.partial(
-            costs.forward, pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine
-        )
-        # makers look for the next chunk among as many as the longest sequence could have, which takes long
-        # between waves of packed sequences
-        return found(most_waves=1) if self.packed else found()
+        return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine)
 
     @property
     def states_walkers(self) -> int:
@@ -250,7 +249,7 @@ class Left(NamedTuple):
     def matrices_bytes(shape: Shape) -> int:
         """Of the matrices of every chunk and of the flags."""
         flags = shape.batch * shape.heads * shape.slots if shape.makers else 0
-        return (1 + shape.is_wide) * shape.matrix_bytes + flags * torch.int32.itemsize
+        return shape.matrices * shape.matrix_bytes + flags * torch.int32.itemsize
 
 
 def readable(core: DeltaRuleCore) -> DeltaRuleCore:

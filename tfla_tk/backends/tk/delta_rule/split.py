@@ -19,14 +19,13 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 
 # microseconds, from the log of 2026-11-27, of K = V = 128: of a chunk of the forward's walk by walkers of a
-# CTA, alone and with makers beside it, and of A and P of a chunk on a multiprocessor, before the walk and, by
-# the tile of K, beside it
-_WALKED, _WALKED_BESIDE = {1: 1.33, 2: 1.92}, {1: 1.31, 2: 2.0}
-_MADE_BEFORE, _MADE_BESIDE = 1.77, {64: 1.98, 128: 1.55}
+# CTA, alone and with makers beside it, and of A alone or of A and P of a chunk on a multiprocessor, before
+# the walk and beside it (A alone: K = 64)
+_WALKED, _WALKED_BESIDE = {1: 1.33, 2: 2.1}, {1: 1.31, 2: 2.0}
+_MADE_BEFORE, _MADE_BESIDE = {1: 1.25, 2: 1.77}, {1: 1.6, 2: 1.55}
 # what kernels that wait for nothing else get of the memory's peak, and the most that they get, in bytes per
 # microsecond
 _SHARE, _MOST_BYTES = 0.865, 3.66e6
-_MOST_WAVES = 8  # that are tried
 _WAVE = 7.0  # the start of a wave's CTAs
 _SECOND = 4.0  # an estimate: the end of a launch and the start of the one behind it
 # fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
@@ -64,6 +63,13 @@ class Forward(NamedTuple):
     time: float
 
 
+def matrices_before(dim_k: int, walkers: int, makers: int) -> int:
+    """That are made for the walks: A alone where a warpgroup of the forward's walk makes P, else both
+    (kernels/delta_rule/scores.cuh)."""
+    has_scorer = dim_k <= 64 or (dim_k <= 128 and walkers == 2 and makers == 0)
+    return 1 if has_scorer else 2
+
+
 @functools.lru_cache(maxsize=4096)
 def forward(
     pairs: int,
@@ -72,12 +78,11 @@ def forward(
     group: int,
     walkers: tuple[int, ...],
     machine: Machine,
-    most_waves: int = _MOST_WAVES,
 ) -> Forward:
     """The fastest of one sequence length, with makers or without.
 
-    CTAs of the walk that do not run all at once run in waves. Makers take the multiprocessors that a wave
-    leaves idle, and make the chunks of a wave while it walks.
+    CTAs of the walk that do not run all at once run in waves. Makers take the multiprocessors that a walk
+    leaves idle.
 
     Args:
         pairs: sequences times heads.
@@ -85,27 +90,31 @@ def forward(
         dims: K, at most 128, and V.
         group: heads of v per head of q and k.
         walkers: of a CTA, to choose among.
-        most_waves: with makers.
     """
     multiprocessors = machine.multiprocessors
     keys, values, matrix = (2 * CHUNK * width for width in (dims[0] / group, dims[1], CHUNK))
-    # a chunk of all pairs: what the walk moves, q, k, A, v and o; what makers move in a launch of their own;
-    # and how long makers take beside the walk
-    moved = machine.bytes_in(pairs * (2 * keys + matrix + 2 * values))
-    made_before = max(machine.bytes_in(pairs * (keys + matrix)), _MADE_BEFORE * pairs / multiprocessors)
-    made = _MADE_BESIDE[64 if dims[0] <= 64 else 128] * pairs
+
+    # times of a chunk of all pairs
+    def moved(matrices: int) -> float:
+        """What the walk moves: q, k, v, o and the matrices, of which about a half leaves L2."""
+        return machine.bytes_in(pairs * (2 * keys + 2 * values + matrix * matrices / 2))
+
+    def made_before(matrices: int) -> float:
+        moved = machine.bytes_in(pairs * matrices * (keys + matrix))
+        return max(moved, _MADE_BEFORE[matrices] * pairs / multiprocessors)
 
     def runs(count: int) -> Iterator[Forward]:
         ctas = pairs * -(-dims[1] // (count * WALKER_COLUMNS))
         waves = waves_of(ctas, multiprocessors)
-        of_chunk = max(waves * _WALKED[count], moved) + made_before
+        matrices = matrices_before(dims[0], count, 0)
+        of_chunk = max(waves * _WALKED[count], moved(matrices)) + made_before(matrices)
         yield Forward(count, 0, chunks * of_chunk + waves * _WAVE + _SECOND)
-        # one walker in waves is no faster than two
-        for waves in range(1, most_waves + 1 if count == 2 else 2):
-            makers = multiprocessors - -(-ctas // waves)
-            if makers > 0:
-                of_chunk = max(waves * _WALKED_BESIDE[count], made / makers, moved)
-                yield Forward(count, makers, chunks * of_chunk + waves * _WAVE)
+        makers = multiprocessors - ctas
+        if makers > 0:
+            matrices = matrices_before(dims[0], count, makers)
+            made = _MADE_BESIDE[matrices] * pairs / makers
+            of_chunk = max(_WALKED_BESIDE[count], made, moved(matrices))
+            yield Forward(count, makers, chunks * of_chunk + _WAVE)
 
     return min((run for count in walkers for run in runs(count)), key=lambda run: run.time)
 
@@ -120,7 +129,7 @@ def segment_chunks(
         tokens: of each sequence.
     """
     chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
-    made = _MADE_BEFORE * chunks * pairs / multiprocessors
+    made = _MADE_BEFORE[2] * chunks * pairs / multiprocessors
 
     def walked(segments: int, length: int) -> float:
         return min(
