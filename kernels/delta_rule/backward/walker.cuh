@@ -163,7 +163,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     for (int step = 0; step < chunks; step++) {
         const Use<C::kStages> use(step);
         wait(smem.arrived[use.slot], use.phase);
-        if (g.borders && step > 0 && is_border(chunks - step))
+        if (!C::kStatesAlone && g.borders && step > 0 && is_border(chunks - step))
             store_state_transposed(border_state(g, task, task.first_chunk + chunks - step), state, 0,
                                    column(), g.dim_k, g.dim_v, g.dim_v);
         walk_chunk(step);
