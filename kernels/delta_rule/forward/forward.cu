@@ -2,12 +2,12 @@
 //
 // Two kernels, and one in front of them for raw inputs:
 //   delta_inputs    the norm of q and k, the sigmoid of beta, the log decay (inputs/forward.cuh)
-//   delta_matrices  of every chunk and head, in parallel, what depends on q, k and the gates alone: A of a
-//                   triangular system and the scores P (chunk_matrices/kernel.cuh). The backward has them,
-//                   too.
+//   delta_matrices  of every chunk and head, in parallel: A of a triangular system and, where the walk does
+//                   not make them, the scores P (chunk_matrices/kernel.cuh). The backward has them, too.
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
-//     producer      loads q, k, v, A, P; scans the gates; stores O, and the writes for a backward
+//     producer      loads q, k, v and the matrices; scans the gates; stores O, and the writes for a backward
 //     walkers       one or two, the state in registers (forward/walker.cuh)
+//     scorer        makes P where memory bounds the speed (scorer.cuh)
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with

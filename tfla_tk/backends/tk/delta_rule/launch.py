@@ -1,16 +1,17 @@
 """The delta rule by the ThunderKittens kernels, on the current stream; the protocol is that of `ops.linear`.
 
-The forward has two kernels: of every chunk in parallel what depends on q, k and the gates alone, A and P, and
-the walk over the chunks. Where the walk leaves multiprocessors idle, one launch has both: makers of A and P
-run beside the walk. A training call keeps A and P, the walk's writes, [B, T, HV, V] (beta U'; U' where beta
-is near 0, docs/delta-rule-backward.md), and the states at the borders between the segments of the backward's
-walks over the states.
+The forward has two kernels: the matrices A and P of every chunk in parallel, which depend on q, k and the gates
+alone, and the walk over the chunks. Some walks make P themselves, in the backward, too. Where the walk leaves
+multiprocessors idle, one launch has both: makers of the matrices run beside the walk. A training call keeps
+the matrices, the walk's writes, [B, T, HV, V] (beta U'; U' where beta is near 0,
+docs/delta-rule-backward.md), and the states at the borders between the segments of the backward's walks over
+the states.
 
 Few long sequences are split: two launches before the walk give the states with which its segments begin. Over
 a segment the state is mapped S -> M S + own; a training call keeps M for its backward, whose first walk is
 split in the same way.
 
-The backward walks over the chunks backward in time, with the same A and P, which gives dv and the sums of
+The backward walks over the chunks backward in time, with the same matrices, which gives dv and the sums of
 dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
 part of dk from what a token erases, backward in time dk. The gradient of g follows from their sums. These two
 are cut into segments. They begin with what others have left at the borders between segments: the states, by

@@ -2,9 +2,9 @@
 sequences fill the GPU, too.
 
 A split costs two more launches: walks that leave what each segment makes of the state, a matrix and a state,
-and a small kernel that carries the states over the segments. A and P have to be there before, so that no
-makers run beside a walk. The backward has A, P and M from the forward and makes the states alone, so that a
-split pays there where it pays in the forward.
+and a small kernel that carries the states over the segments. A has to be there before, so that no makers
+run beside a walk. The backward has A and M from the forward and makes the states alone, so that a split pays
+there where it pays in the forward.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Forward(NamedTuple):
     """How a forward runs that is not split."""
 
     walkers: int  # of a CTA of the walk
-    makers: int  # CTAs that make A and P beside it; 0: a launch before the walk makes them
+    makers: int  # CTAs that make the chunk matrices beside it; 0: a launch before the walk makes them
     time: float
 
 
