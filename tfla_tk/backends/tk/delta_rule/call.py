@@ -181,8 +181,8 @@ class Shape(NamedTuple):
 
     @property
     def makers(self) -> int:
-        """CTAs that make the chunk matrices beside the forward's walk, on multiprocessors that it leaves idle;
-        0 where a launch before the walk makes them earlier."""
+        """CTAs that make the chunk matrices beside the forward's walk, on multiprocessors that it leaves
+        idle; 0 where a launch before the walk makes them earlier."""
         found = self._forward
         return min(found.makers, self.batch * self.heads * self.slots) if found else 0
 
