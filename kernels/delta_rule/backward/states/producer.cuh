@@ -90,6 +90,8 @@ template <class C>
 __device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
+    // the left walk has q for the sums alone; without them it computes these of what lies there
+    const bool needs_queries = !C::kIsLeft || task.whole != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1]);
     auto store = [&](const ResultMaps& to, const void* tile, int walker, int chunk) {
         store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
@@ -123,7 +125,10 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
 #pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 const int column = column_of_walker(task, walker);
-                load(columns[walker].queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
+                if (needs_queries)
+                    load(columns[walker].queries, g.q, smem.arrived[slot], column, task.key_head, chunk);
+                else if (fresh_laneid() == 0)
+                    arrive(smem.arrived[slot]);
                 load(columns[walker].keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
             }
         }
