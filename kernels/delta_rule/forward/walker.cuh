@@ -4,9 +4,10 @@
 //   3. Issue O^T = S^T Q^T.
 //   4. Wait for X. W^T = V^T - e^b X^T in the place of X^T; round beta W^T.
 //   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before, and free its stage.
-//   6. Wait for U' and Q S. Leave U', times `written`, rounded, for the backward, where it is wanted.
+//   6. Wait for U' and Q S.
 //   7. Issue S^T += (beta e^{b_L - b} U'^T) K.
-//   8. Under it round beta U'; scale O^T by s e^b and issue O^T += (beta U'^T) P^T.
+//   8. Under it leave U', times `written`, rounded, for the backward, where it is wanted. Round beta U'; scale
+//      O^T by s e^b and issue O^T += (beta U'^T) P^T.
 //   9. Wait for S; P U' stays in flight.
 // The chain from chunk to chunk is X, W, U', S. NOTES: the loop's edge is after step 6, where no GEMM is in
 // flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same
@@ -161,8 +162,9 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);
         });
         wait_if_sequential();
+        if (g.keep_writes) leave_writes(chunk);  // 8
         round_writes(stage.gates.beta);
-        each<0, kTokenSteps>([&](int j) {  // 8
+        each<0, kTokenSteps>([&](int j) {
             const auto factors = stage.gates.out.columns(j, lane);
             each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });
         });
@@ -187,7 +189,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         begin_chunk.template operator()<false>(0);
         for (int chunk = 0; chunk < chunks; chunk++) {
             if (g.borders && chunk > 0 && is_border(chunk)) leave_state(chunk);
-            if (g.keep_writes) leave_writes(chunk);
             end_chunk(chunk);
             begin_chunk.template operator()<true>(chunk + 1);
         }
