@@ -95,10 +95,13 @@ struct StateGradient {
 };
 
 // [B, H, anchor_slots, parts]: the flow <dC, C> + <dn, n> at every anchor, to be summed over the parts. Slots
-// without an anchor are not written.
+// without an anchor are not written. The chunks behind an anchor are followed from `after`, those before it
+// from `before`. These may be the same; they differ by rounding, where the walks' roundings of C are in the
+// one as in the sums behind the anchor, and those of dC in the other as in the sums before it.
 struct Anchors {
-    const float* flows;
+    const float *after, *before;
     int parts;
+    int chunks;  // from one anchor to the next: kAnchorChunks or half of them
 };
 
 struct MlstmBwdGatesParams {
