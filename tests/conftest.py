@@ -249,7 +249,7 @@ def _dlog_f(
     """The gradient of the log forget gates of one sequence.
 
     Args:
-        after, before: the flow before some of its chunks, from which the chunks after it and before it follow.
+        after, before: the flow before some of its chunks, from which those after it and before it follow.
     """
     pieces = [slice(t, t + CHUNK) for t in range(0, log_f.shape[-1], CHUNK)]
     if not pieces:

@@ -95,9 +95,9 @@ struct StateGradient {
 };
 
 // [B, H, anchor_slots, parts]: the flow <dC, C> + <dn, n> at every anchor, to be summed over the parts. Slots
-// without an anchor are not written. The chunks behind an anchor are followed from `after`, those before it
-// from `before`. These may be the same; they differ by rounding, where the walks' roundings of C are in the
-// one as in the sums behind the anchor, and those of dC in the other as in the sums before it.
+// without an anchor are not written. Flows are followed from an anchor to both sides. `after` serves the chunks
+// after it, `before` those before it. They may be the same array, or the same flows with other roundings: a
+// flow should have those of the sums next to it.
 struct Anchors {
     const float *after, *before;
     int parts;
