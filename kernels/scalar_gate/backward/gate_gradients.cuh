@@ -276,11 +276,11 @@ __global__ __launch_bounds__(kTileThreads,
         m_in = load_chunk_m(g.chunk_m, slot).high;
     }
     // two warps have each known flow
-    const int each = g.anchors.chunks, place = chunk / 2;
-    const bool knows = place <= kAnchorChunks / each, is_before = chunk % 2;
+    const int every = g.anchors.chunks, place = chunk / 2;
+    const bool knows = place <= kAnchorChunks / every, is_before = chunk % 2;
     double known_part = 0.;
     if (knows)
-        known_part = known_flow(g, tile, tile.first_chunk + place * each,
+        known_part = known_flow(g, tile, tile.first_chunk + place * every,
                                 is_before ? g.anchors.before : g.anchors.after);
     const float2 q = q_dq.rows(), k = k_dk.rows();
     if (chunk < tile.chunks) {
@@ -298,7 +298,7 @@ __global__ __launch_bounds__(kTileThreads,
     __syncthreads();
     if (chunk >= tile.chunks) return;
 
-    const int stretch = chunk / each, first = stretch * each, end = min(first + each, tile.chunks);
+    const int stretch = chunk / every, first = stretch * every, end = min(first + every, tile.chunks);
     const double flow = flow_after(flows, known.after[stretch], known.before[stretch + 1], chunk, first, end);
     const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
     auto store = [&](const GateGradient& gate, int t, float x) {

@@ -30,8 +30,8 @@ template <bool kExact> struct ThroughState {
 };
 
 // Stores a chunk's sums of one warp, which are those of a part of 16 columns of K. The gates' kernel adds the
-// sum through the state to a flow and then takes away the tokens' sums, from the last token on, which have no
-// rounded operands: the last one makes up for the difference.
+// sum through the state to a flow, and then takes away the sums of the tokens, of the last one first. These
+// are made without rounded operands, so that of the last token has the difference besides.
 template <bool kExact, class Product>
 __device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task, int chunk, int part,
                                   int lane, const ThroughState<kExact>& through, Product product) {
@@ -83,7 +83,7 @@ __device__ inline float2 anchor_flows(const uint4* units, const State& gradient,
         each<0, 4>([&](int n) {
             const float2 x = to_float2(pairs[n]), y = gradient.tiles[0][k].data[n];
             const float2 z = to_float2(rounded[k].tiles[0][0].data[n]);
-            sums = {sums.x + x.x * y.x + x.y * y.y, sums.y + x.x * z.x + x.y * z.y};
+            sums = {fmaf(x.x, y.x, fmaf(x.y, y.y, sums.x)), fmaf(x.x, z.x, fmaf(x.y, z.y, sums.y))};
         });
     });
     return {warp_sum(sums.x), warp_sum(sums.y)};
