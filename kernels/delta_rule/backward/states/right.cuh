@@ -75,6 +75,8 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::store(columns.earlier, right);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
+        if (chunk > 0 && is_anchor(task, chunk) && column() < g.dim_k)  // of the next step
+            prefetch_anchor<C>(task, anchor_part(g, task, chunk, part()), fresh_laneid());
         warpgroup::mma_async_wait<0>();  // 7
         pin(state);
         each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });

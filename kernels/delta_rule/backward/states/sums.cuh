@@ -70,6 +70,14 @@ __device__ inline void store_anchor(uint4* units, const Fragment (&state)[kCount
         [&](int k) { units[32 * k] = reinterpret_cast<const uint4&>(state[k].tiles[0][0].data); });
 }
 
+// Asks for a part of an anchor to be in L2, by lines of 128 bytes, one for a lane.
+template <class C> __device__ inline void prefetch_anchor(const StatesTask& task, int anchor_part, int lane) {
+    constexpr int kLineUnits = 8;
+    static_assert(C::kAnchorUnits <= 32 * kLineUnits);
+    if (lane * kLineUnits < C::kAnchorUnits)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(anchor_units<C>(task, anchor_part, lane * kLineUnits)));
+}
+
 // The sums over an anchor's part times the state's gradient, and times this gradient rounded to A operands,
 // the same in all lanes.
 template <class C, class State, class Fragment, int kCount>
