@@ -198,16 +198,19 @@ def _gate_gradients(
     chunk_m: Tensor | None,
     flows: Sequence[Tensor],
     bounds: list[tuple[int, int]],
+    before: Tensor | None = None,
+    every: int = ANCHOR_CHUNKS,
 ) -> tuple[Tensor, Tensor]:
     """di and df.
 
     Args:
         q_dq, k_dk: whole and inter of RowSums.
         anchors: [B, NH, slots, parts], to be summed over the parts: the flow before chunks that are multiples
-            of ANCHOR_CHUNKS; None to do without.
+            of `every`; None to do without.
         chunk_m: [B, NH, slots], the sum of the parts that the forward op returns; None with the sigmoid gate.
         flows: <dC, C> + <dn, n> [N, NH] before the first and after the last token.
         bounds: (start, end) of every packed sequence; [(0, S)] for a batch.
+        before: like `anchors`, for the chunks before an anchor, where that is another.
     """
     i, f = i.double(), f.double()
     q, k = (RowSums(*(x.double() for x in sums)) for sums in (q_dq, k_dk))
@@ -216,13 +219,16 @@ def _gate_gradients(
         rows = slice(None) if len(bounds) == 1 else slice(sequence, sequence + 1)
         own = slice(start, end)
         slot = start // CHUNK + (sequence if len(bounds) > 1 else 0)
-        behind = [] if anchors is None else range(ANCHOR_CHUNKS, -(-(end - start) // CHUNK), ANCHOR_CHUNKS)
+        behind = [] if anchors is None else range(every, -(-(end - start) // CHUNK), every)
         dlog_f[:, :, own] = _dlog_f(
             *(RowSums(sums.whole[:, :, own], sums.inter[:, :, slot:]) for sums in (q, k)),
             (logsigmoid(i) if chunk_m is None else i)[:, :, own].clamp(min=LEAST_LOG_GATE),
             logsigmoid(f)[:, :, own].clamp(min=LEAST_LOG_GATE),
             None if chunk_m is None else chunk_m[:, :, slot:].double(),
-            {c: anchors[:, :, (slot + c) // ANCHOR_CHUNKS].double().sum(-1) for c in behind},
+            *(
+                {c: given[:, :, (slot + c) // every].double().sum(-1) for c in behind}
+                for given in (anchors, anchors if before is None else before)
+            ),
             *(x[rows].double() for x in flows),
         )
     di = k.whole if chunk_m is not None else k.whole * torch.sigmoid(-i)
@@ -235,11 +241,16 @@ def _dlog_f(
     log_i: Tensor,
     log_f: Tensor,
     chunk_m: Tensor | None,
-    anchors: dict[int, Tensor],
+    after: dict[int, Tensor],
+    before: dict[int, Tensor],
     flow_start: Tensor,
     flow_end: Tensor,
 ) -> Tensor:
-    """The gradient of the log forget gates of one sequence; anchors: the flow before some of its chunks."""
+    """The gradient of the log forget gates of one sequence.
+
+    Args:
+        after, before: the flow before some of its chunks, from which those after it and before it follow.
+    """
     pieces = [slice(t, t + CHUNK) for t in range(0, log_f.shape[-1], CHUNK)]
     if not pieces:
         return torch.zeros_like(log_f)
@@ -254,17 +265,19 @@ def _dlog_f(
             own[number] = torch.stack([value, squares], dim=-1)
         forgets.append(summed & (weight - (0.0 if chunk_m is None else chunk_m[:, :, number]) > FORGOTTEN))
 
-    known = [flow_start, *(anchors.get(c) for c in range(1, len(pieces))), flow_end]
-    from_left = _followed(received, sent, forgets, known[:-1])
-    from_right = _followed(sent[::-1], received[::-1], forgets[::-1], known[:0:-1])[::-1]
+    inside = range(1, len(pieces))
+    known_left = [flow_start, *(after.get(c) for c in inside)]
+    known_right = [flow_end, *(before.get(c) for c in reversed(inside))]
+    from_left = _followed(received, sent, forgets, known_left)
+    from_right = _followed(sent[::-1], received[::-1], forgets[::-1], known_right)[::-1]
 
     found = []
     for x, left, right, sends in zip(pieces, from_left, from_right, sent, strict=True):
         variance = left[1] + right[1]
         of_left = torch.where(variance > 0, right[1] / variance, 0.0)
         flow = right[0] + of_left * (left[0] - right[0]) + sends[..., 0]
-        inside = (q_dq.whole - k_dk.whole)[:, :, x]
-        found.append(flow[..., None] + inside.flip(-1).cumsum(-1).flip(-1))
+        of_tokens = (q_dq.whole - k_dk.whole)[:, :, x]
+        found.append(flow[..., None] + of_tokens.flip(-1).cumsum(-1).flip(-1))
     return torch.cat(found, dim=-1)
 
 

@@ -43,7 +43,13 @@ class RowSums(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Arguments of the gates' kernels. states: c, dc, n, dn at start and end, None where absent."""
+    """Arguments of the gates' kernels.
+
+    Attributes:
+        states: c, dc, n, dn at start and end, None where absent.
+        before: like `anchors`, for the chunks before an anchor; None: the same.
+        every: chunks from one anchor to the next.
+    """
 
     q_dq: RowSums
     k_dk: RowSums
@@ -54,6 +60,8 @@ class Problem(NamedTuple):
     cu_seqlens: Tensor | None
     states: tuple[StateGradient, StateGradient]
     dims: tuple[int, int]
+    before: Tensor | None = None
+    every: int = ANCHOR_CHUNKS
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -65,15 +73,17 @@ def bounds_of(i: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
     return [(0, i.shape[-1])] if cu_seqlens is None else list(itertools.pairwise(cu_seqlens.tolist()))
 
 
-def draw_anchors(i: Tensor, cu_seqlens: Tensor | None, parts: int) -> Tensor:
+def draw_anchors(
+    i: Tensor, cu_seqlens: Tensor | None, parts: int, every: int = ANCHOR_CHUNKS, seed: int = 8
+) -> Tensor:
     """Flows of the size of the row sums between them; what belongs to no anchor is not a number."""
-    slots = ops.chunk_slots(i.shape[-1], cu_seqlens) // ANCHOR_CHUNKS + 1
-    drawn = 20 * parts**-0.5 * normal(*i.shape[:2], slots, parts, seed=8)
+    slots = ops.chunk_slots(i.shape[-1], cu_seqlens) // every + 1
+    drawn = 20 * parts**-0.5 * normal(*i.shape[:2], slots, parts, seed=seed)
     found = torch.full_like(drawn, torch.nan)
     for sequence, (start, end) in enumerate(bounds_of(i, cu_seqlens)):
         first = 0 if cu_seqlens is None else start // CHUNK + sequence
-        for chunk in range(ANCHOR_CHUNKS, -(-(end - start) // CHUNK), ANCHOR_CHUNKS):
-            slot = (first + chunk) // ANCHOR_CHUNKS
+        for chunk in range(every, -(-(end - start) // CHUNK), every):
+            slot = (first + chunk) // every
             found[:, :, slot] = drawn[:, :, slot]
     return found
 
@@ -132,7 +142,10 @@ def run(kernel: ModuleType, x: Problem) -> tuple[Tensor, Tensor]:
         kernel,
         "mlstm_bwd_gates",
         *((sums.whole.data_ptr(), sums.inter.data_ptr(), len(sums.whole)) for sums in (x.q_dq, x.k_dk)),
-        (x.anchors.data_ptr(), x.anchors.shape[-1]),
+        (
+            *(t.data_ptr() for t in (x.anchors, x.anchors if x.before is None else x.before)),
+            *(x.anchors.shape[-1], x.every),
+        ),
         *(_gate(gate) for gate in (x.i, x.f, di, df)),
         _pointer(chunk_m),
         *(tuple(_pointer(t) for t in state) for state in x.states),
@@ -155,7 +168,8 @@ def truth(x: Problem, gate_gradients: Formulas) -> tuple[Tensor, Tensor]:
                 flow += (state.double() * grad.double()).flatten(2).sum(-1)
         flows.append(flow)
     sums = [[t.double().sum(0) for t in (own.whole, own.inter)] for own in (x.q_dq, x.k_dk)]
-    found: tuple[Tensor, Tensor] = gate_gradients(*sums, x.anchors, x.i, x.f, x.chunk_m, flows, x.bounds)
+    given = (*sums, x.anchors, x.i, x.f, x.chunk_m, flows, x.bounds, x.before, x.every)
+    found: tuple[Tensor, Tensor] = gate_gradients(*given)
     return found
 
 
@@ -231,6 +245,20 @@ def test_packed_sequences(
     assert x.cu_seqlens is not None
     if wide:
         x = x._replace(cu_seqlens=x.cu_seqlens.long())
+    assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS, LONG], ids=["batch", "few", "long"])
+@pytest.mark.parametrize("seq", [1, 255, 256, 257, 513, 800, 1024, 5000])
+def test_closer_anchors_with_a_flow_for_each_side(
+    seq: int, lengths: list[int] | None, kernel: ModuleType, gate_gradients: Formulas, rel_err: Error
+) -> None:
+    if lengths is not None and seq != 5000:
+        pytest.skip("the length is of a batch")
+    size = (2, 3, seq) if lengths is None else (1, 3, sum(lengths))
+    x = draw_gates("sig", size, lengths=lengths, states=True)
+    of_sides = [draw_anchors(x.i, x.cu_seqlens, 5, ANCHOR_CHUNKS // 2, seed) for seed in (8, 9)]
+    x = x._replace(anchors=of_sides[0], before=of_sides[1], every=ANCHOR_CHUNKS // 2)
     assert_gradients(run(kernel, x), truth(x, gate_gradients), rel_err)
 
 

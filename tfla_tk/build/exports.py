@@ -12,6 +12,7 @@ from tfla_tk.core import layout
 EXPECTED: dict[str, Any] = {
     "CHUNK": layout.CHUNK,
     "ANCHOR_CHUNKS": layout.ANCHOR_CHUNKS,
+    "DELTA_ANCHOR_CHUNKS": layout.DELTA_ANCHOR_CHUNKS,
     "SEGMENT_CHUNKS": layout.SEGMENT_CHUNKS,
     "GRADIENTS": layout.GRADIENTS,
     "DTYPES": {str(dtype).removeprefix("torch."): code for dtype, code in layout.DTYPES.items()},

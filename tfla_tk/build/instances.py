@@ -183,7 +183,7 @@ def delta_states(dim_v: int) -> Instance:
         "delta_rule/backward/states/states.cu",
         (("TFLA_DIM_V", str(tile)),),
         "delta_rule/bindings/states.cpp",
-        exports=("CHUNK", "ANCHOR_CHUNKS", "SEGMENT_CHUNKS", "DTYPES", "ADDRESS_BITS"),
+        exports=("CHUNK", "DELTA_ANCHOR_CHUNKS", "SEGMENT_CHUNKS", "DTYPES", "ADDRESS_BITS"),
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 # The kernels' modules export these, and a module whose own differ is not loaded (build/exports.py).
 CHUNK = 64  # tokens
 ANCHOR_CHUNKS = 8  # from one anchor of the backward to the next
+DELTA_ANCHOR_CHUNKS = 4  # the same of the delta rule
 SEGMENT_CHUNKS = 16  # of a segment of the delta rule's walks over the states
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes

@@ -7,9 +7,10 @@
 namespace tfla_tk::delta_rule {
 
 // Sums of a value per token over the 16 rows of a warp's transposed tile, stored for tokens below `tokens`.
-// product(j, k): of the pair of tokens that this lane has in data[k] of the j-th 16. factor(token): of a sum.
-template <class Product, class Factor>
-__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product, Factor factor) {
+// product(j, k): of the pair of tokens that this lane has in data[k] of the j-th 16. finish(token, sum): what
+// is stored of a sum.
+template <class Product, class Finish>
+__device__ inline void finish_token_sums(float* sums, int tokens, int lane, Product product, Finish finish) {
     float x[kChunk / 4];  // pairs of tokens of 16 j + 8 half: place 4 j + 2 half
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
@@ -32,8 +33,14 @@ __device__ inline void store_token_sums(float* sums, int tokens, int lane, Produ
     fold.template operator()<2>(4);
     // lane / 4 in binary: which half of j, which j of the two, which half of 16 tokens
     const int token = lane / 4 * 8 + 2 * (lane % 4);
-    if (token < tokens) sums[token] = factor(token) * x[0];
-    if (token + 1 < tokens) sums[token + 1] = factor(token + 1) * x[1];
+    if (token < tokens) sums[token] = finish(token, x[0]);
+    if (token + 1 < tokens) sums[token + 1] = finish(token + 1, x[1]);
+}
+
+// The same; factor(token): of a sum.
+template <class Product, class Factor>
+__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product, Factor factor) {
+    finish_token_sums(sums, tokens, lane, product, [&](int token, float x) { return factor(token) * x; });
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -6,6 +6,9 @@
 
 namespace tfla_tk {
 
+// Chunks from one anchor (scalar_gate/bindings/params.h) of these walks to the next.
+constexpr int kDeltaAnchorChunks = 4;
+
 // The two walks over the states, once U' and dV are known. With U = beta U', P and M the scores of a chunk,
 //   P_ij = s e^{b_i - b_j} dO_i.U_j for j <= i      M_ij = -e^{b_i - b_j} dV_i.U_j for j < i,
 // both rounded, S the state that enters a chunk and dS the gradient of the state that leaves it:
@@ -35,11 +38,12 @@ struct DeltaStatesParams {
     float* whole;
     FlowSum* inter;
     void* anchors;  // of delta_anchor_bytes: what the left walk leaves of S
-    float* flows;   // [batch, heads, anchor_slots, parts], by the right walk
-    int* written;   // workspace of delta_written_bytes, where several CTAs share a result
-    float scale;    // s
-    int walkers;    // warpgroups of a CTA that own 64 columns of K each: 1 or 2
-    int shared;     // neighbouring heads of v that share a head of dq, left and dk; it divides the group
+    // [2, batch, heads, anchor_slots, parts], by the right walk: <S, dS>, of dS and of dS rounded
+    float* flows;
+    int* written;  // workspace of delta_written_bytes, where several CTAs share a result
+    float scale;   // s
+    int walkers;   // warpgroups of a CTA that own 64 columns of K each: 1 or 2
+    int shared;    // neighbouring heads of v that share a head of dq, left and dk; it divides the group
 };
 
 std::int64_t delta_anchor_bytes(const DeltaShape& shape);

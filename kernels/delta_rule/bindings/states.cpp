@@ -68,7 +68,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     export_constants(m);
     export_launches(m);
-    m.attr("ANCHOR_CHUNKS") = kAnchorChunks;
+    m.attr("DELTA_ANCHOR_CHUNKS") = kDeltaAnchorChunks;
     def_walk<&delta_left>(m, "left");
     def_walk<&delta_right>(m, "right");
     m.def(

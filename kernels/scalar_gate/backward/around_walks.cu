@@ -67,7 +67,7 @@ template <class P> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t str
                          p.initial,
                          p.last,
                          static_cast<double*>(p.workspace),
-                         anchor_slots(tiles.slots),
+                         anchor_slots(tiles.slots, p.anchors.chunks),
                          static_cast<int64_t>(p.dim_qk) * p.dim_v,
                          p.dim_qk};
     if (p.initial.c || p.initial.n || p.last.c || p.last.n)

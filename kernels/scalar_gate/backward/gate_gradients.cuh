@@ -14,11 +14,11 @@
 //     before_{c+1} = through_c + sent_c
 //     dlf_t        = before_{c+1} + sum_{u >= t, u in c} (q_u.dq_u - k_u.dk_u)
 //
-// before_c is known at the anchors (from the walks) and at the ends of the sequence: before_0 = F_0 and F_T,
-// from the states. From the nearest known ones on both sides the equations are followed to the chunk. Where a
-// chunk forgets everything before it, through_c = 0 and both start afresh. The two values of through_c are
-// averaged by the inverse of their variances, taken to be proportional to the squares of the terms added on
-// the way.
+// before_c is known at the anchors (from the walks; perhaps one for each side) and at the ends of the
+// sequence: before_0 = F_0 and F_T, from the states. From the nearest known ones on both sides the equations
+// are followed to the chunk. Where a chunk forgets everything before it, through_c = 0 and both start afresh.
+// The two values of through_c are averaged by the inverse of their variances, taken to be proportional to the
+// squares of the terms added on the way.
 //
 // In a chunk that decays slowly (kSlowDecay of walk/gates.cuh) the walks do not compute received_c and
 // sent_c; the sums of all its rows replace them. Both then also contain the flow between the chunk's own
@@ -27,7 +27,7 @@
 // extrapolate from 16 tokens.
 //
 //   mlstm_bwd_flows    F_0 and F_T, where there are states
-//   mlstm_bwd_gates    one CTA per stretch from one anchor to the next, one warp per chunk
+//   mlstm_bwd_gates    one CTA per kAnchorChunks chunks, one warp per chunk
 #pragma once
 
 #include "kittens.cuh"
@@ -192,16 +192,16 @@ template <class X> __device__ inline double sum_lane_parts(const X* parts, int c
 }
 
 // before_c of a chunk at an anchor or at an end of the sequence, counted from the sequence's start; this
-// lane's part of the sum.
-__device__ inline double known_flow(const GatesGlobals& g, const Tile& tile, int chunk) {
+// lane's part of the sum. flows: after or before the anchors.
+__device__ inline double known_flow(const GatesGlobals& g, const Tile& tile, int chunk, const float* flows) {
     const bool at_end = chunk >= tile.all_chunks;
     if (chunk == 0 || at_end) {
         const StateGradient& state = at_end ? g.last : g.initial;
         if (state.c == nullptr && state.n == nullptr) return 0.;
         return sum_lane_parts(g.state_flows + (2 * tile.state + at_end) * kStateParts, kStateParts);
     }
-    const int64_t anchor = tile.batch_head * g.anchor_slots + (tile.slot + chunk) / kAnchorChunks;
-    return sum_lane_parts(g.anchors.flows + anchor * g.anchors.parts, g.anchors.parts);
+    const int64_t anchor = tile.batch_head * g.anchor_slots + (tile.slot + chunk) / g.anchors.chunks;
+    return sum_lane_parts(flows + anchor * g.anchors.parts, g.anchors.parts);
 }
 
 // A flow followed from a known one, and the variance of its noise.
@@ -222,13 +222,20 @@ __device__ inline double weight_of_left(double left, double right) {
     return left + right > 0. ? right / (left + right) : 0.;
 }
 
-// before_{c+1} of one of the tile's chunks; `known`: before its first chunk and after its last one.
-__device__ inline double flow_after(const ChunkFlow (&flows)[kAnchorChunks], const double (&known)[2],
-                                    int chunk, int chunks) {
-    Flow left{known[0], 0.}, right{known[1], 0.};
-    for (int c = 0; c < chunk; c++)
+// before_c that are known around and in a tile, every `anchors.chunks` chunks.
+struct KnownFlows {
+    static constexpr int kMost = 3;
+    double after[kMost], before[kMost];
+};
+
+// before_{c+1} of one of the tile's chunks. first, end: the chunks of the tile between the known flows before
+// and after it.
+__device__ inline double flow_after(const ChunkFlow (&flows)[kAnchorChunks], double before, double after,
+                                    int chunk, int first, int end) {
+    Flow left{before, 0.}, right{after, 0.};
+    for (int c = first; c < chunk; c++)
         left = left.through(flows[c].received, flows[c].forgets).plus(flows[c].sent);
-    for (int c = chunks - 1; c > chunk; c--)
+    for (int c = end - 1; c > chunk; c--)
         right = right.through(flows[c].sent, flows[c].forgets).plus(flows[c].received);
     const ChunkFlow& own = flows[chunk];
     left = left.through(own.received, own.forgets), right = right.through(own.sent, own.forgets);
@@ -251,7 +258,7 @@ template <class P>
 __global__ __launch_bounds__(kTileThreads,
                              4) void mlstm_bwd_gates_kernel(const __grid_constant__ GatesGlobals g) {
     __shared__ ChunkFlow flows[kAnchorChunks];
-    __shared__ double known[2];
+    __shared__ KnownFlows known;
     const Tile tile = Tile::of_block(g, blockIdx.x);
     if (tile.tokens <= 0) return;
     const int chunk = threadIdx.x / 32;
@@ -268,8 +275,13 @@ __global__ __launch_bounds__(kTileThreads,
         const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
         m_in = load_chunk_m(g.chunk_m, slot).high;
     }
+    // two warps have each known flow
+    const int every = g.anchors.chunks, place = chunk / 2;
+    const bool knows = place <= kAnchorChunks / every, is_before = chunk % 2;
     double known_part = 0.;
-    if (chunk < 2) known_part = known_flow(g, tile, tile.first_chunk + chunk * kAnchorChunks);
+    if (knows)
+        known_part = known_flow(g, tile, tile.first_chunk + place * every,
+                                is_before ? g.anchors.before : g.anchors.after);
     const float2 q = q_dq.rows(), k = k_dk.rows();
     if (chunk < tile.chunks) {
         ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(i, f, m_in)};
@@ -279,14 +291,15 @@ __global__ __launch_bounds__(kTileThreads,
         }
         if (fresh_laneid() == 0) flows[chunk] = flow;
     }
-    if (chunk < 2) {
+    if (knows) {
         const double flow = warp_sum(known_part);
-        if (fresh_laneid() == 0) known[chunk] = flow;
+        if (fresh_laneid() == 0) (is_before ? known.before : known.after)[place] = flow;
     }
     __syncthreads();
     if (chunk >= tile.chunks) return;
 
-    const double flow = flow_after(flows, known, chunk, tile.chunks);
+    const int stretch = chunk / every, first = stretch * every, end = min(first + every, tile.chunks);
+    const double flow = flow_after(flows, known.after[stretch], known.before[stretch + 1], chunk, first, end);
     const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
     auto store = [&](const GateGradient& gate, int t, float x) {
         store_gate(gate,

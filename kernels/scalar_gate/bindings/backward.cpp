@@ -38,7 +38,8 @@ void place(MlstmBwdCombineParams& x, const Addresses& at) {
 void place(MlstmBwdGatesParams& x, const Addresses& at) {
     for (RowSums* const sums : {&x.q_dq, &x.k_dk}) at.all(sums->whole, sums->inter);
     for (StateGradient* const states : {&x.initial, &x.last}) place(*states, at);
-    at.all(x.anchors.flows, x.i, x.f, x.di.data, x.df.data, x.chunk_m, x.workspace, x.offsets.data);
+    at.all(x.anchors.after, x.anchors.before, x.i, x.f, x.di.data, x.df.data, x.chunk_m, x.workspace,
+           x.offsets.data);
 }
 
 }  // namespace tfla_tk
@@ -53,7 +54,7 @@ using tfla_tk::prepared;
 using Launch = std::unique_ptr<tfla_tk::Launch>;
 
 using RowSumsTuple = std::array<std::int64_t, 3>;  // pointers to the row sums and to their inter part, slices
-using AnchorsTuple = std::array<std::int64_t, 2>;  // pointer to the flows, parts
+using AnchorsTuple = std::array<std::int64_t, 4>;  // pointers to the flows after and before; parts, chunks
 using StateTuple = std::array<std::int64_t, 4>;    // pointers to c, dc, n, dn
 using DotsTuple = std::array<std::int64_t, 4>;     // pointer, stride of slices, slices, slices per share of V
 // pointers to log2_w (or 0) and e, stride of the shares' e
@@ -63,7 +64,9 @@ tfla_tk::RowSums row_sums(const RowSumsTuple& x) {
     return {pointer(x[0]), reinterpret_cast<const tfla_tk::FlowSum*>(x[1]), static_cast<int>(x[2])};
 }
 
-tfla_tk::Anchors anchors_of(const AnchorsTuple& x) { return {pointer(x[0]), static_cast<int>(x[1])}; }
+tfla_tk::Anchors anchors_of(const AnchorsTuple& x) {
+    return {pointer(x[0]), pointer(x[1]), static_cast<int>(x[2]), static_cast<int>(x[3])};
+}
 
 tfla_tk::GateGradient gate_gradient(const tfla_tk::GateTuple& x) {
     return {reinterpret_cast<void*>(x[0]), x[1], x[2], x[3], static_cast<tfla_tk::DType>(x[4])};

@@ -27,10 +27,10 @@ struct Boundaries {
 // the walks of the backward compute the exact flow of gradient.
 constexpr int kAnchorChunks = 8;
 
-// Slots per head of a per-anchor array, for `slots` chunk_slots. The anchor before the chunk of slot s has
-// slot s / kAnchorChunks. No two anchors share one: their chunks are at least kAnchorChunks slots apart, also
-// across packed sequences, since each of these begins without an anchor.
-inline int anchor_slots(int slots) { return slots / kAnchorChunks + 1; }
+// Slots per head of a per-anchor array, for `slots` chunk_slots and `chunks` from one anchor to the next. The
+// anchor before the chunk of slot s has slot s / chunks. No two anchors share one: their chunks are at least
+// so many slots apart, also across packed sequences, since each of these begins without an anchor.
+inline int anchor_slots(int slots, int chunks = kAnchorChunks) { return slots / chunks + 1; }
 
 // One chunk's gates as the walks of the backward read them (backward/walk/gates.cuh).
 struct ChunkGates;

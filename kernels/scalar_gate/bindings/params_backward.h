@@ -95,10 +95,13 @@ struct StateGradient {
 };
 
 // [B, H, anchor_slots, parts]: the flow <dC, C> + <dn, n> at every anchor, to be summed over the parts. Slots
-// without an anchor are not written.
+// without an anchor are not written. Flows are followed from an anchor to both sides. `after` serves the chunks
+// after it, `before` those before it. They may be the same array, or the same flows with other roundings: a
+// flow should have those of the sums next to it.
 struct Anchors {
-    const float* flows;
+    const float *after, *before;
     int parts;
+    int chunks;  // from one anchor to the next: kAnchorChunks or half of them
 };
 
 struct MlstmBwdGatesParams {

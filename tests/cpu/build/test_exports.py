@@ -25,6 +25,7 @@ from tfla_tk.core import layout
 OTHERS = {
     "CHUNK": 128,
     "ANCHOR_CHUNKS": 4,
+    "DELTA_ANCHOR_CHUNKS": 2,
     "SEGMENT_CHUNKS": 32,
     "GRADIENTS": {"dq": 1, "dk": 0, "dv": 2},
     "DTYPES": {"float32": 0, "bfloat16": 2, "float16": 1},

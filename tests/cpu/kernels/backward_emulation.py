@@ -434,7 +434,8 @@ class BackwardFormulas(BackwardModules):
         }
         i, f, di, df = (gate_at(gate, size) for gate in (x.i, x.f, x.di, x.df))
         chunk_m = chunk_m_at(x.chunk_m, (batch, heads, slots))
-        pointer, parts = x.anchors
+        pointer, before, parts, chunks = x.anchors
+        assert before == pointer and chunks == ANCHOR_CHUNKS
         known = flows_at(pointer, parts, parts, (batch, heads), slots) if self.anchored else None
         found = self.gate_gradients(*sums.values(), known, i, f, chunk_m, flows, bounds)
         di.copy_(found[0]), df.copy_(found[1])

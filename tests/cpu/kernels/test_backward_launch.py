@@ -17,7 +17,7 @@ from torch import Tensor
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.build import sources
 from tfla_tk.build.instances import mlstm_pass
-from tfla_tk.core.layout import chunk_slots
+from tfla_tk.core.layout import ANCHOR_CHUNKS, chunk_slots
 
 from .addresses import CHUNK, slices_of
 from .backward_emulation import ARGUMENTS
@@ -135,7 +135,7 @@ def test_three_walks(gate: str, packed: bool, layout: Callable[[Tensor], Tensor]
     # what dq leaves, dk reads
     states, flows = of_dq.anchors
     assert of_dk.anchors == of_dq.anchors and of_dv.anchors == (0, 0)
-    assert states != 0 and gates.anchors == (flows, flow_parts(V, K))
+    assert states != 0 and gates.anchors == (flows, flows, flow_parts(V, K), ANCHOR_CHUNKS)
     slots = chunk_slots(x.q.shape[2], x.offsets)
     assert launches.anchor_sizes == [(*x.q.shape[:2], slots, V, K)]
 
@@ -176,7 +176,7 @@ def test_two_parts_of_v(gate: str, packed: bool, dim_v: int, launches: Launches)
     assert (of_dq.sums, of_dk.sums) == (gates.q_dq[:2], gates.k_dk[:2])
     assert gates.q_dq[2] == gates.k_dk[2] == 2 * SLICES
     assert of_dq.anchors == of_dk.anchors
-    assert gates.anchors == (of_dq.anchors[1], flow_parts(dim_v, K))
+    assert gates.anchors == (*2 * of_dq.anchors[1:], flow_parts(dim_v, K), ANCHOR_CHUNKS)
     assert gates.sizes == (*x.q.shape, dim_v)
 
     for grad in (dq, dk, dv, dc):

@@ -16,7 +16,7 @@ from tfla_tk.backends.tk import operands
 from tfla_tk.backends.tk.delta_rule import call, inputs, launch, split
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, SEGMENT_CHUNKS
+from tfla_tk.core.layout import CHUNK, DELTA_ANCHOR_CHUNKS, SEGMENT_CHUNKS
 from tfla_tk.core.memo import Memo
 
 from .addresses import at_odd_address, sequences_of
@@ -410,7 +410,7 @@ def shape_of(sequences: int, seq: int, *, packed: bool = False, heads: int = 16,
 
 def test_borders_are_anchors() -> None:
     segment_tokens = SEGMENT_CHUNKS * CHUNK
-    assert SEGMENT_CHUNKS % ANCHOR_CHUNKS == 0
+    assert SEGMENT_CHUNKS % DELTA_ANCHOR_CHUNKS == 0
     assert [shape_of(1, segment_tokens + more).borders for more in (0, 1)] == [0, 1]
 
 

@@ -46,6 +46,7 @@ struct StatesGlobals {
     int slots;                 // of chunks, per head
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
+    int64_t all_flows;         // of half of `flows`
     const float* entering;
     float* leaving;
     float* whole;

@@ -1,15 +1,15 @@
 // A walker of the left walk (walker.cuh), forward in time: dq and the left part of dk. Per chunk:
 //   1. Round S to A operands, leave it at an anchor, then scale it by its decay.
 //   2. Issue the products of the scores and S dO^T; under the latter make the scores.
-//   3. Issue S dV^T. Wait for the other walker's scores, then scale this walker's part of the writes in
-//      place by rest e^{b_L - b}. Wait for S dO^T; scale it by s e^b.
+//   3. Issue S dV^T. Wait for the other walker's scores and for S dO^T; scale it by s e^b.
 //   4. Issue dq^T += K^T P^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T M^T.
-//   5. Wait for the other walker's part and issue S += K^T (rest e^{b_L - b} writes).
+//   5. Round rest e^{b_L - b} K^T to A operands and issue S += these times the writes.
 //   6. Wait for dq and left; their sums per token. In later turns add those of the turn before. Then dq and
 //      left in the places of q and k.
 //   7. Wait for S; hand the stage over.
 // NOTES: where nothing decays, the operands of step 5 are those of the forward, rounded alike. So S is the
-// forward's, in which each token has made up for the errors of those before it. Else all errors add up.
+// forward's, in which each token has made up for the errors of those before it. Else all errors add up. The
+// keys are scaled, not the writes, for the right walk's sums (sums.cuh): it has the keys in registers.
 #pragma once
 
 #include "delta_rule/backward/states/walker.cuh"
@@ -22,7 +22,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
     typename W::State state;  // S
     typename W::Tokens scores, dq, left;
-    typename W::Fragment read[kStateSteps];  // S, rounded
+    typename W::Fragment read[std::max(kStateSteps, kTokenSteps)];  // S, rounded; then the scaled keys
     typename W::Factors keys;
 
     const StatesTask& task = smem.task;
@@ -56,29 +56,27 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         }
         W::read_state(left, read, stage.dv);  // 3
         meet_walkers<C>();
-        scale_rows<C>(stage.writes, gates.update);
         W::load(keys, columns.keys);
         W::template wait_but<kStateSteps>();
         pin(dq);
         // NOTES: queries are loaded where they are used, to save registers
         typename W::Fragment query;
-        auto of_reads = [&](int j, int k) {
-            if (k == 0) W::load(query, columns.queries, j);
-            return W::product(query, dq, j, k);
+        auto query_of = [&](int j) -> const auto& {
+            W::load(query, columns.queries, j);
+            return query;
         };
+        auto of_reads = [&](int j, int k) { return W::product(k == 0 ? query_of(j) : query, dq, j, k); };
         auto of_erasures = [&](int j, int k) { return W::product(keys[j], left, j, k); };
-        ThroughState through;
-        W::scale(dq, gates.read, g.scale);
-        through.add(of_reads);
+        ThroughState<false> through;
+        W::template sum_and_scale<false>(through, dq, query_of, gates.read, g.scale);
         W::add_rows(dq, keys, tiles.reads);  // 4
         W::template wait_but<kTokenSteps>();
         pin(left);
         pin_all(read);
-        W::scale(left, gates.read, -1.f);
-        through.add(of_erasures);
+        W::sum_and_scale(through, left, [&](int j) -> const auto& { return keys[j]; }, gates.read, -1.f);
         W::add_rows(left, keys, tiles.erasures);
-        meet_walkers<C>();  // 5
-        W::add_to_state(state, keys, stage.writes, true);
+        W::scale(read, keys, gates.update, 1.f);  // 5
+        W::add_to_state(state, read, stage.writes, true);
         W::template wait_but<kTokenSteps>();  // 6
         pin(dq), pin(left);
         if (task.whole && column() < g.dim_k)
@@ -97,7 +95,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
         warpgroup::mma_async_wait<0>();  // 7
-        pin(state), pin_all(keys);
+        pin(state), pin_all(read), pin_all(keys);
         arrive_warp(smem.free[slot]);
     };
 

@@ -1,6 +1,6 @@
 // A walker of the right walk (walker.cuh), backward in time: dk, its left part given. Per chunk:
-//   1. The flow of gradient over the chunk's end where that is an anchor. Round dS to A operands, then scale
-//      it by its decay.
+//   1. Round dS to A operands; the flow of gradient over the chunk's end where that is an anchor. Then scale
+//      dS by its decay.
 //   2. Issue the products of the scores and right^T = dS writes^T; under the latter make the scores.
 //   3. Wait for the other walker's scores and for dS writes^T; scale it by rest e^{b_L - b}.
 //   4. Issue right^T += Q^T P + K^T M.
@@ -36,12 +36,12 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         const StatesGates& gates = smem.gates[slot];
         ChunkScores<C>& tiles = smem.scores;
         auto& columns = stage.columns[walker()];
-        if (is_anchor(task, chunk + 1) && column() < g.dim_k) {  // 1
+        each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
+        if (is_anchor(task, chunk + 1) && column() < g.dim_k) {
             const int anchor = anchor_part(g, task, chunk + 1, part()), lane = fresh_laneid();
-            const float flow = anchor_flow<C>(anchor_units<C>(task, anchor, lane), state);
-            if (lane == 0) task.flows[anchor] = flow;
+            const float2 flows = anchor_flows<C>(anchor_units<C>(task, anchor, lane), state, read);
+            if (lane == 0) task.flows[anchor] = flows.x, task.flows[anchor + g.all_flows] = flows.y;
         }
-        each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
         warp::mul(state, state, gates.decay);
         pin(state);
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
@@ -59,9 +59,8 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         warpgroup::mma_async_wait<0>();
         pin(right), pin_all(read);
         auto of_keys = [&](int j, int k) { return W::product(keys[j], right, j, k); };
-        ThroughState through;
-        W::scale(right, gates.update, 1.f);
-        through.add(of_keys);
+        ThroughState<true> through;
+        W::sum_and_scale(through, right, [&](int j) -> const auto& { return keys[j]; }, gates.update, 1.f);
         W::add_columns(right, queries, tiles.reads, true);  // 4
         W::add_columns(right, keys, tiles.erasures, false);
         W::scale(read, queries, gates.read, g.scale);  // 5
@@ -77,6 +76,8 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::store(columns.earlier, right);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
+        if (chunk > 0 && is_anchor(task, chunk) && column() < g.dim_k)  // of the next step
+            prefetch_anchor<C>(task, anchor_part(g, task, chunk, part()), fresh_laneid());
         warpgroup::mma_async_wait<0>();  // 7
         pin(state);
         each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });

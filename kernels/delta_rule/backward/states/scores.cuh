@@ -53,25 +53,4 @@ template <class C> __device__ inline void meet_walkers() {
     fence_async_proxy();
     named_sync<128 * C::kWalkers>(NamedBarrier::scores_written);
 }
-
-// Scales this thread's part of a tile's rows, a token each, in place.
-template <class C> __device__ inline void scale_rows(typename C::Values& tile, const TokenFactors& by) {
-    using T2 = typename base_types::packing<typename C::T>::packed_type;
-    constexpr int kThreads = 128 * C::kWalkers, kUnits = sizeof(tile) / sizeof(uint4), kRowUnits = 8;
-    static_assert(kUnits % kThreads == 0);
-    const int thread = fresh_thread() - 128;
-    each<0, kUnits / kThreads>([&](int n) {
-        const int unit = thread + n * kThreads;
-        uint4& place = reinterpret_cast<uint4*>(&tile)[unit];
-        const float factor = by.of(unit / kRowUnits % kChunk);
-        uint4 data = place;
-        auto* const pairs = reinterpret_cast<T2*>(&data);
-        each<0, 4>([&](int i) {
-            const float2 x = to_float2(pairs[i]);
-            pairs[i] = from_float2<T2>({factor * x.x, factor * x.y});
-        });
-        place = data;
-    });
-}
-
 }  // namespace tfla_tk::delta_rule

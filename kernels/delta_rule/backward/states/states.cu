@@ -115,9 +115,10 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         slices,
         p.shared,
         slots,
-        anchor_slots(slots),
+        anchor_slots(slots, kDeltaAnchorChunks),
         heads * s.seq,
         heads * slots,
+        heads * anchor_slots(slots, kDeltaAnchorChunks) * slices * ((s.dim_k + 15) / 16),
         p.entering,
         p.leaving,
         p.whole,
@@ -160,7 +161,7 @@ template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* str
 namespace tfla_tk {
 
 std::int64_t delta_anchor_bytes(const DeltaShape& s) {
-    const std::int64_t anchors = anchor_slots(delta_rule::slots_of(s));
+    const std::int64_t anchors = anchor_slots(delta_rule::slots_of(s), kDeltaAnchorChunks);
     const std::int64_t parts = (s.dim_k + 15) / 16 * delta_rule::slices_of(s);
     const std::int64_t bytes_of_part = 2 * 16 * TFLA_DIM_V;
     return anchors * s.batch * s.heads * parts * bytes_of_part;

@@ -1,5 +1,10 @@
 // What the gradient of the log decay needs of the walks (scalar_gate/backward/gate_gradients.cuh): sums per
 // token, their parts through the state, and the flow of gradient at the anchors.
+//
+// A flow is followed from an anchor by the parts through the state: what a chunk receives from S, and what it
+// sends to dS. It then meets the flow at the next anchor, which is <S, dS> of the walked states. So these
+// parts are summed with the operands that the states are made of, rounded alike: q and k as the right walk
+// adds them to dS, and k as the left walk adds it to S. Else the differences of the roundings would add up.
 #pragma once
 
 #include "delta_rule/backward/states/config.cuh"
@@ -7,38 +12,51 @@
 
 namespace tfla_tk::delta_rule {
 
-// A lane's sum of products through the state, and of their squares, which tell how much noise it has.
-struct ThroughState {
-    float value = 0.f, squares = 0.f;
+// A lane's sum of products through the state, and of the squares of a part of them, which tell how much noise
+// it has. kExact: also the sum without the rounding of the operands.
+template <bool kExact> struct ThroughState {
+    float value = 0.f, squares = 0.f, exact = 0.f;
 
-    // product(j, k): of what this lane has in data[k] of the j-th 16 tokens.
-    template <class Product> __device__ inline void add(Product product) {
-        each<0, kChunk / 4>([&](int i) {
-            const float2 x = product(i / 4, i % 4);
-            value += x.x + x.y;
-            squares += x.x * x.x + x.y * x.y;
-        });
+    // Adds operand times result of a pair of tokens.
+    __device__ inline void add(float2 operand, float2 rounded, float2 result, bool with_squares) {
+        if (with_squares) {
+            const float2 x{rounded.x * result.x, rounded.y * result.y};
+            squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
+        }
+        value = fmaf(rounded.x, result.x, fmaf(rounded.y, result.y, value));
+        if constexpr (kExact) exact = fmaf(operand.x, result.x, fmaf(operand.y, result.y, exact));
     }
+    __device__ inline void pin() { asm volatile("" : "+f"(value), "+f"(squares), "+f"(exact)::"memory"); }
 };
 
-// Stores a chunk's sums of one warp, which are those of a part of 16 columns of K.
-template <class Product>
+// Stores a chunk's sums of one warp, which are those of a part of 16 columns of K. The gates' kernel adds the
+// sum through the state to a flow, and then takes away the sums of the tokens, of the last one first. These
+// are made without rounded operands, so that of the last token has the difference besides.
+template <bool kExact, class Product>
 __device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task, int chunk, int part,
-                                  int lane, const ThroughState& through, Product product) {
-    store_token_sums(task.whole + part * g.rows + chunk * kChunk, task.tokens - chunk * kChunk, lane, product,
-                     [](int) { return 1.f; });
+                                  int lane, const ThroughState<kExact>& through, Product product) {
     const float value = warp_sum(through.value), squares = warp_sum(through.squares);
     if (lane == 0) task.inter[part * g.chunk_sums + chunk] = {value, squares};
+    float* const sums = task.whole + part * g.rows + chunk * kChunk;
+    const int tokens = task.tokens - chunk * kChunk;
+    if constexpr (kExact) {
+        const float rounding = value - warp_sum(through.exact);
+        finish_token_sums(sums, tokens, lane, product, [&](int token, float x) {
+            return token == min(tokens, kChunk) - 1 ? x + rounding : x;
+        });
+    } else {
+        finish_token_sums(sums, tokens, lane, product, [](int, float x) { return x; });
+    }
 }
 
 // Whether sums are wanted and there is an anchor before a chunk of the segment, or before the next segment.
 __device__ inline bool is_anchor(const StatesTask& task, int chunk) {
-    static_assert(kSegmentChunks % kAnchorChunks == 0);
-    return chunk >= task.first_anchor && chunk <= task.last_anchor && chunk % kAnchorChunks == 0;
+    static_assert(kSegmentChunks % kDeltaAnchorChunks == 0);
+    return chunk >= task.first_anchor && chunk <= task.last_anchor && chunk % kDeltaAnchorChunks == 0;
 }
 // The number of a part of an anchor, among those of the head.
 __device__ inline int anchor_part(const StatesGlobals& g, const StatesTask& task, int chunk, int part) {
-    return (task.first_slot + chunk) / kAnchorChunks * g.parts() + part;
+    return (task.first_slot + chunk) / kDeltaAnchorChunks * g.parts() + part;
 }
 
 // A lane's units of a part of an anchor, of 16 columns of V and the warp's 16 of K each, 32 apart.
@@ -52,20 +70,31 @@ __device__ inline void store_anchor(uint4* units, const Fragment (&state)[kCount
         [&](int k) { units[32 * k] = reinterpret_cast<const uint4&>(state[k].tiles[0][0].data); });
 }
 
-// The sum over an anchor's part times the state's gradient, the same in all lanes.
-template <class C, class State>
-__device__ inline float anchor_flow(const uint4* units, const State& gradient) {
+// Asks for a part of an anchor to be in L2, by lines of 128 bytes, one for a lane.
+template <class C> __device__ inline void prefetch_anchor(const StatesTask& task, int anchor_part, int lane) {
+    constexpr int kLineUnits = 8;
+    static_assert(C::kAnchorUnits <= 32 * kLineUnits);
+    if (lane * kLineUnits < C::kAnchorUnits)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(anchor_units<C>(task, anchor_part, lane * kLineUnits)));
+}
+
+// The sums over an anchor's part times the state's gradient, and times this gradient rounded to A operands,
+// the same in all lanes.
+template <class C, class State, class Fragment, int kCount>
+__device__ inline float2 anchor_flows(const uint4* units, const State& gradient,
+                                      const Fragment (&rounded)[kCount]) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
-    float sum = 0.f;
+    float2 sums{0.f, 0.f};
     each<0, C::kDimV / 16>([&](int k) {
         const uint4 unit = units[32 * k];
         const auto* pairs = reinterpret_cast<const T2*>(&unit);
         each<0, 4>([&](int n) {
             const float2 x = to_float2(pairs[n]), y = gradient.tiles[0][k].data[n];
-            sum += x.x * y.x + x.y * y.y;
+            const float2 z = to_float2(rounded[k].tiles[0][0].data[n]);
+            sums = {fmaf(x.x, y.x, fmaf(x.y, y.y, sums.x)), fmaf(x.x, z.x, fmaf(x.y, z.y, sums.y))};
         });
     });
-    return warp_sum(sum);
+    return {warp_sum(sums.x), warp_sum(sums.y)};
 }
 
 }  // namespace tfla_tk::delta_rule

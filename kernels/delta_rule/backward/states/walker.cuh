@@ -104,6 +104,27 @@ template <class C> struct StatesWalker {
             });
         });
     }
+    // Sums a result's products with `factors`, scaled and rounded as the function above does, and then scales
+    // it alike. factors(j): of the j-th 16 tokens. kSquares: with the sum of squares, which takes a register.
+    template <bool kSquares = true, class Sums, class OfTokens>
+    __device__ static inline void sum_and_scale(Sums& through, Tokens& result, OfTokens factors,
+                                                const TokenFactors& by, float constant) {
+        const int lane = fresh_laneid();
+        each<0, kTokenSteps>([&](int j) {
+            const auto of_tokens = by.columns(j, lane);
+            const Fragment& factor = factors(j);
+            auto& of_pairs = result.tiles[0][j].data;
+            each<0, 4>([&](int k) {
+                const float2 x = to_float2(factor.tiles[0][0].data[k]);
+                const float2 e = times(of_tokens.of[k / 2], constant);
+                const float2 scaled{e.x * x.x, e.y * x.y};
+                through.add(scaled, to_float2(from_float2<T2>(scaled)), of_pairs[k], kSquares && k == 0);
+            });
+            // NOTES: before the result is scaled; else ptxas keeps it in other registers, too (C7511)
+            through.pin();
+            each<0, 4>([&](int k) { scale_in_place(of_pairs[k], times(of_tokens.of[k / 2], constant)); });
+        });
+    }
     // Of the pair of tokens in data[k] of the j-th 16, whose factors are given.
     __device__ static inline float2 product(const Fragment& factor, const Tokens& result, int j, int k) {
         const float2 x = to_float2(factor.tiles[0][0].data[k]), y = result.tiles[0][j].data[k];

@@ -13,7 +13,7 @@ from tfla_tk.backends.tk.prepared import Launch, Scratch, operand_at
 from tfla_tk.backends.tk.scalar_gate.walks import ALIGNMENT, FLOAT
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import ANCHOR_CHUNKS
+from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS
 
 
 class Through(NamedTuple):
@@ -39,7 +39,9 @@ class Sums(NamedTuple):
 
     Attributes:
         workspace: of the gates' kernels.
-        anchors, flows: the states at the anchors and the flows of gradient over these.
+        anchors: the states at the anchors.
+        flows: of gradient over these; behind them as many, of the gradient rounded.
+        flow_bytes: of each.
         whole, inter: of every token and of every chunk, of the walk forward in time and of the other one.
         bytes: of all; no address.
     """
@@ -47,6 +49,7 @@ class Sums(NamedTuple):
     workspace: int
     anchors: int
     flows: int
+    flow_bytes: int
     whole: tuple[int, int]
     inter: tuple[int, int]
     bytes: int
@@ -55,18 +58,19 @@ class Sums(NamedTuple):
     def of(shape: Shape, anchor_bytes: int, workspace_bytes: int) -> Sums:
         """The offsets."""
         parts, heads = shape.sum_parts, shape.batch * shape.heads
-        flows = heads * (shape.slots // ANCHOR_CHUNKS + 1) * parts * FLOAT
+        flows = heads * (shape.slots // DELTA_ANCHOR_CHUNKS + 1) * parts * FLOAT
         whole, inter = parts * heads * shape.seq * FLOAT, parts * heads * shape.slots * 2 * FLOAT
-        sizes = (workspace_bytes, anchor_bytes, flows, whole, whole, inter, inter)
+        sizes = (workspace_bytes, anchor_bytes, 2 * flows, whole, whole, inter, inter)
         at = [0]
         for size in sizes:
             at.append(at[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-        return Sums(at[0], at[1], at[2], (at[3], at[4]), (at[5], at[6]), at[7])
+        return Sums(at[0], at[1], at[2], flows, (at[3], at[4]), (at[5], at[6]), at[7])
 
     def at(self, address: int) -> Sums:
         """The addresses in an allocation."""
         whole, inter = ((x + address, y + address) for x, y in (self.whole, self.inter))
-        return Sums(self.workspace + address, self.anchors + address, self.flows + address, whole, inter, 0)
+        anchors, flows = self.anchors + address, self.flows + address
+        return Sums(self.workspace + address, anchors, flows, self.flow_bytes, whole, inter, 0)
 
     def of_walk(self, number: int) -> tuple[int, int, int, int]:
         """As a walk takes them."""
@@ -123,7 +127,7 @@ def launch_states(
             around.mlstm_bwd_gates(
                 (sums.whole[0], sums.inter[0], shape.sum_parts),
                 (sums.whole[1], sums.inter[1], shape.sum_parts),
-                (sums.flows, shape.sum_parts),
+                (sums.flows, sums.flows + sums.flow_bytes, shape.sum_parts, DELTA_ANCHOR_CHUNKS),
                 NO_GATE, gate_at(at.g, core.g), NO_GATE, dg,
                 0, (at.initial_state, dh0_at, 0, 0), (last_at, through.dht, 0, 0), sums.workspace, of[:3],
                 (shape.batch, shape.heads, shape.seq, shape.dim_k, shape.dim_v), True, shape.device,

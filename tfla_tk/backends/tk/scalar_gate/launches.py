@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes
-from tfla_tk.core.layout import GRADIENTS
+from tfla_tk.core.layout import ANCHOR_CHUNKS, GRADIENTS
 
 # prepared addresses, of states or their gradients 0 where there is none
 Pair = tuple[int, int]  # c and n, row sums and their inter, or anchors: states and flows
@@ -302,7 +302,7 @@ def of_gates(x: Call, written: Grads) -> Launch:
     return x.plan.around.mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),
         (memory.k_dk, memory.k_dk_inter, plan.sums),
-        (memory.flows, plan.flow_parts),
+        (memory.flows, memory.flows, plan.flow_parts, ANCHOR_CHUNKS),
         x.i,
         x.f,
         written.di,

@@ -1,0 +1,254 @@
+"""dg of the gated delta rule, with the arithmetic of the kernels: what the walks over the states round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, normalize
+
+from tfla_tk.core.layout import ANCHOR_CHUNKS, CHUNK, DELTA_ANCHOR_CHUNKS, SEGMENT_CHUNKS
+from tfla_tk.reference import gated_delta_rule_chunkwise
+
+Formulas = Callable[..., Any]
+HEADS, TOKENS = 4, 1280
+OPEN = 60.0  # an input gate that is 1
+
+
+class Inputs(NamedTuple):
+    """[H, T, D] and [H, T]; the log decay is `times` logsigmoid(raw)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    do: Tensor
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+def exact(x: Tensor) -> Tensor:
+    return x
+
+
+def draw(
+    dim: int, *, forget_bias: float = 3.0, times: float = 1.0, tokens: int = TOKENS, seed: int = 0
+) -> Inputs:
+    """As the benchmark draws them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(HEADS, tokens, *size, generator=generator)
+
+    q, k = (rounded(normalize(rounded(normal(dim)), dim=-1)) for _ in range(2))
+    g = times * logsigmoid(normal() + forget_bias)
+    return Inputs(q, k, rounded(normal(dim)), g, torch.sigmoid(normal()), rounded(normal(dim)))
+
+
+def truth_of(x: Inputs) -> Tensor:
+    """dg in fp64."""
+    q, k, v, g, beta, do = (t.double()[None].transpose(1, 2) for t in x)
+    g.requires_grad_()
+    o, _ = gated_delta_rule_chunkwise(q, k, v, g, beta)
+    return torch.autograd.grad(o, g, do)[0][0].mT
+
+
+class Walks:
+    """Both directions chunk by chunk, with S of the forward and dS of the mirror at borders between segments.
+
+    Attributes:
+        round: what is done to every operand that the kernels round.
+        consistent: the parts through the states have the operands that the states are made of.
+        q_dq, k_dk: whole and inter, as the formulas of the gates' kernel take them.
+        after, before: flows at the anchors, by chunk.
+    """
+
+    def __init__(self, x: Inputs, round: Callable[[Tensor], Tensor], *, consistent: bool, every: int) -> None:
+        self.round, self.consistent, self.every = round, consistent, every
+        kind = torch.float32 if round is rounded else torch.float64
+        self.q, self.k, self.v, g, beta, self.do = (t.to(kind).unflatten(1, (-1, CHUNK)) for t in x)
+        self.chunks, self.scale = g.shape[1], x.q.shape[-1] ** -0.5
+        self.beta = beta[..., None]
+        b = g.double().cumsum(-1)
+        difference = b[..., :, None] - b[..., None, :]
+        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
+        self.gates = difference.masked_fill(later, -torch.inf).exp().to(kind)
+        self.read, self.update = (t.exp().to(kind)[..., None] for t in (b, b[..., -1:] - b))
+        self.decay = b[..., -1:].exp().to(kind)[..., None]
+        self.state = torch.zeros(HEADS, x.q.shape[-1], x.v.shape[-1], dtype=kind)
+        self.run()
+
+    def run(self) -> None:
+        strict = (self.k @ self.k.mT * self.gates).tril(-1)
+        one = torch.eye(CHUNK, dtype=strict.dtype)
+        a = -torch.linalg.solve_triangular(one + strict * self.beta.mT, strict, upper=False)
+        a, p = self.round(a), self.round(self.scale * self.q @ self.k.mT * self.gates)
+        self.forward(a)
+        self.mirror(a, p)
+        self.reads = self.round(self.scale * self.gates * (self.do @ self.writes.mT))
+        self.erasures = self.round(-(self.gates * (self.dv @ self.writes.mT)).tril(-1))
+        self.left()
+        self.right()
+
+    def forward(self, a: Tensor) -> None:
+        state, writes = self.state, []
+        self.borders: dict[int, Tensor] = {}
+        for c in range(self.chunks):
+            if c % SEGMENT_CHUNKS == 0:
+                self.borders[c] = state
+            w = self.v[:, c] - self.read[:, c] * (self.k[:, c] @ self.round(state))
+            u = w + a[:, c] @ self.round(self.beta[:, c] * w)
+            writes.append(self.round(self.beta[:, c] * u))
+            added = self.round(self.beta[:, c] * self.update[:, c] * u)
+            state = self.decay[:, c] * state + self.k[:, c].mT @ added
+        self.writes = torch.stack(writes, 1)
+
+    def mirror(self, a: Tensor, p: Tensor) -> None:
+        state, dv = self.state, []
+        self.ends: dict[int, Tensor] = {}
+        for c in reversed(range(self.chunks)):
+            if c == self.chunks - 1 or (c + 1) % SEGMENT_CHUNKS == 0:
+                self.ends[c] = state
+            du = p[:, c].mT @ self.do[:, c] + self.update[:, c] * (self.k[:, c] @ self.round(state))
+            dy = du + a[:, c].mT @ self.round(self.beta[:, c] * du)
+            dv.append(self.round(self.beta[:, c] * dy))
+            read = self.round(self.scale * self.read[:, c] * self.do[:, c])
+            erased = self.round(self.read[:, c] * self.beta[:, c] * dy)
+            state = self.decay[:, c] * state + self.q[:, c].mT @ read - self.k[:, c].mT @ erased
+        self.dv = torch.stack(dv[::-1], 1)
+
+    def through(self, factor: Tensor, by: Tensor, result: Tensor) -> tuple[Tensor, Tensor]:
+        """The products with a result that is yet to be scaled: as they are summed for flows, and exact."""
+        products = by * factor * result
+        return (self.round(by * factor) * result if self.consistent else products), products
+
+    def left(self) -> None:
+        state, whole, inter = self.state, [], []
+        self.anchors = {}
+        for c in range(self.chunks):
+            state = self.borders.get(c, state)
+            read = self.round(state)
+            if c % self.every == 0:
+                self.anchors[c] = read
+            by = self.scale * self.read[:, c], -self.read[:, c]
+            results = self.do[:, c] @ read.mT, self.dv[:, c] @ read.mT
+            (of_reads, _), (of_erasures, _) = (
+                self.through(factor[:, c], e, y)
+                for factor, e, y in zip((self.q, self.k), by, results, strict=True)
+            )
+            inter.append(of_flow((of_reads + of_erasures).sum((1, 2)), of_erasures))
+            dq = by[0] * results[0] + self.reads[:, c] @ self.k[:, c]
+            left = by[1] * results[1] + self.erasures[:, c] @ self.k[:, c]
+            whole.append((self.q[:, c] * dq + self.k[:, c] * left).sum(-1))
+            added = self.round(self.update[:, c] * self.k[:, c])
+            state = self.decay[:, c] * state + added.mT @ self.writes[:, c]
+        self.q_dq = torch.cat(whole, 1)[None], torch.stack(inter, 1)[None]
+
+    def right(self) -> None:
+        state, whole, inter = self.state, [], []
+        flows = torch.full((2, 1, HEADS, self.chunks // self.every + 1, 1), torch.nan, dtype=torch.float64)
+        for c in reversed(range(self.chunks)):
+            state = self.ends.get(c, state)
+            read = self.round(state)
+            if c + 1 in self.anchors:
+                for of_side, gradient in zip(flows, (state, read), strict=True):
+                    of_side[0, :, (c + 1) // self.every, 0] = (self.anchors[c + 1] * gradient).sum((1, 2))
+            result = self.writes[:, c] @ read.mT
+            of_keys, of_exact = self.through(self.k[:, c], self.update[:, c], result)
+            inter.append(of_flow(of_keys.sum((1, 2)), of_keys))
+            right = self.update[:, c] * result
+            right = right + self.reads[:, c].mT @ self.q[:, c] + self.erasures[:, c].mT @ self.k[:, c]
+            sums = (self.k[:, c] * right).sum(-1)
+            sums[:, -1] += (of_keys - of_exact).sum((1, 2))
+            whole.append(sums)
+            queries = self.round(self.scale * self.read[:, c] * self.q[:, c])
+            keys = self.round(-self.read[:, c] * self.k[:, c])
+            added = queries.mT @ self.do[:, c] + keys.mT @ self.dv[:, c]
+            state = self.decay[:, c] * state + added
+        self.k_dk = torch.cat(whole[::-1], 1)[None], torch.stack(inter[::-1], 1)[None]
+        self.after, self.before = flows
+
+
+def of_flow(value: Tensor, products: Tensor) -> Tensor:
+    """With the squares of the products of some columns."""
+    return torch.stack([value, products[..., ::2].square().sum((1, 2))], -1)
+
+
+@pytest.fixture
+def error_of_dg(gate_gradients: Formulas) -> Callable[..., float]:
+    """Of walks with these options over all given inputs, by the formulas of the gates' kernel."""
+
+    def difference(x: Inputs, truth: Tensor, round: Callable[[Tensor], Tensor], options: Any) -> float:
+        sides, every = options["sides"], options["every"]
+        walks = Walks(x, round, consistent=options["consistent"], every=every)
+        # as of a sigmoid gate, whose gradient is divided by that of its logarithm
+        f = torch.log(torch.expm1(-x.g.double().clamp(max=-1e-12))).neg()[None]
+        i = torch.full_like(f, OPEN)
+        ends = [torch.zeros(1, HEADS, dtype=torch.float64)] * 2
+        before = walks.before if sides else None
+        given = (walks.q_dq, walks.k_dk, walks.after, i, f, None, ends, [(0, x.g.shape[1])], before, every)
+        dg = gate_gradients(*given)[1][0] / torch.sigmoid(-f[0])
+        return (dg - truth).square().sum().item()
+
+    truths: dict[int, Tensor] = {}
+
+    def error(draws: list[Inputs], round: Callable[[Tensor], Tensor] = rounded, **options: Any) -> float:
+        options = {"consistent": True, "every": DELTA_ANCHOR_CHUNKS, "sides": True} | options
+        for x in draws:
+            if id(x) not in truths:
+                truths[id(x)] = truth_of(x)
+        own = [truths[id(x)] for x in draws]
+        squares = [difference(x, truth, round, options) for x, truth in zip(draws, own, strict=True)]
+        return (sum(squares) / sum(truth.square().sum().item() for truth in own)) ** 0.5
+
+    return error
+
+
+def draw_several(*args: Any, **options: Any) -> list[Inputs]:
+    return [draw(*args, seed=seed, **options) for seed in range(3)]
+
+
+AS_BEFORE = {"consistent": False, "every": ANCHOR_CHUNKS, "sides": False}
+
+
+@pytest.mark.parametrize("times", [1.0, 1e-3, 30.0])
+def test_without_rounding_dg_is_exact(times: float, error_of_dg: Callable[..., float]) -> None:
+    """The flows, followed from anchors on both sides, and the sums per token are those of the recurrence."""
+    assert error_of_dg([draw(16, times=times, tokens=20 * CHUNK)], exact) <= 1e-6
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dg_at_the_gates_of_models(dim: int, error_of_dg: Callable[..., float]) -> None:
+    """fla's kernels, emulated, have 3.5e-3 to 3.7e-3."""
+    assert error_of_dg(draw_several(dim)) <= 3.5e-3
+
+
+def test_what_makes_dg_accurate(error_of_dg: Callable[..., float]) -> None:
+    """Sums with the operands of the states, closer anchors, and flows for both of their sides."""
+    draws = draw_several(64)
+    found = error_of_dg(draws)
+    assert found <= error_of_dg(draws, sides=False)
+    assert found <= 0.95 * error_of_dg(draws, consistent=False)
+    assert found <= 0.95 * error_of_dg(draws, every=ANCHOR_CHUNKS)
+    assert found <= 0.8 * error_of_dg(draws, **AS_BEFORE)
+
+
+@pytest.mark.parametrize(("forget_bias", "times"), [(3.0, 0.1), (3.0, 1e-2), (3.0, 1e-3), (0.0, 1.0)])
+def test_other_gates_lose_nothing(
+    forget_bias: float, times: float, error_of_dg: Callable[..., float]
+) -> None:
+    draws = draw_several(64, forget_bias=forget_bias, times=times)
+    assert error_of_dg(draws) <= 1.05 * error_of_dg(draws, **AS_BEFORE)
+
+
+def test_closed_gates(error_of_dg: Callable[..., float]) -> None:
+    """Factors of 0: nothing is divided by them. What is left of dg is small, so that its error is not."""
+    x = draw(64)
+    draws = [x._replace(g=torch.full_like(x.g, -10.0))]
+    assert error_of_dg(draws) <= 1.05 * error_of_dg(draws, **AS_BEFORE)
