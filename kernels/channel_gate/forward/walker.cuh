@@ -17,6 +17,7 @@
 #pragma once
 
 #include "channel_gate/forward/columns.cuh"
+#include "channel_gate/forward/part.cuh"
 
 namespace tfla_tk::channel_gate {
 
@@ -64,18 +65,36 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             });
         });
     };
+    // O of a launch of other channels, of a step. NOTES: computed anew, to save registers
+    WaitingPart<T> part;
+    auto part_of = [&](int step) -> PartOfWarp<T>& {
+        const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
+        const int64_t place = head * g.part_slots + task.first_slot + task.template chunk_of<C>(step);
+        return static_cast<PartOfWarp<T>*>(g.part)[place * (4 * C::kWalkers * g.ctas) + column() / 16];
+    };
+    auto load_part = [&](int step) {
+        if constexpr (C::kTakesSlices) {
+            if (!g.adds || step >= chunks) return;
+            part.load(part_of(step), fragments, out);
+            if (step + 1 < chunks) prefetch_bytes<sizeof(PartOfWarp<T>)>(&part_of(step + 1));
+        }
+    };
     // Steps 2 to 4. first: S^T is not of a GEMM.
     auto begin_chunk = [&]<bool first>(int chunk) {
         const auto& operands = smem.operands[C::operands_of(chunk).slot];
         const auto queries = Operand128B::rows(C::kBackward ? &operands.k : &operands.q);
         decay_state(chunk, kAtFirst);  // 2
-        forget(out);
+        if (g.adds_part<C>())
+            part.put(out, fragments);
+        else
+            forget(out);
         constexpr bool kOneByOne = first || C::kSequential;
         each<0, kStateSteps>([&](int k) {
             auto& fragment = fragments[k % kTokenSteps];
             if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
             convert_fragment(fragment, state, k);
-            multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
+            multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k),
+                                 k > 0 || g.adds_part<C>(), k == 0);
             if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
         });
         decay_state(chunk, whole);  // 3
@@ -115,12 +134,17 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             [&](int j) { multiply_step<true>(state, fragments[j], keys.column_step(j), true, j == 0); });
         warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();  // 6
         pin(out);
-        store_transposed<T>(columns_at(C::out_of(chunk)), out,
-                            [&](float2 x) { return C::kBackward ? x : x * g.out_scale; });
+        if (g.leaves_part<C>()) {
+            leave_part(part_of(chunk), out);
+        } else {
+            store_transposed<T>(columns_at(C::out_of(chunk)), out,
+                                [&](float2 x) { return C::kBackward ? x : x * g.out_scale; });
+            fence_async_proxy();
+        }
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
+        load_part(chunk + 1);
         decay_state(chunk, kAtLast);
-        fence_async_proxy();
         arrive_warp(smem.done[slot]);
         if constexpr (C::kShares) {
             if (!C::makes(chunk))
@@ -141,6 +165,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         warp::zero(state);
     pin(state);
     if (chunks > 0) {
+        load_part(0);
         wait_arrived(0);
         begin_chunk.template operator()<true>(0);
 #pragma unroll 1
