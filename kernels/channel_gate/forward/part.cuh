@@ -6,7 +6,7 @@
 // again, one for every 16 tokens. So a load or store of a warp is of whole lines, and shared memory is not
 // needed.
 //   bf16  numbers are left in fp16, scaled so that the largest of a lane's column is 2^14 to 2^15: an error
-//         of 2^-12, an eighth of that of bf16. 2^-29 of the largest still has all digits.
+//         of 2^-12, an eighth of that of bf16. Numbers of 2^-28 of the largest still have these digits.
 //   fp16  numbers are left in fp32: as much more would be needed, and these calls do not wait for memory.
 #pragma once
 
