@@ -53,7 +53,6 @@ template <class C> struct WalkerColumns {
     }
     // After O of a step has been written, and fenced.
     __device__ inline void store(int step) const {
-        if (g.leaves_part<C>()) return;
         meet();
         if (is_first_warp()) store_columns(g, smem, walker, step), __syncwarp();
     }

@@ -52,9 +52,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     constexpr Factor kAtFirst = C::kBackward ? behind : before, kAtLast = C::kBackward ? before : behind;
     auto decay_state = [&](int chunk, Factor factor) {
         const auto& factors = smem.factors[C::scores_of(chunk).slot];
-        const bool is_used = (load_anew(shared_address(&factors.mild)) != 0) == (factor != whole);
-        const uint32_t decay =
-            shared_address(is_used ? factors.decay[factor == behind] : smem.ones) + 8 * (fresh_laneid() % 4);
+        if ((load_anew(shared_address(&factors.mild)) != 0) != (factor != whole)) return;
+        const uint32_t decay = shared_address(factors.decay[factor == behind]) + 8 * (fresh_laneid() % 4);
         each<0, 2 * kStateSteps>([&](int i) {
             float2 e;  // NOTES: volatile, or ptxas loads all factors first, in registers of their own
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(e.x), "=f"(e.y) : "r"(decay + 32 * i));
@@ -140,6 +139,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             store_transposed<T>(columns_at(C::out_of(chunk)), out,
                                 [&](float2 x) { return C::kBackward ? x : x * g.out_scale; });
             fence_async_proxy();
+            if constexpr (C::kOwnColumns) columns.store(chunk);
         }
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
@@ -151,7 +151,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
                 arrive_warp_in_cta(smem.done_there[Use<C::kStages>(chunk / C::kMakers).slot],
                                    1 - cta_in_cluster());
         }
-        if constexpr (C::kOwnColumns) columns.store(chunk);
     };
 
     if constexpr (C::kOwnColumns) columns.load(0);
