@@ -114,6 +114,7 @@ template <class C> struct ForwardMemory {
     typename C::Columns values[C::kColumnSlots][C::kWalkers];  // V and O
     typename C::Scores p[C::kScoreSlots + C::kReceived];
     Factors<C> factors[C::kScoreSlots + C::kReceived];
+    float ones[C::kDimK];
     uint32_t lanes[32];        // their numbers
     int turns[C::kGateWarps];  // that a gate warp is at
 
@@ -154,6 +155,7 @@ template <class C> struct ForwardMemory {
         auto* const scores = reinterpret_cast<uint4*>(p);
         for (int i = threadIdx.x; i < sizeof(p) / sizeof(uint4); i += C::kThreads) scores[i] = {0, 0, 0, 0};
         if (threadIdx.x < 32) lanes[threadIdx.x] = threadIdx.x;
+        if (threadIdx.x < C::kDimK) ones[threadIdx.x] = 1.f;
         fence_async_proxy();
     }
 };

@@ -50,18 +50,32 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     // Scales S^T by a factor per column: e^{b_L}, or those before and behind the middle.
     enum Factor { whole, before, behind };
     constexpr Factor kAtFirst = C::kBackward ? behind : before, kAtLast = C::kBackward ? before : behind;
+    // This lane's factors of 16 columns, the step-th ones. NOTES: volatile, or ptxas loads all factors first,
+    // in registers of their own
+    auto load_factors = [](float2(&e)[2], uint32_t decay, int step) {
+        each<0, 2>([&](int i) {
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n"
+                         : "=f"(e[i].x), "=f"(e[i].y)
+                         : "r"(decay + 64 * step + 32 * i));
+        });
+    };
+    auto decay_columns = [&](int step, const float2(&e)[2]) {
+        each<0, 4>([&](int k) {
+            float2& z = state.tiles[0][step].data[k];
+            asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(z.x) : "f"(e[k / 2].x));
+            asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(z.y) : "f"(e[k / 2].y));
+        });
+    };
+    auto is_used = [&](const Factors<C>& factors, Factor factor) {
+        return (load_anew(shared_address(&factors.mild)) != 0) == (factor != whole);
+    };
     auto decay_state = [&](int chunk, Factor factor) {
         const auto& factors = smem.factors[C::scores_of(chunk).slot];
-        if ((load_anew(shared_address(&factors.mild)) != 0) != (factor != whole)) return;
+        if (!is_used(factors, factor)) return;
         const uint32_t decay = shared_address(factors.decay[factor == behind]) + 8 * (fresh_laneid() % 4);
-        each<0, 2 * kStateSteps>([&](int i) {
-            float2 e;  // NOTES: volatile, or ptxas loads all factors first, in registers of their own
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(e.x), "=f"(e.y) : "r"(decay + 32 * i));
-            each<0, 2>([&](int k) {
-                float2& z = state.tiles[0][i / 2].data[i % 2 * 2 + k];
-                asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(z.x) : "f"(e.x));
-                asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(z.y) : "f"(e.y));
-            });
+        each<0, kStateSteps>([&](int step) {
+            float2 e[2];
+            load_factors(e, decay, step), decay_columns(step, e);
         });
     };
     // O of a launch of other channels, of a step. NOTES: computed anew, to save registers
@@ -82,7 +96,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto begin_chunk = [&]<bool first>(int chunk) {
         const auto& operands = smem.operands[C::operands_of(chunk).slot];
         const auto queries = Operand128B::rows(C::kBackward ? &operands.k : &operands.q);
-        decay_state(chunk, kAtFirst);  // 2
+        const auto& factors = smem.factors[C::scores_of(chunk).slot];  // 2
+        const uint32_t decay =
+            shared_address(is_used(factors, kAtFirst) ? factors.decay[kAtFirst == behind] : smem.ones) +
+            8 * (fresh_laneid() % 4);
+        float2 e[2][2];
+        load_factors(e[0], decay, 0);
         if (g.adds_part<C>())
             part.put(out, fragments);
         else
@@ -91,6 +110,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         each<0, kStateSteps>([&](int k) {
             auto& fragment = fragments[k % kTokenSteps];
             if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
+            if (k + 1 < kStateSteps) load_factors(e[(k + 1) % 2], decay, k + 1);
+            decay_columns(k, e[k % 2]);
             convert_fragment(fragment, state, k);
             multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k),
                                  k > 0 || g.adds_part<C>(), k == 0);
