@@ -1,17 +1,20 @@
 // A walker of the forward (walk.cuh). Per chunk:
-//   1. Wait for V and for what the gate warps have made, of this CTA or of the other one of a cluster.
-//   2. Scale S^T by e^r, a factor per column. Round it to A operands and issue O^T = S^T (s q e^{b - r})^T.
+//   1. Wait for what the gate warps have made, of this CTA or of the other one of a cluster, and for V.
+//   2. By steps of 16 channels: scale S^T by e^r, a factor per column, round it to an A operand and issue
+//      O^T = S^T (s q e^{b - r})^T.
 //   3. Under it, by levels, scale S^T by e^{b_L}.
 //   4. Load V^T as A operands.
-//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{r - b}).
+//   5. Issue O^T += V^T P^T, then S^T += V^T (k e^{r - b}), by 64 channels.
 //   6. Wait for O, scale it by what operands and scores lack of s, and put it where V was; wait for S, scale
 //      it by e^{b_L - r}, and hand over the chunk.
-// r is that of a chunk around its middle (middle.cuh). By levels (chunk.cuh) steps 2 and 6 scale by 1, and
-// the operands are s q e^b and k e^{b_L - b}. The chain from chunk to chunk is S.
+// r is that of a chunk around its middle (middle.cuh). By levels (chunk.cuh) there is nothing to scale by in
+// steps 2 and 6, and the operands are s q e^b and k e^{b_L - b}. The chain from chunk to chunk is S.
 // The mirror walk goes backward in time: dS and dV take the places of S and O, dO that of V. The operands of
 // q and k change places, so do the factors of steps 2 and 6, and P is transposed.
-// Where walkers have columns of their own, a walker waits for V in step 4, then loads the V of the next
-// chunk; O has a place of its own, which the walker stores after step 6 (columns.cuh). NOTES: the loop's edge
+// Where launches take slices of K, all but the first begin O^T of step 2 with the part that the one before
+// has left, which is loaded in step 6 of the chunk before. All but the last leave their part in step 6, and
+// no O. Where walkers have columns of their own, a walker waits for V in step 4, then loads the V of the next
+// chunk; O has a place of its own, which the walker stores in step 6 (columns.cuh). NOTES: the loop's edge
 // is after step 4, where no GEMM is in flight, and S^T is read in the iteration of the GEMM that has made it:
 // else ptxas waits for all GEMMs before each read (C7517).
 #pragma once
@@ -24,7 +27,7 @@ namespace tfla_tk::channel_gate {
 template <class C>
 __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& smem, int walker) {
     using T = typename C::T;
-    constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
+    constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16, kHalves = C::kDimK / 64;
     rt_fl<16, C::kDimK> state;             // S^T
     rt_fl<16, kChunk> out;                 // O^T
     rt<T, 16, 16> fragments[kTokenSteps];  // S^T rounded, four steps at a time; V^T
@@ -47,7 +50,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         wait(smem.operands_ready[scores.slot], scores.phase);
     };
-    // Scales S^T by a factor per column: e^{b_L}, or those before and behind the middle.
+    // Factors of S^T, one per column: e^{b_L}, or those before and behind the middle.
     enum Factor { whole, before, behind };
     constexpr Factor kAtFirst = C::kBackward ? behind : before, kAtLast = C::kBackward ? before : behind;
     // This lane's factors of 16 columns, the step-th ones. NOTES: volatile, or ptxas loads all factors first,
@@ -66,14 +69,16 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             asm volatile("mul.ftz.f32 %0, %0, %1;" : "+f"(z.y) : "f"(e[k / 2].y));
         });
     };
+    // Whether the chunk's form has it.
     auto is_used = [&](const Factors<C>& factors, Factor factor) {
         return (load_anew(shared_address(&factors.mild)) != 0) == (factor != whole);
     };
-    auto decay_state = [&](int chunk, Factor factor) {
+    // Scales columns of S^T, those of steps from `begin` to `end`.
+    auto decay_state = [&]<int begin = 0, int end = C::kDimK / 16>(int chunk, Factor factor) {
         const auto& factors = smem.factors[C::scores_of(chunk).slot];
         if (!is_used(factors, factor)) return;
         const uint32_t decay = shared_address(factors.decay[factor == behind]) + 8 * (fresh_laneid() % 4);
-        each<0, kStateSteps>([&](int step) {
+        each<begin, end>([&](int step) {
             float2 e[2];
             load_factors(e, decay, step), decay_columns(step, e);
         });
@@ -150,9 +155,16 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             Operand128B::columns(C::kBackward ? &operands.q : &operands.k, C::Tile::panel_bytes);
         multiply_scores(Operand128B::rows(&smem.p[C::scores_of(chunk).slot]));  // 5
         wait_if_sequential();
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(state, fragments[j], keys.column_step(j), true, j == 0); });
-        warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();  // 6
+        auto multiply = [&]<int half>() {
+            auto& columns_of_k = reinterpret_cast<rt_fl<16, 64>&>(state.tiles[0][4 * half]);
+            each<0, kTokenSteps>([&](int j) {
+                multiply_step<true>(columns_of_k, fragments[j],
+                                    keys.column_step(j, half * C::Tile::panel_bytes), true, j == 0);
+            });
+        };
+        multiply.template operator()<0>();
+        if constexpr (kHalves == 2) multiply.template operator()<1>();
+        warpgroup::mma_async_wait<C::kSequential ? 0 : kHalves * kTokenSteps>();  // 6
         pin(out);
         if (g.leaves_part<C>()) {
             leave_part(part_of(chunk), out);
@@ -162,10 +174,15 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             fence_async_proxy();
             if constexpr (C::kOwnColumns) columns.store(chunk);
         }
+        if constexpr (kHalves == 2) {
+            warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();
+            pin(half_of<0>(state));
+            decay_state.template operator()<0, kStateSteps / 2>(chunk, kAtLast);
+        }
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
         load_part(chunk + 1);
-        decay_state(chunk, kAtLast);
+        decay_state.template operator()<kStateSteps / 2 * (kHalves - 1)>(chunk, kAtLast);
         arrive_warp(smem.done[slot]);
         if constexpr (C::kShares) {
             if (!C::makes(chunk))
