@@ -27,52 +27,52 @@ template <> struct alignas(128) PartOfWarp<kittens::bf16> {
     uint16_t exponents[32];  // of the largest numbers of a lane's columns, biased by 128, 16 at least
 };
 
-// NOTES: volatile, so that the loads stay where they are: ahead of their use.
-template <class X> __device__ inline void load_unit(X& x, X& y, X& z, X& w, const uint4& unit) {
-    auto bits = [](X& x) -> uint32_t& { return reinterpret_cast<uint32_t&>(x); };
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=r"(bits(x)), "=r"(bits(y)), "=r"(bits(z)), "=r"(bits(w))
-                 : "l"(&unit));
-}
-__device__ inline uint32_t load_exponents(const uint16_t& x) {
-    uint16_t y;
-    asm volatile("ld.global.cs.u16 %0, [%1];\n" : "=h"(y) : "l"(&x));
-    return y;
-}
-
 using OutOfWarp = rt_fl<16, kChunk>;  // O^T of a warp
 
-// A part from its load to its use. Numbers of bf16 wait in `fragments`, which are free meanwhile, those of
-// fp16 in `out`. NOTES: in registers of their own they would not find room.
+// A part from its load to its use: it waits in the registers of O^T. NOTES: in others it would not find room.
+// The loads are volatile, so that they stay where they are, ahead of the use.
 template <class T> struct WaitingPart {
     using Memory = PartOfWarp<T>;
-    using Fragments = rt<T, 16, 16> (&)[kChunk / 16];
     uint32_t exponents;
 
-    __device__ inline void load(const Memory& from, Fragments fragments, OutOfWarp& out) {
+    __device__ inline void load(const Memory& from, OutOfWarp& out) {
         const int lane = fresh_laneid();
         each<0, Memory::kUnits>([&](int i) {
-            const uint4& unit = from.units[i][lane];
-            if constexpr (Memory::kIsScaled) {
-                auto& x = fragments[i].tiles[0][0].data;
-                load_unit(x[0], x[1], x[2], x[3], unit);
-            } else {
-                float2 &x = out.tiles[0][i / 2].data[i % 2 * 2], &y = out.tiles[0][i / 2].data[i % 2 * 2 + 1];
-                load_unit(x.x, x.y, y.x, y.y, unit);
-            }
+            auto [x, y] = pairs_of(out, i);
+            asm volatile("ld.global.cs.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                         : "=f"(x.x), "=f"(x.y), "=f"(y.x), "=f"(y.y)
+                         : "l"(&from.units[i][lane]));
         });
-        if constexpr (Memory::kIsScaled) exponents = load_exponents(from.exponents[lane]);
+        if constexpr (Memory::kIsScaled) {
+            uint16_t bits;
+            asm volatile("ld.global.cs.u16 %0, [%1];\n" : "=h"(bits) : "l"(&from.exponents[lane]));
+            exponents = bits;
+        }
     }
-    __device__ inline void put(OutOfWarp& out, Fragments fragments) const {
+    __device__ inline void put(OutOfWarp& out) const {
         if constexpr (Memory::kIsScaled) {
             float scale[2];
             each<0, 2>([&](int n) { scale[n] = __uint_as_float(((exponents >> 8 * n & 0xff) - 15) << 23); });
-            each<0, kChunk / 4>([&](int i) {
-                const auto& bits = fragments[i / 4].tiles[0][0].data[i % 4];
-                const float2 x = to_float2(reinterpret_cast<const half_2&>(bits));
-                out.tiles[0][i / 4].data[i % 4] = {x.x * scale[i % 2], x.y * scale[i % 2]};
+            each<0, Memory::kUnits>([&](int i) {
+                auto [x, y] = pairs_of(out, i);
+                const float words[4] = {x.x, x.y, y.x, y.y};
+                each<0, 4>([&](int n) {
+                    const float2 z = to_float2(reinterpret_cast<const half_2&>(words[n]));
+                    out.tiles[0][i].data[n] = {z.x * scale[n % 2], z.y * scale[n % 2]};
+                });
             });
         }
+    }
+
+  private:
+    struct Pairs {
+        float2 &x, &y;
+    };
+    // Where the i-th unit waits.
+    static __device__ inline Pairs pairs_of(OutOfWarp& out, int i) {
+        auto& tile = out.tiles[0][i / (Memory::kUnits / 4)].data;
+        const int first = i % (Memory::kUnits / 4) * 2;
+        return {tile[first], tile[first + 1]};
     }
 };
 

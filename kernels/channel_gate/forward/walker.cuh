@@ -93,7 +93,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     auto load_part = [&](int step) {
         if constexpr (C::kTakesSlices) {
             if (!g.adds || step >= chunks) return;
-            part.load(part_of(step), fragments, out);
+            part.load(part_of(step), out);
             if (step + 1 < chunks) prefetch_bytes<sizeof(PartOfWarp<T>)>(&part_of(step + 1));
         }
     };
@@ -108,7 +108,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         float2 e[2][2];
         load_factors(e[0], decay, 0);
         if (g.adds_part<C>())
-            part.put(out, fragments);
+            part.put(out);
         else
             forget(out);
         constexpr bool kOneByOne = first || C::kSequential;
@@ -174,6 +174,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             fence_async_proxy();
             if constexpr (C::kOwnColumns) columns.store(chunk);
         }
+        load_part(chunk + 1);
         if constexpr (kHalves == 2) {
             warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();
             pin(half_of<0>(state));
@@ -181,7 +182,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         warpgroup::mma_async_wait<0>();
         pin(state), pin_fragments();
-        load_part(chunk + 1);
         decay_state.template operator()<kStateSteps / 2 * (kHalves - 1)>(chunk, kAtLast);
         arrive_warp(smem.done[slot]);
         if constexpr (C::kShares) {
