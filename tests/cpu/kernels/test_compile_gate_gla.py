@@ -34,8 +34,8 @@ def test_ptxas_reports_no_fault(instance: build.Instance, compile_once: Compile)
     ]
     dim_k = int(dict(instance.defines)["TFLA_DIM_K"])
     # steps that read the state, of the first chunk and of others; of P V, of the mirror by parts of P, and of
-    # K^T V by 64 channels, of the last chunk and of others; of the scores around a chunk's middle, of operands
-    # in two parts
+    # K^T V by 64 channels, of the last chunk and of others; of the scores around a chunk's middle, of
+    # operands in two parts
     of_scores = 8 if "backward" in instance.name else 4
     assert [k.wgmmas for k in kernels] == [2 * (dim_k // 16 + of_scores + dim_k // 16) + 3 * dim_k // 16] * 6
 

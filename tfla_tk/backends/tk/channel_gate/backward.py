@@ -138,7 +138,7 @@ class Backward:
                 k_of.of(g, core.g.dtype), of_gates,
                 k_of.of_states(dht_at, shape.dim_v), k_of.of_states(dh0_at, shape.dim_v),
                 core.scale, shape.walkers, k_of.of_states(d_borders_at, shape.dim_v),
-                k_of.with_part(part_at) if part_bytes else None,
+                k_of.with_part(part_at) if len(of_k) > 1 else None,
             )  # fmt: skip
 
         def states_of(walk: Any, result: Operand, entering_at: int, number: int) -> Any:

@@ -95,7 +95,7 @@ class Forward:
                 of.of(q, core.q.dtype), of.of(k, core.k.dtype), v, o, of.of(g, core.g.dtype), of_gates,
                 of.of_states(initial_at, shape.dim_v), of.of_states(last_at, shape.dim_v),
                 core.scale, shape.walkers, of.of_states(borders_at, shape.dim_v),
-                of.with_part(part_at) if part_bytes else None,
+                of.with_part(part_at) if len(of_k) > 1 else None,
             )  # fmt: skip
 
         launches = [launch(of) for of in of_k]
