@@ -38,6 +38,16 @@ struct LogGates {
     }
 };
 
+// Prefetches kBytes into L2, by a whole warp.
+template <int kBytes> __device__ __forceinline__ void prefetch_bytes(const void* from) {
+    constexpr int kLine = 128, kLines = kBytes / kLine;
+    const char* const own = static_cast<const char*>(from) + fresh_laneid() * kLine;
+    each<0, (kLines + 31) / 32>([&](int i) {
+        if (32 * i + 32 <= kLines || fresh_laneid() < kLines - 32 * i)
+            asm volatile("prefetch.global.L2 [%0];\n" ::"l"(own + 32 * i * kLine));
+    });
+}
+
 // The (segment, head, columns of V) of a CTA.
 struct Task {
     int batch, head, column;  // column: first of V
@@ -48,12 +58,15 @@ struct Task {
                      // is less by `heads`
     bool is_first, is_last;  // segment of its sequence
     int first_chunk;         // in its sequence
+    int first_slot;          // of its chunks (chunk_slots)
 
     // Called by whole warps.
     template <class C, class Globals> __device__ static inline Task of_block(const Globals& g, int block) {
         const int pair = block / g.ctas, head = pair % g.heads;
         const int number = pair / g.heads;
         const Segment s = find_segment(g.cut, g.seq, number);
+        const int first_chunk = s.number * g.cut.segment_chunks;
+        const int slots_before = g.packed() ? s.first_row / kChunk - first_chunk + s.sequence : 0;
         return {g.packed() ? 0 : s.sequence,
                 head,
                 block % g.ctas * C::kWalkers * kWalkerColumns,
@@ -64,7 +77,8 @@ struct Task {
                 static_cast<int64_t>(number - s.sequence) * g.heads + head,
                 s.number == 0,
                 s.number + 1 == s.count,
-                s.number * g.cut.segment_chunks};
+                first_chunk,
+                slots_before + first_chunk};
     }
     // The state that a walk begins with: of `borders` between segments, else the given one, null for zero.
     template <bool kBackward>

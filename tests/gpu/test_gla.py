@@ -22,6 +22,7 @@ DIMS = [(64, 64), (128, 128), (128, 256), (128, 384), (128, 512), (64, 128), (12
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
 WIDE = [(256, 64), (256, 512), (144, 128), (208, 192)]  # K in two launches
 SHARED = [(64, 256), (128, 256)]  # CTAs of neighbouring slices of V take turns at the chunks
+SUMS = [(256, 64), (208, 128), (256, 256)]  # K in two launches: one walker, two, CTAs that take turns
 GATES = [
     *("usual", "none", "-1e-4", "-50", "-1e3", "mixed", "one channel", "closed", "half closed", "growing"),
     "closed blocks",
@@ -95,13 +96,13 @@ def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> No
     check(draw(dims=dims, dtype=dtype, states=states))
 
 
-@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED, *SUMS], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 320, 1000, 2048])
 def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(1, seq, dims=dims, dtype=dtype))
 
 
-@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED, *SUMS], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gates", GATES)
 def test_gates(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(1, 500, dims=dims, dtype=dtype, gates=gates))
@@ -119,7 +120,9 @@ def test_gates_where_the_form_of_scores_changes(
 @pytest.mark.parametrize("gates", ["usual", "mixed"])
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "dims", [*SHARED, (128, 384), (64, 384), (128, 512), (64, 512)], ids="{0[0]}_{0[1]}".format
+    "dims",
+    [*SHARED, (128, 384), (64, 384), (128, 512), (64, 512), (256, 256), (144, 384)],
+    ids="{0[0]}_{0[1]}".format,
 )
 def test_slices_of_v_are_those_alone(dims: tuple[int, int], of_gates: torch.dtype, gates: str) -> None:
     """Bitwise, of packed sequences: CTAs of neighbouring slices make operands and scores for each other."""
@@ -162,7 +165,7 @@ def test_packed_sequences(dims: tuple[int, int], offsets: torch.dtype, of_gates:
     check(pack(x, offsets))
 
 
-@pytest.mark.parametrize("dims", [(128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(128, 128), *SHARED, *SUMS], ids="{0[0]}_{0[1]}".format)
 def test_packed_sequences_are_those_alone(dims: tuple[int, int]) -> None:
     """Bitwise, where nothing is cut."""
     x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS)))
@@ -194,7 +197,7 @@ def test_any_layout(layout: str) -> None:
 @pytest.mark.parametrize("gates", ["usual", "mixed"])
 @pytest.mark.parametrize(
     "dims",
-    [(64, 64), (64, 128), (128, 64), (128, 128), *SHARED, (128, 384), (128, 512)],
+    [(64, 64), (64, 128), (128, 64), (128, 128), *SHARED, (128, 384), (128, 512), *SUMS],
     ids="{0[0]}_{0[1]}".format,
 )
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
@@ -204,7 +207,9 @@ def test_schedules_agree(schedule: str, dims: tuple[int, int], gates: str) -> No
 
 
 @pytest.mark.parametrize("gates", ["usual", "mixed"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), *SHARED, (128, 512)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), *SHARED, (128, 512), (256, 512), *SUMS], ids="{0[0]}_{0[1]}".format
+)
 def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], gates: str) -> None:
     x = draw(2, 700, 4, dims, gates=gates)
     first = run(x)
@@ -212,7 +217,7 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], gates: str) -> Non
         assert_equal(run(x), first)
 
 
-@pytest.mark.parametrize("dims", [(96, 80), (96, 208)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(96, 80), (96, 208), (144, 80), (256, 256)], ids="{0[0]}_{0[1]}".format)
 def test_outputs_are_written_whole(dims: tuple[int, int]) -> None:
     x = pack(draw(1, sum(LENGTHS), dims=dims, sequences=len(LENGTHS)))
     expected = run(x)
@@ -221,7 +226,7 @@ def test_outputs_are_written_whole(dims: tuple[int, int]) -> None:
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128), *SHARED, *SUMS], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
 def test_nan_stays_in_its_sequence(dims: tuple[int, int], of_gates: torch.dtype) -> None:
     x = draw(1, 300, dims=dims, sequences=3)
@@ -236,6 +241,27 @@ def test_nan_stays_in_its_sequence(dims: tuple[int, int], of_gates: torch.dtype)
             assert torch.equal(found["o"][:, rows], expected["o"][:, rows])
         assert torch.equal(found["final_state"][::2], expected["final_state"][::2])
         assert found["o"][:, 100:170].isnan().any()
+
+
+@pytest.mark.parametrize("dims", [(128, 128), *SUMS], ids="{0[0]}_{0[1]}".format)
+def test_columns_of_v_do_not_see_one_another(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    """Infinities, NaN, zeros, and numbers of another size."""
+    x = draw(1, 300, dims=dims, dtype=dtype, states=False)
+    given = {**x, "v": x["v"].clone()}
+    given["v"][0, 70, :, 1], given["v"][0, 130, :, 2] = torch.inf, torch.nan
+    given["v"][..., 3], given["v"][..., 4] = 0.0, 2.0**-8 * given["v"][..., 4]
+    if dtype == torch.bfloat16:
+        given["v"][..., 5] *= 2.0**60
+    found, expected = run(given)["o"], run(x)["o"]
+    others = torch.arange(dims[1], device="cuda") > 5
+    others[0] = True
+    assert torch.equal(found[..., others], expected[..., others])
+    assert torch.equal(found[:, :64, :, 1:3], expected[:, :64, :, 1:3])  # of the chunks before
+    assert not found[:, 70:, :, 1].isfinite().any() and found[:, 130:, :, 2].isnan().all()
+    assert not found[..., 3].any()
+    if dtype == torch.bfloat16:
+        sizes = torch.tensor([2.0**-8, 2.0**60], device="cuda", dtype=dtype)
+        assert torch.equal(found[..., 4:6], expected[..., 4:6] * sizes)
 
 
 def test_a_nan_gate_is_seen_by_its_channel_from_its_token_on() -> None:
@@ -271,10 +297,11 @@ def test_torch_compile() -> None:
     assert_equal(run(x, function=torch.compile(chunk_gla, fullgraph=True)), run(x))
 
 
+@pytest.mark.parametrize("dims", [(128, 128), *SUMS, (192, 80), (256, 512)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("gates", ["none", "mixed"])
-def test_o_has_the_error_of_two_roundings(gates: str, dtype: torch.dtype) -> None:
+def test_o_has_the_error_of_two_roundings(gates: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     """Of P and of o itself; those of the state's operands add little to it."""
-    x = draw(2, 500, 4, dtype=dtype, gates=gates, states=False)
+    x = draw(2, 500, 4, dims, dtype=dtype, gates=gates, states=False)
     o, truth = run(x)["o"].double(), run(exact(x), "reference")["o"]
     drawn = torch.randn_like(truth)
     rounding = (drawn.to(dtype) - drawn).norm() / drawn.norm()
@@ -286,9 +313,12 @@ def test_o_has_the_error_of_two_roundings(gates: str, dtype: torch.dtype) -> Non
     ("gates", "times"),
     [("usual", 0.05), ("usual", 1.0), ("usual", 4.0), ("none", 1.0), ("mixed", 1.0), ("closed blocks", 1.0)],
 )
-def test_no_less_accurate_than_triton(gates: str, times: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dims", [(128, 128), (256, 128), (256, 256)], ids="{0[0]}_{0[1]}".format)
+def test_no_less_accurate_than_triton(
+    dims: tuple[int, int], gates: str, times: float, dtype: torch.dtype
+) -> None:
     """With slow, usual and fast gates, none, and some that no middle of a chunk suits."""
-    x = draw(2, 500, dtype=dtype, gates=gates, states=False)
+    x = draw(2, 500, dims=dims, dtype=dtype, gates=gates, states=False)
     x["g"] *= times
     truth = run(exact(x), "reference")
     errors = {
@@ -308,7 +338,7 @@ def test_auto_takes_the_kernels() -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
     "dims",
-    [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (64, 256), (128, 256)],
+    [(64, 64), (64, 128), (128, 64), (128, 128), (128, 192), (64, 256), (128, 256), (208, 128), (256, 256)],
     ids="{0[0]}_{0[1]}".format,
 )
 @pytest.mark.parametrize("gates", ["usual", "mixed"])

@@ -186,7 +186,9 @@ def test_any_layout(layout: str) -> None:
     assert_equal(train(x), plain)
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (64, 256), (128, 256)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize(
+    "dims", [(128, 128), (64, 256), (128, 256), (256, 64), (208, 128), (256, 512)], ids="{0[0]}_{0[1]}".format
+)
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_schedules_agree(schedule: str, dims: tuple[int, int]) -> None:
     x = draw(1, 500, dims=dims)
@@ -256,9 +258,12 @@ def test_torch_compile() -> None:
     assert_equal(train(x, function=torch.compile(chunk_gla, fullgraph=True)), train(x))
 
 
-def test_dv_hardly_has_another_error_than_its_rounding(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dims", [(128, 128), (256, 64), (208, 128), (192, 80), (256, 512)], ids="{0[0]}_{0[1]}".format
+)
+def test_dv_hardly_has_another_error_than_its_rounding(dims: tuple[int, int], dtype: torch.dtype) -> None:
     """P has two parts, and its operands more digits than q and k."""
-    x = draw(2, 500, 4, dtype=dtype, gates="mixed", states=False)
+    x = draw(2, 500, 4, dims, dtype=dtype, gates="mixed", states=False)
     dv, truth = train(x)["dv"].double(), train(exact(x), "reference")["dv"]
     drawn = torch.randn_like(truth)
     rounding = (drawn.to(dtype) - drawn).norm() / drawn.norm()
@@ -271,9 +276,12 @@ def test_dv_hardly_has_another_error_than_its_rounding(dtype: torch.dtype) -> No
     ("gates", "times"),
     [("usual", 0.05), ("usual", 1.0), ("usual", 4.0), ("none", 1.0), ("mixed", 1.0), ("closed blocks", 1.0)],
 )
-def test_no_less_accurate_than_triton(gates: str, times: float, seq: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dims", [(128, 128), (256, 256)], ids="{0[0]}_{0[1]}".format)
+def test_no_less_accurate_than_triton(
+    dims: tuple[int, int], gates: str, times: float, seq: int, dtype: torch.dtype
+) -> None:
     """With slow, usual and fast gates, none, and some that no middle suits; of one chunk and of several."""
-    x = draw(2, seq, dtype=dtype, gates=gates, states=False)
+    x = draw(2, seq, dims=dims, dtype=dtype, gates=gates, states=False)
     x["g"] *= times
     truth = train(exact(x), "reference")
     errors = {

@@ -32,10 +32,12 @@ struct GlaForwardParams {
     float* last;           // the same, or null: not wanted
     float scale;           // s, any finite number
     int walkers;           // warpgroups of a CTA that own 64 columns of V each: 1 or 2
-    // O is a sum over K, so that launches one after the other may take some channels each:
-    int other_dim_k;       // channels of the others: rows of the states between those of two heads
-    bool adds;             // O is added to what is there
     const float* borders;  // of gla_segments, where sequences are cut
+    // O is a sum over K, so that launches one after the other, of an instance of 128 channels, may take some
+    // each. The last one writes O.
+    int other_dim_k;         // channels of the others: rows of the states between those of two heads
+    void* part;              // of gla_part_bytes: what a launch leaves of O for the next one
+    bool is_first, is_last;  // of these
 };
 
 // The states at the borders between segments, from which the walks of all segments begin at once:
@@ -54,6 +56,8 @@ struct GlaSegmentsParams {
     float scale;            // s
     bool backward;          // in time
 };
+
+std::int64_t gla_part_bytes(const ChannelShape& shape, int walkers);
 
 // All throw std::runtime_error on a refused launch.
 void gla_segments(const GlaSegmentsParams& params, void* stream);

@@ -40,6 +40,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas, bool kMi
     // themselves (columns.cuh) and have a place for V and one for O.
     static constexpr bool kOwnColumns = kShares || (kBackward && kDimK == 128 && kWalkers == 2);
     static constexpr int kColumnSlots = kOwnColumns ? 2 : kStages;
+    static constexpr bool kTakesSlices = kDimK == 128;  // of K, a launch each (part.cuh)
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Scores = PanelTile<T, kChunk, kChunk, kBackward ? kLowRows : 0>;
@@ -93,10 +94,15 @@ struct ForwardGlobals {
     const float* initial;
     float* last;
     int other_dim_k;
-    bool adds;
     const float* borders;
+    void* part;      // PartOfWarp
+    int part_slots;  // per head: of chunks
+    bool adds, leaves;
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
+    // Whether this launch begins with the part of the one before; whether it leaves one and writes no O.
+    template <class C> __device__ inline bool adds_part() const { return C::kTakesSlices && adds; }
+    template <class C> __device__ inline bool leaves_part() const { return C::kTakesSlices && leaves; }
 };
 
 template <class C> struct ForwardMemory {

@@ -13,4 +13,8 @@ void gla_forward(const GlaForwardParams& params, void* stream) {
     run_walk<ForwardConfig, TFLA_DIM_K, static_cast<Schedule>(TFLA_SCHEDULE)>(params, stream);
 }
 
+std::int64_t gla_part_bytes(const ChannelShape& shape, int walkers) {
+    return channel_gate::part_bytes(shape, walkers);
+}
+
 }  // namespace tfla_tk

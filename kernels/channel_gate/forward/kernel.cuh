@@ -47,6 +47,19 @@ struct SplitScale {
     }
 };
 
+inline int part_slots(const ChannelShape& s) {
+    return chunk_slots(s.seq, s.cut.sequences, s.cut.offsets != nullptr);
+}
+
+// Of the parts of O that launches leave. Of columns of V that a CTA has beyond those of the call, too.
+inline std::int64_t part_bytes(const ChannelShape& s, int walkers) {
+    const std::int64_t places = static_cast<std::int64_t>(part_slots(s)) * s.batch * s.heads;
+    const int columns = walkers * kWalkerColumns, ctas = (s.dim_v + columns - 1) / columns;
+    const std::size_t of_warp =
+        s.half ? sizeof(PartOfWarp<kittens::half>) : sizeof(PartOfWarp<kittens::bf16>);
+    return places * ctas * walkers * 4 * of_warp;
+}
+
 template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stream) {
     constexpr auto kName = C::kBackward ? "gla_mirror" : "gla_forward";
     const ChannelShape& s = p.shape;
@@ -77,8 +90,11 @@ template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stre
         p.initial,
         p.last,
         p.other_dim_k,
-        p.adds,
         p.borders,
+        p.part,
+        part_slots(s),
+        !p.is_first,
+        !p.is_last,
     };
     const auto ctas = static_cast<std::int64_t>(s.cut.segments) * g.heads * g.ctas;
     launch<gla_walk_kernel<C>, sizeof(ForwardMemory<C>)>(g, grid_of(ctas, 1, kName), C::kThreads, s.device,

@@ -21,8 +21,8 @@ ARGUMENTS = {
     "forward": ("shape", "q", "k", "v", "o", "g", "g_dtype", "initial", "last", "scale", "walkers"),
     "mirror": ("shape", "q", "k", "do", "dv", "g", "g_dtype", "d_last", "d_initial", "scale", "walkers"),
 }
-ARGUMENTS["forward"] += ("other_dim_k", "adds", "borders")
-ARGUMENTS["mirror"] += ("other_dim_k", "adds", "borders")
+ARGUMENTS["forward"] += ("borders", "slice_of_k")
+ARGUMENTS["mirror"] += ("borders", "slice_of_k")
 ARGUMENTS["left"] = ARGUMENTS["right"] = (
     *("shape", "q", "k", "v", "do", "g", "g_dtype", "result", "gates", "entering", "scale", "walkers"),
     *("borders", "slice"),
@@ -42,6 +42,7 @@ class Kernel(PreparedLaunches):
         super().__init__()
         self.of_anchors: list[tuple[int, ...]] = []  # shapes that anchor_bytes was asked for
         self.of_sums: list[tuple[int, ...]] = []  # likewise sums_bytes
+        self.of_parts: list[tuple[int, ...]] = []  # likewise part_bytes
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
         self.of_anchors.append(shape)
@@ -51,6 +52,12 @@ class Kernel(PreparedLaunches):
         self.of_sums.append(shape)
         batch, heads, seq, dim_k = shape[5:9]
         return 2 * 4 * batch * heads * seq * dim_k
+
+    def part_bytes(self, shape: tuple[int, ...], walkers: int) -> int:
+        assert walkers == (1 if shape[9] <= 64 else 2)
+        self.of_parts.append(shape)
+        batch, heads, seq, _, dim_v = shape[5:10]
+        return 4 * batch * heads * seq * dim_v
 
     def compute(self, launch: SimpleNamespace, starts: list[int]) -> None:
         compute(launch, starts)
@@ -66,6 +73,9 @@ class Call:
         self.dtype = torch.float16 if half else torch.bfloat16
         self.slice: tuple[int, int, bool, bool] | None = getattr(x, "slice", None)
         self.is_first, self.is_last = self.slice[2:] if self.slice else (True, True)
+        # of K: channels of others, the part's address, whether it is the first one, the last one
+        of_k: tuple[int, int, bool, bool] | None = getattr(x, "slice_of_k", None)
+        self.other_dim_k, self.part, self.begins, self.ends = of_k or (0, 0, True, True)
         self.segment = 64 * chunks
         assert self.segments > self.sequences or self.segment >= self.seq
 
@@ -101,7 +111,7 @@ class Call:
 
     def states(self, at: int, count: int) -> Tensor:
         row = self.dim_v + (self.slice[0] if self.slice else 0)
-        of_head = (self.dim_k + getattr(self.x, "other_dim_k", 0)) * row
+        of_head = (self.dim_k + self.other_dim_k) * row
         shape = (count, self.heads, self.dim_k, self.dim_v)
         strides = (self.heads * of_head, of_head, row, 1)
         return tensor_at(self.address(at), torch.float32, shape, *strides)
@@ -118,6 +128,16 @@ class Call:
         for old, new in zip(sums, found, strict=False):
             old.copy_(torch.nan if self.is_last else new)  # nothing else may be needed of them
         return found
+
+    def write_sum_over_k(self, to: tuple[int, ...], part: Tensor) -> None:
+        """Of all slices up to and with this one, in fp32; only the last one writes the result."""
+        if self.part:
+            shape = (self.batch, self.seq, self.heads, self.dim_v)
+            left = tensor_at(self.address(self.part), torch.float32, shape)
+            part = part if self.begins else left + part
+            left.copy_(torch.nan if self.ends else part)  # nothing else may be needed of it
+        if self.ends:
+            self.values(to).copy_(part)
 
     def borders(self, at: int) -> Tensor | None:
         """Of a launch's channels and columns; None where there are none."""
@@ -204,12 +224,11 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
         return
     options = of.options()
     if x.name == "forward":
-        q, k, v = of.keys(x.q), of.keys(x.k), of.values(x.v)
+        q, k, v = (t.float() if of.part else t for t in (of.keys(x.q), of.keys(x.k), of.values(x.v)))
         check_borders(of, x.borders, x.k, x.v, x.initial, backward=False)
         options |= {"initial_state": of.state(x.initial), "output_final_state": True}
         o, last = reference.gla_chunkwise(q, k, v, of.gates(), **options)
-        written = of.values(x.o)
-        written.copy_(written + o if x.adds else o)
+        of.write_sum_over_k(x.o, o)
         write(of.state(x.last), last)
         return
     q, k, do, g = of.keys(x.q), of.keys(x.k), of.values(x.do), of.gates()
@@ -217,9 +236,10 @@ def compute(x: SimpleNamespace, starts: list[int]) -> None:
     if x.name == "mirror":  # of these gradients alone, neither depends on v or the first state
         d_last = of.state(x.d_last)
         check_borders(of, x.borders, x.q, x.do, x.d_last, backward=True)
+        if of.part:  # sums are rounded once they are complete
+            q, k, do = q.float(), k.float(), do.float()
         found = reference.gla_backward(q, k, do, g, do, d_last, initial_state=initial, **options)
-        dv = of.values(x.dv)
-        dv.copy_(dv + found.dv if x.adds else found.dv)
+        of.write_sum_over_k(x.dv, found.dv)
         write(of.state(x.d_initial), found.dh0)
         return
     v = of.values(x.v)

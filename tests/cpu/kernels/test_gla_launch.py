@@ -83,8 +83,8 @@ def check(core: GLACore, output_final_state: bool = True) -> None:
     o, last, kept = launch.forward(core, output_final_state=output_final_state, keep=True)
     if core.q.shape[3] <= 128:
         assert torch.equal(o, expected[0])
-    else:  # a sum of rounded ones
-        torch.testing.assert_close(o, expected[0], atol=0.2, rtol=2e-2)
+    else:  # another order of the sum over K
+        torch.testing.assert_close(o, expected[0], atol=1e-2, rtol=1e-2)
     assert kept is None or kept.tensors[0] is not None
     if output_final_state:
         torch.testing.assert_close(last, expected[1])
@@ -129,10 +129,11 @@ def test_wide_keys_take_launches_of_128_channels(
 ) -> None:
     check(draw(dims=dims, offsets=offsets))
     assert [instance.name for instance in kernel.instances] == ["gla_forward_k128_overlapped"]
-    assert [(x.shape[8], x.other_dim_k, x.adds) for x in kernel.launches] == [
-        (128, dims[0] - 128, False),
-        (dims[0] - 128, 128, True),
-    ]
+    first, last = kernel.launches
+    assert (first.shape[8], last.shape[8]) == (128, dims[0] - 128)
+    part = first.slice_of_k[1]
+    assert first.slice_of_k == (dims[0] - 128, part, True, False)
+    assert last.slice_of_k == (128, part, False, True)
 
 
 def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
@@ -324,11 +325,12 @@ def test_the_backward_of_wide_heads(
 ) -> None:
     """dv is a sum over slices of K, all else is of sums over slices of V."""
     check_backward(draw(dims=dims, offsets=offsets))
-    of_k = (
-        [(128, dims[0] - 128, False), (dims[0] - 128, 128, True)] if dims[0] > 128 else [(dims[0], 0, False)]
-    )
-    mirrors = [x for x in kernel.launches if x.name == "mirror"]
-    assert [(x.shape[8], x.other_dim_k, x.adds) for x in mirrors] == of_k
+    mirrors = [(x.shape[8], x.slice_of_k) for x in kernel.launches if x.name == "mirror"]
+    if dims[0] <= 128:
+        assert mirrors == [(dims[0], None)]
+    else:
+        rest, part = dims[0] - 128, mirrors[0][1][1]
+        assert mirrors == [(128, (rest, part, True, False)), (rest, (128, part, False, True))]
     for walk in ("left", "right"):
         found = [
             (x.shape[8:10], x.slice and (x.slice[0], *x.slice[2:])) for x in kernel.launches if x.name == walk

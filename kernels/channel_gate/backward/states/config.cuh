@@ -92,16 +92,12 @@ struct StatesGlobals {
 // A CTA's task; its column is of K.
 struct StatesTask : Task {
     int blocks;
-    int first_slot;  // of the segment's chunks
 
     // Called by whole warps.
     template <class C> __device__ static inline StatesTask of_block(const StatesGlobals& g, int block) {
         Task task = Task::of_block<C>(g, block);
         task.column = block % g.ctas * C::kStrips * kWalkerColumns;
-        const int sequence = static_cast<int>(task.state / g.heads);
-        return {task, (task.tokens + kBlock - 1) / kBlock,
-                task.first_chunk +
-                    (g.packed() ? (task.first_row - task.first_chunk * kChunk) / kChunk + sequence : 0)};
+        return {task, (task.tokens + kBlock - 1) / kBlock};
     }
     template <class C> __device__ inline int block_of(int step) const {
         return C::kIsLeft ? step : blocks - 1 - step;
@@ -225,16 +221,6 @@ template <class C> struct StatesMemory {
 // A gate warp's number, of those of all strips: the one of `strip` that is at the walk's `step`.
 template <class C> __device__ inline int gate_warp_of(int strip, int step) {
     return strip * C::kTurns + static_cast<unsigned>(step) % C::kTurns;
-}
-
-// Prefetches kBytes into L2, by a whole warp.
-template <int kBytes> __device__ __forceinline__ void prefetch_bytes(const void* from) {
-    constexpr int kLine = 128, kLines = kBytes / kLine;
-    const char* const own = static_cast<const char*>(from) + fresh_laneid() * kLine;
-    each<0, (kLines + 31) / 32>([&](int i) {
-        if (32 * i + 32 <= kLines || fresh_laneid() < kLines - 32 * i)
-            asm volatile("prefetch.global.L2 [%0];\n" ::"l"(own + 32 * i * kLine));
-    });
 }
 
 }  // namespace tfla_tk::channel_gate

@@ -124,7 +124,9 @@ class Backward:
                 flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
             anchor_bytes = states.anchor_bytes(of)  # of a slice of V
             anchors_at = scratch.take(anchor_bytes * len(of_v))
-        sums_at = scratch.take(states.sums_bytes(of)) if has_sums else 0
+        # the mirror is done when the walks over the states begin
+        part_bytes = mirror.part_bytes(of, shape.walkers) if len(of_k) > 1 else 0
+        sums_at = part_at = scratch.take(max(part_bytes, states.sums_bytes(of) if has_sums else 0))
         d_borders_at = scratch.take(borders_bytes(shape))
         borders_at = kept_at if kept_cut is not None else scratch.take(borders_bytes(shape))
         self._scratch_size = scratch.bytes // core.q.itemsize
@@ -135,8 +137,8 @@ class Backward:
                 k_of.of(q, core.q.dtype), k_of.of(k, core.k.dtype), dout, dv,
                 k_of.of(g, core.g.dtype), of_gates,
                 k_of.of_states(dht_at, shape.dim_v), k_of.of_states(dh0_at, shape.dim_v),
-                core.scale, shape.walkers, k_of.others, k_of.first > 0,
-                k_of.of_states(d_borders_at, shape.dim_v),
+                core.scale, shape.walkers, k_of.of_states(d_borders_at, shape.dim_v),
+                k_of.with_part(part_at) if len(of_k) > 1 else None,
             )  # fmt: skip
 
         def states_of(walk: Any, result: Operand, entering_at: int, number: int) -> Any:

@@ -136,6 +136,11 @@ class Slice(NamedTuple):
         """Where they begin in states [N, H, K, V] in fp32, whose rows have `row` numbers; 0 for none."""
         return address and address + self.first * row * torch.float32.itemsize
 
+    def with_part(self, part_at: int) -> tuple[int, int, bool, bool]:
+        """As a launch takes it, with the address of what it leaves of its sums over K for the next one."""
+        end = self.first + self.dim
+        return self.others, part_at, self.first == 0, end == self.dim + self.others
+
 
 def slices(dim: int, most: int) -> list[Slice]:
     """The columns of a call, for launches of `most` columns at most."""

@@ -2,7 +2,8 @@
 `ops.linear`.
 
 The forward is one kernel, a walk over the chunks of every segment, head and slice of V, launched once for
-every 128 channels of K: the first writes o, the others add theirs. The backward is in `backward`.
+every 128 channels of K: all but the last leave their part of o for the next one. The backward is in
+`backward`.
 
 Where sequences are cut into segments (`segments`), a launch before the walks gives the states at the borders
 between segments, with which all walks begin at once. A training call keeps them for its backward; else
@@ -82,6 +83,9 @@ class Forward:
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         borders_at = addresses.next(given=self._borders_size > 0)
+        part_at = addresses.next()
+        part_bytes = kernel.part_bytes(shape.with_offsets(offsets_at), shape.walkers) if len(of_k) > 1 else 0
+        self._part_size = part_bytes // core.v.itemsize
         o = operand_at(o_at, torch.empty_like(core.v, device="meta"))
         of_gates = DTYPES[core.g.dtype]
 
@@ -90,7 +94,8 @@ class Forward:
                 shape._replace(dim_k=of.dim).with_offsets(offsets_at),
                 of.of(q, core.q.dtype), of.of(k, core.k.dtype), v, o, of.of(g, core.g.dtype), of_gates,
                 of.of_states(initial_at, shape.dim_v), of.of_states(last_at, shape.dim_v),
-                core.scale, shape.walkers, of.others, of.first > 0, of.of_states(borders_at, shape.dim_v),
+                core.scale, shape.walkers, of.of_states(borders_at, shape.dim_v),
+                of.with_part(part_at) if len(of_k) > 1 else None,
             )  # fmt: skip
 
         launches = [launch(of) for of in of_k]
@@ -111,7 +116,8 @@ class Forward:
         o = torch.empty_like(v)
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         borders = v.new_empty(self._borders_size) if self._borders_size else None
-        at += starts(o, last, borders)
+        part = v.new_empty(self._part_size) if self._part_size else None
+        at += starts(o, last, borders, part)
         self._launches.run(at, current_stream(self._device))
         kept = Kept((borders,), self._cut) if self._keep and borders is not None else None
         return o, last, kept
