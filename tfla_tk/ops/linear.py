@@ -7,9 +7,9 @@ States are fp32 (fp64 for fp64 q, k, v). N is B, or the number of sequences with
 
 tfla_tk::<name>_fwd takes the inputs and options of the family and output_final_state; it returns o, like v,
     and final_state [N, HV, K, V], an empty tensor [0] without output_final_state.
-tfla_tk::<name>_bwd takes the inputs, final_state where gates have a gradient, the gradients of both outputs
-    (dht None for zero), the options, and needs_gates. It returns the gradient of every input but cu_seqlens,
-    each like its input; an empty tensor [0] for inputs that there are not, and for gates without needs_gates.
+tfla_tk::<name>_bwd takes the inputs, the gradients of both outputs (dht None for zero), the options, and
+    needs_gates. It returns the gradient of every input but cu_seqlens, each like its input; an empty tensor
+    [0] for inputs that there are not, and for gates without needs_gates.
 schedule: how the CUDA kernels overlap their steps; the result does not depend on it beyond rounding.
 
 tfla_tk::packed_<name>(_bwd): the reference over packed sequences, on any device, for traced calls. The
@@ -21,13 +21,12 @@ The kernels of a family are a module with
 
     forward(core, *, output_final_state, keep) -> (o, final_state or None, Kept or None)
     prepare(core, *, output_final_state, keep) -> a function of the inputs, which returns what forward does
-    backward(core, kept, final_state, do, dht, *, needs_gates) -> gradients
+    backward(core, kept, do, dht, *, needs_gates) -> gradients
 
 core is the family's NamedTuple: the inputs, the options and the schedule. What `prepare` returns is for all
 inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
 return what its backward can use (`layout.Kept`); the registered ops keep nothing, so kept is None there and
-the backward computes it again. final_state is given where gates have a gradient and the final state is an
-output.
+the backward computes it again.
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
 inputs but cu_seqlens in their order, each like its input; None for what was not asked for.
 """
@@ -184,8 +183,7 @@ class LinearOps:
         given = "Tensor do, Tensor? dht"
         define(f"{family.name}_fwd({inputs}, {options}, str schedule, bool output_final_state) -> {outputs}")
         define(
-            f"{family.name}_bwd({inputs}, Tensor? final_state, {given}, {options}, str schedule, "
-            f"bool needs_gates) -> ({grads})"
+            f"{family.name}_bwd({inputs}, {given}, {options}, str schedule, bool needs_gates) -> ({grads})"
         )
         define(
             f"packed_{family.name}({inputs}, {options}, str form, int chunk_size, bool output_final_state)"
@@ -242,7 +240,7 @@ class LinearOps:
         )
         our_library.register_vmap(
             f"{name}_bwd",
-            transforms.merge_into_batch(self.bwd, heads=(*heads, 1, 2, 1), result_heads=heads[:-1], **common),
+            transforms.merge_into_batch(self.bwd, heads=(*heads, 2, 1), result_heads=heads[:-1], **common),
         )
 
     # What the ops compute
@@ -268,7 +266,7 @@ class LinearOps:
 
     def _bwd_cpu(self, *args: Any) -> tuple[Tensor, ...]:
         count = self._count
-        inputs, (_, do, dht), rest = args[:count], args[count : count + 3], args[count + 3 :]
+        inputs, (do, dht), rest = args[:count], args[count : count + 2], args[count + 2 :]
         return self._reference_bwd(inputs, do, dht, *rest[:-1], CHUNK, rest[-1])
 
     def _packed_bwd(self, *args: Any) -> tuple[Tensor, ...]:
@@ -298,13 +296,13 @@ class LinearOps:
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
         count = self._count
-        inputs, (final_state, do, dht), (*options, needs_gates) = (
+        inputs, (do, dht), (*options, needs_gates) = (
             args[:count],
-            args[count : count + 3],
-            args[count + 3 :],
+            args[count : count + 2],
+            args[count + 2 :],
         )
         core = self.family.core(*inputs, *options)
-        found = self.family.kernels().backward(core, None, final_state, do, dht, needs_gates=needs_gates)
+        found = self.family.kernels().backward(core, None, do, dht, needs_gates=needs_gates)
         return tuple(present(x, do) for x in found)
 
     def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
@@ -340,7 +338,7 @@ class LinearOps:
         with transforms.below_function():
             o, last = self.fwd(*args)
             needs = self._needs_gates(inputs)
-            saved = _saved(inputs, last if output_final_state and needs else None)
+            saved = _saved(inputs)
         return Recorded((o, last), () if output_final_state else (last,), saved, (*options, needs))
 
     def _differentiate(
@@ -359,7 +357,7 @@ class LinearOps:
             o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
         else:
             o, last, kept = forward(*inputs)
-        saved = _saved(inputs, last if needs else None)
+        saved = _saved(inputs)
         if kept is None:
             return Recorded((o, last), (), saved, (kernels, options, needs, None))
         left = kept._replace(tensors=())
@@ -370,16 +368,15 @@ class LinearOps:
     ) -> Sequence[MaybeTensor]:
         """The kernels again where the backward is plain, too."""
         kernels, options_of_core, needs, left = options
-        saved, kept = saved[: self._count + 1], tuple(saved[self._count + 1 :])
+        saved, kept = saved[: self._count], tuple(saved[self._count :])
         tensors = _with_grads(saved, *grads)
         if not autograd.is_plain_backward((*tensors, *kept), grads):
             found: Sequence[MaybeTensor] = self.bwd(*tensors, *options_of_core, needs)
             return found
-        inputs, (last, do, dht) = tensors[: self._count], tensors[self._count :]
+        inputs, (do, dht) = tensors[: self._count], tensors[self._count :]
         found = kernels.backward(
             self.family.core(*inputs, *options_of_core),
             None if left is None else Kept(kept, left.layout),
-            last,
             do,
             dht,
             needs_gates=needs,
@@ -391,15 +388,14 @@ class LinearOps:
         inputs, (*options, _, chunk_size, output_final_state) = args[: self._count], args[self._count :]
         with transforms.below_function():
             o, last = self.packed(*args)
-            saved, needs = _saved(inputs, None), self._needs_gates(inputs)
+            saved, needs = _saved(inputs), self._needs_gates(inputs)
         constants = () if output_final_state else (last,)
         return Recorded((o, last), constants, saved, (*options, chunk_size, needs))
 
     def _differentiate_packed(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
-        *inputs, _, do, dht = _with_grads(saved, *grads)
-        found: Sequence[Tensor] = self.packed_bwd(*inputs, do, dht, *options)
+        found: Sequence[Tensor] = self.packed_bwd(*_with_grads(saved, *grads), *options)
         return found
 
     def _needs_gates(self, inputs: Sequence[Any]) -> bool:
@@ -414,16 +410,11 @@ def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
     return last.mT if call.state_v_first else last
 
 
-def _saved(inputs: Sequence[Any], last: MaybeTensor) -> tuple[MaybeTensor, ...]:
-    """What the backward takes instead of a second forward, all by reference, but the initial state: a cache
-    that is updated in place must not change the gradient.
-
-    Args:
-        last: the final state where it is an output and gates have a gradient.
-    """
+def _saved(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:
+    """The inputs for the backward, by reference but for the initial state: a cache that is updated in place
+    must not change the gradient."""
     *others, initial_state, cu_seqlens = inputs
-    initial_state = None if initial_state is None else initial_state.clone()
-    return *others, initial_state, cu_seqlens, last
+    return *others, None if initial_state is None else initial_state.clone(), cu_seqlens
 
 
 def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:

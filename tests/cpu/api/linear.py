@@ -66,7 +66,7 @@ class Kernels(ModuleType):
         )
 
     def backward(
-        self, core: Any, kept: Kept | None, final_state: Any, do: Tensor, dht: Any, *, needs_gates: bool
+        self, core: Any, kept: Kept | None, do: Tensor, dht: Any, *, needs_gates: bool
     ) -> tuple[Tensor | None, ...]:
         if kept is not None:
             assert torch.equal(kept.tensors[0], self.left) and kept.tensors[1] is None
@@ -74,5 +74,5 @@ class Kernels(ModuleType):
         self.calls.append("backward" if kept is None else "backward, kept")
         self.needs_gates.append(needs_gates)
         count = self.ops._count
-        found = self.ops._bwd_cpu(*core[:count], final_state, do, dht, *core[count:], needs_gates)
+        found = self.ops._bwd_cpu(*core[:count], do, dht, *core[count:], needs_gates)
         return tuple(None if x.numel() == 0 else x for x in found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tfla_tk import which
 
@@ -68,6 +69,22 @@ def assert_final_state_is_a_copy(
     assert o.shape == x["v"].shape
     last.add_(1)
     torch.testing.assert_close(given, before, rtol=0, atol=0)
+
+
+def assert_final_state_may_change(function: Callable[..., Any], x: Inputs, **options: Any) -> None:
+    """That a final state that is updated in place, as a cache, leaves the gradients as they are."""
+    x = leaves(x)
+
+    def call() -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = function(**x, **options, output_final_state=True)
+        return found
+
+    expected = torch.autograd.grad(call()[0].sum(), list(x.values()))
+    o, last = call()
+    with torch.no_grad():
+        last.zero_()
+    found = torch.autograd.grad(o.sum(), list(x.values()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def assert_dtypes(function: Callable[..., Any], x: Inputs, dtype: torch.dtype, **options: Any) -> None:

@@ -19,6 +19,7 @@ from tfla_tk.ops import delta_rule as ops
 
 from .delta_rule import FLAGS, draw, draw_raw, from_raw
 from .linear import Inputs, Kernels, assert_same, gradients, leaves
+from .linear_checks import assert_final_state_may_change
 
 ALL = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
 INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
@@ -78,6 +79,10 @@ def test_what_is_not_native_is_made_by_torch(
     assert core.beta_sigmoid == core.neg_eigval == ("beta_sigmoid" in native)
     assert (core.A_log is not None) == (core.dt_bias is not None) == ("gate" in native)
     assert_same(found, gradients(from_raw, x))
+
+
+def test_a_final_state_that_is_overwritten(kernels: Kernels) -> None:
+    assert_final_state_may_change(chunk_gated_delta_rule, draw())
 
 
 def test_inputs_made_by_torch_have_the_dtypes_that_kernels_read(kernels: Kernels) -> None:
@@ -237,9 +242,7 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     o, state = registered.delta_rule_fwd(*detached, *options, "auto", last)
     given = (torch.randn_like(o), torch.randn_like(state) if last else None)
     needs = gate != "none"
-    torch.library.opcheck(
-        registered.delta_rule_bwd, (*detached, state if last else None, *given, *options, "auto", needs)
-    )
+    torch.library.opcheck(registered.delta_rule_bwd, (*detached, *given, *options, "auto", needs))
     torch.library.opcheck(registered.packed_delta_rule_bwd, (*detached, *given, *options, 16, needs))
 
 

@@ -26,6 +26,7 @@ from .linear import Inputs, Kernels, assert_same, gradients, leaves
 from .linear_checks import (
     assert_dtypes,
     assert_final_state_is_a_copy,
+    assert_final_state_may_change,
     assert_packs_sequences,
     assert_refused,
     bad,
@@ -233,6 +234,10 @@ def test_gates_that_need_no_gradient_get_none(kernels: Kernels) -> None:
     assert kernels.needs_gates == [False, True]
 
 
+def test_a_final_state_that_is_overwritten(kernels: Kernels) -> None:
+    assert_final_state_may_change(chunk_gla, draw())
+
+
 def test_double_backward(kernels: Kernels) -> None:
     x = leaves(draw(seq=10))
     (dq,) = torch.autograd.grad(chunk_gla(**x)[0].square().sum(), x["q"], create_graph=True)
@@ -260,8 +265,7 @@ def test_opcheck(packed: bool, with_state: bool) -> None:
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
     o, state = registered.gla_fwd(*detached, 0.25, False, "auto", with_state)
     given = (torch.randn_like(o), torch.randn_like(state) if with_state else None)
-    last = state if with_state else None
-    torch.library.opcheck(registered.gla_bwd, (*detached, last, *given, 0.25, False, "auto", True))
+    torch.library.opcheck(registered.gla_bwd, (*detached, *given, 0.25, False, "auto", True))
     torch.library.opcheck(registered.packed_gla_bwd, (*detached, *given, 0.25, False, 16, True))
 
 

@@ -94,7 +94,7 @@ def check(core: DeltaRuleCore, keep: bool = True) -> None:
     expected = reference.gated_delta_rule_recurrent(*inputs, output_final_state=True, **options)
     assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 1e-4
     do, dht = cotangents(o, last)
-    found = launch.backward(core, kept, last, do, dht, needs_gates=True)
+    found = launch.backward(core, kept, do, dht, needs_gates=True)
     truth = reference.gated_delta_rule_backward(*inputs, do, dht, **options)
     places = {"dq": 0, "dk": 1, "dv": 2, "dg": 3, "dbeta": 4, "dh0": 7}
     given = {"dg": core.g is not None, "dh0": core.initial_state is not None}
@@ -226,7 +226,7 @@ def check_raw(core: DeltaRuleCore, keep: bool = True) -> None:
     o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
     expected = torch.ops.tfla_tk.delta_rule_fwd(*core, True)
     assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 5e-3
-    given = expected[1], *cotangents(o, expected[1])
+    given = cotangents(o, expected[1])
     for needs_gates in (False, True):
         found = launch.backward(core, kept, *given, needs_gates=needs_gates)
         options = core[9:]
@@ -338,14 +338,14 @@ def test_a_backward_of_tensors_that_begin_anywhere(group: int, kernel: Kernel) -
         (core, at_odd_address(do), at_odd_address(dht)),
         (core, do, dht),
     ]
-    first, *others = (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in calls)
+    first, *others = (launch.backward(x, kept, *grads, needs_gates=True) for x, *grads in calls)
     for found in others:
         for x, y in zip(found, first, strict=True):
             assert (x is None and y is None) or torch.equal(x, y)
     # whichever comes first
     for order in (calls[::-1], calls[1:], calls[2:]):
         launch._backwards.clear()
-        for found in (launch.backward(x, kept, last, *grads, needs_gates=True) for x, *grads in order):
+        for found in (launch.backward(x, kept, *grads, needs_gates=True) for x, *grads in order):
             for x, y in zip(found, first, strict=True):
                 assert (x is None and y is None) or torch.equal(x, y)
 
@@ -355,10 +355,10 @@ def test_the_gradient_of_a_state_lies_like_it(kernel: Kernel) -> None:
     core = draw(tokens=70)
     o, last, kept = launch.forward(core, output_final_state=True, keep=True)
     grads = cotangents(o, last)
-    dense = launch.backward(core, kept, last, *grads, needs_gates=True)[7]
+    dense = launch.backward(core, kept, *grads, needs_gates=True)[7]
     assert core.initial_state is not None and dense is not None
     transposed = core._replace(initial_state=core.initial_state.mT.contiguous().mT)
-    found = launch.backward(transposed, kept, last, *grads, needs_gates=True)[7]
+    found = launch.backward(transposed, kept, *grads, needs_gates=True)[7]
     assert found is not None and transposed.initial_state is not None
     assert found.stride() == transposed.initial_state.stride()
     assert torch.equal(found, dense)
@@ -373,7 +373,7 @@ def test_gradients_lie_like_the_gates(dtype: torch.dtype, kernel: Kernel) -> Non
     core = core._replace(g=g, beta=beta)
     check(core)
     o, last, kept = launch.forward(core, output_final_state=True, keep=True)
-    found = launch.backward(core, kept, last, *cotangents(o, last), needs_gates=True)
+    found = launch.backward(core, kept, *cotangents(o, last), needs_gates=True)
     for x, y in zip(found[3:5], (g, beta), strict=True):
         assert x is not None and (x.dtype, x.stride()) == (dtype, y.stride())
 

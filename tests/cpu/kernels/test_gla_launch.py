@@ -182,7 +182,7 @@ def test_a_backward_begins_with_odd_addresses(cut: int, kernel: Kernel) -> None:
     backward._backwards.clear()
     do = torch.ones_like(core.v)
     first, *others = (
-        launch.backward(core, None, None, x, None, needs_gates=True) for x in (at_odd_address(do), do)
+        launch.backward(core, None, x, None, needs_gates=True) for x in (at_odd_address(do), do)
     )
     for found in others:
         assert all(map(torch.equal, found, first))
@@ -194,7 +194,7 @@ def test_the_gradient_of_a_state_lies_like_it(cut: int, kernel: Kernel) -> None:
     state = core.initial_state.mT.contiguous().mT
     do = torch.ones_like(core.v)
     dense, found = (
-        launch.backward(core._replace(initial_state=x), None, None, do, None, needs_gates=True)[4]
+        launch.backward(core._replace(initial_state=x), None, do, None, needs_gates=True)[4]
         for x in (core.initial_state, state)
     )
     assert found.stride() == state.stride() and torch.equal(found, dense)
@@ -218,7 +218,7 @@ def check_backward(
         initial_state=core.initial_state,
         cu_seqlens=core.cu_seqlens,
     )
-    dq, dk, dv, dg, dh0 = launch.backward(core, kept, None, do, dht, needs_gates=needs_gates)
+    dq, dk, dv, dg, dh0 = launch.backward(core, kept, do, dht, needs_gates=needs_gates)
     for found, wanted, like in (
         (dq, expected.dq, core.q),
         (dk, expected.dk, core.k),

@@ -42,7 +42,6 @@ Gradients: TypeAlias = tuple[MaybeTensor, ...]
 def backward(
     core: GLACore,
     kept: Kept | None,
-    final_state: MaybeTensor,
     do: Tensor,
     dht: MaybeTensor,
     *,

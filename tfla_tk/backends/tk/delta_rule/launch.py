@@ -103,7 +103,6 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
 def backward(
     core: DeltaRuleCore,
     kept: Kept | None,
-    final_state: MaybeTensor,
     do: Tensor,
     dht: MaybeTensor,
     *,
