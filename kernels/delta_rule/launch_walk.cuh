@@ -1,6 +1,8 @@
 // Host side of the walks: tensor maps and grids.
 #pragma once
 
+#include <stdexcept>
+
 #include "common/launch.cuh"
 #include "delta_rule/walk.cuh"
 
@@ -39,6 +41,8 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
                          float* leaving, float scale, int* made = nullptr) {
     const DeltaShape& s = p.shape;
     constexpr int kColumns = C::kWalkers * kWalkerColumns;
+    if (!C::kHasScorer && !scores)
+        throw std::runtime_error("the delta rule: a walk that does not make the scores P is given none");
     return {maps.of_keys(q),
             maps.of_keys(k),
             maps.of_matrices(a),

@@ -1,9 +1,10 @@
-// The scorer, a warpgroup of a walk that makes the scores P of its chunks (bindings/params.h), a chunk or
-// more ahead of the walkers. So nobody stores P and loads it again, nor loads q twice.
+// The scorer: a warpgroup of a walk. It makes the scores P of each chunk (bindings/params.h) before the
+// walkers come to it. So P is neither stored nor loaded, and q is loaded once.
 //   1. Wait for q, k and the log decay of a chunk.
 //   2. Q K^T.
-//   3. Times s e^{b_i - b_j}, rounded, to the stage. Tell the walkers, who wait for no other sign of q, k and
-//      the gates.
+//   3. Multiply by s e^{b_i - b_j}, round, write P to the stage. Arrive on the walkers' barrier. They wait
+//   for
+//      it alone: it stands for q, k and the gates, too.
 #pragma once
 
 #include "delta_rule/scores.cuh"
@@ -28,7 +29,7 @@ __device__ inline void make_scores(const Globals& g, Memory& smem) {
         for (int first_key = 0; first_key < kChunk; first_key += kKeys) {
             rt_fl<16, kKeys> scores;
             issue_scores<T, C::kDimK>(scores, stage.queries, stage.keys, first_key);  // 2
-            // NOTES: under the GEMM
+            // NOTES: the gates are loaded while the GEMM runs
             const ReadGates<kKeys> gates(smem.gates_of(slot).log2_decay, g.scale, first_key, warp);  // 3
             warpgroup::mma_async_wait<0>();
             pin(scores);

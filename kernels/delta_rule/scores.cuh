@@ -13,11 +13,11 @@ using namespace kittens;
 // Whether a walk with head dim kDimK of q and k has a warpgroup that makes the scores P of its chunks
 // (scorer.cuh). Else P is made with A. NOTES: a scorer pays where memory bounds the speed: P is not stored
 // and loaded, nor q loaded twice. Elsewhere its use of shared memory makes a walk of K = 128 up to 15 %
-// slower. A wide state leaves no registers for it. The host knows this rule, too (matrices_before).
+// slower. A wide state leaves no registers for it. matrices_before in split.py repeats this rule.
 template <int kDimK, int kWalkers, int kMakerWarpgroups>
 constexpr bool kMakesScores = kDimK <= 64 || (kDimK <= 128 && kWalkers == 2 && kMakerWarpgroups == 0);
 
-// scores = X K^T of all tokens of X and as many as `scores` has columns of K, from first_key on; issued.
+// scores = X K^T, issued: all rows of X, and rows of K from first_key on, as many as `scores` has columns.
 template <class T, int kDimK, class Tile, class Scores>
 __device__ inline void issue_scores(Scores& scores, const Tile& rows, const Tile& keys, int first_key = 0) {
     const auto a = Operand128B::rows(&rows), b = Operand128B::rows(&keys.data[0][first_key]);
@@ -37,7 +37,7 @@ __device__ inline float2 decays_between(const Log2Decay& b, int row, int column)
     return {exp2f((at.x - before.x) + (at.y - before.y)), exp2f((at.x - before.z) + (at.y - before.w))};
 }
 
-// s e^{b_i - b_j} of a warp's 16 rows and kColumns columns, by which P is the products q_i.k_j.
+// The factors s e^{b_i - b_j} that turn the products q_i.k_j into P: a warp's 16 rows, kColumns columns.
 template <int kColumns> struct ReadGates {
     int first_row, first_column;  // of this lane
     float2 of[kColumns / 16][4];  // as the products lie in a tile

@@ -25,7 +25,7 @@ using namespace kittens;
 
 constexpr int kWalkerColumns = 64;  // of V
 
-// Flags of a chunk and head: makers have made A; a walk has asked for it.
+// Flags of a chunk and head: makers have made its matrices; a walk has asked for them.
 constexpr int kMade = 1, kLoaded = 2;
 
 // How the GEMMs of a chunk are ordered against the rest of its work.

@@ -90,7 +90,7 @@ def test_errors_are_those_of_whole_sequences(gates: str, betas: str, split_every
     whole = errors(both(x))
     split_every(1)
     split = errors(both(x))
-    most = {"dg": 1.5}  # a small difference of large sums
+    most = {"dg": 1.5}  # a small difference of large sums: 1.37 on an H100, where nothing decays
     worse = {
         name: (split[name], e)
         for name, e in whole.items()

@@ -63,6 +63,9 @@ inline std::int64_t part_bytes(const ChannelShape& s, int walkers) {
 template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stream) {
     constexpr auto kName = C::kBackward ? "gla_mirror" : "gla_forward";
     const ChannelShape& s = p.shape;
+    if (!(p.is_first && p.is_last) && !(C::kTakesSlices && p.part))
+        throw std::runtime_error(std::string(kName) +
+                                 ": a slice of K of another instance, or without a part");
     const DeviceGuard guard(s.device, kName);
     auto map = [&](const Operand& x, int dim, int box_rows) {
         return TensorMap(x, s.batch, s.heads, s.seq, dim, box_rows, s.half);

@@ -1,13 +1,13 @@
 // O of a launch's channels of K, which it leaves for the launch of the next ones. That one begins its sums
 // with it, so O is rounded once.
 //
-// A warp of a walker has 16 columns of O of a chunk. Of these a lane has two columns, lane / 4 and + 8, and
-// of each 16 tokens. It leaves its numbers in units of 16 bytes, as it has them and where it finds them
-// again, one for every 16 tokens. So a load or store of a warp is of whole lines, and shared memory is not
-// needed.
+// A warp has 16 columns of O and the 64 tokens of a chunk; a lane has 16 numbers of each of two columns. The
+// same lane of the next launch needs the same numbers, so each lane stores its own, in units of 16 bytes. The
+// warp's accesses are whole lines, without shared memory.
 //   bf16  numbers are left in fp16, scaled so that the largest of a lane's column is 2^14 to 2^15: an error
 //         of 2^-12, an eighth of that of bf16. Numbers of 2^-28 of the largest still have these digits.
-//   fp16  numbers are left in fp32: as much more would be needed, and these calls do not wait for memory.
+//   fp16  numbers are left in fp32: fp16 would round as coarsely as the result, and memory does not bound
+//         these calls.
 #pragma once
 
 #include "channel_gate/forward/config.cuh"
@@ -76,7 +76,8 @@ template <class T> struct WaitingPart {
     }
 };
 
-// NOTES: infinities and NaN have no exponent here: else nothing would be left of the numbers beside them.
+// Stores a warp's part. NOTES: infinities and NaN do not count as the largest number; else the finite ones of
+// their column would be lost.
 template <class T> __device__ inline void leave_part(PartOfWarp<T>& to, const OutOfWarp& out) {
     const int lane = fresh_laneid();
     auto pair = [&](int i) { return out.tiles[0][i / 4].data[i % 4]; };

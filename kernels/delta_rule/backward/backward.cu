@@ -1,11 +1,12 @@
 // What the backward of the delta rule has of its own: the gradients of the values, of beta and of the states.
 //
-// It reads the A that the forward has made, and its P where the mirror does not make that. Kernels:
+// It reads the A that the forward has made, and without a scorer its P. Kernels:
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
-//     producer      loads q, k, dO, the forward's writes, A, P; scans the gates; stores dV
+//     producer      loads q, k, dO, the writes, A and, without a scorer, P; scans the gates; stores dV
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
-//     scorer        makes P where the forward has not kept it (scorer.cuh)
+//     scorer        makes P where K and the walkers allow it (kMakesScores), also where the forward has kept
+//                   one (scorer.cuh)
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
 // delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
 // dq, dk and dg follow from dO, writes and dV by the walks of states/, and then

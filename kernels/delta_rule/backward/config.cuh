@@ -77,12 +77,13 @@ template <class C> struct MirrorMemory {
     }
 
     __device__ inline void init_barriers() {
-        constexpr int kOfTiles = 2 + kArrivalsPerWarp;  // keys, queries; gates
-        constexpr int kOfScores = C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles;
+        constexpr int kTileArrivals = 2 + kArrivalsPerWarp;  // keys, queries; gates
+        // of the scorer, or of the tiles themselves
+        constexpr int kLastArrivals = C::kHasScorer ? 4 * kArrivalsPerWarp : kTileArrivals;
         constexpr int kColumns = C::kStatesAlone ? 1 : 2;  // dO, writes
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(for_scorer[i], kOfTiles);
-            init_semaphore(arrived[i], 1 + kColumns * C::kWalkers + kOfScores);  // the matrices, columns
+            init_semaphore(for_scorer[i], kTileArrivals);
+            init_semaphore(arrived[i], 1 + kColumns * C::kWalkers + kLastArrivals);  // the matrices, columns
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : out_ready)

@@ -8,7 +8,7 @@
 namespace tfla_tk {
 
 // Chunks of a segment of the walks over the states: always as many, so that the results of a sequence do not
-// depend on what else is in the call. A multiple of kAnchorChunks.
+// depend on what else is in the call. A multiple of kDeltaAnchorChunks (params_states.h).
 //
 // On their way the walks of the forward and of its mirror leave the states at the borders between these
 // segments, fp32 [border slots, heads, K, V]. Border n of sequence s has slot s (S - 1) + n
@@ -45,8 +45,8 @@ struct DeltaMatricesParams {
     DeltaShape shape;  // dim_v is not read
     Operand q, k;
     Gate g, beta;  // log decay; g.data is null where nothing decays
-    void *a, *p;  // p: null where the walks make it (scorer.cuh)
-    float scale;  // s
+    void *a, *p;   // p: null where the walks make it (scorer.cuh)
+    float scale;   // s
 };
 
 // The walk of the forward over chunks:

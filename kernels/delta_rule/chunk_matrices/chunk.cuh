@@ -1,6 +1,6 @@
 // The matrices A and, where it is wanted, P (bindings/params.h) of one chunk and head of v, by one warpgroup:
-//   1. Load k, beta and for P q; scan the log decay.
-//   2. K K^T and for P Q K^T, in flight together.
+//   1. Load k, beta and, if P is wanted, q; scan the log decay.
+//   2. K K^T and, if P is wanted, Q K^T, in flight together.
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
 //   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
 //   5. Store the results.
@@ -57,7 +57,7 @@ template <class T, int kDimK, bool kWithP> struct MatricesTiles {
     };
 };
 
-// Starts the loads of q and k, by one thread, which has expected their bytes.
+// Starts the loads of k and, for P, of q, by one thread, which has expected their bytes.
 template <class Memory>
 __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const ChunkOfHead& chunk) {
     const int key_head = chunk.head / g.group;

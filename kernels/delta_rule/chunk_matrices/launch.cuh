@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "common/launch.cuh"
 #include "delta_rule/chunk_matrices/kernel.cuh"
@@ -41,14 +42,17 @@ void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
 }
 
 template <class T, int kDimK> void run_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
-    if (p.p)
-        launch_matrices<T, kDimK, true>(p, stream);
-    else
-        launch_matrices<T, kDimK, false>(p, stream);
+    // whether there are walks of this K that make P, and such that do not
+    constexpr bool kSomeMake = kMakesScores<kDimK, 2, 0>, kSomeDoNot = !kMakesScores<kDimK, 1, 0>;
+    if (p.p ? !kSomeDoNot : !kSomeMake)
+        throw std::runtime_error("delta_matrices: P is wanted or left out where no walk has it so");
+    if constexpr (kSomeDoNot)
+        if (p.p) return launch_matrices<T, kDimK, true>(p, stream);
+    if constexpr (kSomeMake) launch_matrices<T, kDimK, false>(p, stream);
 }
 
-// Launches a walk with p.makers CTAs of makers in front. It is correct for any number of CTAs, and fast where
-// all of them run at once.
+// Launches a walk with p.makers CTAs of makers in front. The results are right for any number of CTAs; the
+// launch is fast where all run at once.
 template <auto kKernel, class C, class Memory, class Walk, class Params>
 void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, const char* name) {
     MakersGlobals makers{matrices_globals(p), p.made, p.makers};

@@ -14,12 +14,13 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> 
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, kMakerWarpgroups>;
-    static constexpr int kOfWalk = 1 + kWalkers + kHasScorer;  // warpgroups
-    static constexpr int kWarpgroups = std::max(kOfWalk, kMakerWarpgroups), kThreads = 128 * kWarpgroups;
+    static constexpr int kWalkWarpgroups = 1 + kWalkers + kHasScorer;  // warpgroups
+    static constexpr int kWarpgroups = std::max(kWalkWarpgroups, kMakerWarpgroups),
+                         kThreads = 128 * kWarpgroups;
     static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
     // Warpgroups are idle where a CTA of makers has more than the walk needs. NOTES: all registers together
     // no more than the CTA has at its launch, or setmaxnreg waits forever
-    static constexpr int kIdleWarpgroups = kWarpgroups - kOfWalk, kIdleRegisters = 24;
+    static constexpr int kIdleWarpgroups = kWarpgroups - kWalkWarpgroups, kIdleRegisters = 24;
     static constexpr int kProducerRegisters = 40, kScorerRegisters = 56;
     static constexpr int kWalkerRegisters = kWalkers == 2 && kHasScorer            ? 208
                                             : kWalkers == 2 && kIdleWarpgroups > 0 ? 224
@@ -79,11 +80,12 @@ template <class C> struct ForwardMemory {
     }
 
     __device__ inline void init_barriers() {
-        constexpr int kOfTiles = 2 + kArrivalsPerWarp;  // keys, queries; gates
-        constexpr int kOfScores = C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles;
+        constexpr int kTileArrivals = 2 + kArrivalsPerWarp;  // keys, queries; gates
+        // of the scorer, or of the tiles themselves
+        constexpr int kLastArrivals = C::kHasScorer ? 4 * kArrivalsPerWarp : kTileArrivals;
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(for_scorer[i], kOfTiles);
-            init_semaphore(arrived[i], 1 + C::kWalkers + kOfScores);  // the matrices, values
+            init_semaphore(for_scorer[i], kTileArrivals);
+            init_semaphore(arrived[i], 1 + C::kWalkers + kLastArrivals);  // the matrices, values
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (int walker = 0; walker < C::kWalkers; walker++) {

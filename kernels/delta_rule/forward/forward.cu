@@ -3,11 +3,11 @@
 // Two kernels, and one in front of them for raw inputs:
 //   delta_inputs    the norm of q and k, the sigmoid of beta, the log decay (inputs/forward.cuh)
 //   delta_matrices  of every chunk and head, in parallel: A of a triangular system and, where the walk does
-//                   not make them, the scores P (chunk_matrices/kernel.cuh). The backward has them, too.
+//                   not make them, the scores P (chunk_matrices/kernel.cuh). The backward reads them, too.
 //   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
 //     producer      loads q, k, v and the matrices; scans the gates; stores O, and the writes for a backward
 //     walkers       one or two, the state in registers (forward/walker.cuh)
-//     scorer        makes P where memory bounds the speed (scorer.cuh)
+//     scorer        makes P (scorer.cuh), where kMakesScores
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with
@@ -57,7 +57,7 @@ __device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_m
             walk_forward_wide(g, smem, warpgroup_id - 1);
         else
             walk_forward(g, smem, warpgroup_id - 1);
-    } else if (C::kHasScorer && warpgroup_id < C::kOfWalk) {
+    } else if (C::kHasScorer && warpgroup_id < C::kWalkWarpgroups) {
         set_registers<C::kScorerRegisters, C::kThreads, 1>();
         if constexpr (C::kHasScorer) make_scores<C>(g, smem);
     } else if constexpr (C::kIdleWarpgroups > 0) {

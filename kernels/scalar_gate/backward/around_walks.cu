@@ -3,6 +3,7 @@
 // product, so one instance serves all head dims.
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "common/launch.cuh"
 #include "scalar_gate/backward/carry.cuh"
@@ -54,6 +55,8 @@ template <class P> void run_scan(const MlstmBwdScanParams& p, cudaStream_t strea
 }
 
 template <class P> void run_gates(const MlstmBwdGatesParams& p, cudaStream_t stream) {
+    if (p.anchors.chunks != kAnchorChunks && 2 * p.anchors.chunks != kAnchorChunks)
+        throw std::runtime_error("mlstm_bwd_gates: anchors that many chunks apart are not served");
     const TileGlobals tiles = tile_globals(p);
     const GatesGlobals g{tiles,
                          p.q_dq,

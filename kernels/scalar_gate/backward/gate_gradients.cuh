@@ -14,11 +14,11 @@
 //     before_{c+1} = through_c + sent_c
 //     dlf_t        = before_{c+1} + sum_{u >= t, u in c} (q_u.dq_u - k_u.dk_u)
 //
-// before_c is known at the anchors (from the walks; perhaps one for each side) and at the ends of the
-// sequence: before_0 = F_0 and F_T, from the states. From the nearest known ones on both sides the equations
-// are followed to the chunk. Where a chunk forgets everything before it, through_c = 0 and both start afresh.
-// The two values of through_c are averaged by the inverse of their variances, taken to be proportional to the
-// squares of the terms added on the way.
+// before_c is known at the anchors, from the walks, which may give a value for each side, and at the ends of
+// the sequence: before_0 = F_0 and F_T, from the states. From the nearest known ones on both sides the
+// equations are followed to the chunk. Where a chunk forgets everything before it, through_c = 0 and both
+// start afresh. The two values of through_c are averaged by the inverse of their variances, taken to be
+// proportional to the squares of the terms added on the way.
 //
 // In a chunk that decays slowly (kSlowDecay of walk/gates.cuh) the walks do not compute received_c and
 // sent_c; the sums of all its rows replace them. Both then also contain the flow between the chunk's own
@@ -224,7 +224,7 @@ __device__ inline double weight_of_left(double left, double right) {
 
 // before_c that are known around and in a tile, every `anchors.chunks` chunks.
 struct KnownFlows {
-    static constexpr int kMost = 3;
+    static constexpr int kMost = kAnchorChunks / 4 + 1;
     double after[kMost], before[kMost];
 };
 

@@ -95,13 +95,13 @@ struct StateGradient {
 };
 
 // [B, H, anchor_slots, parts]: the flow <dC, C> + <dn, n> at every anchor, to be summed over the parts. Slots
-// without an anchor are not written. Flows are followed from an anchor to both sides. `after` serves the chunks
-// after it, `before` those before it. They may be the same array, or the same flows with other roundings: a
-// flow should have those of the sums next to it.
+// without an anchor are not written. Flows are followed from an anchor to both sides: from `after` to later
+// chunks, from `before` to earlier ones. Both may be one array. Two may differ in rounding: each should be
+// rounded as the sums that it is combined with.
 struct Anchors {
     const float *after, *before;
     int parts;
-    int chunks;  // from one anchor to the next: kAnchorChunks or half of them
+    int chunks;  // from one anchor to the next: kAnchorChunks or half of them, else the launch throws
 };
 
 struct MlstmBwdGatesParams {

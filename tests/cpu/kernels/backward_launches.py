@@ -209,8 +209,8 @@ def memory_of(x: SimpleNamespace) -> set[tuple[int, int]]:
     found = {(x.workspace, 128 * heads * x.offsets[2])}
     for whole, inter, count in (x.q_dq, x.k_dk):
         found |= {(whole, 4 * count * batch * heads * seq), (inter, 8 * count * batch * heads * slots)}
-    flows, _, parts, _ = x.anchors
-    return found | {(flows, 4 * batch * heads * (slots // 8 + 1) * parts)}
+    flows, _, parts, chunks = x.anchors
+    return found | {(flows, 4 * batch * heads * (slots // chunks + 1) * parts)}
 
 
 NAMES = (

@@ -123,6 +123,7 @@ class Kernel(PreparedLaunches):
         assert x.of.walkers == 1
         made = tensor_at(x.address(flags), torch.int32, (x.batch * x.heads, x.slots))
         numbers = x.batch * x.heads * x.slots * CHUNK**2
+        assert not p or x.address(p) == x.address(a) + 2 * numbers
         assert x.address(flags) == x.address(a) + 2 * numbers * (2 if p else 1)
         made.fill_(1)
         self.make_matrices(x, a, p)
@@ -181,7 +182,7 @@ class Kernel(PreparedLaunches):
     def compute_forward(self, x: Arguments) -> None:
         self.start_makers(x)
         self.check_matrices(x, *x.of.matrices[:2])
-        assert (x.of.matrices[1] == 0) == (makes_scores(x) and (x.dim_k <= 64 or x.of.makers == 0))
+        assert x.of.matrices[1] != 0 or (makes_scores(x) and (x.dim_k <= 64 or x.of.makers == 0))
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)

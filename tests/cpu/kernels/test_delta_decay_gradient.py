@@ -1,4 +1,5 @@
-"""dg of the gated delta rule, with the arithmetic of the kernels: what the walks over the states round."""
+"""Why the walks over the states round as they do for dg: an emulation. The kernels' dg is tested in
+tests/gpu/test_delta_rule.py."""
 
 from __future__ import annotations
 
@@ -214,7 +215,7 @@ def draw_several(*args: Any, **options: Any) -> list[Inputs]:
     return [draw(*args, seed=seed, **options) for seed in range(3)]
 
 
-AS_BEFORE = {"consistent": False, "every": ANCHOR_CHUNKS, "sides": False}
+PLAIN = {"consistent": False, "every": ANCHOR_CHUNKS, "sides": False}
 
 
 @pytest.mark.parametrize("times", [1.0, 1e-3, 30.0])
@@ -236,7 +237,7 @@ def test_what_makes_dg_accurate(error_of_dg: Callable[..., float]) -> None:
     assert found <= error_of_dg(draws, sides=False)
     assert found <= 0.95 * error_of_dg(draws, consistent=False)
     assert found <= 0.95 * error_of_dg(draws, every=ANCHOR_CHUNKS)
-    assert found <= 0.8 * error_of_dg(draws, **AS_BEFORE)
+    assert found <= 0.8 * error_of_dg(draws, **PLAIN)
 
 
 @pytest.mark.parametrize(("forget_bias", "times"), [(3.0, 0.1), (3.0, 1e-2), (3.0, 1e-3), (0.0, 1.0)])
@@ -244,11 +245,11 @@ def test_other_gates_lose_nothing(
     forget_bias: float, times: float, error_of_dg: Callable[..., float]
 ) -> None:
     draws = draw_several(64, forget_bias=forget_bias, times=times)
-    assert error_of_dg(draws) <= 1.05 * error_of_dg(draws, **AS_BEFORE)
+    assert error_of_dg(draws) <= 1.05 * error_of_dg(draws, **PLAIN)
 
 
 def test_closed_gates(error_of_dg: Callable[..., float]) -> None:
     """Factors of 0: nothing is divided by them. What is left of dg is small, so that its error is not."""
     x = draw(64)
     draws = [x._replace(g=torch.full_like(x.g, -10.0))]
-    assert error_of_dg(draws) <= 1.05 * error_of_dg(draws, **AS_BEFORE)
+    assert error_of_dg(draws) <= 1.05 * error_of_dg(draws, **PLAIN)

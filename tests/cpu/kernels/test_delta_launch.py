@@ -119,8 +119,8 @@ def test_tensors_and_sizes(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With A and P made before the forward's walk, where it leaves no multiprocessor idle, and beside it. The
-    backward has the same ones."""
+    """With the chunk matrices made before the forward's walk, where it leaves no multiprocessor idle, and
+    beside it. The backward has the same ones."""
     if not makers:
         monkeypatch.setattr(call, "multiprocessors", lambda device: 1)
     core = draw(group=group, gate=gate, packed=packed, state=state)
@@ -466,7 +466,7 @@ def test_walkers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_makers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the multiprocessors that the forward's walk leaves idle, where these make A and P in time."""
+    """On the multiprocessors that the forward's walk leaves idle, where these are enough."""
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(Shape, "split", None)
     found = {heads: shape_of(1, 8192, heads=heads).makers for heads in (1, 16, 32)}
@@ -509,6 +509,21 @@ def test_who_makes_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (shape.makers > 0, shape.matrices) == (makers, matrices), (count, heads, dim)
         _, p, flags = shape.matrices_at(1024)
         assert (p > 0, flags > 0) == (matrices == 2, makers)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("has_makers", [False, True])
+def test_a_walk_that_does_not_make_the_scores_is_given_them(
+    dim: int, has_makers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward's walk and the mirror, which may have another number of walkers, with makers or without."""
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    if not has_makers:
+        monkeypatch.setattr(Shape, "makers", 0)
+    for heads, fixed in itertools.product(range(1, 300), (False, True)):
+        shape = shape_of(1, 4096, heads=heads, dim=dim)._replace(batch_invariant=fixed)
+        for walkers, makers in ((shape.forward_walkers, shape.makers), (shape.walkers, 0)):
+            assert shape.matrices >= split.matrices_before(dim, walkers, makers), (heads, fixed)
 
 
 @pytest.fixture

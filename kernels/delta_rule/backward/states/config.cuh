@@ -139,15 +139,12 @@ template <class C> struct ChunkScores {
 };
 
 template <class C> struct StatesMemory {
-    static constexpr int kMost = 4;
-    static constexpr int kRest = 4096;  // bytes beside tiles, with a margin
     static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierResults<C, C::kWalk>) : 0;
-    static constexpr int kFree = MAX_SHARED_MEMORY - sizeof(ChunkScores<C>) - kEarlier - kRest;
-    static constexpr int kFitting = kFree / sizeof(StatesStage<C>);
-    static constexpr int kStages = std::clamp(kFitting, 2, kMost);  // chunks in shared memory
-    static constexpr int kOfStages = kStages * (sizeof(StatesStage<C>) + sizeof(StatesGates));
-    static constexpr int kOthers = sizeof(ChunkScores<C>) + kEarlier + 512;  // 512: barriers, the task
-    static constexpr bool kHasGateRing = kOfStages + kOthers + sizeof(GateRing) <= MAX_SHARED_MEMORY;
+    static constexpr int kOthers =
+        sizeof(ChunkScores<C>) + kEarlier + sizeof(GateRing) + 512;  // 512: barriers, the task
+    static constexpr int kFitting =
+        (MAX_SHARED_MEMORY - kOthers) / (sizeof(StatesStage<C>) + sizeof(StatesGates));
+    static constexpr int kStages = std::clamp(kFitting, 2, 4);  // chunks in shared memory
 
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores;
@@ -155,12 +152,12 @@ template <class C> struct StatesMemory {
     StatesGates gates[kStages];
     semaphore arrived[kStages];                       // tiles, columns of each walker, gates
     semaphore free[kStages];                          // but for the columns, which are followed by results
-    semaphore earlier_arrived[C::kWalkers][kStages];  // results of the turn before
-    semaphore out_ready[C::kWalkers][kStages];        // results; those of the turn before are read then
+    semaphore earlier_arrived[C::kWalkers][kStages];  // what results are added to (load_earlier)
+    semaphore out_ready[C::kWalkers][kStages];        // results; the walker has read what they are added to
     semaphore out_read[kStages];                      // by the stores of all walkers
     semaphore tail_landed[3];                         // of each loading warp
     StatesTask task;
-    GateRingIf<kHasGateRing> gate_ring;
+    GateRing gate_ring;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = 2;

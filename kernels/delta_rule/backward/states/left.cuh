@@ -7,9 +7,10 @@
 //   6. Wait for dq and left; their sums per token. In later turns add those of the turn before. Then dq and
 //      left in the places of q and k.
 //   7. Wait for S; hand the stage over.
-// NOTES: where nothing decays, the operands of step 5 are those of the forward, rounded alike. So S is the
-// forward's, in which each token has made up for the errors of those before it. Else all errors add up. The
-// keys are scaled, not the writes, for the right walk's sums (sums.cuh): it has the keys in registers.
+// NOTES: where nothing decays, step 5 adds the same rounded operands as the forward, so S is the forward's,
+// where each token corrects the errors of those before it. With decay the errors add up. The decay is put on
+// the keys, not on the writes: the right walk has the keys in registers and can sum with the same rounded
+// numbers (sums.cuh).
 #pragma once
 
 #include "delta_rule/backward/states/walker.cuh"

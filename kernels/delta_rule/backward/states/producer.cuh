@@ -29,10 +29,9 @@ template <class C> __device__ inline void load_values(const StatesGlobals& g, St
 }
 
 // One warp; a lane has two tokens.
-template <class C, class Ring>
-__device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem, Ring& ring) {
+template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
     const Task& task = smem.task;
-    GatesAhead ahead(ring, g.g, g.beta, task);
+    GatesAhead ahead(smem.gate_ring, g.g, g.beta, task);
     auto load = [&](int step) { ahead.load(step, chunk_of_step<C>(task, step)); };
     for (int step = 0; step < ahead.kSteps; step++) load(step);
 #pragma unroll 1
@@ -54,14 +53,6 @@ __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem,
         arrive_warp(smem.arrived[slot]);
     }
     wait_copies();
-}
-template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
-    if constexpr (StatesMemory<C>::kHasGateRing) {
-        scan_gates(g, smem, smem.gate_ring);
-    } else {
-        GateRegisters registers;
-        scan_gates(g, smem, registers);
-    }
 }
 
 // CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
@@ -90,7 +81,7 @@ template <class C>
 __device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
-    // the left walk has q for the sums alone; without them it computes these of what lies there
+    // the left walk needs q for the sums of dg alone. Without them it sums whatever lies there and drops it
     const bool needs_queries = !C::kIsLeft || task.whole != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1]);
     auto store = [&](const ResultMaps& to, const void* tile, int walker, int chunk) {

@@ -1,6 +1,6 @@
 // A walker of the right walk (walker.cuh), backward in time: dk, its left part given. Per chunk:
-//   1. Round dS to A operands; the flow of gradient over the chunk's end where that is an anchor. Then scale
-//      dS by its decay.
+//   1. Round dS to A operands. Where the chunk's end is an anchor, compute the flow of gradient there. Then
+//      scale dS by its decay.
 //   2. Issue the products of the scores and right^T = dS writes^T; under the latter make the scores.
 //   3. Wait for the other walker's scores and for dS writes^T; scale it by rest e^{b_L - b}.
 //   4. Issue right^T += Q^T P + K^T M.

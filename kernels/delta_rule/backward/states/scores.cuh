@@ -39,9 +39,8 @@ __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, con
     store_panels<T, kChunk>(shared_address(&tile), 16 * warp, scores);
 }
 
-// Waits until all walkers are done with the step before, and so with its scores. NOTES: a walker that is
-// ahead waits here, which delays no one: the GEMMs that read the scores wait for those of the other walker,
-// too.
+// Waits until all walkers are done with the step before, and so with its scores. NOTES: this costs
+// nothing: the walker that is ahead would wait for the other one's scores in any case.
 template <class C> __device__ inline void wait_scores_read(StatesMemory<C>& smem, int step) {
     if (step == 0) return;
     const Use<StatesMemory<C>::kStages> before(step - 1);
@@ -53,4 +52,5 @@ template <class C> __device__ inline void meet_walkers() {
     fence_async_proxy();
     named_sync<128 * C::kWalkers>(NamedBarrier::scores_written);
 }
+
 }  // namespace tfla_tk::delta_rule

@@ -29,9 +29,10 @@ template <bool kExact> struct ThroughState {
     __device__ inline void pin() { asm volatile("" : "+f"(value), "+f"(squares), "+f"(exact)::"memory"); }
 };
 
-// Stores a chunk's sums of one warp, which are those of a part of 16 columns of K. The gates' kernel adds the
-// sum through the state to a flow, and then takes away the sums of the tokens, of the last one first. These
-// are made without rounded operands, so that of the last token has the difference besides.
+// Stores a chunk's sums of one warp, which are those of a part of 16 columns of K. The gates' kernel adds
+// this chunk's sum through the state to a flow and subtracts the tokens' sums from it, beginning with the
+// last token. The first has rounded operands, the others exact ones. The last token's sum gets the
+// difference, so that it cancels.
 template <bool kExact, class Product>
 __device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task, int chunk, int part,
                                   int lane, const ThroughState<kExact>& through, Product product) {

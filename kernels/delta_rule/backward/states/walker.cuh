@@ -95,17 +95,9 @@ template <class C> struct StatesWalker {
             });
         });
     }
-    __device__ static inline void scale(Tokens& result, const TokenFactors& by, float constant) {
-        const int lane = fresh_laneid();
-        each<0, kTokenSteps>([&](int j) {
-            const auto of_tokens = by.columns(j, lane);
-            each<0, 4>([&](int k) {
-                scale_in_place(result.tiles[0][j].data[k], times(of_tokens.of[k / 2], constant));
-            });
-        });
-    }
-    // Sums a result's products with `factors`, scaled and rounded as the function above does, and then scales
-    // it alike. factors(j): of the j-th 16 tokens. kSquares: with the sum of squares, which takes a register.
+    // Adds to `through` the products of a result with `factors` times by and `constant`, rounded as scale()
+    // rounds them. Then scales the result by the same. factors(j): of the j-th 16 tokens. kSquares: also the
+    // squares; that takes a register more.
     template <bool kSquares = true, class Sums, class OfTokens>
     __device__ static inline void sum_and_scale(Sums& through, Tokens& result, OfTokens factors,
                                                 const TokenFactors& by, float constant) {

@@ -83,7 +83,7 @@ class Forward:
         offsets_at = addresses.next(given=core.cu_seqlens is not None)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         borders_at = addresses.next(given=self._borders_size > 0)
-        part_at = addresses.next()
+        part_at = addresses.next(given=len(of_k) > 1)
         part_bytes = kernel.part_bytes(shape.with_offsets(offsets_at), shape.walkers) if len(of_k) > 1 else 0
         self._part_size = part_bytes // core.v.itemsize
         o = operand_at(o_at, torch.empty_like(core.v, device="meta"))

@@ -164,9 +164,9 @@ class Shape(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """That are made for the walks. Where the forward's walk makes P, the mirror does, too: without makers
-        both have as many walkers."""
-        return costs.matrices_before(self.dim_k, self.forward_walkers, self.makers)
+        """That are made for the walks: A alone where the forward's walk and the mirror make P, else both."""
+        walks = (self.forward_walkers, self.makers), (self.walkers, 0)
+        return max(costs.matrices_before(self.dim_k, *walk) for walk in walks)
 
     @property
     def is_wide(self) -> bool:
@@ -190,7 +190,7 @@ class Shape(NamedTuple):
     def forward_walkers(self) -> int:
         """Of a CTA of the forward's walk."""
         found = self._forward
-        return found.walkers if found and found.makers else self.walkers
+        return found.walkers if found and self.makers else self.walkers
 
     @property
     def _forward(self) -> costs.Forward | None:

@@ -18,9 +18,9 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 
-# microseconds, from the log of 2026-11-27, of K = V = 128: of a chunk of the forward's walk by walkers of a
-# CTA, alone and with makers beside it, and of A alone or of A and P of a chunk on a multiprocessor, before
-# the walk and beside it (A alone: K = 64)
+# microseconds per chunk, K = V = 128 (log of 2026-11-27). By walkers of a CTA: the walk alone, with makers
+# beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
+# with K = 64)
 _WALKED, _WALKED_BESIDE = {1: 1.33, 2: 2.1}, {1: 1.31, 2: 2.0}
 _MADE_BEFORE, _MADE_BESIDE = {1: 1.25, 2: 1.77}, {1: 1.6, 2: 1.55}
 # what kernels that wait for nothing else get of the memory's peak, and the most that they get, in bytes per
@@ -64,8 +64,8 @@ class Forward(NamedTuple):
 
 
 def matrices_before(dim_k: int, walkers: int, makers: int) -> int:
-    """That are made for the walks: A alone where a warpgroup of the forward's walk makes P, else both
-    (kernels/delta_rule/scores.cuh)."""
+    """How many matrices are made for a walk, the forward's or the mirror, which has no makers: A alone where
+    a warpgroup of the walk makes P, else both (kMakesScores in kernels/delta_rule/scores.cuh)."""
     has_scorer = dim_k <= 64 or (dim_k <= 128 and walkers == 2 and makers == 0)
     return 1 if has_scorer else 2
 
@@ -100,8 +100,8 @@ def forward(
         return machine.bytes_in(pairs * (2 * keys + 2 * values + matrix * matrices / 2))
 
     def made_before(matrices: int) -> float:
-        moved = machine.bytes_in(pairs * matrices * (keys + matrix))
-        return max(moved, _MADE_BEFORE[matrices] * pairs / multiprocessors)
+        of_bytes = machine.bytes_in(pairs * matrices * (keys + matrix))
+        return max(of_bytes, _MADE_BEFORE[matrices] * pairs / multiprocessors)
 
     def runs(count: int) -> Iterator[Forward]:
         ctas = pairs * -(-dims[1] // (count * WALKER_COLUMNS))
