@@ -73,7 +73,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     export_constants(m);
     export_launches(m);
     m.def("matrices", &matrices, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("g"), py::arg("beta"),
-          py::arg("matrices"), py::arg("scale"), "Prepares A of every chunk, and P where its address is not 0.");
+          py::arg("matrices"), py::arg("scale"),
+          "Prepares A of every chunk, and P where its address is not 0.");
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
           py::arg("last"), py::arg("carried"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),
