@@ -6,8 +6,8 @@
 //   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before, and free its stage.
 //   6. Wait for U' and Q S.
 //   7. Issue S^T += (beta e^{b_L - b} U'^T) K.
-//   8. Under it leave U', times `written`, rounded, for the backward, where it is wanted. Round beta U'; scale
-//      O^T by s e^b and issue O^T += (beta U'^T) P^T.
+//   8. Under it leave U', times `written`, rounded, for the backward, where it is wanted. Round beta U'; then
+//      scale O^T by s e^b and issue O^T += (beta U'^T) P^T.
 //   9. Wait for S; P U' stays in flight.
 // The chain from chunk to chunk is X, W, U', S. NOTES: the loop's edge is after step 6, where no GEMM is in
 // flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same
