@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
-from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.bench import fla
-from tfla_tk.bench.inputs import cotangent_like, delta_rule_inputs
-from tfla_tk.bench.shapes import Shape as BenchShape
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-from .conftest import TOLERANCE, forget_calls, relative_error
+from .conftest import TOLERANCE
 from .linear import (
     REPEATS,
     Normal,
@@ -362,106 +356,6 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
         assert all(torch.equal(again[name], t) for name, t in first.items())
 
 
-@pytest.fixture
-def make_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    """Has the chunk matrices made beside the walks, where the call's sizes allow it, or before them."""
-    makers = Shape.makers
-
-    def make_beside(so: bool) -> None:
-        monkeypatch.setattr(Shape, "makers", makers if so else 0)
-        forget_calls()
-
-    yield make_beside
-    forget_calls()
-
-
-def shape_of(x: Tensors) -> Shape:
-    """Sizes of a call."""
-    (batch, seq, heads, dim_v), (*_, key_heads, dim_k) = x["v"].shape, x["q"].shape
-    offsets, half = x.get("cu_seqlens"), x["q"].dtype == torch.float16
-    count = batch if offsets is None else len(offsets) - 1
-    slots = -(-seq // 64) if offsets is None else seq // 64 + count
-    sizes = (count, slots, batch, heads, seq, dim_k, dim_v, heads // key_heads)
-    return Shape(*sizes, half, 0, offsets is not None, offsets is not None)
-
-
-def both(x: Tensors) -> Tensors:
-    return run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48), (128, 256)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_makers_beside_the_walks_change_no_bit(
-    packed: bool, dims: tuple[int, int], dtype: torch.dtype, make_beside: Callable[[bool], None]
-) -> None:
-    lengths = [0, 900, 1, 64, 2500, 65, 0]
-    if packed:
-        x = draw(1, sum(lengths), 1, 2, dims, dtype, sequences=len(lengths))
-        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
-    else:
-        x = draw(2, 2500, 4, 8, dims, dtype)
-    make_beside(False)
-    expected = both(x)
-    make_beside(True)
-    for _ in range(REPEATS):
-        assert_equal(both(x), expected)
-
-
-def test_makers_beside_two_walkers_change_no_bit(
-    dtype: torch.dtype, make_beside: Callable[[bool], None]
-) -> None:
-    """Of 64 walks, which leave about half of the multiprocessors to makers; and of several lengths."""
-    lengths = [0, 900, 1, 64, 1500, 65, 700, 3] * 2
-    packed = draw(1, sum(lengths), 1, 4, (128, 128), dtype, sequences=len(lengths))
-    packed["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
-    for x in (draw(4, 1000, 8, 16, (128, 128), dtype), packed):
-        make_beside(False)
-        expected = both(x)
-        make_beside(True)
-        shape = shape_of(x)
-        assert shape.makers > 0 and shape.forward_walkers == 2
-        for _ in range(REPEATS):
-            assert_equal(both(x), expected)
-
-
-def test_a_graph_replays_makers(make_beside: Callable[[bool], None]) -> None:
-    """Each time the flags of the chunks are cleared."""
-    x, other = draw(1, 3000, 8, 16), draw(1, 3000, 8, 16, seed=1)
-    make_beside(False)
-    expected = [run(given, function=chunk_gated_delta_rule) for given in (other, x)]
-    make_beside(True)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(x, function=chunk_gated_delta_rule)
-    graph = torch.cuda.CUDAGraph()
-    kept = {name: t.clone() for name, t in x.items()}
-    with torch.cuda.graph(graph, stream=stream):
-        found = run(x, function=chunk_gated_delta_rule)
-    for n in range(REPEATS):
-        for name, t in (kept if n % 2 else other).items():
-            x[name].copy_(t)
-        graph.replay()
-        assert_equal(found, expected[n % 2])
-
-
-def test_makers_on_several_streams(make_beside: Callable[[bool], None]) -> None:
-    """Their walks together have more CTAs than there are multiprocessors."""
-    x = draw(1, 4000, 16, 32)
-    make_beside(False)
-    expected = run(x, function=chunk_gated_delta_rule)
-    make_beside(True)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(run(x, function=chunk_gated_delta_rule))
-    torch.cuda.synchronize()
-    for one in found:
-        assert_equal(one, expected)
-
-
 def test_many_heads() -> None:
     """As many that two walkers share a CTA."""
     check(draw(4, 200, 80))
@@ -535,76 +429,9 @@ def test_torch_compile() -> None:
     assert all(torch.equal(found[name], t) for name, t in expected.items())
 
 
-@pytest.mark.usefixtures("hardly_tuned")
-def test_no_less_accurate_than_triton() -> None:
-    x = draw(2, 500, states=False)
-    truth = run(exact(x), "reference", chunk_gated_delta_rule)["o"]
-    errors = {
-        backend: (run(x, backend, chunk_gated_delta_rule)["o"].double() - truth).norm() / truth.norm()
-        for backend in ("tk", "triton")
-    }
-    assert errors["tk"] <= 1.05 * errors["triton"], errors
-
-
-def draw_as_measured(
-    seq: int, heads: int, dims: tuple[int, int], forget_bias: float = 3.0
-) -> tuple[Tensors, list[Tensor]]:
-    """Inputs of the gated delta rule as the benchmark draws them, gradients of o and of the last state."""
-    shape = BenchShape(B=1, T=seq, H=heads, K=dims[0], V=dims[1])
-    x = delta_rule_inputs(shape, torch.bfloat16, torch.device("cuda"), forget_bias=forget_bias)
-    return x, [cotangent_like(x["v"], 0), torch.zeros(1, heads, *dims, device="cuda")]
-
-
-# errors of dg that fla 0.6.0 has at 4 x 4,096 tokens (bench/results)
-@pytest.mark.parametrize(
-    ("heads", "dims", "of_fla"),
-    [(32, (64, 64), 3.53e-3), (30, (96, 192), 3.45e-3), (24, (256, 512), 3.30e-3)],
-    ids=str,
-)
-def test_dg_is_no_less_accurate_than_what_is_on_record(
-    heads: int, dims: tuple[int, int], of_fla: float
-) -> None:
-    x, given = draw_as_measured(4096, heads, dims)
-    found = train(x, function=chunk_gated_delta_rule, given=given)["dg"]
-    truth = train(exact(x), "reference", chunk_gated_delta_rule, [t.double() for t in given])["dg"]
-    assert relative_error(found, truth) <= 1.02 * of_fla
-
-
-@pytest.mark.usefixtures("hardly_tuned")
-@pytest.mark.parametrize("forget_bias", [0.0, 2.0, 3.0])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 192)], ids="{0[0]}_{0[1]}".format)
-def test_gradients_are_no_less_accurate_than_triton(dims: tuple[int, int], forget_bias: float) -> None:
-    pytest.importorskip("fla")
-    x, given = draw_as_measured(2048, 16, dims, forget_bias)
-
-    def of_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        return fla.call("chunk_gated_delta_rule", q, k, v, g, beta, output_final_state=True)
-
-    # fla refuses this backward where its Triton may be wrong: a wrong gradient is no bound
-    with fla.lifted_guard("chunk_gated_delta_rule"):
-        theirs = train(x, function=of_fla, given=given)
-    found = train(x, function=chunk_gated_delta_rule, given=given)
-    truth = train(exact(x), "reference", chunk_gated_delta_rule, [t.double() for t in given])
-    errors = {name: [relative_error(y[name], t) for y in (found, theirs)] for name, t in truth.items()}
-    assert not {name: pair for name, pair in errors.items() if not pair[0] <= 1.02 * pair[1]}
-
-
 def test_auto_takes_the_kernels() -> None:
     x = draw()
     assert tfla_tk.which(chunk_gated_delta_rule, **x).backend == "tk"
     leaves = {name: t.requires_grad_() for name, t in x.items()}
     assert tfla_tk.which(chunk_gated_delta_rule, **leaves).backend == "tk"
     assert tfla_tk.which(chunk_gated_delta_rule, **exact(x)).backend == "reference"
-
-
-@pytest.mark.sanitize
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 192)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("beside", [False, True])
-def test_small_launches(dims: tuple[int, int], beside: bool, make_beside: Callable[[bool], None]) -> None:
-    """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
-    forget_calls()
-    make_beside(beside)
-    x = draw(1, 450, 1, 2, dims)
-    found = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-    torch.cuda.synchronize()
-    assert all(t.isfinite().all() for t in found.values())

@@ -1,5 +1,5 @@
 """Why the walks over the states round as they do for dg: an emulation. The kernels' dg is tested in
-tests/gpu/test_delta_rule.py."""
+tests/gpu/test_delta_accuracy.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,127 @@
+"""Makers of the chunk matrices beside the forward's walk of the delta rule, and small launches with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tfla_tk import chunk_gated_delta_rule
+from tfla_tk.backends.tk.delta_rule.call import Shape
+from tfla_tk.calls.delta_rule import DeltaRuleCore
+
+from .conftest import forget_calls
+from .linear import REPEATS, Tensors, assert_equal, run, train
+from .test_delta_rule import draw
+
+
+@pytest.fixture
+def make_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
+    """Has the chunk matrices made beside the walks, where the call's sizes allow it, or before them."""
+    makers = Shape.makers
+
+    def make_beside(so: bool) -> None:
+        monkeypatch.setattr(Shape, "makers", makers if so else 0)
+        forget_calls()
+
+    yield make_beside
+    forget_calls()
+
+
+def shape_of(x: Tensors) -> Shape:
+    """Sizes of a call."""
+    options: dict[str, Any] = {"cu_seqlens": None, "batch_invariant": False}
+    return Shape.of(cast(DeltaRuleCore, SimpleNamespace(**{**options, **x})))
+
+
+def both(x: Tensors) -> Tensors:
+    return run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48), (128, 256)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_makers_beside_the_walks_change_no_bit(
+    packed: bool, dims: tuple[int, int], dtype: torch.dtype, make_beside: Callable[[bool], None]
+) -> None:
+    lengths = [0, 900, 1, 64, 2500, 65, 0]
+    if packed:
+        x = draw(1, sum(lengths), 1, 2, dims, dtype, sequences=len(lengths))
+        x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
+    else:
+        x = draw(2, 2500, 4, 8, dims, dtype)
+    make_beside(False)
+    expected = both(x)
+    make_beside(True)
+    for _ in range(REPEATS):
+        assert_equal(both(x), expected)
+
+
+def test_makers_beside_two_walkers_change_no_bit(
+    dtype: torch.dtype, make_beside: Callable[[bool], None]
+) -> None:
+    """Of 64 walks, which leave about half of the multiprocessors to makers; and of several lengths."""
+    lengths = [0, 900, 1, 64, 1500, 65, 700, 3] * 2
+    packed = draw(1, sum(lengths), 1, 4, (128, 128), dtype, sequences=len(lengths))
+    packed["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
+    for x in (draw(4, 1000, 8, 16, (128, 128), dtype), packed):
+        make_beside(False)
+        expected = both(x)
+        make_beside(True)
+        shape = shape_of(x)
+        assert shape.makers > 0 and shape.forward_walkers == 2
+        for _ in range(REPEATS):
+            assert_equal(both(x), expected)
+
+
+def test_a_graph_replays_makers(make_beside: Callable[[bool], None]) -> None:
+    """Each time the flags of the chunks are cleared."""
+    x, other = draw(1, 3000, 8, 16), draw(1, 3000, 8, 16, seed=1)
+    make_beside(False)
+    expected = [run(given, function=chunk_gated_delta_rule) for given in (other, x)]
+    make_beside(True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(x, function=chunk_gated_delta_rule)
+    graph = torch.cuda.CUDAGraph()
+    kept = {name: t.clone() for name, t in x.items()}
+    with torch.cuda.graph(graph, stream=stream):
+        found = run(x, function=chunk_gated_delta_rule)
+    for n in range(REPEATS):
+        for name, t in (kept if n % 2 else other).items():
+            x[name].copy_(t)
+        graph.replay()
+        assert_equal(found, expected[n % 2])
+
+
+def test_makers_on_several_streams(make_beside: Callable[[bool], None]) -> None:
+    """Their walks together have more CTAs than there are multiprocessors."""
+    x = draw(1, 4000, 16, 32)
+    make_beside(False)
+    expected = run(x, function=chunk_gated_delta_rule)
+    make_beside(True)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(run(x, function=chunk_gated_delta_rule))
+    torch.cuda.synchronize()
+    for one in found:
+        assert_equal(one, expected)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 192)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("beside", [False, True])
+def test_small_launches(dims: tuple[int, int], beside: bool, make_beside: Callable[[bool], None]) -> None:
+    """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""
+    forget_calls()
+    make_beside(beside)
+    x = draw(1, 450, 1, 2, dims)
+    found = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+    torch.cuda.synchronize()
+    assert all(t.isfinite().all() for t in found.values())
