@@ -111,6 +111,20 @@ struct WalkTask : Task {
     }
 };
 
+// Barriers of a stage of a walk: `arrived` stands for all of a chunk, `for_scorer` for q, k and the gates.
+// Without a scorer these arrive on `arrived`, with one the scorer's warps do, after it has waited for them.
+template <class C, class Memory> __device__ inline semaphore& tiles_arrived(Memory& smem, int slot) {
+    return C::kHasScorer ? smem.for_scorer[slot] : smem.arrived[slot];
+}
+// columns: tiles that the walkers have for themselves.
+template <class C, class Memory> __device__ inline void init_arrivals(Memory& smem, int slot, int columns) {
+    constexpr int kOfTiles = 2 + kArrivalsPerWarp;  // keys, queries; gates
+    constexpr int kOfMatrices = 1;
+    init_semaphore(smem.for_scorer[slot], kOfTiles);
+    init_semaphore(smem.arrived[slot],
+                   kOfMatrices + columns + (C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles));
+}
+
 // Whether a border between segments lies before a chunk of a task, which is not the first one. The segments
 // of a split begin at such borders.
 __device__ inline bool is_border(int chunk) { return chunk % kSegmentChunks == 0; }

@@ -1,4 +1,4 @@
-// Launches of the forward and of its mirror that take some channels of K each, as Python passes them.
+// A launch of the forward or of its mirror, as Python passes it. It may take some channels of K alone.
 #pragma once
 
 #include "channel_gate/bindings/tuples.h"
@@ -8,9 +8,24 @@ namespace tfla_tk {
 // of a launch: channels of the others, address of the part, whether it is the first one, the last one
 using SliceOfKTuple = std::tuple<int, std::int64_t, bool, bool>;
 
-inline void take_slice(GlaForwardParams& x, const std::optional<SliceOfKTuple>& slice) {
+inline void place(GlaForwardParams& x, const Addresses& at) {
+    at.all(x.shape.cut.offsets, x.q, x.k, x.v, x.o, x.g, x.initial, x.last);
+    at.all(x.borders, x.part);
+}
+
+// Prepares it. Names are the forward's; the mirror has dO, dV, d_last and d_initial in the places of v, o,
+// initial and last.
+template <auto kLaunch>
+std::unique_ptr<Launch> prepared_walk(const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k,
+                                      const OperandTuple& v, const OperandTuple& o, const OperandTuple& g,
+                                      int g_dtype, std::int64_t initial, std::int64_t last, float scale,
+                                      int walkers, std::int64_t borders,
+                                      const std::optional<SliceOfKTuple>& slice) {
     const auto [others, part, is_first, is_last] = slice.value_or(SliceOfKTuple{0, 0, true, true});
-    x.other_dim_k = others, x.part = pointer(part), x.is_first = is_first, x.is_last = is_last;
+    return prepared<kLaunch>(GlaForwardParams{shape(of), operand(q), operand(k), operand(v), operand(o),
+                                              operand(g), static_cast<DType>(g_dtype), pointer(initial),
+                                              pointer(last), scale, walkers, pointer(borders), others,
+                                              pointer(part), is_first, is_last});
 }
 
 inline void export_part_bytes(pybind11::module_& m) {

@@ -38,7 +38,7 @@ struct MirrorGlobals : WalkGlobals {
 
 // Factors of a chunk's tokens.
 template <class C> struct MirrorGates {
-    [[no_unique_address]] std::conditional_t<C::kHasScorer, Log2Decay, Nothing> log2_decay;
+    [[no_unique_address]] Log2DecayIf<C::kHasScorer> log2_decay;
     TokenFactors update;  // e^{b_L - b}
     TokenFactors out;     // s e^b
     TokenFactors beta;
@@ -71,19 +71,11 @@ template <class C> struct MirrorMemory {
     GateRingIf<C::kHasGateRing> gate_ring;
 
     __device__ inline MirrorGates<C>& gates_of(int slot) { return gates[slot]; }
-    // Where keys, queries and gates arrive.
-    __device__ inline semaphore& tiles_arrived(int slot) {
-        return C::kHasScorer ? for_scorer[slot] : arrived[slot];
-    }
 
     __device__ inline void init_barriers() {
-        constexpr int kTileArrivals = 2 + kArrivalsPerWarp;  // keys, queries; gates
-        // of the scorer, or of the tiles themselves
-        constexpr int kLastArrivals = C::kHasScorer ? 4 * kArrivalsPerWarp : kTileArrivals;
         constexpr int kColumns = C::kStatesAlone ? 1 : 2;  // dO, writes
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(for_scorer[i], kTileArrivals);
-            init_semaphore(arrived[i], 1 + kColumns * C::kWalkers + kLastArrivals);  // the matrices, columns
+            init_arrivals<C>(*this, i, kColumns * C::kWalkers);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : out_ready)

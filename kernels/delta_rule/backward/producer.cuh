@@ -16,7 +16,7 @@ template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, Mir
         const int chunk = task.chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
-        semaphore& arrived = smem.tiles_arrived(slot);
+        semaphore& arrived = tiles_arrived<C>(smem, slot);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
@@ -48,7 +48,7 @@ __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem,
         gates.beta.write(lane, x);
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
         if (lane == 0) gates.decay = decays.whole;
-        arrive_warp(smem.tiles_arrived(slot));
+        arrive_warp(tiles_arrived<C>(smem, slot));
     }
     wait_copies();
 }

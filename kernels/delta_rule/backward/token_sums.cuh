@@ -10,7 +10,7 @@ namespace tfla_tk::delta_rule {
 // product(j, k): of the pair of tokens that this lane has in data[k] of the j-th 16. finish(token, sum): what
 // is stored of a sum.
 template <class Product, class Finish>
-__device__ inline void finish_token_sums(float* sums, int tokens, int lane, Product product, Finish finish) {
+__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product, Finish finish) {
     float x[kChunk / 4];  // pairs of tokens of 16 j + 8 half: place 4 j + 2 half
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
@@ -35,12 +35,6 @@ __device__ inline void finish_token_sums(float* sums, int tokens, int lane, Prod
     const int token = lane / 4 * 8 + 2 * (lane % 4);
     if (token < tokens) sums[token] = finish(token, x[0]);
     if (token + 1 < tokens) sums[token + 1] = finish(token + 1, x[1]);
-}
-
-// The same; factor(token): of a sum.
-template <class Product, class Factor>
-__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product, Factor factor) {
-    finish_token_sums(sums, tokens, lane, product, [&](int token, float x) { return factor(token) * x; });
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -142,7 +142,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
                     const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
                     return float2{u.x * dy.x, u.y * dy.y};
                 },
-                [&](int token) { return 1.f / written_part(gates.beta.of(token)); });
+                [&](int token, float sum) { return 1.f / written_part(gates.beta.of(token)) * sum; });
         each<0, kTokenSteps>([&](int j) {
             const auto factors = gates.beta.columns(j, fresh_laneid());
             each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });

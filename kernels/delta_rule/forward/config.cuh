@@ -14,7 +14,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> 
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, kMakerWarpgroups>;
-    static constexpr int kWalkWarpgroups = 1 + kWalkers + kHasScorer;  // warpgroups
+    static constexpr int kWalkWarpgroups = 1 + kWalkers + kHasScorer;
     static constexpr int kWarpgroups = std::max(kWalkWarpgroups, kMakerWarpgroups),
                          kThreads = 128 * kWarpgroups;
     static constexpr int kStages = kIsWide ? 2 : 3;  // chunks in shared memory
@@ -44,7 +44,7 @@ struct ForwardGlobals : WalkGlobals {
 
 // Factors of a chunk's tokens.
 template <class C> struct ForwardGates {
-    [[no_unique_address]] std::conditional_t<C::kHasScorer, Log2Decay, Nothing> log2_decay;
+    [[no_unique_address]] Log2DecayIf<C::kHasScorer> log2_decay;
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
     TokenFactors beta;
@@ -74,18 +74,10 @@ template <class C> struct ForwardMemory {
     WalkTask task;
 
     __device__ inline ForwardGates<C>& gates_of(int slot) { return stages[slot].gates; }
-    // Where keys, queries and gates arrive.
-    __device__ inline semaphore& tiles_arrived(int slot) {
-        return C::kHasScorer ? for_scorer[slot] : arrived[slot];
-    }
 
     __device__ inline void init_barriers() {
-        constexpr int kTileArrivals = 2 + kArrivalsPerWarp;  // keys, queries; gates
-        // of the scorer, or of the tiles themselves
-        constexpr int kLastArrivals = C::kHasScorer ? 4 * kArrivalsPerWarp : kTileArrivals;
         for (int i = 0; i < C::kStages; i++) {
-            init_semaphore(for_scorer[i], kTileArrivals);
-            init_semaphore(arrived[i], 1 + C::kWalkers + kLastArrivals);  // the matrices, values
+            init_arrivals<C>(*this, i, C::kWalkers);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (int walker = 0; walker < C::kWalkers; walker++) {

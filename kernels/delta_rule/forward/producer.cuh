@@ -15,7 +15,7 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [slot, phase] = Use<C::kStages>(chunk);
         ForwardStage<C>& stage = smem.stages[slot];
-        semaphore& arrived = smem.tiles_arrived(slot);
+        semaphore& arrived = tiles_arrived<C>(smem, slot);
         wait_free(smem.free[slot], phase);
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
@@ -50,7 +50,7 @@ template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, Fo
         gates.written.write(lane, written_part(x));
         gates.update.write(lane, {x.x * kept.x, x.y * kept.y});
         if (lane == 0) gates.decay = decays.whole;
-        arrive_warp(smem.tiles_arrived(slot));
+        arrive_warp(tiles_arrived<C>(smem, slot));
     }
     wait_copies();
 }

@@ -42,11 +42,11 @@ __device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task
     const int tokens = task.tokens - chunk * kChunk;
     if constexpr (kExact) {
         const float rounding = value - warp_sum(through.exact);
-        finish_token_sums(sums, tokens, lane, product, [&](int token, float x) {
+        store_token_sums(sums, tokens, lane, product, [&](int token, float x) {
             return token == min(tokens, kChunk) - 1 ? x + rounding : x;
         });
     } else {
-        finish_token_sums(sums, tokens, lane, product, [](int, float x) { return x; });
+        store_token_sums(sums, tokens, lane, product, [](int, float x) { return x; });
     }
 }
 
