@@ -265,17 +265,11 @@ class LinearOps:
         return out
 
     def _bwd_cpu(self, *args: Any) -> tuple[Tensor, ...]:
-        count = self._count
-        inputs, (do, dht), rest = args[:count], args[count : count + 2], args[count + 2 :]
-        return self._reference_bwd(inputs, do, dht, *rest[:-1], CHUNK, rest[-1])
+        inputs, do, dht, (*options, needs_gates) = self._split_backward(args)
+        return self._reference_bwd(inputs, do, dht, *options, CHUNK, needs_gates)
 
     def _packed_bwd(self, *args: Any) -> tuple[Tensor, ...]:
-        count = self._count
-        inputs, (do, dht), (*options, chunk_size, needs_gates) = (
-            args[:count],
-            args[count : count + 2],
-            args[count + 2 :],
-        )
+        inputs, do, dht, (*options, chunk_size, needs_gates) = self._split_backward(args)
         return self._reference_bwd(inputs, do, dht, *options, "auto", chunk_size, needs_gates)
 
     def _reference_bwd(
@@ -295,12 +289,7 @@ class LinearOps:
         return o, present(last, o)
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
-        count = self._count
-        inputs, (do, dht), (*options, needs_gates) = (
-            args[:count],
-            args[count : count + 2],
-            args[count + 2 :],
-        )
+        inputs, do, dht, (*options, needs_gates) = self._split_backward(args)
         core = self.family.core(*inputs, *options)
         found = self.family.kernels().backward(core, None, do, dht, needs_gates=needs_gates)
         return tuple(present(x, do) for x in found)
@@ -329,6 +318,11 @@ class LinearOps:
         """The core of an op's arguments, and what follows it."""
         count = self._count + len(self.family.options) + 1
         return self.family.core(*args[:count]), args[count:]
+
+    def _split_backward(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, MaybeTensor, Any]:
+        """The inputs of a backward op's arguments, do, dht, and what follows these."""
+        count = self._count
+        return args[:count], args[count], args[count + 1], args[count + 2 :]
 
     # Autograd
 
@@ -373,7 +367,7 @@ class LinearOps:
         if not autograd.is_plain_backward((*tensors, *kept), grads):
             found: Sequence[MaybeTensor] = self.bwd(*tensors, *options_of_core, needs)
             return found
-        inputs, (do, dht) = tensors[: self._count], tensors[self._count :]
+        inputs, do, dht, _ = self._split_backward(tensors)
         found = kernels.backward(
             self.family.core(*inputs, *options_of_core),
             None if left is None else Kept(kept, left.layout),
