@@ -2,15 +2,18 @@
 // walkers come to it. So P is neither stored nor loaded, and q is loaded once.
 //   1. Wait for q, k and the log decay of a chunk.
 //   2. Q K^T.
-//   3. Multiply by s e^{b_i - b_j}, round, write P to the stage. Arrive on the walkers' barrier. They wait
-//   for
-//      it alone: it stands for q, k and the gates, too.
+//   3. Multiply by s e^{b_i - b_j}, round, write P to the stage.
+//   4. In a mirror that makes the right part of dk the same with dO U^T, the scores of the reads.
+//   5. Arrive on the walkers' barrier. They wait for it alone: it stands for what the scorer has waited for,
+//      too.
 #pragma once
 
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
+
+template <class C> constexpr bool kMakesReads = requires { requires C::kMakesRight; };
 
 template <class C, class Globals, class Memory>
 __device__ inline void make_scores(const Globals& g, Memory& smem) {
@@ -35,9 +38,18 @@ __device__ inline void make_scores(const Globals& g, Memory& smem) {
             pin(scores);
             gates.apply(scores, 0, tokens);
             store_panels<T, kChunk>(shared_address(&stage.p), 16 * warp, scores, first_key / 16);
+            if constexpr (kMakesReads<C>) {  // 4
+                using Values = typename C::Values;
+                issue_scores<T, C::kDimV>(scores, reinterpret_cast<const Values&>(stage.douts),
+                                          reinterpret_cast<const Values&>(stage.writes), first_key);
+                warpgroup::mma_async_wait<0>();
+                pin(scores);
+                gates.template apply_to_writes<false>(scores, smem.gates_of(slot).rest);
+                store_panels<T, kChunk>(shared_address(&stage.reads), 16 * warp, scores, first_key / 16);
+            }
         }
         fence_async_proxy();
-        arrive_warp(smem.arrived[slot]);
+        arrive_warp(smem.arrived[slot]);  // 5
     }
 }
 

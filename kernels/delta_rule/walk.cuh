@@ -84,6 +84,11 @@ struct Task {
     }
 };
 
+// The first column of a walker of a CTA.
+__device__ inline int column_of_walker(const Task& task, int walker) {
+    return task.column + walker * kWalkerColumns;
+}
+
 // The task of a walk of the forward or the mirror, and its states. C::kBackward: it is the mirror.
 // C::kStatesAlone: it makes those that are carried over the segments of a split.
 struct WalkTask : Task {
@@ -116,13 +121,14 @@ struct WalkTask : Task {
 template <class C, class Memory> __device__ inline semaphore& tiles_arrived(Memory& smem, int slot) {
     return C::kHasScorer ? smem.for_scorer[slot] : smem.arrived[slot];
 }
-// columns: tiles that the walkers have for themselves.
-template <class C, class Memory> __device__ inline void init_arrivals(Memory& smem, int slot, int columns) {
+// columns: tiles that the walkers have for themselves; of_scorer: those of them that the scorer reads.
+template <class C, class Memory>
+__device__ inline void init_arrivals(Memory& smem, int slot, int columns, int of_scorer = 0) {
     constexpr int kOfTiles = 2 + kArrivalsPerWarp;  // keys, queries; gates
     constexpr int kOfMatrices = 1;
-    init_semaphore(smem.for_scorer[slot], kOfTiles);
+    init_semaphore(smem.for_scorer[slot], kOfTiles + of_scorer);
     init_semaphore(smem.arrived[slot],
-                   kOfMatrices + columns + (C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles));
+                   kOfMatrices + columns - of_scorer + (C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles));
 }
 
 // Whether a border between segments lies before a chunk of a task, which is not the first one. The segments

@@ -5,6 +5,8 @@
 //                   columns of V):
 //     producer      loads q, k, dO, the writes, A and, without a scorer, P; scans the gates; stores dV
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
+//                   With two walkers and 64 < K <= 128 these may also make the right part of dk
+//                   (right_part.cuh), for which there is no right walk then
 //     scorer        makes P where K and the walkers allow it (kMakesScores), also where the forward has kept
 //                   one (scorer.cuh)
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
@@ -50,12 +52,8 @@ __global__ __launch_bounds__(C::kThreads,
             load_tiles(g, smem);
         else if (warp == 1)
             scan_gates(g, smem);
-        else if (warp - 2 < C::kWalkers) {
-            if constexpr (C::kStatesAlone)
-                load_output_gradients(g, smem, warp - 2);
-            else
-                load_columns_and_store_gradients(g, smem, warp - 2);
-        }
+        else if (!C::kStatesAlone && warp - 2 < C::kWalkers)
+            store_gradients(g, smem, warp - 2);
     } else if (C::kHasScorer && warpgroup_id > C::kWalkers) {
         set_registers<C::kScorerRegisters, C::kThreads, 1>();
         if constexpr (C::kHasScorer) make_scores<C>(g, smem);
@@ -66,6 +64,28 @@ __global__ __launch_bounds__(C::kThreads,
         else
             walk_mirror(g, smem, warpgroup_id - 1);
     }
+}
+
+template <class C> RightGlobals right_globals(const OperandMaps& maps, const DeltaMirrorParams& p) {
+    const DeltaShape& s = p.shape;
+    const std::int64_t heads = static_cast<std::int64_t>(s.batch) * s.heads;
+    const int slices = (s.dim_v + C::kDimV - 1) / C::kDimV, slots = slots_of(s);
+    auto boxes = [&](int rows) {
+        // NOTES: maps of what a walk does not use are of something else
+        if constexpr (!C::kMakesRight) return maps.of_keys(p.k);
+        return TensorMap(p.right.dk, s.batch, s.heads * slices, s.seq, s.dim_k, rows, s.half);
+    };
+    return {boxes(kChunk),
+            boxes(kBoxRows),
+            boxes(1),
+            slices,
+            (s.dim_k + 15) / 16,
+            anchor_slots(slots, kDeltaAnchorChunks),
+            heads * s.seq,
+            heads * slots,
+            p.right.whole,
+            p.right.inter,
+            static_cast<uint4*>(p.right.anchors)};
 }
 
 template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
@@ -82,6 +102,7 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         maps.of_values(dv, 1),
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
+        right_globals<C>(maps, p),
     };
     launch<delta_mirror_kernel<C>, sizeof(MirrorMemory<C>)>(g, walk_grid(g, "delta_mirror"), C::kThreads,
                                                             p.shape.device, stream, "delta_mirror");
@@ -89,13 +110,26 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if (p.states_alone) {
+    if (p.right.dk.data) {
+        if constexpr (TFLA_DIM_K == 128) {
+            if (p.walkers != 2 || p.carried)
+                throw std::runtime_error(
+                    "delta_mirror: two walkers of whole sequences make the right part of dk");
+            if (p.right.whole)
+                launch_mirror<MirrorConfig<T, 128, 2, kSchedule, MirrorMakes::right_part_and_sums>>(p,
+                                                                                                    stream);
+            else
+                launch_mirror<MirrorConfig<T, 128, 2, kSchedule, MirrorMakes::right_part>>(p, stream);
+        } else {
+            throw std::runtime_error("delta_mirror: the right part of dk is made for 64 < K <= 128");
+        }
+    } else if (p.states_alone) {
         if constexpr (TFLA_DIM_K > 128)
             throw std::runtime_error("delta_mirror: no split where K > 128");
         else if (p.walkers == 1)
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, true>>(p, stream);
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, MirrorMakes::states>>(p, stream);
         else
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, true>>(p, stream);
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, MirrorMakes::states>>(p, stream);
     } else if (p.walkers == 1)
         launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
     else

@@ -1,22 +1,30 @@
 // Tiles, warpgroup roles and shared memory of the backward's mirror walk.
 #pragma once
 
+#include "delta_rule/bindings/params_states.h"
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
 
-// kNothingElse: the walk leaves nothing but states, for the split of sequences.
-template <class Type, int kDim, int kCount, Schedule kOrder, bool kNothingElse = false> struct MirrorConfig {
+// What a mirror walk makes: nothing but states, for the split of sequences; the gradients of the values; also
+// the right part of dk (right_part.cuh), for which it may leave the sums for dg.
+enum class MirrorMakes { states, values, right_part, right_part_and_sums };
+
+template <class Type, int kDim, int kCount, Schedule kOrder, MirrorMakes kWhat = MirrorMakes::values>
+struct MirrorConfig {
     using T = Type;
-    static constexpr int kDimK = kDim, kWalkers = kCount;
-    static constexpr bool kBackward = true, kStatesAlone = kNothingElse;
+    static constexpr int kDimK = kDim, kWalkers = kCount, kDimV = kWalkers * kWalkerColumns;
+    static constexpr bool kBackward = true, kStatesAlone = kWhat == MirrorMakes::states;
+    static constexpr bool kMakesSums = kWhat == MirrorMakes::right_part_and_sums;
+    static constexpr bool kMakesRight = kMakesSums || kWhat == MirrorMakes::right_part;
     static constexpr Schedule kSchedule = kOrder;
     static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, 0>;
     static constexpr int kWarpgroups = 1 + kWalkers + kHasScorer, kThreads = 128 * kWarpgroups;
     // chunks in shared memory
     static constexpr int kStages = kDimK == 64 || (kWalkers == 1 && !kIsWide) || kStatesAlone ? 3 : 2;
     static_assert(!(kIsWide && kStatesAlone), "the wide walker makes dV");
+    static_assert(!kMakesRight || (kDimK == 128 && kWalkers == 2), "a walker makes 64 columns of dk");
     static constexpr bool kHasGateRing = !(kIsWide && kWalkers == 2);  // else it would not fit
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kProducerRegisters = 40, kScorerRegisters = 56;
@@ -24,9 +32,25 @@ template <class Type, int kDim, int kCount, Schedule kOrder, bool kNothingElse =
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kHasScorer * kScorerRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
 
+    static constexpr int kAnchorUnits = kDimV / 16 * 32;  // of 16 bytes, of 16 rows of a state
+
     using Tile = PanelTile<T, kChunk, kDimK>;
+    using Values = PanelTile<T, kChunk, kDimV>;  // of all walkers
     using Square = PanelTile<T, kChunk, kChunk>;
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
+};
+
+// Of a walk that makes the right part of dk; fields as in bindings/params_states.h.
+struct RightGlobals {
+    TensorMap dk, dk_box, dk_row;  // boxes of a chunk, of 16 rows and of one; a head for every slice
+    int slices, part_count;        // of V; of the sums, over 16 columns of K each, in a slice
+    int anchor_slots;              // per head
+    int64_t rows, chunk_sums;      // elements of a part of `whole`, of `inter`
+    float* whole;
+    FlowSum* inter;
+    uint4* anchors;
+
+    __device__ inline int parts() const { return slices * part_count; }
 };
 
 struct MirrorGlobals : WalkGlobals {
@@ -34,10 +58,43 @@ struct MirrorGlobals : WalkGlobals {
     TensorMap dv, dv_box, dv_row;  // boxes of a chunk, of 16 rows and of one
     float* dbeta;
     int64_t dbeta_part;  // elements from one part's to the next one's
+    RightGlobals right;
+};
+
+// The task of a walk that makes the right part of dk, and where the sums of its head go; null where none are
+// wanted.
+struct RightTask : WalkTask {
+    int slice, first_part;          // of V; of the sums
+    int first_anchor, last_anchor;  // chunks that may have an anchor before them
+    float* whole;                   // of its first token
+    FlowSum* inter;                 // of its first chunk
+    uint4* anchors;                 // of the head's first anchor
+
+    // Called by whole warps.
+    template <class C> __device__ static inline RightTask of_block(const MirrorGlobals& g, int block) {
+        const RightGlobals& right = g.right;
+        const WalkTask task = WalkTask::of_block<C>(g, block);
+        const int slice = task.column / C::kDimV;
+        RightTask found{task, slice, slice * right.part_count, 0, -1, nullptr, nullptr, nullptr};
+        if constexpr (!C::kMakesSums) return found;
+        const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
+        found.first_anchor = 1, found.last_anchor = task.chunks - 1;
+        found.whole = right.whole + head * g.seq + task.first_row;
+        found.inter = right.inter + head * g.slots + task.first_slot;
+        found.anchors = right.anchors + head * right.anchor_slots * right.parts() * C::kAnchorUnits;
+        return found;
+    }
+};
+
+// Factors of a chunk's tokens, of a walk that makes the right part of dk.
+template <class C, bool kMakesRight = C::kMakesRight> struct RightGates {};
+template <class C> struct RightGates<C, true> {
+    TokenFactors right;  // e^{b_L - b}, times the rest of beta
+    float rest[kChunk];
 };
 
 // Factors of a chunk's tokens.
-template <class C> struct MirrorGates {
+template <class C> struct MirrorGates : RightGates<C> {
     [[no_unique_address]] Log2DecayIf<C::kHasScorer> log2_decay;
     TokenFactors update;  // e^{b_L - b}
     TokenFactors out;     // s e^b
@@ -52,22 +109,37 @@ template <class C, bool kStatesAlone = C::kStatesAlone> struct MirrorWrites {
 };
 template <class C> struct MirrorWrites<C, true> {};
 
+// The scores of the reads, of a walk that makes the right part of dk; made by the scorer.
+template <class C, bool kMakesRight = C::kMakesRight> struct MirrorReads {};
+template <class C> struct MirrorReads<C, true> {
+    typename C::Square reads;
+};
+
 // All of a chunk but its gates, which arrive on the same barrier.
-template <class C> struct MirrorStage : MirrorWrites<C> {
-    typename C::Tile keys, queries;
+template <class C> struct MirrorStage : MirrorWrites<C>, MirrorReads<C> {
+    typename C::Tile keys;
+    typename C::Tile queries;  // then the right part of dk, until it is stored
     typename C::Square a, p;
     typename C::Columns douts[C::kWalkers];  // dO, then dV, until it is stored
 };
 
-template <class C> struct MirrorMemory {
+// What the walkers of a walk that makes the right part of dk hand to each other.
+template <class C, bool kMakesRight = C::kMakesRight> struct RightTiles {};
+template <class C> struct RightTiles<C, true> {
+    PanelTile<typename C::T, C::kDimV, C::kDimK> gradient;  // dS^T that leaves the chunk, rounded
+    typename C::Square erasures;                            // their scores
+};
+
+template <class C> struct MirrorMemory : RightTiles<C> {
     MirrorStage<C> stages[C::kStages];
     MirrorGates<C> gates[C::kStages];
     semaphore arrived[C::kStages];     // all of a chunk
-    semaphore for_scorer[C::kStages];  // keys, queries, gates
-    semaphore free[C::kStages];        // but for dO, which is followed by dV
+    semaphore for_scorer[C::kStages];  // what the scorer reads
+    semaphore free[C::kStages];        // but for what results take the place of
     semaphore out_ready[C::kWalkers][C::kStages];
-    semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
-    WalkTask task;
+    semaphore out_read[C::kStages];  // by the stores of all walkers
+    semaphore tail_landed;
+    std::conditional_t<C::kMakesRight, RightTask, WalkTask> task;
     GateRingIf<C::kHasGateRing> gate_ring;
 
     __device__ inline MirrorGates<C>& gates_of(int slot) { return gates[slot]; }
@@ -75,12 +147,14 @@ template <class C> struct MirrorMemory {
     __device__ inline void init_barriers() {
         constexpr int kColumns = C::kStatesAlone ? 1 : 2;  // dO, writes
         for (int i = 0; i < C::kStages; i++) {
-            init_arrivals<C>(*this, i, kColumns * C::kWalkers);
+            constexpr int kOfWalkers = kColumns * C::kWalkers;
+            init_arrivals<C>(*this, i, kOfWalkers, C::kMakesRight ? kOfWalkers : 0);
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
-        for (auto& landed : tail_landed) init_semaphore(landed, 1);
+        for (auto& read : out_read) init_warp_barrier(read, C::kWalkers);
+        init_semaphore(tail_landed, 1);
         publish_barriers();
     }
 };

@@ -7,20 +7,32 @@
 
 namespace tfla_tk::delta_rule {
 
-// One warp: keys, queries and what matrices the walk does not make.
+// One warp: all loads of a chunk but its gates, at last those to places that results are stored from.
 template <class C> __device__ inline void load_tiles(const MirrorGlobals& g, MirrorMemory<C>& smem) {
     const Task& task = smem.task;
-    TileLoader<Task> load(task, g.packed(), smem.tail_landed[0]);
+    TileLoader<Task> load(task, g.packed(), smem.tail_landed);
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
         const int chunk = task.chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
-        semaphore& arrived = tiles_arrived<C>(smem, slot);
+        semaphore& tiles = tiles_arrived<C>(smem, slot);
+        semaphore& columns = C::kMakesRight ? smem.for_scorer[slot] : smem.arrived[slot];
+        auto load_columns = [&](auto& of_walkers, const TensorMap& map) {
+#pragma unroll 1
+            for (int walker = 0; walker < C::kWalkers; walker++)
+                load(of_walkers[walker], map, columns, column_of_walker(task, walker), task.head, chunk);
+        };
         wait_free(smem.free[slot], phase);
-        load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
-        load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
+        load(stage.keys, g.k, tiles, 0, task.key_head, chunk);
+        if constexpr (!C::kMakesRight) load(stage.queries, g.q, tiles, 0, task.key_head, chunk);
         if (fresh_laneid() == 0) load_matrices<C>(g, task, stage, smem.arrived[slot], chunk);
+        if constexpr (!C::kStatesAlone) {
+            load_columns(stage.writes, g.writes);
+            wait_free(smem.out_read[slot], phase);
+        }
+        if constexpr (C::kMakesRight) load(stage.queries, g.q, tiles, 0, task.key_head, chunk);
+        load_columns(stage.douts, g.dout);
     }
 }
 
@@ -48,6 +60,11 @@ __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem,
         gates.beta.write(lane, x);
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
         if (lane == 0) gates.decay = decays.whole;
+        if constexpr (C::kMakesRight) {
+            const float2 rest = rest_part(x), kept = decays.to_end;
+            gates.right.write(lane, {rest.x * kept.x, rest.y * kept.y});
+            write_pair(gates.rest, 2 * lane, rest);
+        }
         arrive_warp(tiles_arrived<C>(smem, slot));
     }
     wait_copies();
@@ -61,52 +78,32 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
     }
 }
 
-// One warp per walker: dO and writes into a stage, and out of it dV, which the walker has put in the place of
-// dO.
+// One warp per walker: the results out of a stage.
 template <class C>
-__device__ inline void load_columns_and_store_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem,
-                                                        int walker) {
+__device__ inline void store_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
     const Task& task = smem.task;
-    const int column = task.column + walker * kWalkerColumns;
-    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
-    auto store = [&](const TensorMap& chunks, const TensorMap& boxes, const TensorMap& rows, const void* tile,
-                     int chunk) {
-        store_chunk(task, g.packed(), chunks, boxes, rows, tile, chunk,
-                    [&](const TensorMap& map, uint32_t from, int row) {
-                        map.store_panel(from, column, row, task.head, task.batch);
-                    });
-    };
-#pragma unroll 1
-    for (int step = 0; step < task.chunks + C::kStages; step++) {
-        const auto [slot, phase] = Use<C::kStages>(step);
-        MirrorStage<C>& stage = smem.stages[slot];
-        if (const int stored = step - C::kStages; stored >= 0 && stored < task.chunks) {
-            const int chunk = task.chunks - 1 - stored;
-            wait(smem.out_ready[walker][slot], phase ^ 1);
-            store(g.dv, g.dv_box, g.dv_row, &stage.douts[walker], chunk);
-            wait_stores_read();
-            __syncwarp();
-        }
-        if (step >= task.chunks) continue;
-        const int chunk = task.chunks - 1 - step;
-        load(stage.douts[walker], g.dout, smem.arrived[slot], column, task.head, chunk);
-        load(stage.writes[walker], g.writes, smem.arrived[slot], column, task.head, chunk);
-    }
-    wait_stores_done();
-}
-
-// One warp per walker of a walk that leaves states alone: dO into a stage.
-template <class C>
-__device__ inline void load_output_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
-    const Task& task = smem.task;
-    TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
+        const int chunk = task.chunks - 1 - step;
         const auto [slot, phase] = Use<C::kStages>(step);
-        wait_free(smem.free[slot], phase);
-        load(smem.stages[slot].douts[walker], g.dout, smem.arrived[slot],
-             task.column + walker * kWalkerColumns, task.head, task.chunks - 1 - step);
+        MirrorStage<C>& stage = smem.stages[slot];
+        wait(smem.out_ready[walker][slot], phase);
+        store_chunk(task, g.packed(), g.dv, g.dv_box, g.dv_row, &stage.douts[walker], chunk,
+                    [&](const TensorMap& map, uint32_t from, int row) {
+                        map.store_panel(from, column_of_walker(task, walker), row, task.head, task.batch);
+                    });
+        if constexpr (C::kMakesRight) {
+            const RightGlobals& right = g.right;
+            const int head = task.head * right.slices + smem.task.slice;
+            store_chunk(task, g.packed(), right.dk, right.dk_box, right.dk_row, stage.queries.data[walker],
+                        chunk, [&](const TensorMap& map, uint32_t from, int row) {
+                            map.store_panel(from, walker * kWalkerColumns, row, head, task.batch);
+                        });
+        }
+        wait_stores_read();
+        arrive_warp(smem.out_read[slot]);
     }
+    wait_stores_done();
 }
 
 }  // namespace tfla_tk::delta_rule

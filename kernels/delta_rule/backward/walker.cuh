@@ -11,10 +11,13 @@
 //   8. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
 //      `written`, are dbeta's.
 //   9. Wait for dS; hand the stage over.
-// A walk that leaves states alone has no step 8.
+// A walk that leaves states alone has no step 8. One that makes the right part of dk hands on dS^T in step 1
+// and makes it before step 9 (right_part.cuh). If it leaves the sums for dg, step 7 also adds what rounding
+// has dropped of s e^b dO^T: the left walk sums products with exact factors (sums.cuh).
 #pragma once
 
 #include "delta_rule/backward/config.cuh"
+#include "delta_rule/backward/right_part.cuh"
 #include "delta_rule/backward/token_sums.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -34,7 +37,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     auto rounded = [&](int j) -> Fragment& { return read[j]; };
 
     const WalkTask& task = smem.task;
-    const int chunks = task.chunks, lane = fresh_laneid();
+    const int chunks = task.chunks;
     // NOTES: recomputed, to save registers
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
@@ -54,27 +57,28 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         wait_if_sequential();
     };
     // state += fragments(j) B
-    auto add_to_state = [&](auto fragment, const typename C::Tile& tile) {
+    auto add_to_state = [&](auto fragment, const typename C::Tile& tile, bool first = true) {
         const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
-        each<0, kTokenSteps>(
-            [&](int j) { multiply_step<true>(state, fragment(j), columns.column_step(j), true, j == 0); });
+        each<0, kTokenSteps>([&](int j) {
+            multiply_step<true>(state, fragment(j), columns.column_step(j), true, first && j == 0);
+        });
         wait_if_sequential();
     };
     auto token = [&](int j) -> Fragment& { return tokens[j]; };
-    auto load_tokens = [&](const typename C::Columns& tile) {
+    auto load_tokens = [&](auto& to, const typename C::Columns& tile) {
         const uint32_t address = shared_address(&tile) + lane_offset;
         each<0, kTokenSteps>(
-            [&](int j) { load_transposed(tokens[j], address + 16 * j * kPanelColumns * sizeof(T)); });
+            [&](int j) { load_transposed(to[j], address + 16 * j * kPanelColumns * sizeof(T)); });
     };
     auto store_tokens = [&](typename C::Columns& tile, const rt_fl<16, kChunk>& values) {
         store_transposed<T>(shared_address(&tile) + lane_offset, values);
     };
-    auto scale_tokens = [&](const LaneFactors& by) {
+    auto scale_tokens = [&](auto& values, const auto& by, auto part) {
         each<0, kTokenSteps>([&](int j) {
             each<0, 4>([&](int k) {
-                T2& pair = tokens[j].tiles[0][0].data[k];
+                T2& pair = values[j].tiles[0][0].data[k];
                 const float2 x = to_float2(pair), e = by.of(j).of[k / 2];
-                pair = from_float2<T2>({e.x * x.x, e.y * x.y});
+                pair = from_float2<T2>(part(float2{e.x * x.x, e.y * x.y}));
             });
         });
     };
@@ -84,9 +88,10 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
         const MirrorGates<C>& gates = smem.gates[slot];
-        load_tokens(stage.douts[walker]);  // 1
+        load_tokens(tokens, stage.douts[walker]);  // 1
         pin_all(tokens);
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });
+        if constexpr (C::kMakesRight) share_gradient(smem, read);
         warp::mul(state, state, gates.decay);
         pin(state);
         forget(through);  // 2
@@ -97,15 +102,15 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
         wait_if_sequential();
-        const LaneFactors out(gates.out, lane);
+        const LaneFactors out(gates.out, fresh_laneid());
         wait_but.template operator()<kStateSteps>();  // 3
         pin(through), pin_all(tokens);
-        scale_tokens(out);
+        scale_tokens(tokens, out, [](float2 x) { return x; });
         add_to_state(token, stage.queries);
         // NOTES: two walkers have no registers to read both ahead
         constexpr bool kAhead = C::kWalkers == 1;
-        const LaneFactors update(gates.update, lane);
-        const std::conditional_t<kAhead, LaneFactors, LateFactors> beta(gates.beta, lane);
+        const LaneFactors update(gates.update, fresh_laneid());
+        const std::conditional_t<kAhead, LaneFactors, LateFactors> beta(gates.beta, fresh_laneid());
         wait_but.template operator()<kTokenSteps>();  // 4
         pin(x), pin_all(read);
         each<0, kTokenSteps>([&](int j) {
@@ -118,7 +123,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         multiply_square(x, rounded, stage.a, true);  // 5
-        const LaneFactors minus_read(gates.minus_read, lane);
+        const LaneFactors minus_read(gates.minus_read, fresh_laneid());
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
@@ -128,30 +133,46 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         add_to_state(rounded, stage.keys);
+        std::conditional_t<C::kMakesSums, Fragment[kTokenSteps], Nothing> rest;
+        if constexpr (C::kMakesSums) {
+            load_tokens(rest, stage.douts[walker]);
+            scale_tokens(rest, LateFactors(gates.out, fresh_laneid()), [](float2 x) {
+                const float2 high = to_float2(from_float2<T2>(x));
+                return float2{x.x - high.x, x.y - high.y};
+            });
+            add_to_state([&](int j) -> Fragment& { return rest[j]; }, stage.queries, false);
+        }
+        auto release = [&] {
+            pin(state), pin_rounded();
+            if constexpr (C::kMakesSums) pin_all(rest);
+        };
         if constexpr (!C::kStatesAlone) {
-            load_tokens(stage.writes[walker]);  // 8
+            load_tokens(tokens, stage.writes[walker]);  // 8
             const int64_t part = column() / 16 * g.dbeta_part;
             float* const sums = g.dbeta + part +
                                 (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
                                 task.first_row + chunk * kChunk;
             if (column() < g.dim_v)
                 store_token_sums(
-                    sums, task.tokens - chunk * kChunk, lane,
+                    sums, task.tokens - chunk * kChunk, fresh_laneid(),
                     [&](int j, int k) {
                         const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
                         return float2{u.x * dy.x, u.y * dy.y};
                     },
                     [&](int token, float sum) { return 1.f / written_part(gates.beta.of(token)) * sum; });
             each<0, kTokenSteps>([&](int j) {
-                const auto factors = gates.beta.columns(j, lane);
+                const auto factors = gates.beta.columns(j, fresh_laneid());
                 each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });
             });
             store_tokens(stage.douts[walker], x);
-            fence_async_proxy();
+            if constexpr (C::kMakesRight)
+                make_right_part(g, smem, slot, chunk, release);
+            else
+                fence_async_proxy();
             arrive_warp(smem.out_ready[walker][slot]);
         }
         warpgroup::mma_async_wait<0>();  // 9
-        pin(state), pin_rounded();
+        if constexpr (!C::kMakesRight) release();
         arrive_warp(smem.free[slot]);
     };
 

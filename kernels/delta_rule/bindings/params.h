@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/operand.h"
+#include "scalar_gate/bindings/params.h"
 #include "sequence/cut.h"
 
 namespace tfla_tk {
@@ -68,6 +69,16 @@ struct DeltaForwardParams {
     int* made;    // workspace of the makers, [batch * heads, slots]
 };
 
+// The right part of dk (params_states.h), which the mirror makes in the place of the right walk: with two
+// walkers, 64 < K <= 128 and whole sequences. dk.data null: not made.
+struct RightPart {
+    Operand dk;  // of every head of v and slice of V, [B, S, heads * slices, K]
+    // as the right walk leaves them, but in `anchors` dS; null: no sums are wanted
+    float* whole;
+    FlowSum* inter;
+    void* anchors;
+};
+
 // The mirror of that walk, backward in time. With dS the gradient of the state that leaves a chunk:
 //   dU = P^T dO + e^{b_L - b} (K dS)    dY = dU + A^T (beta dU)    dV = beta dY    dbeta = rows of dY . U'
 //   dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
@@ -87,6 +98,7 @@ struct DeltaMirrorParams {
     // The walk leaves nothing but states: own of every segment but the first in `carried`, where the last one
     // begins with d_last; writes, dv and dbeta are not used.
     bool states_alone;
+    RightPart right;
 };
 
 // The walks of the forward that leave nothing but states, of every segment but the last one:

@@ -6,7 +6,7 @@
 namespace tfla_tk {
 
 void place(DeltaStatesParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk);
+    at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk, x.right);
     at.all(x.g, x.beta, x.entering, x.leaving, x.borders, x.whole, x.inter, x.anchors, x.flows, x.written);
 }
 
@@ -26,9 +26,9 @@ void def_walk(pybind11::module_& m, const char* name) {
         name,
         [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& writes,
            const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& dq, const OperandTuple& left,
-           const OperandTuple& dk, const GateTuple& g, const GateTuple& beta, std::int64_t entering,
-           std::int64_t leaving, std::int64_t borders, const SumsTuple& sums, std::int64_t written,
-           float scale, int walkers, int shared) {
+           const OperandTuple& dk, const OperandTuple& right, const GateTuple& g, const GateTuple& beta,
+           std::int64_t entering, std::int64_t leaving, std::int64_t borders, const SumsTuple& sums,
+           std::int64_t written, float scale, int walkers, int shared) {
             return prepared<kWalk>(DeltaStatesParams{shape(of),
                                                      operand(q),
                                                      operand(k),
@@ -38,6 +38,7 @@ void def_walk(pybind11::module_& m, const char* name) {
                                                      operand(dq),
                                                      operand(left),
                                                      operand(dk),
+                                                     operand(right),
                                                      gate(g),
                                                      gate(beta),
                                                      pointer(entering),
@@ -53,10 +54,11 @@ void def_walk(pybind11::module_& m, const char* name) {
                                                      shared});
         },
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("writes"), py::arg("dout"), py::arg("dv"),
-        py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("g"), py::arg("beta"), py::arg("entering"),
-        py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("written"), py::arg("scale"),
-        py::arg("walkers"), py::arg("shared"),
-        "Prepares a walk; entering, leaving: the states that sequences begin and end with, borders: those of "
+        py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("right"), py::arg("g"), py::arg("beta"),
+        py::arg("entering"), py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("written"),
+        py::arg("scale"), py::arg("walkers"), py::arg("shared"),
+        "Prepares a walk; right: the right parts of dk, address 0 where the mirror does not make them; "
+        "entering, leaving: the states that sequences begin and end with, borders: those of "
         "the segments between, 0 for none; sums: whole, "
         "inter, anchors, flows; written: workspace of written_bytes; shared: heads of v that share a head of "
         "the results.");
@@ -73,7 +75,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     def_walk<&delta_right>(m, "right");
     m.def(
         "anchor_bytes", [](const ShapeTuple& of) { return delta_anchor_bytes(shape(of)); }, py::arg("shape"),
-        "Bytes of the states that the walk \"left\" leaves at the anchors.");
+        "Bytes of the states that a walk leaves at the anchors.");
     m.def(
         "written_bytes",
         [](const ShapeTuple& of, int shared) { return delta_written_bytes(shape(of), shared); },

@@ -14,6 +14,7 @@ from tfla_tk.core.layout import ADDRESS_BITS, DTYPES
 
 from .addresses import CHUNK, sequences_of, tensor_at
 
+STATES_SLICE = 128  # of V in the walks over the states, and in the mirror's right parts of dk
 OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
 GATES = ("g", "beta")
 # of the modules' functions, as delta_rule/bindings and scalar_gate/bindings/backward.cpp name them
@@ -28,6 +29,7 @@ ARGUMENTS = {
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", *GATES, "matrices"),
         *("dbeta", "d_last", "d_initial", "carried", "borders", "scale", "walkers", "states_alone"),
+        *("right_dk", "right_sums"),
     ),
     "inputs": (
         *("shape", "q", "k", "unit_q", "unit_k", "beta", "g", "a_log", "dt_bias"),
@@ -40,7 +42,7 @@ ARGUMENTS = {
     "combine": ("shape", "dq_parts", "dk_parts", "dq", "dk"),
     "strength": ("shape", "sums", "parts", "dbeta"),
     "left": (
-        *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", *GATES),
+        *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", "right", *GATES),
         *("entering", "leaving", "borders", "sums", "written", "scale", "walkers", "shared"),
     ),
     "mlstm_bwd_gates": (
@@ -52,10 +54,15 @@ ARGUMENTS["right"] = ARGUMENTS["left"]
 
 
 class Arguments:
-    """A launch and where the tensors of its call begin."""
+    """A launch and where the tensors of its call begin.
+
+    Attributes:
+        regions: prepared addresses of all that has been looked at, each with the address behind it.
+    """
 
     def __init__(self, launch: SimpleNamespace, starts: list[int]) -> None:
         self.of, self._starts = launch, starts
+        self.regions: set[tuple[int, int]] = set()
         if hasattr(launch, "shape"):
             self.cut = (self.address(launch.shape[0]), *launch.shape[1:5])
             self.batch, self.heads, self.seq, self.dim_k, self.dim_v, self.group, half, _ = launch.shape[5:]
@@ -66,12 +73,19 @@ class Arguments:
             return 0
         return self._starts[(prepared >> ADDRESS_BITS) - 1] + (prepared & ((1 << ADDRESS_BITS) - 1))
 
+    def tensor(self, at: int, dtype: torch.dtype, size: tuple[int, ...], *strides: int) -> Tensor:
+        """What lies at a prepared address; contiguous without strides."""
+        found = tensor_at(self.address(at), dtype, size, *strides)
+        elements = 1 + sum((n - 1) * stride for n, stride in zip(found.shape, found.stride(), strict=True))
+        self.regions.add((at, at + elements * dtype.itemsize))
+        return found
+
     def operand(self, x: tuple[int, ...], dim: int, heads: int | None = None) -> Tensor:
         """[B, T, H, D]."""
         at, batch, head, row = x
         heads = self.heads if heads is None else heads
         strides = (batch if self.batch > 1 else 0, row, head if heads > 1 else 0, 1)
-        return tensor_at(self.address(at), self.dtype, (self.batch, self.seq, heads, dim), *strides)
+        return self.tensor(at, self.dtype, (self.batch, self.seq, heads, dim), *strides)
 
     def keys(self, x: tuple[int, ...]) -> Tensor:
         """[B, T, HV, K] of a tensor whose heads are shared."""
@@ -81,6 +95,17 @@ class Arguments:
         """[B, T, H, K] of a tensor whose heads are shared."""
         return self.operand(x, self.dim_k, self.heads // self.group)
 
+    @property
+    def slices(self) -> int:
+        """Of V in the walks over the states."""
+        return -(-self.dim_v // STATES_SLICE)
+
+    def right_parts(self, x: tuple[int, ...]) -> Tensor | None:
+        """[B, T, HV, slices, K] of the mirror's right parts of dk; None without an address."""
+        if x[0] == 0:
+            return None
+        return self.operand(x, self.dim_k, self.heads * self.slices).unflatten(2, (self.heads, -1))
+
     def gate(self, x: tuple[int, ...]) -> Tensor:
         """[B, T, HV]; zeros without an address."""
         return self.written_gate(x).float() if x[0] else torch.zeros(self.batch, self.seq, self.heads)
@@ -89,21 +114,21 @@ class Arguments:
         """The same, in its own dtype and place."""
         at, batch, head, row, dtype = x
         size = (self.batch, self.seq, self.heads)
-        return tensor_at(self.address(at), OF_CODE[dtype], size, batch, row, head)
+        return self.tensor(at, OF_CODE[dtype], size, batch, row, head)
 
     def of_heads(self, x: tuple[int, ...]) -> Tensor:
         """[HV]; zeros without an address."""
         at, _, head, _, dtype = x
         if at == 0:
             return torch.zeros(self.heads)
-        return tensor_at(self.address(at), OF_CODE[dtype], (self.heads,), head).float()
+        return self.tensor(at, OF_CODE[dtype], (self.heads,), head).float()
 
     def tokens(self, at: int) -> Tensor:
         """fp32 [B, T, HV]."""
         return self.floats(at, self.batch, self.seq, self.heads)
 
     def floats(self, at: int, *size: int) -> Tensor:
-        return tensor_at(self.address(at), torch.float32, size)
+        return self.tensor(at, torch.float32, size)
 
     def states(self, at: int, count: int) -> Tensor | None:
         return self.floats(at, count, self.heads, self.dim_k, self.dim_v) if at else None
@@ -178,7 +203,7 @@ def chunks_of(x: Arguments) -> Iterator[ChunkOfSequence]:
 def matrices_at(x: Arguments, addresses: list[int]) -> Iterator[tuple[Tensor, ...]]:
     """A alone, or A and P, [HV, 64, 64] of every chunk, where they lie."""
     size = (x.batch, x.heads, x.slots, CHUNK, CHUNK)
-    matrices = [tensor_at(x.address(at), x.dtype, size) for at in addresses]
+    matrices = [x.tensor(at, x.dtype, size) for at in addresses]
     for chunk in chunks_of(x):
         yield tuple(y[chunk.row, :, chunk.slot] for y in matrices)
 

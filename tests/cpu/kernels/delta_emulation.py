@@ -6,16 +6,28 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import reference
+from tfla_tk import build, reference
+from tfla_tk.backends.tk.delta_rule import call, inputs, launch
+from tfla_tk.core.layout import DELTA_ANCHOR_CHUNKS
+from tfla_tk.core.memo import Memo
 
-from .addresses import CHUNK, bounds_at, tensor_at
-from .delta_arguments import ARGUMENTS, OF_CODE, Arguments, matrices_at, matrices_of, pieces_of, sequences_in
+from .addresses import CHUNK, bounds_at, chunk_slots
+from .delta_arguments import (
+    ARGUMENTS,
+    OF_CODE,
+    STATES_SLICE,
+    Arguments,
+    matrices_at,
+    matrices_of,
+    pieces_of,
+    sequences_in,
+)
 from .stand_in import PreparedLaunches
 
-SLICE = 128  # of V in the walks over the states
 PART = 16  # columns of a part of the sums
 ANCHOR_BYTES = 1000
 
@@ -25,6 +37,43 @@ def makes_scores(x: Arguments) -> bool:
     return x.dim_k <= 64 or (x.dim_k <= 128 and x.of.walkers == 2)
 
 
+class SumsOfWalk:
+    """What a walk leaves for dg: sums over K by token and through the states, of which only the former are
+    computed; nothing where none are wanted. Fills the places of the others, and of the flows at anchors.
+
+    Args:
+        sums: whole, inter, anchors, and flows where the launch has a place for them.
+        is_first: the walk leaves the states at anchors. The other one looks at them and leaves the flows.
+    """
+
+    FILL = 7  # of what is not computed
+
+    def __init__(self, x: Arguments, sums: tuple[int, ...], *, is_first: bool) -> None:
+        self._parts = -(-x.dim_k // PART)
+        self._whole: Tensor | None = None
+        assert all(sums) or not any(sums)
+        if not any(sums):
+            return
+        whole, inter, at_anchors, *others = sums
+        heads = x.slices * self._parts, x.batch, x.heads
+        self._whole = x.floats(whole, *heads, x.seq).zero_()
+        x.floats(inter, *heads, x.slots, 2).fill_(torch.nan)
+        anchors = x.tensor(at_anchors, torch.uint8, (ANCHOR_BYTES,))
+        if is_first:
+            anchors.fill_(self.FILL)
+            return
+        assert (anchors == self.FILL).all()
+        size = (x.batch, x.heads, x.slots // DELTA_ANCHOR_CHUNKS + 1, x.slices * self._parts)
+        after = x.floats(others[0], *size).fill_(self.FILL)
+        x.floats(others[0] + after.numel() * after.itemsize, *size).fill_(self.FILL)
+
+    def add(self, row: int, t: int, products: Tensor) -> None:
+        """The products [HV, K] of a token."""
+        if self._whole is not None:
+            sums = [part.sum(-1) for part in products.split(PART, -1)]
+            self._whole[: self._parts, row, :, t] = torch.stack(sums)
+
+
 class Kernel(PreparedLaunches):
     """Stands for the modules of all instances.
 
@@ -32,6 +81,7 @@ class Kernel(PreparedLaunches):
         segment: tokens of a segment of the walks over the states.
         begun: where these began: walk, sequence, first token of the segment.
         anchor_shapes: what the size of the anchors was asked for.
+        regions: prepared addresses of all that launches have looked at, each with the address behind it.
     """
 
     ARGUMENTS = ARGUMENTS
@@ -42,6 +92,7 @@ class Kernel(PreparedLaunches):
         self.segment = segment
         self.begun: list[tuple[str, int, int]] = []
         self.anchor_shapes: list[tuple[int, ...]] = []
+        self.regions: set[tuple[int, int]] = set()
 
     def anchor_bytes(self, shape: tuple[int, ...]) -> int:
         assert len(shape) == 13
@@ -49,14 +100,16 @@ class Kernel(PreparedLaunches):
         return ANCHOR_BYTES
 
     def written_bytes(self, shape: tuple[int, ...], shared: int) -> int:
-        slices, segments, heads = -(-shape[9] // SLICE), shape[3], shape[6]
+        slices, segments, heads = -(-shape[9] // STATES_SLICE), shape[3], shape[6]
         return 4 * (1 + segments * heads * slices * 2) if slices * shared > 1 else 0
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
 
     def compute(self, launch: SimpleNamespace, starts: list[int]) -> None:
-        getattr(self, f"compute_{launch.name}")(Arguments(launch, starts))
+        x = Arguments(launch, starts)
+        getattr(self, f"compute_{launch.name}")(x)
+        self.regions |= x.regions
 
     def slots(self, x: Arguments, number: int, start: int) -> tuple[int, int]:
         """The slot of a sequence's first border, and how many slots there are."""
@@ -120,8 +173,7 @@ class Kernel(PreparedLaunches):
         assert (x.of.makers > 0) == (flags != 0)
         if x.of.makers == 0:
             return
-        assert x.of.walkers == 1
-        made = tensor_at(x.address(flags), torch.int32, (x.batch * x.heads, x.slots))
+        made = x.tensor(flags, torch.int32, (x.batch * x.heads, x.slots))
         numbers = x.batch * x.heads * x.slots * CHUNK**2
         assert not p or x.address(p) == x.address(a) + 2 * numbers
         assert x.address(flags) == x.address(a) + 2 * numbers * (2 if p else 1)
@@ -223,6 +275,11 @@ class Kernel(PreparedLaunches):
         else:
             writes, dv = x.operand(x.of.writes, x.dim_v), x.operand(x.of.dv, x.dim_v)
             dbeta = x.floats(x.of.dbeta, parts, x.batch, x.heads, x.seq)
+        right = x.right_parts(x.of.right_dk)
+        if right is not None:
+            assert x.of.walkers == 2 and 64 < x.dim_k <= 128 and not x.of.carried and not x.of.states_alone
+        assert right is not None or not any(x.of.right_sums)
+        sums = SumsOfWalk(x, x.of.right_sums, is_first=True)
         d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
         carried = x.states(x.of.carried, x.carried)
         for piece in pieces_of(x):
@@ -244,6 +301,11 @@ class Kernel(PreparedLaunches):
                     products = du * writes[row, t]
                     for part in range(parts):
                         dbeta[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
+                if right is not None:
+                    products = state * (beta[row, t, :, None] * writes[row, t])[:, None]
+                    of_slices = torch.stack([y.sum(-1) for y in products.split(STATES_SLICE, -1)], 1)
+                    right[row, t] = of_slices
+                    sums.add(row, t, k[row, t] * of_slices.sum(1))
                 state = state - torch.einsum("hk,hv->hkv", k[row, t], beta[row, t, :, None] * du)
                 state = state * g[row, t, :, None, None].exp()
                 own = t - piece.start
@@ -288,24 +350,17 @@ class Kernel(PreparedLaunches):
         shared = x.of.shared
         assert x.group % shared == 0
         dq, left, dk = (x.operand(y, x.dim_k, x.heads // shared) for y in (x.of.dq, x.of.left, x.of.dk))
-        slices, parts = -(-x.dim_v // SLICE), -(-x.dim_k // PART)
-        if slices * shared > 1:
-            written = 1 + x.cut[3] * x.heads * slices * 2
-            tensor_at(x.address(x.of.written), torch.int32, (written,)).zero_()
+        right, turns = x.right_parts(x.of.right), x.slices * shared
+        assert right is None or (forward and x.dim_v > 64)  # else the kernels refuse
+        if turns > 1:
+            x.tensor(x.of.written, torch.int32, (1 + x.cut[3] * x.heads * x.slices * 2,)).zero_()
         else:
             assert x.of.written == 0
-        size = (slices * parts, x.batch, x.heads, x.seq)
-        whole = x.floats(x.of.sums[0], *size) if x.of.sums[0] else None
+        sums = SumsOfWalk(x, x.of.sums, is_first=forward and right is None)
         leaving = x.states(x.of.leaving, x.cut[2])
 
         def of_heads(parts: Tensor) -> Tensor:
             return parts.unflatten(0, (-1, shared)).sum(1)
-
-        def sum_up(row: int, t: int, products: Tensor) -> None:
-            if whole is not None:
-                whole[parts:, row, :, t] = 0
-            for part in range(parts if whole is not None else 0):
-                whole[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
 
         for row, number, tokens, state, leaves in self.segments(x, forward):
             for t in tokens if forward else reversed(tokens):
@@ -315,13 +370,15 @@ class Kernel(PreparedLaunches):
                     of_k = -torch.einsum("hkv,hv->hk", state, dv[row, t])
                     state = state + torch.einsum("hk,hv->hkv", k[row, t], u)
                     of_q = x.of.scale * torch.einsum("hkv,hv->hk", state, dout[row, t])
+                    sums.add(row, t, q[row, t] * of_q + k[row, t] * of_k)
+                    if right is not None:
+                        of_k = of_k + right[row, t].float().sum(1)
                     dq[row, t], left[row, t] = of_heads(of_q), of_heads(of_k)
-                    sum_up(row, t, q[row, t] * of_q + k[row, t] * of_k)
                 else:
                     state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t], dout[row, t])
                     of_k = torch.einsum("hkv,hv->hk", state, u)
                     dk[row, t] = left[row, t] + of_heads(of_k)
-                    sum_up(row, t, k[row, t] * of_k)
+                    sums.add(row, t, k[row, t] * of_k)
                     state = decay * (state - torch.einsum("hk,hv->hkv", k[row, t], dv[row, t]))
             if leaving is not None and leaves:
                 leaving[number] = state
@@ -336,8 +393,13 @@ class Kernel(PreparedLaunches):
         x.written_gate(x.of.dbeta).copy_(sums.sum(0).mT)
 
     def compute_mlstm_bwd_gates(self, x: Arguments) -> None:
-        """Without the flows at anchors: from the ends of sequences alone."""
+        """Without the flows at anchors: from the ends of sequences alone. The starts have to agree."""
         batch, heads, seq, dim_k, dim_v = x.of.sizes
+        after, before, parts, every = x.of.anchors
+        slots = chunk_slots((x.address(x.of.offsets[0]), *x.of.offsets[1:]), seq)
+        assert every == DELTA_ANCHOR_CHUNKS
+        for at in (after, before):
+            assert (x.floats(at, batch, heads, slots // every + 1, parts) == SumsOfWalk.FILL).all()
 
         def sums(of: tuple[int, int, int]) -> Tensor:
             return x.floats(of[0], of[2], batch, heads, seq).sum(0)
@@ -345,17 +407,35 @@ class Kernel(PreparedLaunches):
         own = sums(x.of.q_dq) - sums(x.of.k_dk)
         at, *strides, dtype = x.of.df
         batch_stride, head_stride, row_stride = strides
-        df = tensor_at(
-            x.address(at), OF_CODE[dtype], (batch, heads, seq), batch_stride, head_stride, row_stride
-        )
+        df = x.tensor(at, OF_CODE[dtype], (batch, heads, seq), batch_stride, head_stride, row_stride)
         count = x.of.offsets[2]
-        last, d_last = (
-            x.floats(at, count, heads, dim_k, dim_v) if at else torch.zeros(count, heads, 1, 1)
-            for at in x.of.last[:2]
-        )
-        flows = (last * d_last).sum((2, 3))
+
+        def flows_of(states: tuple[int, ...]) -> Tensor:
+            state, gradient = (
+                x.floats(at, count, heads, dim_k, dim_v) if at else torch.zeros(count, heads, 1, 1)
+                for at in states[:2]
+            )
+            return (state * gradient).sum((2, 3))
+
+        flows, first_flows = flows_of(x.of.last), flows_of(x.of.initial)
         offsets = (x.address(x.of.offsets[0]), *x.of.offsets[1:])
         for number, (start, end) in enumerate(bounds_at(offsets, seq)):
             flow = flows[number] if offsets[0] else flows
             tokens = slice(start, end)
             df[..., tokens] = own[..., tokens].flip(-1).cumsum(-1).flip(-1) + flow[..., None]
+            if start < end:
+                found, first = df[..., start].float(), first_flows[number] if offsets[0] else first_flows
+                assert (found - first).norm() <= 0.05 * df[..., tokens].float().norm(), "flows at the starts"
+
+
+def launch_delta_instead(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """Have the host side launch this, whose segments are one chunk, on a GPU of 132 multiprocessors."""
+    found = Kernel(CHUNK)
+    monkeypatch.setattr(build, "load", found.load)
+    for module in (inputs, launch):
+        monkeypatch.setattr(module, "current_stream", lambda device: 7)
+    for memo in ("_forwards", "_backwards"):
+        monkeypatch.setattr(launch, memo, Memo())
+    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
+    return found

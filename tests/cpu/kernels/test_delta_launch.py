@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla_tk import build, reference
-from tfla_tk.backends.tk.delta_rule import call, inputs, launch
+from tfla_tk import reference
+from tfla_tk.backends.tk.delta_rule import call, launch
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK
-from tfla_tk.core.memo import Memo
 
 from .addresses import at_odd_address
-from .delta_emulation import Kernel
+from .delta_emulation import Kernel, launch_delta_instead
 
 B, T, H = 2, 150, 2
 SCALE = 0.3
@@ -27,15 +26,7 @@ OFFSETS = [0, 70, 70, 134, 264, B * T]
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """Whose segments are one chunk."""
-    found = Kernel(CHUNK)
-    monkeypatch.setattr(build, "load", found.load)
-    for module in (inputs, launch):
-        monkeypatch.setattr(module, "current_stream", lambda device: 7)
-    for memo in ("_forwards", "_backwards"):
-        monkeypatch.setattr(launch, memo, Memo())
-    monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
-    return found
+    return launch_delta_instead(monkeypatch)
 
 
 def draw(
@@ -77,7 +68,7 @@ def cotangents(*outputs: Tensor | None) -> list[Tensor]:
     return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs if x is not None]
 
 
-def check(core: DeltaRuleCore, keep: bool = True) -> None:
+def check(core: DeltaRuleCore, keep: bool = True, *, needs_gates: bool = True) -> None:
     """Both directions; without `keep` the backward makes the forward again."""
     g = core.beta.new_zeros(core.beta.shape) if core.g is None else core.g
     o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
@@ -91,10 +82,10 @@ def check(core: DeltaRuleCore, keep: bool = True) -> None:
     expected = reference.gated_delta_rule_recurrent(*inputs, output_final_state=True, **options)
     assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 1e-4
     do, dht = cotangents(o, last)
-    found = launch.backward(core, kept, do, dht, needs_gates=True)
+    found = launch.backward(core, kept, do, dht, needs_gates=needs_gates)
     truth = reference.gated_delta_rule_backward(*inputs, do, dht, **options)
     places = {"dq": 0, "dk": 1, "dv": 2, "dg": 3, "dbeta": 4, "dh0": 7}
-    given = {"dg": core.g is not None, "dh0": core.initial_state is not None}
+    given = {"dg": core.g is not None and needs_gates, "dh0": core.initial_state is not None}
     for name, place in places.items():
         if given.get(name, True):
             assert error(found[place], getattr(truth, name)) < 1e-2, name

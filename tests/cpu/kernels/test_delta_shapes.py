@@ -137,7 +137,7 @@ def test_a_walk_that_does_not_make_the_scores_is_given_them(
         monkeypatch.setattr(Shape, "makers", 0)
     for heads, fixed in itertools.product(range(1, 300), (False, True)):
         shape = shape_of(1, 4096, heads=heads, dim=dim)._replace(batch_invariant=fixed)
-        for walkers, makers in ((shape.forward_walkers, shape.makers), (shape.walkers, 0)):
+        for walkers, makers in ((shape.forward_walkers, shape.makers), (shape.mirror_walkers, 0)):
             assert shape.matrices >= split.matrices_before(dim, walkers, makers), (heads, fixed)
 
 
@@ -190,6 +190,34 @@ def test_makers_leave_room_for_packed_walks(hopper: None) -> None:
         shape = shape_of(sequences, 65536, heads=4, packed=True)
         walks = sequences * 4 * -(-shape.dim_v // (64 * shape.forward_walkers))
         assert shape.makers == 0 or shape.makers + walks <= 132
+
+
+def test_when_the_mirror_makes_the_right_part_of_dk(hopper: None) -> None:
+    """Where CTAs of two walkers have whole sequences that fill most of the GPU, and a walker has room."""
+    filling = shape_of(8, 8192)
+    assert filling.makes_right and shape_of(64, 65536, packed=True).makes_right
+    assert all(filling._replace(dim_k=dim).makes_right for dim in (80, 96, 112, 128))
+    assert not any(filling._replace(dim_k=dim).makes_right for dim in (16, 64, 144, 256))
+    assert not filling._replace(dim_v=64).makes_right  # no columns for a second walker
+    assert not filling._replace(batch_invariant=True).makes_right
+    few = shape_of(1, 4096)
+    assert few.split is None and not few.makes_right and not few._replace(dim_v=256).makes_right
+    long = shape_of(1, 65536)
+    assert long.split is not None and not long.makes_right
+
+
+def test_the_mirror_is_asked_for_no_right_part_that_kernels_refuse(hopper: None) -> None:
+    """These make it with two walkers of whole sequences, where 64 < K <= 128 and V > 64."""
+    sizes = itertools.product((16, 64, 80, 128, 144, 256), (16, 64, 80, 128, 144, 256, 512), (1, 2, 4))
+    for (dim_k, dim_v, group), packed, fixed in itertools.product(sizes, (False, True), (False, True)):
+        is_made = []
+        for heads in (4, 16, 32, 64, 128, 256, 512):
+            shape = shape_of(4, 8192, packed=packed, heads=heads)
+            shape = shape._replace(dim_k=dim_k, dim_v=dim_v, group=group, batch_invariant=fixed)
+            is_made.append(shape.makes_right)
+            assert not is_made[-1] or (shape.mirror_walkers == 2 and shape.split is None)
+        assert is_made == sorted(is_made)
+        assert any(is_made) == (64 < dim_k <= 128 and dim_v > 64 and not fixed)
 
 
 def test_slices_and_heads_share_the_turns(hopper: None) -> None:

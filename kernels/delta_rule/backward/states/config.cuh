@@ -35,9 +35,9 @@ struct ResultMaps {
 
 // Fields as in bindings/params_states.h.
 struct StatesGlobals {
-    TensorMap q, k, writes, dout, dv, left;  // boxes of a chunk
-    ResultMaps dq;                           // of the left walk
-    ResultMaps dk;                           // of the left walk: the left part
+    TensorMap q, k, writes, dout, dv, left, right;  // boxes of a chunk
+    ResultMaps dq;                                  // of the left walk
+    ResultMaps dk;                                  // of the left walk: the left part
     GateWords g, beta;
     Cut cut;
     const float* borders;
@@ -55,13 +55,19 @@ struct StatesGlobals {
     float* flows;
     int* written;  // a ticket, then per CTA
     float scale;
-    int at_once;  // shared results that the GPU serves at once
+    bool right_made;  // by the mirror: the left walk is the last one
+    int at_once;      // shared results that the GPU serves at once
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
     __host__ __device__ inline int turns() const { return shared * slices; }
     __device__ inline int parts_of_slice() const { return (dim_k + 15) / 16; }
     __device__ inline int parts() const { return slices * parts_of_slice(); }
 };
+
+// Whether the mirror has made the right part of dk, so that the left walk is the last one.
+template <class C> __device__ inline bool has_right(const StatesGlobals& g) {
+    return C::kIsLeft && C::kDimV == 128 && g.right_made;
+}
 
 // Of a chunk's tokens.
 struct StatesGates {
@@ -77,6 +83,7 @@ struct StatesGates {
 struct StatesTask : Task {
     int value;                      // the first column of V
     int result_head, turn;          // of dq, left and dk; of this CTA among those that share it
+    int right_head;                 // of the right parts of dk
     int first_part;                 // of the sums over K
     int* written;                   // chunks of which this CTA has written the results
     const float* entering;          // the state that the walk begins with, null: zero
@@ -101,7 +108,9 @@ struct StatesTask : Task {
             entering = border_state(g, task, (C::kIsLeft ? task.number : task.number + 1) * kSegmentChunks);
         float* const leaving = ends && g.leaving ? g.leaving + state : nullptr;
         const int turn = task.head % g.shared * g.slices + slice;
-        StatesTask found{task, value, task.head / g.shared, turn, part, written, entering, leaving, 0, -1};
+        const int right_head = task.head * g.slices + slice;
+        StatesTask found{
+            task, value, task.head / g.shared, turn, right_head, part, written, entering, leaving, 0, -1};
         if (g.whole == nullptr) return found;
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         const int64_t anchor_parts = head * g.anchor_slots * g.parts();
@@ -127,8 +136,13 @@ template <class C> struct StatesStage {
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
-// Results of the turn before, of each walker.
-template <class C, StateWalk> struct EarlierResults {
+// What each walker adds its results to: those of the turn before; the right part of dk that the mirror has
+// made, which it makes with this tile of V alone.
+template <class C, bool kHasRight = C::kDimV == 128> struct RightResults {};
+template <class C> struct RightResults<C, true> {
+    typename C::Columns right[C::kWalkers];
+};
+template <class C, StateWalk> struct EarlierResults : RightResults<C> {
     typename C::Columns dq[C::kWalkers], left[C::kWalkers];
 };
 template <class C> struct EarlierResults<C, StateWalk::right> {};  // in the stages
@@ -140,8 +154,9 @@ template <class C> struct ChunkScores {
 
 template <class C> struct StatesMemory {
     static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierResults<C, C::kWalk>) : 0;
-    static constexpr int kOthers =
-        sizeof(ChunkScores<C>) + kEarlier + sizeof(GateRing) + 512;  // 512: barriers, the task
+    static constexpr bool kHasGateRing = !(C::kIsLeft && C::kDimV == 128 && C::kWalkers == 2);  // no room
+    static constexpr int kOthers = sizeof(ChunkScores<C>) + kEarlier + (kHasGateRing ? sizeof(GateRing) : 0) +
+                                   512;  // 512: barriers, the task
     static constexpr int kFitting =
         (MAX_SHARED_MEMORY - kOthers) / (sizeof(StatesStage<C>) + sizeof(StatesGates));
     static constexpr int kStages = std::clamp(kFitting, 2, 4);  // chunks in shared memory
@@ -157,7 +172,7 @@ template <class C> struct StatesMemory {
     semaphore out_read[kStages];                      // by the stores of all walkers
     semaphore tail_landed[3];                         // of each loading warp
     StatesTask task;
-    GateRing gate_ring;
+    GateRingIf<kHasGateRing> gate_ring;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = 2;
@@ -166,7 +181,7 @@ template <class C> struct StatesMemory {
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : earlier_arrived)
-            for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft ? 2 : 1);
+            for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft ? 3 : 1);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
         for (auto& read : out_read) init_warp_barrier(read, 1);

@@ -1,11 +1,13 @@
-// A walker of the left walk (walker.cuh), forward in time: dq and the left part of dk. Per chunk:
-//   1. Round S to A operands, leave it at an anchor, then scale it by its decay.
+// A walker of the left walk (walker.cuh), forward in time: dq and the left part of dk. Where the mirror has
+// made the right part, this walk is the last one and makes dk of both. Per chunk:
+//   1. Round S to A operands. At an anchor leave it; the last walk computes the flow of gradient there. Then
+//      scale S by its decay.
 //   2. Issue the products of the scores and S dO^T; under the latter make the scores.
 //   3. Issue S dV^T. Wait for the other walker's scores and for S dO^T; scale it by s e^b.
 //   4. Issue dq^T += K^T P^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T M^T.
 //   5. Round rest e^{b_L - b} K^T to A operands and issue S += these times the writes.
-//   6. Wait for dq and left; their sums per token. In later turns add those of the turn before. Then dq and
-//      left in the places of q and k.
+//   6. Wait for dq and left; their sums per token. In later turns add those of the turn before, in the last
+//      walk the right part of dk. Then dq and left in the places of q and k.
 //   7. Wait for S; hand the stage over.
 // NOTES: where nothing decays, step 5 adds the same rounded operands as the forward, so S is the forward's,
 // where each token corrects the errors of those before it. With decay the errors add up. The decay is put on
@@ -31,6 +33,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     auto walker = [&] { return kAlone ? 0 : fresh_thread() / 128 - 1; };
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     auto part = [&] { return task.first_part + column() / 16; };
+    auto chunks = [&] { return static_cast<int>(load_anew(shared_address(&task.chunks))); };
 
     auto walk_chunk = [&](int chunk) {
         const int slot = Use<StatesMemory<C>::kStages>(chunk).slot;
@@ -40,8 +43,14 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         auto& columns = stage.columns[walker()];
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         if (is_anchor(task, chunk) && column() < g.dim_k) {
-            const int anchor = anchor_part(g, task, chunk, part());
-            store_anchor<C>(anchor_units<C>(task, anchor, fresh_laneid()), read);
+            const int anchor = anchor_part(g, task, chunk, part()), lane = fresh_laneid();
+            uint4* const units = anchor_units<C>(task, anchor, lane);
+            if (has_right<C>(g)) {
+                const float2 flows = anchor_flows<C>(units, state, read);
+                if (lane == 0) task.flows[anchor] = flows.y, task.flows[anchor + g.all_flows] = flows.x;
+            } else {
+                store_anchor<C>(units, read);
+            }
         }
         warp::mul(state, state, gates.decay);
         pin(state);
@@ -69,12 +78,13 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         auto of_reads = [&](int j, int k) { return W::product(k == 0 ? query_of(j) : query, dq, j, k); };
         auto of_erasures = [&](int j, int k) { return W::product(keys[j], left, j, k); };
         ThroughState<false> through;
-        W::template sum_and_scale<false>(through, dq, query_of, gates.read, g.scale);
+        W::template sum_and_scale<false>(through, dq, query_of, gates.read, g.scale, has_right<C>(g));
         W::add_rows(dq, keys, tiles.reads);  // 4
         W::template wait_but<kTokenSteps>();
         pin(left);
         pin_all(read);
-        W::sum_and_scale(through, left, [&](int j) -> const auto& { return keys[j]; }, gates.read, -1.f);
+        W::sum_and_scale(
+            through, left, [&](int j) -> const auto& { return keys[j]; }, gates.read, -1.f, has_right<C>(g));
         W::add_rows(left, keys, tiles.erasures);
         W::scale(read, keys, gates.update, 1.f);  // 5
         W::add_to_state(state, read, stage.writes, true);
@@ -85,17 +95,24 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
                 const float2 x = of_reads(j, k), y = of_erasures(j, k);
                 return float2{x.x + y.x, x.y + y.y};
             });
-        if (task.turn > 0) {
+        if (task.turn > 0 || has_right<C>(g)) {
             wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
             typename W::Factors unpacked;
-            W::add(dq, unpacked, smem.earlier.dq[walker()]);
-            W::add(left, unpacked, smem.earlier.left[walker()]);
+            if (task.turn > 0) {
+                W::add(dq, unpacked, smem.earlier.dq[walker()]);
+                W::add(left, unpacked, smem.earlier.left[walker()]);
+            }
+            if constexpr (C::kDimV == 128)
+                if (has_right<C>(g)) W::add(left, unpacked, smem.earlier.right[walker()]);
         }
         W::store(columns.queries, dq);
         W::store(columns.keys, left);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
-        warpgroup::mma_async_wait<0>();  // 7
+        if (has_right<C>(g) && chunk + 1 < chunks() && is_anchor(task, chunk + 1) && column() < g.dim_k)
+            prefetch_anchor<C>(task, anchor_part(g, task, chunk + 1, part()),
+                               fresh_laneid());  // of the next one
+        warpgroup::mma_async_wait<0>();          // 7
         pin(state), pin_all(read), pin_all(keys);
         arrive_warp(smem.free[slot]);
     };
@@ -105,7 +122,6 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     else
         warp::zero(state);
     pin(state);
-    auto chunks = [&] { return static_cast<int>(load_anew(shared_address(&task.chunks))); };
     for (int chunk = 0; chunk < chunks(); chunk++) {
         const Use<StatesMemory<C>::kStages> use(chunk);
         wait(smem.arrived[use.slot], use.phase);

@@ -29,9 +29,10 @@ template <class C> __device__ inline void load_values(const StatesGlobals& g, St
 }
 
 // One warp; a lane has two tokens.
-template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
+template <class C, class Ring>
+__device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem, Ring& ring) {
     const Task& task = smem.task;
-    GatesAhead ahead(smem.gate_ring, g.g, g.beta, task);
+    GatesAhead ahead(ring, g.g, g.beta, task);
     auto load = [&](int step) { ahead.load(step, chunk_of_step<C>(task, step)); };
     for (int step = 0; step < ahead.kSteps; step++) load(step);
 #pragma unroll 1
@@ -55,6 +56,15 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
     wait_copies();
 }
 
+template <class C> __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem) {
+    if constexpr (StatesMemory<C>::kHasGateRing) {
+        scan_gates(g, smem, smem.gate_ring);
+    } else {
+        GateRegisters registers;
+        scan_gates(g, smem, registers);
+    }
+}
+
 // CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
 // next. So the order of the sums is always the same. Each turn adds what the one before has stored to its own
 // results in fp32, so that only what it stores is rounded. `written` counts the chunks of a CTA that are in
@@ -70,10 +80,6 @@ __device__ inline void publish_written(int* written, int chunks) {
     fence_async_global();
     __syncwarp();
     if (fresh_laneid() == 0) release_to_device(written, chunks);
-}
-
-__device__ inline int column_of_walker(const Task& task, int walker) {
-    return task.column + walker * kWalkerColumns;
 }
 
 // One warp: q and k into a stage, and out of it the results, which the walkers have put in their places.
@@ -128,14 +134,14 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
     wait_stores_done();
 }
 
-// One warp: what the walkers add their results to. Those are the results of the turn before; the right walk
-// begins with the left part of dk. NOTES: a warp of its own, since it waits for another CTA while results of
+// One warp: what the walkers add their results to. Those are the results of the turn before; the last walk
+// begins with the other part of dk. NOTES: a warp of its own, since it waits for another CTA while results of
 // this one may be ready to be stored and published.
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
     const bool first = task.turn == 0;
-    if (C::kIsLeft && first) return;
+    if (C::kIsLeft && first && !has_right<C>(g)) return;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
     int written = 0;
 #pragma unroll 1
@@ -146,19 +152,30 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
         if constexpr (!C::kIsLeft) wait_free(smem.out_read[slot], phase);
 #pragma unroll 1
         for (int walker = 0; walker < C::kWalkers; walker++) {
-            auto load_result = [&](auto& tile, const TensorMap& from) {
-                load(tile, from, smem.earlier_arrived[walker][slot], column_of_walker(task, walker),
-                     task.result_head, chunk_of_step<C>(task, step));
+            semaphore& arrived = smem.earlier_arrived[walker][slot];
+            auto load_result = [&](auto& tile, const TensorMap& from, int head) {
+                load(tile, from, arrived, column_of_walker(task, walker), head, chunk_of_step<C>(task, step));
             };
             if constexpr (C::kIsLeft) {
                 if (step > 0) {
                     const Use<kStages> before(step - 1);
                     wait(smem.out_ready[walker][before.slot], before.phase);
                 }
-                load_result(smem.earlier.dq[walker], g.dq.chunk);
-                load_result(smem.earlier.left[walker], g.dk.chunk);
+                if (!first) {
+                    load_result(smem.earlier.dq[walker], g.dq.chunk, task.result_head);
+                    load_result(smem.earlier.left[walker], g.dk.chunk, task.result_head);
+                } else if (fresh_laneid() == 0) {
+                    arrive(arrived, 2);
+                }
+                if (has_right<C>(g)) {
+                    if constexpr (C::kDimV == 128)
+                        load_result(smem.earlier.right[walker], g.right, task.right_head);
+                } else if (fresh_laneid() == 0) {
+                    arrive(arrived);
+                }
             } else {
-                load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk);
+                load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk,
+                            task.result_head);
             }
         }
     }

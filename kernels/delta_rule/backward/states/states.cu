@@ -94,6 +94,8 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
     const int slots = slots_of(s);
     const std::int64_t heads = static_cast<std::int64_t>(s.batch) * s.heads;
     const int slices = slices_of(s);
+    const bool right_made = p.right.data != nullptr;
+    const int anchors = anchor_slots(slots, kDeltaAnchorChunks);
     return {
         maps.of_keys(p.q),
         maps.of_keys(p.k),
@@ -101,6 +103,9 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         maps.of_values(p.dout, kChunk),
         maps.of_values(p.dv, kChunk),
         TensorMap(p.left, s.batch, s.heads / p.shared, s.seq, s.dim_k, kChunk, s.half),
+        // NOTES: maps of what a walk does not use are of something else
+        right_made ? TensorMap(p.right, s.batch, s.heads * slices, s.seq, s.dim_k, kChunk, s.half)
+                   : maps.of_keys(p.k),
         result_maps(C::kIsLeft ? p.dq : p.dk, p),
         result_maps(C::kIsLeft ? p.left : p.dk, p),
         GateWords(p.g),
@@ -116,10 +121,10 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         slices,
         p.shared,
         slots,
-        anchor_slots(slots, kDeltaAnchorChunks),
+        anchors,
         heads * s.seq,
         heads * slots,
-        heads * anchor_slots(slots, kDeltaAnchorChunks) * slices * ((s.dim_k + 15) / 16),
+        heads * anchors * slices * ((s.dim_k + 15) / 16),
         p.entering,
         p.leaving,
         p.whole,
@@ -128,6 +133,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         p.flows,
         slices * p.shared > 1 ? p.written : nullptr,
         p.scale,
+        right_made,
     };
 }
 
@@ -135,6 +141,8 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
     constexpr auto kName = C::kIsLeft ? "delta_left" : "delta_right";
     if (p.borders && p.shape.cut.segment_chunks != kSegmentChunks)
         throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
+    if (p.right.data && (!C::kIsLeft || C::kDimV != 128))
+        throw std::runtime_error(std::string(kName) + ": the right parts of dk are not wanted");
     const DeviceGuard guard(p.shape.device, kName);
     StatesGlobals g = states_globals<C>(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;

@@ -34,6 +34,7 @@ _STATES_CYCLES = {1: 6100, 2: 8200}
 # of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
+_FILLED = 0.75  # of the multiprocessors: where the mirror makes the right part of dk
 _HALF = 2  # bytes of a number of 16 bits
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
@@ -165,7 +166,7 @@ class Shape(NamedTuple):
     @property
     def matrices(self) -> int:
         """That are made for the walks: A alone where the forward's walk and the mirror make P, else both."""
-        walks = (self.forward_walkers, self.makers), (self.walkers, 0)
+        walks = (self.forward_walkers, self.makers), (self.mirror_walkers, 0)
         return max(costs.matrices_before(self.dim_k, *walk) for walk in walks)
 
     @property
@@ -175,7 +176,7 @@ class Shape(NamedTuple):
 
     @property
     def walkers(self) -> int:
-        """Of a CTA of the mirror's walk, and of the forward's without makers."""
+        """Of a CTA of the forward's walk without makers, and of the mirror's beside a right walk."""
         of_chunk = _WIDE_CYCLES if self.is_wide else _CYCLES
         return self._walkers(self.dim_v, (self.split or self.uncut).segments, of_chunk)
 
@@ -200,6 +201,22 @@ class Shape(NamedTuple):
         pairs, chunks = self.sequences * self.heads, -(-self.batch * self.seq // (self.sequences * CHUNK))
         of_cta = (1,) if self.dim_v <= WALKER_COLUMNS else (self.walkers,) if self.batch_invariant else (1, 2)
         return costs.forward(pairs, chunks, (self.dim_k, self.dim_v), self.group, of_cta, self.machine)
+
+    @property
+    def makes_right(self) -> bool:
+        """Whether the mirror makes the right part of dk, so that there is no right walk. It pays where memory
+        bounds the speed: where CTAs of two walkers fill most multiprocessors."""
+        if self.batch_invariant or self.split is not None:
+            return False
+        if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.dim_v <= WALKER_COLUMNS:
+            return False
+        ctas = self.sequences * self.heads * -(-self.dim_v // (2 * WALKER_COLUMNS))
+        return ctas >= _FILLED * multiprocessors(self.device)
+
+    @property
+    def mirror_walkers(self) -> int:
+        """Of a CTA of the mirror's walk."""
+        return 2 if self.makes_right else self.walkers
 
     @property
     def states_walkers(self) -> int:

@@ -43,7 +43,13 @@ from tfla_tk.backends.tk.delta_rule.call import (
 )
 from tfla_tk.backends.tk.delta_rule.inputs import Inputs, Wanted
 from tfla_tk.backends.tk.delta_rule.states import Through, launch_states
-from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state, current_stream
+from tfla_tk.backends.tk.operands import (
+    ADDRESS_ALIGNMENT,
+    Operand,
+    as_operand,
+    as_state,
+    current_stream,
+)
 from tfla_tk.backends.tk.prepared import Launch, Launches, Result, Scratch, operand_at, starts
 from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
@@ -290,7 +296,8 @@ class Walks:
         writes = operand_at(left.writes, torch.empty(core.v.shape, device="meta"))
         parts = -(-shape.dim_v // SUM_COLUMNS)
         parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
-        d_borders_at = scratch.take(shape.states_bytes(shape.borders, shape.dim_v))
+        borders = 0 if shape.makes_right else shape.borders  # a right walk begins there
+        d_borders_at = scratch.take(shape.states_bytes(borders, shape.dim_v))
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         of = shape.with_offsets(at.cu_seqlens, shape.split)
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
@@ -301,16 +308,17 @@ class Walks:
             launches += [
                 kernel.mirror(
                     of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
-                    carried_at, 0, core.scale, shape.walkers, True,
+                    carried_at, 0, core.scale, shape.mirror_walkers, True, NO_OPERAND, (0, 0, 0),
                 ),
                 kernel.carry(of, carried_at, left.maps, d_borders_at),
             ]  # fmt: skip
-        launches.append(
-            kernel.mirror(
+
+        def mirror(right: Operand, sums: tuple[int, int, int]) -> Launch:
+            return kernel.mirror(
                 of, q, k, dout, writes, dv, *gates, matrices, parts_at, dht_at, dh0_at,
-                carried_at, d_borders_at, core.scale, shape.walkers, False,
-            )
-        )  # fmt: skip
+                carried_at, d_borders_at, core.scale, shape.mirror_walkers, False, right, sums,
+            )  # fmt: skip
+
         # the walks over the states leave the results, or parts of them that are added up
         parts_of_dq, parts_of_dk = dq, dk
         is_combined = shape.shared < shape.group
@@ -319,13 +327,13 @@ class Walks:
             parts_of_dq, parts_of_dk = (
                 operand_at(scratch.take(dense.numel() * core.q.itemsize), dense) for _ in range(2)
             )
-        through = Through(writes, dv, dout, dht_at, left.borders, d_borders_at)
+        through = Through(writes, dv, dout, dht_at, dh0_at, left.borders, d_borders_at)
         dg = (
             gate_at(dg_at, torch.empty_like(given.g, device="meta"))
             if needs_dg and given.g is not None
             else None
         )
-        launches += launch_states(shape, core, at, through, parts_of_dq, parts_of_dk, dg, scratch)
+        launches += launch_states(shape, core, at, through, parts_of_dq, parts_of_dk, dg, scratch, mirror)
         if is_combined:
             of_parts = shape._replace(heads=shape.partial[2], group=shape.group // shape.shared)
             launches.append(kernel.combine(of_parts.with_offsets(0), parts_of_dq, parts_of_dk, dq, dk))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule.call import NO_GATE, Shape, gate_at
+from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.prepared import Launch, Scratch, operand_at
 from tfla_tk.backends.tk.scalar_gate.walks import ALIGNMENT, FLOAT
@@ -21,7 +22,7 @@ class Through(NamedTuple):
 
     Attributes:
         writes, dv, do: the writes that the forward has kept, and the gradients.
-        dht: that of the final state, 0 for none.
+        dht, dh0: those of the final and of the initial state, 0 for none.
         borders, d_borders: the states and their gradients at the borders between segments, 0 where every
             sequence is one segment.
     """
@@ -30,6 +31,7 @@ class Through(NamedTuple):
     dv: Operand
     do: Operand
     dht: int
+    dh0: int
     borders: int
     d_borders: int
 
@@ -86,23 +88,35 @@ def launch_states(
     dk: Operand,
     dg: Gate | None,
     scratch: Scratch,
+    mirror: Callable[[Operand, tuple[int, int, int]], Launch],
 ) -> list[Launch]:
-    """The launches of the walks for dq and dk, and of dg from their sums.
+    """The launches of the mirror, of the walks for dq and dk, and of dg from their sums.
 
     Args:
         core: as `readable` leaves it. at: the prepared addresses of its tensors.
         dq, dk: of every `Shape.shared` heads of v.
         dg: None where it is not wanted.
         scratch: gets places of what the launches leave for each other.
+        mirror: prepares the mirror that makes the right part of dk, with the addresses of its sums; with
+            none the mirror that does not.
     """
     kernel = build.load(instances.delta_states(shape.dim_v))
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
-    partial = torch.empty(shape.partial, device="meta")
-    left = operand_at(scratch.take(partial.numel() * core.q.itemsize), partial)
+
+    def parts_of_dk(heads: int) -> Operand:
+        dense = torch.empty((shape.batch, shape.seq, heads, shape.dim_k), device="meta")
+        return operand_at(scratch.take(dense.numel() * core.q.itemsize), dense)
+
+    makes_right, turns = shape.makes_right, shape.shared * shape.states_slices
+    # what the first walk leaves: the left part of dk, or the mirror every head's and slice's right part
+    if not makes_right:
+        left, right = parts_of_dk(shape.partial[2]), NO_OPERAND
+    else:
+        left, right = dk, dk if turns == 1 else parts_of_dk(shape.heads * shape.states_slices)
     written_at = scratch.take(kernel.written_bytes(of, shape.shared))
     operands = (
         *(operand_at(at.q, core.q), operand_at(at.k, core.k), through.writes, through.do, through.dv),
-        *(dq, left, dk, gate_at(at.g, core.g), gate_at(at.beta, core.beta)),
+        *(dq, left, dk, right, gate_at(at.g, core.g), gate_at(at.beta, core.beta)),
     )
     sums, of_walks, last_at, dh0_at = None, [(0, 0, 0, 0)] * 2, 0, 0
     if dg is not None:
@@ -111,16 +125,21 @@ def launch_states(
         offsets = Sums.of(shape, kernel.anchor_bytes(of), workspace_bytes)
         sums = offsets.at(scratch.take(offsets.bytes))
         of_walks = [sums.of_walk(number) for number in range(2)]
-        # those that the sums are of: the forward's and the mirror's are rounded otherwise
+        # those that the sums are of: the forward's is rounded otherwise, and so is the mirror's dS where there
+        # is a right walk
         state_bytes = shape.states_bytes(shape.sequences, shape.dim_v)
-        last_at, dh0_at = (scratch.take(state_bytes) if x else 0 for x in (through.dht, at.initial_state))
-    walks = (
-        (kernel.left, at.initial_state, last_at, through.borders),
-        (kernel.right, through.dht, dh0_at, through.d_borders),
-    )
-    launches: list[Launch] = [
+        last_at = scratch.take(state_bytes) if through.dht else 0
+        dh0_at = through.dh0
+        if at.initial_state and not makes_right:
+            dh0_at = scratch.take(state_bytes)
+    walks = [(kernel.left, at.initial_state, last_at, through.borders)]
+    if not makes_right:
+        walks.append((kernel.right, through.dht, dh0_at, through.d_borders))
+    whole, inter, anchors, _ = of_walks[1]
+    launches = [mirror(right, (whole, inter, anchors) if makes_right else (0, 0, 0))]
+    launches += [
         walk(of, *operands, *states, of_walk, written_at, core.scale, shape.states_walkers, shape.shared)
-        for (walk, *states), of_walk in zip(walks, of_walks, strict=True)
+        for (walk, *states), of_walk in zip(walks, of_walks[: len(walks)], strict=True)
     ]
     if sums is not None and dg is not None:
         launches.append(

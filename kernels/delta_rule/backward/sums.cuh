@@ -5,10 +5,13 @@
 // sends to dS. It then meets the flow at the next anchor, which is <S, dS> of the walked states. So these
 // parts are summed with the operands that the states are made of, rounded alike: q and k as the right walk
 // adds them to dS, and k as the left walk adds it to S. Else the differences of the roundings would add up.
+// The mirror that makes the right part of dk scales dO, not q, and adds it in two parts, so that nothing is
+// rounded. Then what a chunk receives is summed with exact factors.
 #pragma once
 
-#include "delta_rule/backward/states/config.cuh"
 #include "delta_rule/backward/token_sums.cuh"
+#include "delta_rule/bindings/params_states.h"
+#include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -32,10 +35,10 @@ template <bool kExact> struct ThroughState {
 // Stores a chunk's sums of one warp, which are those of a part of 16 columns of K. The gates' kernel adds
 // this chunk's sum through the state to a flow and subtracts the tokens' sums from it, beginning with the
 // last token. The first has rounded operands, the others exact ones. The last token's sum gets the
-// difference, so that it cancels.
-template <bool kExact, class Product>
-__device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task, int chunk, int part,
-                                  int lane, const ThroughState<kExact>& through, Product product) {
+// difference, so that it cancels. Globals, Task: of the walks over the states, or of the mirror's right part.
+template <bool kExact, class Globals, class Task, class Product>
+__device__ inline void store_sums(const Globals& g, const Task& task, int chunk, int part, int lane,
+                                  const ThroughState<kExact>& through, Product product) {
     const float value = warp_sum(through.value), squares = warp_sum(through.squares);
     if (lane == 0) task.inter[part * g.chunk_sums + chunk] = {value, squares};
     float* const sums = task.whole + part * g.rows + chunk * kChunk;
@@ -51,17 +54,19 @@ __device__ inline void store_sums(const StatesGlobals& g, const StatesTask& task
 }
 
 // Whether sums are wanted and there is an anchor before a chunk of the segment, or before the next segment.
-__device__ inline bool is_anchor(const StatesTask& task, int chunk) {
+template <class Task> __device__ inline bool is_anchor(const Task& task, int chunk) {
     static_assert(kSegmentChunks % kDeltaAnchorChunks == 0);
     return chunk >= task.first_anchor && chunk <= task.last_anchor && chunk % kDeltaAnchorChunks == 0;
 }
 // The number of a part of an anchor, among those of the head.
-__device__ inline int anchor_part(const StatesGlobals& g, const StatesTask& task, int chunk, int part) {
+template <class Globals, class Task>
+__device__ inline int anchor_part(const Globals& g, const Task& task, int chunk, int part) {
     return (task.first_slot + chunk) / kDeltaAnchorChunks * g.parts() + part;
 }
 
 // A lane's units of a part of an anchor, of 16 columns of V and the warp's 16 of K each, 32 apart.
-template <class C> __device__ inline uint4* anchor_units(const StatesTask& task, int anchor_part, int lane) {
+template <class C, class Task>
+__device__ inline uint4* anchor_units(const Task& task, int anchor_part, int lane) {
     return task.anchors + static_cast<int64_t>(anchor_part) * C::kAnchorUnits + lane;
 }
 
@@ -72,17 +77,18 @@ __device__ inline void store_anchor(uint4* units, const Fragment (&state)[kCount
 }
 
 // Asks for a part of an anchor to be in L2, by lines of 128 bytes, one for a lane.
-template <class C> __device__ inline void prefetch_anchor(const StatesTask& task, int anchor_part, int lane) {
+template <class C, class Task>
+__device__ inline void prefetch_anchor(const Task& task, int anchor_part, int lane) {
     constexpr int kLineUnits = 8;
     static_assert(C::kAnchorUnits <= 32 * kLineUnits);
     if (lane * kLineUnits < C::kAnchorUnits)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(anchor_units<C>(task, anchor_part, lane * kLineUnits)));
 }
 
-// The sums over an anchor's part times the state's gradient, and times this gradient rounded to A operands,
-// the same in all lanes.
+// The sums over an anchor's part, which the other walk has left, times the state or gradient of this one in
+// fp32, and times the same rounded to A operands, the same in all lanes.
 template <class C, class State, class Fragment, int kCount>
-__device__ inline float2 anchor_flows(const uint4* units, const State& gradient,
+__device__ inline float2 anchor_flows(const uint4* units, const State& state,
                                       const Fragment (&rounded)[kCount]) {
     using T2 = typename base_types::packing<typename C::T>::packed_type;
     float2 sums{0.f, 0.f};
@@ -90,7 +96,7 @@ __device__ inline float2 anchor_flows(const uint4* units, const State& gradient,
         const uint4 unit = units[32 * k];
         const auto* pairs = reinterpret_cast<const T2*>(&unit);
         each<0, 4>([&](int n) {
-            const float2 x = to_float2(pairs[n]), y = gradient.tiles[0][k].data[n];
+            const float2 x = to_float2(pairs[n]), y = state.tiles[0][k].data[n];
             const float2 z = to_float2(rounded[k].tiles[0][0].data[n]);
             sums = {fmaf(x.x, y.x, fmaf(x.y, y.y, sums.x)), fmaf(x.x, z.x, fmaf(x.y, z.y, sums.y))};
         });
