@@ -165,16 +165,19 @@ def test_a_loss_on_one_output(kind: str, of: str) -> None:
 @pytest.mark.parametrize("lengths", [None, LENGTHS, LONG], ids=["batch", "short", "long"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_beside_a_right_walk(kind: str, lengths: list[int] | None, force: Force) -> None:
-    """Whether the mirror makes more or not changes nothing that it makes in either case, nor dq."""
+    """Without dg, whether the mirror makes more or not changes nothing that it makes in either case. For dg
+    it rounds less of what it adds to dS. dq does not depend on that."""
     x = draw_kind(kind, SEGMENT + 500) if lengths is None else draw_packed(kind, lengths)
     force(False)
     expected = gradients(x)
     force(True)
     found = gradients(x)
-    limits = {"dk": TOLERANCE[torch.bfloat16], "dg": GRADIENT_TOLERANCE[torch.bfloat16][0]}
-    errors = {name: relative_error(found.pop(name), expected.pop(name)) for name in limits if name in found}
+    rounded = {"dk"} | ({"dv", "dg", "dbeta", "dinitial_state"} if "g" in x else set())
+    errors = {name: relative_error(found.pop(name), expected.pop(name)) for name in rounded}
     assert_equal(found, expected)
     assert errors["dk"] > 0, "the mirror does the same in both cases: these tests force nothing"
+    limits = dict.fromkeys(rounded, TOLERANCE[torch.bfloat16])
+    limits |= {"dg": GRADIENT_TOLERANCE[torch.bfloat16][0]}
     assert not {name: error for name, error in errors.items() if not error <= limits[name]}
 
 

@@ -157,8 +157,9 @@ def test_nothing_decays_for_long() -> None:
 @pytest.mark.parametrize("seq", [1, 700, 2 * SEGMENT + 77])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 144)], ids="{0[0]}_{0[1]}".format)
 def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int]) -> None:
-    """Alone, in batches with one and with two walkers per CTA, and packed behind other sequences. But for dk
-    and dg of calls that fill the GPU, where the mirror makes the right part of dk."""
+    """Alone, in batches with one and with two walkers per CTA, and packed behind other sequences. In calls
+    that fill the GPU the mirror may make the right part of dk: then this holds for what does not depend on
+    dS."""
     heads = 2
 
     def same(call: Tensors, rows: slice, tokens: slice, sequence: int, but: set[str]) -> bool:
@@ -181,7 +182,8 @@ def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int
     for batch in (3, 150):
         others = draw(batch, seq, heads, dims=dims, seed=1)
         call = {name: torch.cat([t[:1], x[name], t[2:]]) for name, t in others.items()}
-        but = {"dk", "dg"} if batch == 150 and 64 < dims[0] <= 128 else set()
+        of_gradients = {"dk", "dv", "dg", "dbeta", "dinitial_state"}
+        but = of_gradients if batch == 150 and 64 < dims[0] <= 128 else set()
         assert same(call, slice(1, 2), slice(0, seq), 1, but), batch
     for before, behind in ((0, 300), (1111, 0), (2 * SEGMENT, 1)):
         tokens = before + seq + behind

@@ -34,7 +34,7 @@ _STATES_CYCLES = {1: 6100, 2: 8200}
 # of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
-_FILLED = 0.75  # of the multiprocessors: where the mirror makes the right part of dk
+_FILLED = 0.7  # of the multiprocessors: where the mirror makes the right part of dk
 _HALF = 2  # bytes of a number of 16 bits
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)

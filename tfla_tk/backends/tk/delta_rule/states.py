@@ -125,8 +125,8 @@ def launch_states(
         offsets = Sums.of(shape, kernel.anchor_bytes(of), workspace_bytes)
         sums = offsets.at(scratch.take(offsets.bytes))
         of_walks = [sums.of_walk(number) for number in range(2)]
-        # those that the sums are of: the forward's is rounded otherwise, and so is the mirror's dS where there
-        # is a right walk
+        # those that the sums are of: the forward's is rounded otherwise, and so is the mirror's dS beside a
+        # right walk
         state_bytes = shape.states_bytes(shape.sequences, shape.dim_v)
         last_at = scratch.take(state_bytes) if through.dht else 0
         dh0_at = through.dh0
