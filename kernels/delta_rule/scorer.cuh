@@ -1,6 +1,6 @@
 // The scorer: a warpgroup of a walk. It makes the scores P of each chunk (bindings/params.h) before the
 // walkers come to it. So P is neither stored nor loaded, and q is loaded once.
-//   1. Wait for q, k and the log decay of a chunk.
+//   1. Wait for q, k and the log decay of a chunk, with step 4 also for dO and the writes.
 //   2. Q K^T.
 //   3. Multiply by s e^{b_i - b_j}, round, write P to the stage.
 //   4. In a mirror that makes the right part of dk the same with dO U^T, the scores of the reads.

@@ -3,7 +3,7 @@
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
-// memory, and walkers never talk to each other.
+// memory, and walkers never talk to each other, but in a mirror that makes the right part of dk.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace tfla_tk::delta_rule {
 
 using namespace kittens;
 
-constexpr int kWalkerColumns = 64;  // of V
+constexpr int kWalkerColumns = 64;  // of V; of K in the walks over the states
 
 // Flags of a chunk and head: makers have made its matrices; a walk has asked for them.
 constexpr int kMade = 1, kLoaded = 2;
@@ -116,8 +116,9 @@ struct WalkTask : Task {
     }
 };
 
-// Barriers of a stage of a walk: `arrived` stands for all of a chunk, `for_scorer` for q, k and the gates.
-// Without a scorer these arrive on `arrived`, with one the scorer's warps do, after it has waited for them.
+// Barriers of a stage of a walk: `arrived` stands for all of a chunk, `for_scorer` for what the scorer reads:
+// q, k and the gates, in a mirror that makes the right part of dk also dO and the writes. Without a scorer
+// these arrive on `arrived`, with one the scorer's warps do, after it has waited for them.
 template <class C, class Memory> __device__ inline semaphore& tiles_arrived(Memory& smem, int slot) {
     return C::kHasScorer ? smem.for_scorer[slot] : smem.arrived[slot];
 }

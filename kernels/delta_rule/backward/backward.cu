@@ -4,9 +4,10 @@
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
 //     producer      loads q, k, dO, the writes, A and, without a scorer, P; scans the gates; stores dV
+//                   and the right part of dk
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
 //                   With two walkers and 64 < K <= 128 these may also make the right part of dk
-//                   (right_part.cuh), for which there is no right walk then
+//                   (right_part.cuh); then there is no right walk
 //     scorer        makes P where K and the walkers allow it (kMakesScores), also where the forward has kept
 //                   one (scorer.cuh)
 // Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and

@@ -1,7 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the backward's mirror walk.
 #pragma once
 
-#include "delta_rule/bindings/params_states.h"
+#include "delta_rule/backward/sums.cuh"
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
 
@@ -32,7 +32,7 @@ struct MirrorConfig {
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters + kHasScorer * kScorerRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups);
 
-    static constexpr int kAnchorUnits = kDimV / 16 * 32;  // of 16 bytes, of 16 rows of a state
+    static constexpr int kAnchorUnits = anchor_units_of(kDimV);
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Values = PanelTile<T, kChunk, kDimV>;  // of all walkers

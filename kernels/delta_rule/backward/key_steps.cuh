@@ -8,6 +8,12 @@
 
 namespace tfla_tk::delta_rule {
 
+// Waits until all walkers have written their part of what they share, for GEMMs to read.
+template <class C> __device__ inline void meet_walkers() {
+    fence_async_proxy();
+    named_sync<128 * C::kWalkers>(NamedBarrier::walkers_meet);
+}
+
 // C: the walk, with its type, the columns of V that it has and its tiles.
 template <class C> struct KeySteps {
     using T = typename C::T;

@@ -27,10 +27,11 @@ __device__ inline void share_gradient(MirrorMemory<C>& smem, Fragment (&state)[k
     });
 }
 
-// own_done(): called once the GEMMs that the walker has issued for its own state are complete.
-template <class C, class OwnDone>
+// pin_own(): pins what the GEMMs read and wrote that the walker has issued for its own state; called once
+// they are complete.
+template <class C, class PinOwn>
 __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& smem, int slot, int chunk,
-                                       OwnDone own_done) {
+                                       PinOwn pin_own) {
     using T = typename C::T;
     using W = KeySteps<C>;
     constexpr int kHalf = kChunk / 2;
@@ -45,17 +46,14 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     auto part = [&] { return task.first_part + column() / 16; };
     const auto& writes = reinterpret_cast<const typename C::Values&>(stage.writes);
     const auto& dv = reinterpret_cast<const typename C::Values&>(stage.douts);
-    auto columns_of = [&](typename C::Tile& tile) ->
-        typename C::Columns& { return reinterpret_cast<typename C::Columns&>(tile.data[walker()]); };
-    auto meet_walkers = [] {
-        fence_async_proxy();
-        named_sync<128 * C::kWalkers>(NamedBarrier::scores_written);
+    auto columns_of = [&](auto& tile) -> auto& {
+        return reinterpret_cast<typename C::Columns&>(tile.data[walker()]);
     };
     auto wait_if_sequential = [] {
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
 
-    meet_walkers();  // 1
+    meet_walkers<C>();  // 1
     rt_fl<16, kHalf> erasures;
     typename W::Fragment state[W::kStateSteps];  // dS, rounded
     typename W::Tokens right;
@@ -69,7 +67,7 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
         store_anchor<C>(anchor_units<C>(task, anchor, fresh_laneid()), state);
     }
     W::template wait_but<kSequential ? 0 : 1>();
-    own_done();
+    pin_own();
     W::read_state(right, state, writes);
     // NOTES: read while the GEMMs run
     const ReadGates<kHalf> between(gates.log2_decay, -1.f, kHalf * walker(), warp());  // 3
@@ -79,7 +77,7 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     store_panels<T, kChunk>(shared_address(&smem.erasures), 16 * warp(), erasures, kHalf / 16 * walker());
     typename W::Factors queries, keys;
     W::load(queries, columns_of(stage.queries)), W::load(keys, columns_of(stage.keys));
-    meet_walkers();
+    meet_walkers<C>();
     warpgroup::mma_async_wait<0>();  // 4
     pin(right), pin_all(state);
     auto of_keys = [&](int j, int k) { return W::product(keys[j], right, j, k); };

@@ -5,8 +5,9 @@
 // sends to dS. It then meets the flow at the next anchor, which is <S, dS> of the walked states. So these
 // parts are summed with the operands that the states are made of, rounded alike: q and k as the right walk
 // adds them to dS, and k as the left walk adds it to S. Else the differences of the roundings would add up.
-// The mirror that makes the right part of dk scales dO, not q, and adds it in two parts, so that nothing is
-// rounded. Then what a chunk receives is summed with exact factors.
+// The mirror that makes the right part of dk scales dO, not q, and adds it in two parts, so that s e^b dO is
+// not rounded. Then what a chunk receives is summed with exact factors. What the mirror adds of dV is
+// rounded, which is a hundredth of the noise.
 #pragma once
 
 #include "delta_rule/backward/token_sums.cuh"
@@ -58,6 +59,9 @@ template <class Task> __device__ inline bool is_anchor(const Task& task, int chu
     static_assert(kSegmentChunks % kDeltaAnchorChunks == 0);
     return chunk >= task.first_anchor && chunk <= task.last_anchor && chunk % kDeltaAnchorChunks == 0;
 }
+// Units of 16 bytes of a part of an anchor: 16 rows of a state.
+constexpr int anchor_units_of(int dim_v) { return dim_v / 16 * 32; }
+
 // The number of a part of an anchor, among those of the head.
 template <class Globals, class Task>
 __device__ inline int anchor_part(const Globals& g, const Task& task, int chunk, int part) {

@@ -142,7 +142,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
             add_to_state([&](int j) -> Fragment& { return rest[j]; }, stage.queries, false);
         }
-        auto release = [&] {
+        auto pin_own = [&] {
             pin(state), pin_rounded();
             if constexpr (C::kMakesSums) pin_all(rest);
         };
@@ -166,13 +166,13 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
             store_tokens(stage.douts[walker], x);
             if constexpr (C::kMakesRight)
-                make_right_part(g, smem, slot, chunk, release);
+                make_right_part(g, smem, slot, chunk, pin_own);
             else
                 fence_async_proxy();
             arrive_warp(smem.out_ready[walker][slot]);
         }
         warpgroup::mma_async_wait<0>();  // 9
-        if constexpr (!C::kMakesRight) release();
+        if constexpr (!C::kMakesRight) pin_own();
         arrive_warp(smem.free[slot]);
     };
 

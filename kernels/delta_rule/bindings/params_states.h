@@ -8,12 +8,12 @@ namespace tfla_tk {
 // Chunks from one anchor (scalar_gate/bindings/params.h) of these walks to the next.
 constexpr int kDeltaAnchorChunks = 4;
 
-// The two walks over the states, once U' and dV are known. With U = beta U', P and M the scores of a chunk,
-//   P_ij = s e^{b_i - b_j} dO_i.U_j for j <= i      M_ij = -e^{b_i - b_j} dV_i.U_j for j < i,
+// The two walks over the states, once U' and dV are known. With U = beta U', R and E the scores of a chunk,
+//   R_ij = s e^{b_i - b_j} dO_i.U_j for j <= i      E_ij = -e^{b_i - b_j} dV_i.U_j for j < i,
 // both rounded, S the state that enters a chunk and dS the gradient of the state that leaves it:
-//   left, forward in time:    dq = s e^b (dO S^T) + P K      left = -e^b (dV S^T) + M K
+//   left, forward in time:    dq = s e^b (dO S^T) + R K      left = -e^b (dV S^T) + E K
 //                             S <- e^{b_L} S + (e^{b_L - b} K)^T U
-//   right, backward in time:  right = e^{b_L - b} (U dS^T) + P^T Q + M^T K      dk = left + right
+//   right, backward in time:  right = e^{b_L - b} (U dS^T) + R^T Q + E^T K      dk = left + right
 //                             dS <- e^{b_L} dS + (s e^b Q)^T dO - (e^b K)^T dV
 // All of these are sums over V, and over the heads of v that share a head of q and k. A CTA has a head of v
 // and a slice of V, as wide as an instance's tile; where several CTAs share a result, they add up their parts

@@ -1,7 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the walks for the gradients of q and k.
 #pragma once
 
-#include "delta_rule/bindings/params_states.h"
+#include "delta_rule/backward/sums.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -21,7 +21,7 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     static_assert(kProducerRegisters + kWalkers * kWalkerRegisters <=
                   65536 / kThreads / 8 * 8 * (kWalkers + 1));
 
-    static constexpr int kAnchorUnits = kDimV / 16 * 32;  // of 16 bytes, of 16 rows of a state
+    static constexpr int kAnchorUnits = anchor_units_of(kDimV);
 
     using Values = PanelTile<T, kChunk, kDimV>;
     using Square = PanelTile<T, kChunk, kChunk>;
@@ -37,7 +37,7 @@ struct ResultMaps {
 struct StatesGlobals {
     TensorMap q, k, writes, dout, dv, left, right;  // boxes of a chunk
     ResultMaps dq;                                  // of the left walk
-    ResultMaps dk;                                  // of the left walk: the left part
+    ResultMaps dk;                                  // of the left walk: the left part, or all of dk
     GateWords g, beta;
     Cut cut;
     const float* borders;
@@ -124,7 +124,8 @@ struct StatesTask : Task {
 
 // A walker reads and replaces its own columns alone.
 template <class C, StateWalk> struct StatesColumns {
-    typename C::Columns queries, keys;  // then dq and the left part of dk, until they are stored
+    typename C::Columns queries,
+        keys;  // then dq and the left part of dk, or all of it, until they are stored
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
@@ -147,7 +148,7 @@ template <class C, StateWalk> struct EarlierResults : RightResults<C> {
 };
 template <class C> struct EarlierResults<C, StateWalk::right> {};  // in the stages
 
-// P and M of a chunk.
+// R and E of a chunk.
 template <class C> struct ChunkScores {
     typename C::Square reads, erasures;
 };

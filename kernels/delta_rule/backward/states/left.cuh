@@ -4,7 +4,7 @@
 //      scale S by its decay.
 //   2. Issue the products of the scores and S dO^T; under the latter make the scores.
 //   3. Issue S dV^T. Wait for the other walker's scores and for S dO^T; scale it by s e^b.
-//   4. Issue dq^T += K^T P^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T M^T.
+//   4. Issue dq^T += K^T R^T. Wait for S dV^T; scale it by -e^b and issue left^T += K^T E^T.
 //   5. Round rest e^{b_L - b} K^T to A operands and issue S += these times the writes.
 //   6. Wait for dq and left; their sums per token. In later turns add those of the turn before, in the last
 //      walk the right part of dk. Then dq and left in the places of q and k.
@@ -109,10 +109,10 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         W::store(columns.keys, left);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
+        // of the next step
         if (has_right<C>(g) && chunk + 1 < chunks() && is_anchor(task, chunk + 1) && column() < g.dim_k)
-            prefetch_anchor<C>(task, anchor_part(g, task, chunk + 1, part()),
-                               fresh_laneid());  // of the next one
-        warpgroup::mma_async_wait<0>();          // 7
+            prefetch_anchor<C>(task, anchor_part(g, task, chunk + 1, part()), fresh_laneid());
+        warpgroup::mma_async_wait<0>();  // 7
         pin(state), pin_all(read), pin_all(keys);
         arrive_warp(smem.free[slot]);
     };

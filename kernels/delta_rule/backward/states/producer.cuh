@@ -134,9 +134,10 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
     wait_stores_done();
 }
 
-// One warp: what the walkers add their results to. Those are the results of the turn before; the last walk
-// begins with the other part of dk. NOTES: a warp of its own, since it waits for another CTA while results of
-// this one may be ready to be stored and published.
+// One warp: what the walkers add their results to. Those are the results of the turn before. The right
+// walk begins with the left part of dk; in the left walk every turn adds the right part that the mirror has
+// made for it. NOTES: a warp of its own, since it waits for another CTA while results of this one may be
+// ready to be stored and published.
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;

@@ -3,7 +3,7 @@
 //      scale dS by its decay.
 //   2. Issue the products of the scores and right^T = dS writes^T; under the latter make the scores.
 //   3. Wait for the other walker's scores and for dS writes^T; scale it by rest e^{b_L - b}.
-//   4. Issue right^T += Q^T P + K^T M.
+//   4. Issue right^T += Q^T R + K^T E.
 //   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
 //   6. Wait for right; its sums per token. Add the left part of dk, in later turns dk of the turn before, and
 //      put the sum in its place.

@@ -1,4 +1,4 @@
-// The scores P and M of a chunk (bindings/params_states.h), which the walkers share.
+// The scores R and E of a chunk (bindings/params_states.h), which the walkers share.
 #pragma once
 
 #include "delta_rule/backward/states/config.cuh"
@@ -45,12 +45,6 @@ template <class C> __device__ inline void wait_scores_read(StatesMemory<C>& smem
     if (step == 0) return;
     const Use<StatesMemory<C>::kStages> before(step - 1);
     wait(smem.free[before.slot], before.phase);
-}
-
-// Waits until all walkers have written their part of what they share, for GEMMs to read.
-template <class C> __device__ inline void meet_walkers() {
-    fence_async_proxy();
-    named_sync<128 * C::kWalkers>(NamedBarrier::scores_written);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -1,9 +1,8 @@
 // What the walkers of both walks over the states do alike.
 //
 // A walker is a warpgroup that owns 64 columns of K. It holds the state, or its gradient, of these (64 x V)
-// in fp32 and computes results transposed: so the A operand of each GEMM is in its own registers and B in
-// shared memory. The scores alone are shared: of two walkers each makes one of the two tiles, a lone one
-// both.
+// in fp32 and computes results transposed (key_steps.cuh). The scores alone are shared: of two walkers each
+// makes one of the two tiles, a lone one both.
 #pragma once
 
 #include "delta_rule/backward/key_steps.cuh"

@@ -122,8 +122,8 @@ class Shape(NamedTuple):
 
     @property
     def cut(self) -> Cut:
-        """Of the walks over the states. It follows from the length of each sequence alone, so that the
-        results of a sequence do not depend on what else is in the call."""
+        """Of the walks over the states. It follows from the length of each sequence alone, so that what
+        they make of a sequence does not depend on what else is in the call."""
         return self.cut_into(SEGMENT_CHUNKS)
 
     def states_bytes(self, slots: int, dim: int) -> int:
@@ -205,7 +205,8 @@ class Shape(NamedTuple):
     @property
     def makes_right(self) -> bool:
         """Whether the mirror makes the right part of dk, so that there is no right walk. It pays where memory
-        bounds the speed: where CTAs of two walkers fill most multiprocessors."""
+        bounds the speed: where CTAs of two walkers fill most multiprocessors. Packed sequences are taken to
+        have tokens, all alike."""
         if self.batch_invariant or self.split is not None:
             return False
         if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.dim_v <= WALKER_COLUMNS:

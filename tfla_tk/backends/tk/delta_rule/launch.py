@@ -296,8 +296,8 @@ class Walks:
         writes = operand_at(left.writes, torch.empty(core.v.shape, device="meta"))
         parts = -(-shape.dim_v // SUM_COLUMNS)
         parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
-        borders = 0 if shape.makes_right else shape.borders  # a right walk begins there
-        d_borders_at = scratch.take(shape.states_bytes(borders, shape.dim_v))
+        d_borders = 0 if shape.makes_right else shape.borders  # a right walk begins there
+        d_borders_at = scratch.take(shape.states_bytes(d_borders, shape.dim_v))
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         of = shape.with_offsets(at.cu_seqlens, shape.split)
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))

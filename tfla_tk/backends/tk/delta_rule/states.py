@@ -22,7 +22,7 @@ class Through(NamedTuple):
 
     Attributes:
         writes, dv, do: the writes that the forward has kept, and the gradients.
-        dht, dh0: those of the final and of the initial state, 0 for none.
+        dht: that of the final state, 0 for none. dh0: that of the initial state, which the mirror leaves.
         borders, d_borders: the states and their gradients at the borders between segments, 0 where every
             sequence is one segment.
     """
@@ -41,8 +41,8 @@ class Sums(NamedTuple):
 
     Attributes:
         workspace: of the gates' kernels.
-        anchors: the states at the anchors.
-        flows: of gradient over these; behind them as many, of the gradient rounded.
+        anchors: the states at the anchors, or their gradients where the mirror makes the right part of dk.
+        flows: of gradient over these, for the chunks behind an anchor; then as many for those before it.
         flow_bytes: of each.
         whole, inter: of every token and of every chunk, of the walk forward in time and of the other one.
         bytes: of all; no address.
@@ -97,8 +97,8 @@ def launch_states(
         dq, dk: of every `Shape.shared` heads of v.
         dg: None where it is not wanted.
         scratch: gets places of what the launches leave for each other.
-        mirror: prepares the mirror that makes the right part of dk, with the addresses of its sums; with
-            none the mirror that does not.
+        mirror: prepares the mirror, which makes the right part of dk at an operand, and its sums at
+            addresses, where these are not 0.
     """
     kernel = build.load(instances.delta_states(shape.dim_v))
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
