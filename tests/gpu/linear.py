@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,6 +105,43 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert found.keys() == expected.keys()
     different = [name for name, t in expected.items() if not torch.equal(found[name], t)]
     assert not different
+
+
+def assert_graph_replays(
+    call: Callable[[Tensors], Tensors], x: Tensors, other: Tensors, expected: list[Tensors], replays: int
+) -> None:
+    """A graph of call(x) gives, bitwise, the results of what lies in x's tensors when it is replayed.
+
+    Args:
+        expected: of `other` and of x as it is now, which come by turns.
+    """
+    kept = {name: t.clone() for name, t in x.items()}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = call(x)
+    for n in range(replays):
+        for name, t in (kept if n % 2 else other).items():
+            x[name].copy_(t)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(found, expected[n % 2])
+
+
+def assert_equal_on_streams(call: Callable[[], Tensors], expected: Tensors, rounds: int) -> None:
+    """Calls on four streams at once, so many on each, all give this, bitwise."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(rounds):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(call())
+    torch.cuda.synchronize()
+    for one in found:
+        assert_equal(one, expected)
 
 
 def assert_accurate(

@@ -14,7 +14,7 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 
 from .conftest import forget_calls
-from .linear import REPEATS, Tensors, assert_equal, run, train
+from .linear import REPEATS, Tensors, assert_equal, assert_equal_on_streams, assert_graph_replays, run, train
 from .test_delta_rule import draw
 
 
@@ -79,21 +79,14 @@ def test_makers_beside_two_walkers_change_no_bit(
 def test_a_graph_replays_makers(make_beside: Callable[[bool], None]) -> None:
     """Each time the flags of the chunks are cleared."""
     x, other = draw(1, 3000, 8, 16), draw(1, 3000, 8, 16, seed=1)
+
+    def call(given: Tensors) -> Tensors:
+        return run(given, function=chunk_gated_delta_rule)
+
     make_beside(False)
-    expected = [run(given, function=chunk_gated_delta_rule) for given in (other, x)]
+    expected = [call(other), call(x)]
     make_beside(True)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(x, function=chunk_gated_delta_rule)
-    graph = torch.cuda.CUDAGraph()
-    kept = {name: t.clone() for name, t in x.items()}
-    with torch.cuda.graph(graph, stream=stream):
-        found = run(x, function=chunk_gated_delta_rule)
-    for n in range(REPEATS):
-        for name, t in (kept if n % 2 else other).items():
-            x[name].copy_(t)
-        graph.replay()
-        assert_equal(found, expected[n % 2])
+    assert_graph_replays(call, x, other, expected, REPEATS)
 
 
 def test_makers_on_several_streams(make_beside: Callable[[bool], None]) -> None:
@@ -102,16 +95,7 @@ def test_makers_on_several_streams(make_beside: Callable[[bool], None]) -> None:
     make_beside(False)
     expected = run(x, function=chunk_gated_delta_rule)
     make_beside(True)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(10):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(run(x, function=chunk_gated_delta_rule))
-    torch.cuda.synchronize()
-    for one in found:
-        assert_equal(one, expected)
+    assert_equal_on_streams(lambda: run(x, function=chunk_gated_delta_rule), expected, 10)
 
 
 @pytest.mark.sanitize

@@ -17,7 +17,7 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from . import test_delta_accuracy, test_delta_rule
 from .conftest import GRADIENT_TOLERANCE, TOLERANCE, forget_calls, relative_error
-from .linear import REPEATS, Tensors, assert_accurate, assert_equal, exact, train
+from .linear import REPEATS, Tensors, assert_accurate, assert_equal, assert_graph_replays, exact, train
 from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed, uninitialised_memory_is_nan
 from .test_delta_makers import shape_of
 from .test_delta_rule import BETAS, GATES, check, draw
@@ -231,19 +231,11 @@ def test_any_layout(kind: str, layout: Callable[[Tensor], Tensor]) -> None:
 def test_a_graph_replays_the_backward(kind: str) -> None:
     x, other = draw_kind(kind, 1500), draw_kind(kind, 1500, seed=1)
     given = cotangents(x)
-    expected = [gradients(of_call, given=given) for of_call in (other, x)]
-    kept = {name: t.clone() for name, t in x.items()}
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        gradients(x, given=given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        found = gradients(x, given=given)
-    for n in range(6):
-        for name, t in (kept if n % 2 else other).items():
-            x[name].copy_(t)
-        graph.replay()
-        assert_equal(found, expected[n % 2])
+
+    def call(of_call: Tensors) -> Tensors:
+        return gradients(of_call, given=given)
+
+    assert_graph_replays(call, x, other, [call(other), call(x)], 6)
 
 
 @pytest.mark.usefixtures("right_made")

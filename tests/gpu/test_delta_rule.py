@@ -19,6 +19,8 @@ from .linear import (
     Tensors,
     assert_accurate,
     assert_equal,
+    assert_equal_on_streams,
+    assert_graph_replays,
     check_both,
     draw_operands,
     exact,
@@ -248,21 +250,11 @@ def test_a_graph_replays_turns(value_heads: int) -> None:
     """Each time the numbers by which heads of a group take turns are cleared."""
     x, other = draw(1, 2500, 2, value_heads), draw(1, 2500, 2, value_heads, seed=1)
     given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
-    expected = [train(call, function=chunk_gated_delta_rule, given=given) for call in (other, x)]
-    kept = {name: t.clone() for name, t in x.items()}
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        train(x, function=chunk_gated_delta_rule, given=given)
-    graph = torch.cuda.CUDAGraph()
-    leaves = {name: t.detach().requires_grad_() for name, t in x.items()}
-    with torch.cuda.graph(graph, stream=stream):
-        found = train(leaves, function=chunk_gated_delta_rule, given=given)
-    for n in range(6):
-        for name, t in (kept if n % 2 else other).items():
-            x[name].copy_(t)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_equal(found, expected[n % 2])
+
+    def call(of_call: Tensors) -> Tensors:
+        return train(of_call, function=chunk_gated_delta_rule, given=given)
+
+    assert_graph_replays(call, x, other, [call(other), call(x)], 6)
 
 
 def test_turns_on_several_streams() -> None:
@@ -270,16 +262,7 @@ def test_turns_on_several_streams() -> None:
     x = draw(1, 4000, 8, 32)
     given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
     expected = train(x, function=chunk_gated_delta_rule, given=given)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(5):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                found.append(train(x, function=chunk_gated_delta_rule, given=given))
-    torch.cuda.synchronize()
-    for one in found:
-        assert_equal(one, expected)
+    assert_equal_on_streams(lambda: train(x, function=chunk_gated_delta_rule, given=given), expected, 5)
 
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])

@@ -13,7 +13,7 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from .conftest import forget_calls
-from .linear import REPEATS, Tensors, assert_equal, exact, run, train
+from .linear import REPEATS, Tensors, assert_equal, assert_graph_replays, exact, run, train
 from .memory import uninitialised_memory_is_nan
 from .test_delta_rule import check, draw
 
@@ -148,19 +148,11 @@ def test_outputs_are_written_whole(split_every: Split) -> None:
 def test_a_graph_replays_a_split(split_every: Split) -> None:
     split_every(1)
     x, other = (draw(1, 3 * SEGMENT_TOKENS, 4, seed=seed) for seed in (0, 1))
-    expected = [run(given, function=chunk_gated_delta_rule) for given in (other, x)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(x, function=chunk_gated_delta_rule)
-    graph = torch.cuda.CUDAGraph()
-    kept = {name: t.clone() for name, t in x.items()}
-    with torch.cuda.graph(graph, stream=stream):
-        found = run(x, function=chunk_gated_delta_rule)
-    for n in range(10):
-        for name, t in (kept if n % 2 else other).items():
-            x[name].copy_(t)
-        graph.replay()
-        assert_equal(found, expected[n % 2])
+
+    def call(given: Tensors) -> Tensors:
+        return run(given, function=chunk_gated_delta_rule)
+
+    assert_graph_replays(call, x, other, [call(other), call(x)], 10)
 
 
 def test_nan_stays_in_its_head(split_every: Split) -> None:
