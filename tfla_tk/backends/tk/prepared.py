@@ -51,6 +51,11 @@ class Scratch:
         self.bytes += -(-size // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         return at if size else 0
 
+    def take_dense(self, size: tuple[int, ...], element_bytes: int) -> Operand:
+        """The next place of a dense tensor [B, T, H, D]."""
+        like = torch.empty(size, device="meta")
+        return operand_at(self.take(like.numel() * element_bytes), like)
+
 
 class Launches(NamedTuple):
     """Launches that are called together.

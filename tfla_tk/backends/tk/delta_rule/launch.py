@@ -323,10 +323,7 @@ class Walks:
         parts_of_dq, parts_of_dk = dq, dk
         is_combined = shape.shared < shape.group
         if is_combined:
-            dense = torch.empty(shape.partial, device="meta")
-            parts_of_dq, parts_of_dk = (
-                operand_at(scratch.take(dense.numel() * core.q.itemsize), dense) for _ in range(2)
-            )
+            parts_of_dq, parts_of_dk = (scratch.take_dense(shape.partial, core.q.itemsize) for _ in range(2))
         through = Through(writes, dv, dout, dht_at, dh0_at, left.borders, d_borders_at)
         dg = (
             gate_at(dg_at, torch.empty_like(given.g, device="meta"))

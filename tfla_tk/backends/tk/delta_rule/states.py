@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at
 from tfla_tk.backends.tk.operands import Gate, Operand
@@ -102,17 +100,16 @@ def launch_states(
     """
     kernel = build.load(instances.delta_states(shape.dim_v))
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
-
-    def parts_of_dk(heads: int) -> Operand:
-        dense = torch.empty((shape.batch, shape.seq, heads, shape.dim_k), device="meta")
-        return operand_at(scratch.take(dense.numel() * core.q.itemsize), dense)
-
     makes_right, turns = shape.makes_right, shape.shared * shape.states_slices
-    # what the first walk leaves: the left part of dk, or the mirror every head's and slice's right part
+    # parts of dk for the last walk: the left one, or those of every head and slice of V that the mirror makes
     if not makes_right:
-        left, right = parts_of_dk(shape.partial[2]), NO_OPERAND
+        left, right = scratch.take_dense(shape.partial, core.q.itemsize), NO_OPERAND
+    elif turns == 1:
+        left = right = dk
     else:
-        left, right = dk, dk if turns == 1 else parts_of_dk(shape.heads * shape.states_slices)
+        heads = shape.heads * shape.states_slices
+        parts = (shape.batch, shape.seq, heads, shape.dim_k)
+        left, right = dk, scratch.take_dense(parts, core.q.itemsize)
     written_at = scratch.take(kernel.written_bytes(of, shape.shared))
     operands = (
         *(operand_at(at.q, core.q), operand_at(at.k, core.k), through.writes, through.do, through.dv),
@@ -132,15 +129,14 @@ def launch_states(
         dh0_at = through.dh0
         if at.initial_state and not makes_right:
             dh0_at = scratch.take(state_bytes)
-    walks = [(kernel.left, at.initial_state, last_at, through.borders)]
-    if not makes_right:
-        walks.append((kernel.right, through.dht, dh0_at, through.d_borders))
-    whole, inter, anchors, _ = of_walks[1]
-    launches = [mirror(right, (whole, inter, anchors) if makes_right else (0, 0, 0))]
-    launches += [
-        walk(of, *operands, *states, of_walk, written_at, core.scale, shape.states_walkers, shape.shared)
-        for (walk, *states), of_walk in zip(walks, of_walks[: len(walks)], strict=True)
-    ]
+    of_left, of_right = of_walks
+    options = written_at, core.scale, shape.states_walkers, shape.shared
+    left_walk = kernel.left(of, *operands, at.initial_state, last_at, through.borders, of_left, *options)
+    if makes_right:
+        launches = [mirror(right, of_right[:3]), left_walk]
+    else:
+        right_walk = kernel.right(of, *operands, through.dht, dh0_at, through.d_borders, of_right, *options)
+        launches = [mirror(NO_OPERAND, (0, 0, 0)), left_walk, right_walk]
     if sums is not None and dg is not None:
         launches.append(
             around.mlstm_bwd_gates(
