@@ -172,6 +172,11 @@ __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_grou
 // Waits until the shared memory of all committed stores may be overwritten.
 __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory"); }
 
+// The same of all but the kGroups groups that are committed last.
+template <int kGroups> __device__ inline void wait_stores_read_but() {
+    asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kGroups) : "memory");
+}
+
 // Waits until all committed stores are complete.
 __device__ inline void wait_stores_done() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
 

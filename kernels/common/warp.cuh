@@ -69,8 +69,9 @@ __device__ inline FloatPair warp_sum(FloatPair x) {
     return x;
 }
 
-__device__ inline FloatPair of_last_lane(FloatPair x) {
-    return {__shfl_sync(0xffffffff, x.high, 31), __shfl_sync(0xffffffff, x.low, 31)};
+__device__ inline FloatPair of_lane(FloatPair x, int lane) {
+    return {__shfl_sync(0xffffffff, x.high, lane), __shfl_sync(0xffffffff, x.low, lane)};
 }
+__device__ inline FloatPair of_last_lane(FloatPair x) { return of_lane(x, 31); }
 
 }  // namespace tfla_tk

@@ -44,7 +44,9 @@ template <int kColumns> struct ReadGates {
 
     // By one warp of four.
     __device__ inline ReadGates(const Log2Decay& b, float scale, int first_key, int warp)
-        : first_row(16 * warp + fresh_laneid() / 4), first_column(first_key + 2 * (fresh_laneid() % 4)) {
+        : ReadGates(b, scale, first_key, warp, fresh_laneid()) {}
+    __device__ inline ReadGates(const Log2Decay& b, float scale, int first_key, int warp, int lane)
+        : first_row(16 * warp + lane / 4), first_column(first_key + 2 * (lane % 4)) {
 #pragma unroll
         for (int j = 0; j < kColumns / 16; j++)
 #pragma unroll

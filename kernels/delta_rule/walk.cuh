@@ -116,6 +116,9 @@ struct WalkTask : Task {
     }
 };
 
+// Whether a warpgroup in the place of the scorer makes A, too (chunk_matrices/in_walk.cuh).
+template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakesMatrices; };
+
 // Barriers of a stage of a walk: `arrived` stands for all of a chunk, `for_scorer` for what the scorer reads:
 // q, k and the gates, in a mirror that makes the right part of dk also dO and the writes. Without a scorer
 // these arrive on `arrived`, with one the scorer's warps do, after it has waited for them.
@@ -125,8 +128,8 @@ template <class C, class Memory> __device__ inline semaphore& tiles_arrived(Memo
 // columns: tiles that the walkers have for themselves; of_scorer: those of them that the scorer reads.
 template <class C, class Memory>
 __device__ inline void init_arrivals(Memory& smem, int slot, int columns, int of_scorer = 0) {
-    constexpr int kOfTiles = 2 + kArrivalsPerWarp;  // keys, queries; gates
-    constexpr int kOfMatrices = 1;
+    constexpr int kOfTiles = 2 + kArrivalsPerWarp;          // keys, queries; gates
+    constexpr int kOfMatrices = kMakesMatrices<C> ? 0 : 1;  // that are loaded
     init_semaphore(smem.for_scorer[slot], kOfTiles + of_scorer);
     init_semaphore(smem.arrived[slot],
                    kOfMatrices + columns - of_scorer + (C::kHasScorer ? 4 * kArrivalsPerWarp : kOfTiles));

@@ -42,11 +42,12 @@ std::unique_ptr<Launch> forward(const ShapeTuple& of, const OperandTuple& q, con
                                 const OperandTuple& v, const OperandTuple& o, const OperandTuple& writes,
                                 const GateTuple& g, const GateTuple& beta, const MatricesTuple& matrices,
                                 std::int64_t initial, std::int64_t last, std::int64_t carried,
-                                std::int64_t borders, float scale, int walkers, int makers) {
+                                std::int64_t borders, float scale, int walkers, int makers,
+                                bool makes_matrices) {
     return prepared<&delta_forward>(DeltaForwardParams{
         shape(of), operand(q), operand(k), operand(v), operand(o), operand(writes), gate(g), gate(beta),
         pointer(matrices[0]), pointer(matrices[1]), pointer(initial), pointer(last), pointer(carried),
-        pointer(borders), scale, walkers, makers, reinterpret_cast<int*>(matrices[2])});
+        pointer(borders), scale, walkers, makers, reinterpret_cast<int*>(matrices[2]), makes_matrices});
 }
 
 std::unique_ptr<Launch> maps(const ShapeTuple& of, const OperandTuple& k, const OperandTuple& v,
@@ -78,7 +79,7 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
           py::arg("last"), py::arg("carried"), py::arg("borders"), py::arg("scale"), py::arg("walkers"),
-          py::arg("makers"),
+          py::arg("makers"), py::arg("makes_matrices"),
           "Prepares the walk over the chunks; writes, initial, last and borders with address 0: not wanted, "
           "zero; carried: 0 where no sequence is cut.");
     m.def("maps", &maps, py::arg("shape"), py::arg("k"), py::arg("v"), py::arg("g"), py::arg("beta"),

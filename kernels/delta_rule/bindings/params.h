@@ -67,6 +67,9 @@ struct DeltaForwardParams {
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
     int makers;   // CTAs that make A, and P for a walk that does not, meanwhile; 0: they are made before
     int* made;    // workspace of the makers, [batch * heads, slots]
+    // The walk makes A itself (chunk_matrices/in_walk.cuh), and stores it where a is not null: with two
+    // walkers, 64 < K <= 128 and no makers.
+    bool makes_matrices;
 };
 
 // The right part of dk (params_states.h), which the mirror makes in the place of the right walk: with two

@@ -53,7 +53,8 @@ template <class T, int kDimK, bool kWithP> struct MatricesTiles {
     struct Results {
         Square a;
         [[no_unique_address]] std::conditional_t<kWithScores, Square, Nothing> p;
-        TriangularMatrix matrix;
+        UpperRows upper;  // of -L
+        LowerRows lower;
     };
 };
 
@@ -66,23 +67,45 @@ __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const
         load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
 }
 
-// Step 3: makes -L from K K^T, in shared memory. It is zero past the last token; therefore A is, too. No
-// block of 16 right of the diagonal is made.
-__device__ inline void gate_erasures(TriangularMatrix& matrix, const rt_fl<16, kChunk>& of_keys,
-                                     const Log2Decay& b, int tokens, int warp) {
-    const int lane_row = fresh_laneid() / 4, first_column = 2 * (fresh_laneid() % 4);
+// Where a lane has its first two numbers of its warp's rows of -L.
+__device__ inline uint32_t place_of_erasures(const TriangularMatrix& matrix, int warp, int lane) {
+    return TriangularMatrix::place(matrix.rows(16 * warp), lane / 4, 2 * (lane % 4));
+}
+// Stores a warp's 16 rows and the j-th 16 columns of -L. place: of the lane.
+template <class Block> __device__ inline void store_erasures(uint32_t place, const Block& block, int j) {
+    using M = TriangularMatrix;
 #pragma unroll
-    for (int j = 0; j < kChunk / 16; j++)
+    for (int k = 0; k < 4; k++)
+        store_pair((place ^ (64 * (j % 2) + 32 * (k / 2))) + j / 2 * 128 + k % 2 * M::kEightRows,
+                   block.tiles[0][0].data[k]);
+}
+// Makes them from the products k_i.k_j, in place, and stores them. gates: e^{b_i - b_j}. -L is zero past the
+// last token; therefore A is, too.
+template <class Block>
+__device__ inline void write_erasures(uint32_t place, Block& block, int j, const ReadGates<16>& gates,
+                                      int tokens) {
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            if (j > warp) continue;
-            const int eight = 16 * warp + 8 * (k % 2), row = eight + lane_row;
-            const int column = first_column + 16 * j + 8 * (k / 2);
-            const float2 gate = decays_between(b, row, column), x = of_keys.tiles[0][j].data[k];
-            const bool is_token = row < tokens;
-            matrix.pair_at(eight, lane_row, column) = {is_token && column < row ? -gate.x * x.x : 0.f,
-                                                       is_token && column + 1 < row ? -gate.y * x.y : 0.f};
-        }
+    for (int k = 0; k < 4; k++) {
+        const int column = gates.column(0, k), last = gates.row(k) < tokens ? gates.row(k) : -1;
+        const float2 gate = gates.of[0][k];
+        float2& x = block.tiles[0][0].data[k];
+        x = {column < last ? -gate.x * x.x : 0.f, column + 1 < last ? -gate.y * x.y : 0.f};
+    }
+    store_erasures(place, block, j);
+}
+
+// Makes A from -L, of which each of the four warps has written 16 rows. They wait for each other in meet(). A
+// is zero on the diagonal and right of it, as L is.
+template <class T, class Square, class Meet>
+__device__ inline void solve_unit_lower(Square& a, const TriangularMatrix& m, const float* beta, int warp,
+                                        Meet meet) {
+    // NOTES: the lane's number is read anew for each part, to save registers
+    solve_diagonal_block(m, beta, 16 * warp, fresh_laneid());
+    meet();
+    merge_to_32(m, beta, warp, fresh_laneid(), meet);
+    meet();
+    RoundedDiagonalRows<T>(m, warp, fresh_laneid()).store(a, warp);
+    merge_to_64<T>(a, m, beta, warp, fresh_laneid(), [] {});
 }
 
 // Steps 2 to 4, once the inputs and the gates are there. The results are in shared memory, visible to the TMA
@@ -102,14 +125,20 @@ __device__ inline void make_matrices(Memory& smem, const float* beta, int tokens
     if constexpr (kWithScores) pin(of_queries);
     multiplied();
     meet();  // the results may replace the inputs
-    gate_erasures(smem.out.matrix, of_keys, smem.log2_decay, tokens, warp);
+    const TriangularMatrix matrix(shared_address(&smem.out.upper), shared_address(&smem.out.lower));
+    const uint32_t place = place_of_erasures(matrix, warp, fresh_laneid());
+#pragma unroll
+    for (int j = 0; j < kChunk / 16; j++)
+        if (j <= warp)  // no block right of the diagonal is made
+            write_erasures(place, reinterpret_cast<rt_fl<16, 16>&>(of_keys.tiles[0][j]), j,
+                           ReadGates<16>(smem.log2_decay, 1.f, 16 * j, warp), tokens);
     if constexpr (kWithScores)
 #pragma unroll
         for (int j = 0; j < kChunk / 16; j++)
             ReadGates<16>(smem.log2_decay, scale, 16 * j, warp).apply(of_queries, j, tokens);
     gated();
     if constexpr (kWithScores) store_panels<T, kChunk>(shared_address(&smem.out.p), 16 * warp, of_queries);
-    solve_unit_lower<T>(smem.out.a, smem.out.matrix, beta, warp, meet);
+    solve_unit_lower<T>(smem.out.a, matrix, beta, warp, meet);
     fence_async_proxy();
 }
 

@@ -14,21 +14,56 @@
 
 namespace tfla_tk::delta_rule {
 
-// Row-major, with columns exchanged so that the eight rows and four columns of a tensor-core fragment, and
-// the four rows and eight columns, meet no bank of shared memory twice. NOTES: shared memory bounds the speed
-// of makers.
-struct TriangularMatrix {
-    float data[kChunk][kChunk];
+// -L in shared memory, then A before it is rounded. Rows of 64 numbers, with columns exchanged so that the
+// eight rows and four columns of a tensor-core fragment, and the four rows and eight columns, meet no bank of
+// shared memory twice. NOTES: shared memory bounds the speed of makers, and instructions that of a maker in a
+// walk. So a lane's place is computed once for many accesses. The number n columns further, n below 32 and a
+// multiple of 4, has the address xor 4 n; that 32 columns further the address + 128; that eight rows further
+// + kEightRows.
+class TriangularMatrix {
+    uint32_t upper, lower;  // shared addresses of rows 0 and 32
 
-    // Row first_row + row, first_row a multiple of 8 and row below 8. Four columns that begin with a multiple
-    // of 4 lie side by side.
-    __device__ inline float& at(int first_row, int row, int column) {
-        return data[first_row + row][column ^ ((row % 4 ^ row / 4) * 8 + row / 4 * 4)];
+  public:
+    static constexpr int kRow = 4 * kChunk, kEightRows = 8 * kRow;  // bytes
+
+    // Both addresses are multiples of 256.
+    __device__ inline TriangularMatrix(uint32_t upper, uint32_t lower) : upper(upper), lower(lower) {}
+
+    // The address of row `first`, a multiple of 16. The 15 rows below it follow. NOTES: nothing is stored of
+    // the upper rows' columns from 32 on, so rows 16 to 31 lie there.
+    __device__ inline uint32_t rows(int first) const {
+        return first < kChunk / 2 ? upper + first * 8 : lower + (first - kChunk / 2) * kRow;
     }
-    __device__ inline float2& pair_at(int first_row, int row, int column) {
-        return reinterpret_cast<float2&>(at(first_row, row, column));
+    // How far row `row`, a multiple of 8 below 32, lies behind row 0.
+    static constexpr int from_first_row(int row) { return row / 16 * 128 + row % 16 * kRow; }
+
+    // The address of a column in a row, below 8, of those that begin at `rows`.
+    __device__ static inline uint32_t place(uint32_t rows, int row, int column) {
+        return rows + row * kRow + 4 * (column ^ exchange(row));
+    }
+    // What a column's number is combined with, by exclusive or, in a row.
+    static constexpr __host__ __device__ int exchange(int row) {
+        return (row % 4 ^ row / 4 % 2) * 8 + row / 4 % 2 * 4;
     }
 };
+
+// The memory of the upper and of the lower half of the rows.
+using UpperRows = float[kChunk / 4][kChunk];
+using LowerRows = float[kChunk / 2][kChunk];
+
+__device__ inline float load_number(uint32_t address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+    return x;
+}
+__device__ inline float2 load_pair(uint32_t address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
+    return x;
+}
+__device__ inline void store_pair(uint32_t address, float2 x) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
 
 __device__ inline uint32_t to_tf32(float x) {
     uint32_t rounded;
@@ -44,69 +79,94 @@ __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uin
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two 16 x 16 diagonal blocks, from row `first` on, in place, by one warp: a half of it has a block, a lane a
-// column. beta: of 64 tokens.
-__device__ inline void solve_diagonal_blocks(TriangularMatrix& m, const float* beta, int first, int lane) {
-    constexpr int kBlock = 16;
-    const int block = first + lane / kBlock * kBlock, column = block + lane % kBlock;
-    auto at = [&](int i, int column) -> float& { return m.at(block + i / 8 * 8, i % 8, column); };
-    float x[kBlock];  // x[0] is zero
-#pragma unroll
-    for (int i = 1; i < kBlock; i++) x[i] = at(i, column);
-    // what is known is added to all later rows, four columns at a time
-#pragma unroll
-    for (int k = 0; k < kBlock; k += 4) {
-        const float4 factors = *reinterpret_cast<const float4*>(&beta[block + k]);
-        const float of[4] = {factors.x, factors.y, factors.z, factors.w};
-        float known[4];
-        if (k > 0) known[0] = of[0] * x[k];
-#pragma unroll
-        for (int i = k + 1; i < kBlock; i++) {
-            const float4 row = reinterpret_cast<const float4&>(at(i, block + k));
-            if (k > 0) x[i] += row.x * known[0];
-            if (i > k + 1) x[i] += row.y * known[1];
-            if (i > k + 2) x[i] += row.z * known[2];
-            if (i > k + 3) x[i] += row.w * known[3];
-            if (i < k + 4) known[i - k] = of[i - k] * x[i];
-        }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 1; i < kBlock; i++) at(i, column) = x[i];
+// x of the lane that has the same columns of an accumulator and its row `row`, below 8. NOTES: as asm: a
+// shuffle may keep any bits of the lane's number, here the lowest two, so that the source needs no register.
+__device__ inline float of_row(float x, int row) {
+    float found;
+    asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=f"(found) : "f"(x), "r"(4 * row));
+    return found;
 }
 
-// 16 rows and kColumns columns of A21 for blocks of kBlock, by one warp. `first`: of A11.
+// The 16 x 16 diagonal block from row `first` on, in place, by one warp. A lane has rows r and r + 8, and of
+// each the columns that it has of a tensor-core accumulator. What is known of row k is added to all later
+// rows. beta: of 64 tokens.
+__device__ inline void solve_diagonal_block(const TriangularMatrix& m, const float* beta, int first,
+                                            int lane) {
+    using M = TriangularMatrix;
+    constexpr uint32_t kAll = 0xffffffff;
+    const int r = lane / 4, c = lane % 4;
+    const uint32_t place = M::place(m.rows(first), r, first + 2 * c);
+    __syncwarp();                // its lanes have written these rows
+    float x[2][4], given[2][4];  // of rows r and r + 8; columns 2 c, 2 c + 1 and 8 further
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const float2 pair = load_pair((place ^ 32 * n) + half * M::kEightRows);
+            given[half][2 * n] = x[half][2 * n] = pair.x,
+                            given[half][2 * n + 1] = x[half][2 * n + 1] = pair.y;
+        }
+    const float by[2] = {beta[first + r], beta[first + r + 8]};
+#pragma unroll
+    for (int k = 1; k < 15; k++) {  // row 0 is zero
+        const int half_of_k = k / 8;
+        if (k % 8 == 0) __syncwarp();  // NOTES: nothing behind it is begun before, to save registers
+        float known[4];
+#pragma unroll
+        for (int n = 0; n < 2 + 2 * half_of_k; n++) known[n] = of_row(by[half_of_k] * x[half_of_k][n], k % 8);
+#pragma unroll
+        for (int half = half_of_k; half < 2; half++) {
+            const float factor = __shfl_sync(kAll, given[half][half_of_k * 2 + k % 2], k % 8 / 2, 4);
+            if (r + 8 * half > k)
+#pragma unroll
+                for (int n = 0; n < 2 + 2 * half_of_k; n++) x[half][n] += factor * known[n];
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+            store_pair((place ^ 32 * n) + half * M::kEightRows, {x[half][2 * n], x[half][2 * n + 1]});
+}
+
+// 16 rows and kColumns columns of A21 for blocks of kBlock, by one warp. `first`: of A11, 0 or 32.
 template <int kBlock, int kColumns> struct MergedRows {
+    using M = TriangularMatrix;
     static constexpr int kSteps = kBlock / 8, kTiles = kColumns / 8;
+    static constexpr int kTile = 4 * 8;  // bytes of eight columns
     float result[kTiles][4];
 
     // row: of the 16 in A21; column: of the kColumns in it, 0 or kColumns.
-    __device__ inline MergedRows(TriangularMatrix& m, const float* beta, int first, int row, int column,
-                                 int lane) {
+    __device__ inline MergedRows(const M& m, const float* beta, int first, int row, int column, int lane) {
         const int r = lane / 4, c = lane % 4, below = first + kBlock;
+        const uint32_t rows = m.rows(below + row), all_rows = m.rows(below);
         float left[kSteps][4];  // 16 rows of T
+        const uint32_t of_left = M::place(rows, r, first + 2 * c);
 #pragma unroll
         for (int tile = 0; tile < kSteps; tile++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float2 pair = m.pair_at(below + row + 8 * half, r, first + 8 * tile + 2 * c);
+                const float2 pair = load_pair((of_left ^ tile * kTile) + half * M::kEightRows);
                 left[tile][2 * half] = pair.x, left[tile][2 * half + 1] = pair.y;
             }
+        const uint32_t of_a22 = M::place(rows, r, below + c);
+        const uint32_t of_l21[2] = {M::place(all_rows, c, first + r), M::place(all_rows, c + 4, first + r)};
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {
             if (8 * step >= row + 16) continue;  // right of the diagonal of A22
             uint32_t a[4];
 #pragma unroll
             for (int n = 0; n < 4; n++) {
-                const int k = below + 8 * step + c + n / 2 * 4;
-                a[n] = to_tf32(beta[k] * m.at(below + row + n % 2 * 8, r, k));
+                const int k = 8 * step + n / 2 * 4;
+                const float x = load_number((of_a22 ^ 4 * k) + n % 2 * M::kEightRows);
+                a[n] = to_tf32(beta[below + k + c] * x);
             }
 #pragma unroll
             for (int tile = 0; tile < kSteps; tile++) {
                 uint32_t b[2];
 #pragma unroll
                 for (int n = 0; n < 2; n++)
-                    b[n] = to_tf32(m.at(below + 8 * step, c + 4 * n, first + 8 * tile + r));
+                    b[n] = to_tf32(load_number((of_l21[n] ^ tile * kTile) + step * M::kEightRows));
                 mma_tf32(left[tile], a, b);
             }
         }
@@ -117,6 +177,9 @@ template <int kBlock, int kColumns> struct MergedRows {
                 result[tile][n] = column == 0 ? left[tile][n] : left[kTiles + tile][n];
         // An accumulator has columns 2 c and 2 c + 1 where an operand has c and c + 4. So k is counted in
         // another order, in both operands.
+        const uint32_t first_rows = m.rows(first);
+        const uint32_t of_a11[2] = {M::place(first_rows, 2 * c, first + column + r),
+                                    M::place(first_rows, 2 * c + 1, first + column + r)};
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {
             if (8 * step < column) continue;  // right of the diagonal of A11
@@ -124,72 +187,89 @@ template <int kBlock, int kColumns> struct MergedRows {
             const float2 by = *reinterpret_cast<const float2*>(&beta[first + 8 * step + 2 * c]);
             const uint32_t a[4] = {to_tf32(by.x * x[0]), to_tf32(by.x * x[2]), to_tf32(by.y * x[1]),
                                    to_tf32(by.y * x[3])};
+            // NOTES: a block of 32 is the upper one
+            const int further = kBlock == 32 ? M::from_first_row(8 * step) : step * M::kEightRows;
 #pragma unroll
             for (int tile = 0; tile < kTiles; tile++) {
                 uint32_t b[2];
 #pragma unroll
-                for (int n = 0; n < 2; n++)
-                    b[n] = to_tf32(m.at(first + 8 * step, 2 * c + n, first + column + 8 * tile + r));
+                for (int n = 0; n < 2; n++) b[n] = to_tf32(load_number((of_a11[n] ^ tile * kTile) + further));
                 mma_tf32(result[tile], a, b);
             }
         }
     }
 
-    __device__ inline void store(TriangularMatrix& m, int first, int row, int column, int lane) const {
-        const int r = lane / 4, c = lane % 4;
+    __device__ inline void store(const M& m, int first, int row, int column, int lane) const {
+        const uint32_t place =
+            M::place(m.rows(first + kBlock + row), lane / 4, first + column + 2 * (lane % 4));
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                m.pair_at(first + kBlock + row + 8 * half, r, first + column + 8 * tile + 2 * c) = {
-                    result[tile][2 * half], result[tile][2 * half + 1]};
+                store_pair((place ^ tile * kTile) + half * M::kEightRows,
+                           {result[tile][2 * half], result[tile][2 * half + 1]});
     }
 };
 
-// Rounds the diagonal blocks of 32 to a tile, and zeros right of them. A warp has 16 rows.
-template <class T, class Square>
-__device__ inline void round_diagonal_blocks(Square& tile, TriangularMatrix& m, int warp, int lane) {
+// A warp's 16 rows of its diagonal block of 32, rounded.
+template <class T> struct RoundedDiagonalRows {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
-    const int r = lane / 4, c = lane % 4;
+    T2 blocks[2][4];
+
+    __device__ inline RoundedDiagonalRows(const TriangularMatrix& m, int warp, int lane) {
+        using M = TriangularMatrix;
+        const uint32_t place = M::place(m.rows(16 * warp), lane / 4, warp / 2 * 32 + 2 * (lane % 4));
 #pragma unroll
-    for (int j = 0; j < kChunk / 16; j++) {
-        if (j / 2 < warp / 2) continue;
-        T2 x[4];
+        for (int j = 0; j < 2; j++)
 #pragma unroll
-        for (int k = 0; k < 4; k++)
-            x[k] = from_float2<T2>(
-                j <= warp ? m.pair_at(16 * warp + 8 * (k % 2), r, 16 * j + 8 * (k / 2) + 2 * c) : float2{});
-        store_fragment<T, kChunk>(shared_address(&tile), 16 * warp, j, x);
+            for (int k = 0; k < 4; k++) {
+                const int column = 16 * j + 8 * (k / 2);
+                blocks[j][k] = from_float2<T2>(
+                    j <= warp % 2 ? load_pair((place ^ 4 * column) + k % 2 * M::kEightRows) : float2{});
+            }
     }
+
+    // Also zeros right of the block.
+    template <class Square> __device__ inline void store(Square& tile, int warp) {
+        auto store = [&](int j, T2(&x)[4]) {
+            store_fragment<T, kChunk>(shared_address(&tile), 16 * warp, j, x);
+        };
+#pragma unroll
+        for (int j = 0; j < 2; j++) store(warp / 2 * 2 + j, blocks[j]);
+        if (warp >= 2) return;
+        T2 zeros[4];
+#pragma unroll
+        for (T2& x : zeros) x = from_float2<T2>(float2{});
+#pragma unroll
+        for (int j = 2; j < 4; j++) store(j, zeros);
+    }
+};
+
+// 16 to 32: two merges, 8 of 16 columns for each warp. The warps wait for each other in meet().
+template <class Meet>
+__device__ inline void merge_to_32(const TriangularMatrix& m, const float* beta, int warp, int lane,
+                                   Meet meet) {
+    const int first = warp / 2 * 32, column = warp % 2 * 8;
+    const MergedRows<16, 8> merged(m, beta, first, 0, column, lane);
+    meet();
+    merged.store(m, first, 0, column, lane);
 }
 
-// Makes A from -L, with the four warps of a warpgroup, which wait for each other in meet(). A is zero on the
-// diagonal and right of it, as L is.
-template <class T, class Square, class Meet>
-__device__ inline void solve_unit_lower(Square& a, TriangularMatrix& m, const float* beta, int warp,
-                                        Meet meet) {
-    meet();
-    // NOTES: the lane's number is read anew for each part, to save registers
-    if (warp < 2) solve_diagonal_blocks(m, beta, 32 * warp, fresh_laneid());
-    meet();
-    {  // 16 to 32: two merges, 8 of 16 columns for each warp
-        const int first = warp / 2 * 32, column = warp % 2 * 8;
-        const MergedRows<16, 8> merged(m, beta, first, 0, column, fresh_laneid());
-        meet();
-        merged.store(m, first, 0, column, fresh_laneid());
-    }
-    meet();
-    round_diagonal_blocks<T>(a, m, warp, fresh_laneid());
-    // 32 to 64: 16 of 32 rows and 16 of 32 columns for each warp
+// 32 to 64: 16 of 32 rows and 16 of 32 columns for each warp. Calls before_store() before it writes to the
+// tile.
+template <class T, class Square, class BeforeStore>
+__device__ inline void merge_to_64(Square& a, const TriangularMatrix& m, const float* beta, int warp,
+                                   int lane, BeforeStore before_store) {
     using T2 = typename kittens::base_types::packing<T>::packed_type;
     const int row = warp / 2 * 16, column = warp % 2 * 16;
-    const MergedRows<32, 16> merged(m, beta, 0, row, column, fresh_laneid());
+    const MergedRows<32, 16> merged(m, beta, 0, row, column, lane);
     T2 x[4];
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         const auto& of = merged.result[k / 2];
         x[k] = from_float2<T2>({of[k % 2 * 2], of[k % 2 * 2 + 1]});
     }
+    before_store();
     store_fragment<T, kChunk>(shared_address(&a), 32 + row, column / 16, x);
 }
 

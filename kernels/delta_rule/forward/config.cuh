@@ -1,18 +1,22 @@
 // Tiles, warpgroup roles and shared memory of the forward's walk.
 #pragma once
 
+#include "delta_rule/chunk_matrices/in_walk.cuh"
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
 
 // kOfMakers: warpgroups of a CTA of makers (chunk_matrices/makers.cuh), with the one that serves them; 0:
-// there are no makers.
-template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> struct ForwardConfig {
+// there are no makers. kMakes: the walk has its own maker in the place of the scorer
+// (chunk_matrices/in_walk.cuh).
+template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0, bool kMakes = false>
+struct ForwardConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakerWarpgroups = kOfMakers;
     static constexpr bool kBackward = false, kStatesAlone = false;
     static constexpr Schedule kSchedule = kOrder;
+    static constexpr bool kMakesMatrices = kMakes;
     static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, kMakerWarpgroups>;
     static constexpr int kWalkWarpgroups = 1 + kWalkers + kHasScorer;
     static constexpr int kWarpgroups = std::max(kWalkWarpgroups, kMakerWarpgroups),
@@ -21,7 +25,7 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0> 
     // Warpgroups are idle where a CTA of makers has more than the walk needs. NOTES: all registers together
     // no more than the CTA has at its launch, or setmaxnreg waits forever
     static constexpr int kIdleWarpgroups = kWarpgroups - kWalkWarpgroups, kIdleRegisters = 24;
-    static constexpr int kProducerRegisters = 40, kScorerRegisters = 56;
+    static constexpr int kProducerRegisters = kMakes ? 32 : 40, kScorerRegisters = kMakes ? 64 : 56;
     static constexpr int kWalkerRegisters = kWalkers == 2 && kHasScorer            ? 208
                                             : kWalkers == 2 && kIdleWarpgroups > 0 ? 224
                                             : kWalkers == 1 && kIsWide             ? 248
@@ -39,7 +43,7 @@ struct ForwardGlobals : WalkGlobals {
     TensorMap v;                // boxes of a chunk
     TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
     TensorMap writes, writes_box, writes_row;
-    bool keep_writes;
+    bool keep_writes, keep_matrices;
 };
 
 // Factors of a chunk's tokens.
@@ -64,6 +68,7 @@ template <class C> struct ForwardStage {
 template <class C> struct ForwardMemory {
     ForwardStage<C> stages[C::kStages];
     typename C::Columns writes[C::kWalkers];  // written U', until it is stored
+    [[no_unique_address]] std::conditional_t<C::kMakesMatrices, MakerInWalkMemory<C::kStages>, Nothing> maker;
     GateRing gate_ring;
     semaphore arrived[C::kStages];     // all of a chunk
     semaphore for_scorer[C::kStages];  // keys, queries, gates

@@ -8,6 +8,7 @@
 //     producer      loads q, k, v and the matrices; scans the gates; stores O, and the writes for a backward
 //     walkers       one or two, the state in registers (forward/walker.cuh)
 //     scorer        makes P (scorer.cuh), where kMakesScores
+//     maker         in its place: makes A and P (chunk_matrices/in_walk.cuh); then there is no delta_matrices
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with
@@ -59,7 +60,10 @@ __device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_m
             walk_forward(g, smem, warpgroup_id - 1);
     } else if (C::kHasScorer && warpgroup_id < C::kWalkWarpgroups) {
         set_registers<C::kScorerRegisters, C::kThreads, 1>();
-        if constexpr (C::kHasScorer) make_scores<C>(g, smem);
+        if constexpr (C::kMakesMatrices)
+            make_matrices_in_walk<C>(g, smem);
+        else if constexpr (C::kHasScorer)
+            make_scores<C>(g, smem);
     } else if constexpr (C::kIdleWarpgroups > 0) {
         set_registers<C::kIdleRegisters, C::kThreads, 1>();
     }
@@ -89,7 +93,8 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
     const bool keep_writes = p.writes.data != nullptr;
     const Operand& writes = keep_writes ? p.writes : p.o;
     const ForwardGlobals g{
-        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.initial, p.last, p.scale, p.made),
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a ? p.a : p.o.data, p.p, p.initial, p.last, p.scale,
+                        p.made),
         maps.of_values(p.v, kChunk),
         maps.of_values(p.o, kChunk),
         maps.of_values(p.o, kBoxRows),
@@ -98,6 +103,7 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
         maps.of_values(writes, kBoxRows),
         maps.of_values(writes, 1),
         keep_writes,
+        p.a != nullptr,
     };
     if constexpr (C::kMakerWarpgroups > 0)
         launch_with_makers<delta_forward_with_makers_kernel<C>, C, ForwardMemory<C>>(g, p, stream,
@@ -109,7 +115,14 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
-    if (p.makers > 0) {
+    if (p.makes_matrices) {
+        if constexpr (TFLA_DIM_K != 128)
+            throw std::runtime_error("delta_forward: a walk makes its matrices only where 64 < K <= 128");
+        else if (p.walkers != 2)
+            throw std::runtime_error("delta_forward: a walk makes its matrices only with two walkers");
+        else
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, 0, true>>(p, stream);
+    } else if (p.makers > 0) {
         if constexpr (TFLA_DIM_K > 128)
             throw std::runtime_error("delta_forward: no makers where K > 128");
         else if (p.walkers == 1)

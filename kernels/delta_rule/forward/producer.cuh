@@ -20,7 +20,7 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
         load(stage.keys, g.k, arrived, 0, task.key_head, chunk);
         load(stage.queries, g.q, arrived, 0, task.key_head, chunk);
         if (C::kMakerWarpgroups > 0 && chunk >= made) made = chunk + wait_made(g, task, chunk);
-        if (fresh_laneid() == 0) {
+        if (!C::kMakesMatrices && fresh_laneid() == 0) {
             load_matrices<C>(g, task, stage, smem.arrived[slot], chunk);
             if constexpr (C::kMakerWarpgroups > 0) mark_loaded(g, task, chunk);
         }
@@ -31,17 +31,19 @@ template <class C> __device__ inline void load_tiles(const ForwardGlobals& g, Fo
 template <class C> __device__ inline void scan_gates(const ForwardGlobals& g, ForwardMemory<C>& smem) {
     const Task& task = smem.task;
     GatesAhead ahead(smem.gate_ring, g.g, g.beta, task);
+#pragma unroll 1
     for (int chunk = 0; chunk < ahead.kSteps; chunk++) ahead.load(chunk, chunk);
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         const auto [log_decay, x] = ahead.take(chunk);
         const TwoPairs b = cumulative_log2_decay(log_decay);
-        const Decays decays(b);
-        const float2 read = decays.to_token, kept = decays.to_end;
         ahead.load(chunk + ahead.kSteps, chunk + ahead.kSteps);
         const auto [slot, phase] = Use<C::kStages>(chunk);
         wait_free(smem.free[slot], phase);
         ForwardGates<C>& gates = smem.gates_of(slot);
+        if constexpr (C::kMakesMatrices) smem.maker.gates[slot].write(fresh_laneid(), b, x);
+        const Decays decays(b);  // NOTES: not earlier, to save registers
+        const float2 read = decays.to_token, kept = decays.to_end;
         const int lane = fresh_laneid();
         if constexpr (C::kHasScorer) gates.log2_decay.write(lane, b);
         gates.minus_read.write(lane, {-read.x, -read.y});

@@ -22,7 +22,7 @@ ARGUMENTS = {
     "matrices": ("shape", "q", "k", *GATES, "matrices", "scale"),
     "forward": (
         *("shape", "q", "k", "v", "o", "writes", *GATES, "matrices"),
-        *("initial", "last", "carried", "borders", "scale", "walkers", "makers"),
+        *("initial", "last", "carried", "borders", "scale", "walkers", "makers", "makes_matrices"),
     ),
     "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "maps"),
     "carry": ("shape", "carried", "maps", "borders"),

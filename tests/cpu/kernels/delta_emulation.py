@@ -167,6 +167,16 @@ class Kernel(PreparedLaunches):
         for places, made in zip(matrices_at(x, given), matrices_of(x), strict=True):
             yield from zip(places, made, strict=False)
 
+    def make_in_walk(self, x: Arguments) -> None:
+        """Of a walk that makes the matrices itself: it leaves A where there is an address for it."""
+        a, p, flags = x.of.matrices
+        assert x.of.walkers == 2 and 64 < x.dim_k <= 128  # else the kernels refuse
+        assert p == flags == x.of.makers == x.of.carried == 0
+        assert x.cut[3] == x.cut[2], "a split needs A before the walk"
+        assert (a != 0) == (x.of.writes[0] != 0), "a backward reads both"
+        if a:
+            self.make_matrices(x, a)
+
     def start_makers(self, x: Arguments) -> None:
         """Of a walk: it has flags where it has makers."""
         a, p, flags = x.of.matrices
@@ -232,9 +242,13 @@ class Kernel(PreparedLaunches):
                 borders[first + (piece.tokens.start - piece.start) // self.segment - 1] = carried[slot]
 
     def compute_forward(self, x: Arguments) -> None:
-        self.start_makers(x)
-        self.check_matrices(x, *x.of.matrices[:2])
-        assert x.of.matrices[1] != 0 or (makes_scores(x) and (x.dim_k <= 64 or x.of.makers == 0))
+        if x.of.makes_matrices:
+            self.make_in_walk(x)
+        else:
+            self.start_makers(x)
+            assert x.of.matrices[0] != 0
+            self.check_matrices(x, *x.of.matrices[:2])
+            assert x.of.matrices[1] != 0 or (makes_scores(x) and (x.dim_k <= 64 or x.of.makers == 0))
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
         v, o = x.operand(x.of.v, x.dim_v), x.operand(x.of.o, x.dim_v)

@@ -220,6 +220,62 @@ def test_the_mirror_is_asked_for_no_right_part_that_kernels_refuse(hopper: None)
         assert any(is_made) == (64 < dim_k <= 128 and dim_v > 64 and not fixed)
 
 
+def makes_matrices(shape: Shape) -> tuple[bool, bool]:
+    """Whether the forward's walk makes the matrices, of a call alone and of one for a backward."""
+    return shape.walk_makes_matrices(keep=False), shape.walk_makes_matrices(keep=True)
+
+
+def test_when_a_walk_makes_its_matrices(hopper: None) -> None:
+    """Where CTAs of two walkers fill the GPU with whole sequences, and a launch before them takes longer."""
+    filling = shape_of(8, 8192)
+    assert makes_matrices(filling) == makes_matrices(shape_of(8, 100)) == (True, True)
+    assert makes_matrices(shape_of(64, 65536, packed=True)) == (True, True)
+    never = {
+        "a second CTA makes the same": filling._replace(dim_v=256),
+        "bits may not depend on the call": filling._replace(batch_invariant=True),
+        "makers beside the walk": shape_of(4, 8192),
+        "few heads": shape_of(1, 8192),
+        "one walker": filling._replace(dim_v=64),
+        "one walker in fewer waves": shape_of(9, 8192),
+        "the scorer of a small K": filling._replace(dim_k=64),
+        "a wide state": filling._replace(dim_k=256),
+        "a split": shape_of(1, 65536),
+    }
+    assert {name: makes_matrices(shape) for name, shape in never.items()} == dict.fromkeys(
+        never, (False, False)
+    )
+    # these are what the names say
+    assert shape_of(4, 8192).makers > 0 and shape_of(1, 8192).makers > 0
+    assert filling._replace(dim_v=64).forward_walkers == shape_of(9, 8192).forward_walkers == 1
+    assert shape_of(1, 65536).split is not None
+
+
+def test_a_walk_is_asked_for_no_matrices_that_kernels_refuse(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the costs: these make them with two walkers of whole sequences, where 64 < K <= 128, and have
+    no makers then. The mirror has P from nobody else."""
+    monkeypatch.setattr(split, "walk_makes_matrices", lambda *_: True)
+    sizes = itertools.product((16, 64, 80, 128, 144, 256), (16, 64, 80, 128, 144, 256, 512), (1, 2, 4))
+    is_made, has_makers, is_split = set(), 0, 0
+    for (dim_k, dim_v, group), packed, fixed in itertools.product(sizes, (False, True), (False, True)):
+        for sequences, heads in ((1, 4), (4, 4), (4, 16), (4, 20), (4, 32), (4, 128)):
+            shape = shape_of(sequences, 16384, packed=packed, heads=heads)
+            shape = shape._replace(dim_k=dim_k, dim_v=dim_v, group=group, batch_invariant=fixed)
+            made = makes_matrices(shape)
+            has_makers += shape.makers > 0 and shape.forward_walkers == 2
+            is_split += shape.split is not None
+            if not any(made):
+                continue
+            is_made.add((dim_k, dim_v))
+            assert all(made) and 64 < dim_k <= 128 and dim_v > 64 and not fixed
+            assert shape.forward_walkers == shape.mirror_walkers == 2
+            assert shape.makers == 0 and shape.split is None
+            assert shape.matrices_at(1024) == (1024, 0, 0) and shape.matrices_at(0) == (0, 0, 0)
+    assert is_made == set(itertools.product((80, 128), (80, 128, 144, 256, 512)))
+    assert has_makers and is_split
+
+
 def test_slices_and_heads_share_the_turns(hopper: None) -> None:
     assert [shape_of(1, 512)._replace(group=4, dim_v=v).shared for v in (128, 256, 512)] == [4, 2, 1]
 

@@ -169,6 +169,21 @@ class Shape(NamedTuple):
         walks = (self.forward_walkers, self.makers), (self.mirror_walkers, 0)
         return max(costs.matrices_before(self.dim_k, *walk) for walk in walks)
 
+    def walk_makes_matrices(self, *, keep: bool) -> bool:
+        """Whether the forward's walk makes A and P itself, where that is faster than a launch before it.
+        A and P differ by a rounding then.
+
+        Args:
+            keep: for a backward.
+        """
+        if self.batch_invariant or self.split is not None or self.makers or self.matrices != 1:
+            return False
+        if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.forward_walkers != 2:
+            return False
+        return costs.walk_makes_matrices(
+            self.sequences * self.heads, (self.dim_k, self.dim_v), self.group, keep, self.machine
+        )
+
     @property
     def is_wide(self) -> bool:
         """Whether a state takes half of a walker's registers; no makers and no scorer then."""

@@ -233,7 +233,9 @@ class Walk:
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         transposed_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_k))
-        left = Left.of(shape, of_backward) if keep else Left(scratch.take(Left.matrices_bytes(shape)))
+        makes_matrices = shape.walk_makes_matrices(keep=keep)
+        matrices_bytes = 0 if makes_matrices else Left.matrices_bytes(shape)
+        left = Left.of(shape, of_backward) if keep else Left(scratch.take(matrices_bytes))
         matrices = shape.matrices_at(left.matrices)
         # of v's dtype because that need not be said to torch, which is half of the time
         self._scratch_size, self._kept_size = (x.bytes // core.v.itemsize for x in (scratch, of_backward))
@@ -246,9 +248,11 @@ class Walk:
         writes = operand_at(left.writes, dense) if keep else NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, o.written), writes, *gates, matrices, at.initial_state, last_at,
-            carried_at, left.borders, core.scale, shape.forward_walkers, shape.makers,
+            carried_at, left.borders, core.scale, shape.forward_walkers, shape.makers, makes_matrices,
         )  # fmt: skip
-        before = [] if shape.makers else [kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale)]
+        before: list[Launch] = []
+        if not shape.makers and not makes_matrices:
+            before.append(kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale))
         if carried_at:
             maps = (left.maps, transposed_at)
             before += [

@@ -22,11 +22,13 @@ WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 # beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
 # with K = 64)
 _WALKED, _WALKED_BESIDE = {1: 1.33, 2: 2.1}, {1: 1.31, 2: 2.0}
+_WALKED_MAKING = 4.1  # of two walkers whose CTA makes the matrices
 _MADE_BEFORE, _MADE_BESIDE = {1: 1.25, 2: 1.77}, {1: 1.6, 2: 1.55}
 # what kernels that wait for nothing else get of the memory's peak, and the most that they get, in bytes per
 # microsecond
 _SHARE, _MOST_BYTES = 0.865, 3.66e6
 _WAVE = 7.0  # the start of a wave's CTAs
+_MATRIX = 2 * CHUNK * CHUNK  # bytes
 _SECOND = 4.0  # an estimate: the end of a launch and the start of the one behind it
 # fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
 # states alone, where their CTAs run all at once and where they take several waves; the start of a launch with
@@ -70,6 +72,45 @@ def matrices_before(dim_k: int, walkers: int, makers: int) -> int:
     return 1 if has_scorer else 2
 
 
+class _Chunks(NamedTuple):
+    """A chunk of all pairs of a sequence and a head."""
+
+    pairs: int
+    dims: tuple[int, int]  # K, V
+    group: int  # heads of v per head of q and k
+    machine: Machine
+
+    @property
+    def _keys(self) -> float:
+        """Bytes of k, and of q, per pair."""
+        return 2 * CHUNK * self.dims[0] / self.group
+
+    def moved(self, matrices: int, *, keep: bool = False) -> float:
+        """What a walk moves, as a time: q, k, v, o, so many matrices, of which about a half leaves L2, and
+        the writes where they are kept."""
+        values = 2 * CHUNK * self.dims[1] * (3 if keep else 2)
+        return self.machine.bytes_in(self.pairs * (2 * self._keys + values + matrices * _MATRIX / 2))
+
+    def made_before(self, matrices: int) -> float:
+        """The time of a launch before the walk that makes so many matrices."""
+        of_bytes = self.machine.bytes_in(self.pairs * matrices * (self._keys + _MATRIX))
+        return max(of_bytes, _MADE_BEFORE[matrices] * self.pairs / self.machine.multiprocessors)
+
+
+@functools.lru_cache(maxsize=4096)
+def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: bool, machine: Machine) -> bool:
+    """Whether a forward of two walkers is faster whose CTAs make A and P themselves.
+
+    Args:
+        keep: for a backward, to which it leaves A and its writes.
+    """
+    chunks = _Chunks(pairs, dims, group, machine)
+    waves = waves_of(pairs * -(-dims[1] // (2 * WALKER_COLUMNS)), machine.multiprocessors)
+    before = max(waves * _WALKED[2], chunks.moved(1, keep=keep)) + chunks.made_before(1)
+    # A leaves L2 where it is kept
+    return max(waves * _WALKED_MAKING, chunks.moved(2 if keep else 0, keep=keep)) < before
+
+
 @functools.lru_cache(maxsize=4096)
 def forward(
     pairs: int,
@@ -91,29 +132,19 @@ def forward(
         group: heads of v per head of q and k.
         walkers: of a CTA, to choose among.
     """
-    multiprocessors = machine.multiprocessors
-    keys, values, matrix = (2 * CHUNK * width for width in (dims[0] / group, dims[1], CHUNK))
-
-    # times of a chunk of all pairs
-    def moved(matrices: int) -> float:
-        """What the walk moves: q, k, v, o and the matrices, of which about a half leaves L2."""
-        return machine.bytes_in(pairs * (2 * keys + 2 * values + matrix * matrices / 2))
-
-    def made_before(matrices: int) -> float:
-        of_bytes = machine.bytes_in(pairs * matrices * (keys + matrix))
-        return max(of_bytes, _MADE_BEFORE[matrices] * pairs / multiprocessors)
+    multiprocessors, of_all = machine.multiprocessors, _Chunks(pairs, dims, group, machine)
 
     def runs(count: int) -> Iterator[Forward]:
         ctas = pairs * -(-dims[1] // (count * WALKER_COLUMNS))
         waves = waves_of(ctas, multiprocessors)
         matrices = matrices_before(dims[0], count, 0)
-        of_chunk = max(waves * _WALKED[count], moved(matrices)) + made_before(matrices)
+        of_chunk = max(waves * _WALKED[count], of_all.moved(matrices)) + of_all.made_before(matrices)
         yield Forward(count, 0, chunks * of_chunk + waves * _WAVE + _SECOND)
         makers = multiprocessors - ctas
         if makers > 0:
             matrices = matrices_before(dims[0], count, makers)
             made = _MADE_BESIDE[matrices] * pairs / makers
-            of_chunk = max(_WALKED_BESIDE[count], made, moved(matrices))
+            of_chunk = max(_WALKED_BESIDE[count], made, of_all.moved(matrices))
             yield Forward(count, makers, chunks * of_chunk + _WAVE)
 
     return min((run for count in walkers for run in runs(count)), key=lambda run: run.time)
