@@ -58,17 +58,17 @@ struct DeltaForwardParams {
     Operand q, k, v, o;
     Operand writes;  // written U' (gates.cuh), rounded, like o; data is null: not wanted
     Gate g, beta;
-    void *a, *p;           // p: not read by a walk that makes it
+    void *a, *p;           // p: not read by a walk that makes it; a: null where such a walk need not leave it
     const float* initial;  // [N, heads, K, V] or null: zero
     float* last;           // the same, or null: not wanted
     float* carried;        // S that enters every segment but the first; null where no sequence is cut
     float* borders;        // S at the borders between segments, or null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
-    int makers;   // CTAs that make A, and P for a walk that does not, meanwhile; 0: they are made before
-    int* made;    // workspace of the makers, [batch * heads, slots]
-    // The walk makes A itself (chunk_matrices/in_walk.cuh), and stores it where a is not null: with two
-    // walkers, 64 < K <= 128 and no makers.
+    int makers;  // CTAs that make A, and P for a walk that does not, meanwhile; 0: made before or in the walk
+    int* made;   // workspace of the makers, [batch * heads, slots]
+    // The walk makes A and P itself (chunk_matrices/in_walk.cuh), and stores A where a is not null: with two
+    // walkers, 64 < K <= 128, whole sequences and no makers.
     bool makes_matrices;
 };
 

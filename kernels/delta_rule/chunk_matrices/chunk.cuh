@@ -4,7 +4,8 @@
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
 //   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
 //   5. Store the results.
-// In makers.cuh another warp takes steps 1 and 5.
+// In makers.cuh another warp takes steps 1 and 5. A maker in a walk (in_walk.cuh) shares the pieces of steps
+// 3 and 4.
 #pragma once
 
 #include <type_traits>
@@ -53,8 +54,8 @@ template <class T, int kDimK, bool kWithP> struct MatricesTiles {
     struct Results {
         Square a;
         [[no_unique_address]] std::conditional_t<kWithScores, Square, Nothing> p;
-        UpperRows upper;  // of -L
-        LowerRows lower;
+        alignas(256) UpperRows upper;  // of -L
+        alignas(256) LowerRows lower;
     };
 };
 
@@ -67,6 +68,7 @@ __device__ inline void load_inputs(const MatricesGlobals& g, Memory& smem, const
         load_panels(smem.in.queries, g.q, smem.arrived, 0, chunk.first_row, key_head, chunk.batch);
 }
 
+// The erasures are the numbers of -L: what a token erases of what earlier ones have written.
 // Where a lane has its first two numbers of its warp's rows of -L.
 __device__ inline uint32_t place_of_erasures(const TriangularMatrix& matrix, int warp, int lane) {
     return TriangularMatrix::place(matrix.rows(16 * warp), lane / 4, 2 * (lane % 4));

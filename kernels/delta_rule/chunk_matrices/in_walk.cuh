@@ -16,15 +16,16 @@ namespace tfla_tk::delta_rule {
 
 // What the maker needs of a chunk's gates beside the walk's. A decay from a token to one of a later block of
 // 16 is a product of three: to the end of the token's block, to the start of the later block, from there to
-// its token.
+// its token. The start of a block is the last token before it.
 struct MakerGates {
     alignas(16) float beta[kChunk];
-    float from_start[kChunk];  // e^{b_i - b'}, b' of the last token before i's block
-    TokenFactors to_end;       // e^{b' - b_j}, b' of the last token of j's block
+    float from_start[kChunk];  // e^{b_i - b_start}, of i's block
+    TokenFactors to_end;       // e^{b_end - b_j}, of j's block
 
     // b, beta: of the lane's two tokens. By one warp.
     __device__ inline void write(int lane, const TwoPairs& b, float2 of_beta) {
         const auto [x, y] = b;
+        // the first block has no token before it: its lanes ask lane -1, which is another one, and drop that
         const FloatPair end = of_lane(y, lane | 7), last = of_lane(y, (lane & ~7) - 1);
         const FloatPair start = lane < 8 ? FloatPair{} : last;
         write_pair(beta, 2 * lane, of_beta);
@@ -35,7 +36,7 @@ struct MakerGates {
 
 // The maker's shared memory beside the stages.
 template <int kStages> struct MakerInWalkMemory {
-    UpperRows upper;  // of -L; the lower rows lie in the place of A
+    alignas(256) UpperRows upper;  // of -L; the lower rows lie in the place of A
     MakerGates gates[kStages];
 };
 
@@ -78,7 +79,7 @@ struct BlockDecays {
         }
     }
     // Multiplies block j, before that of the rows, by these and by `factor`. NOTES: rows past the last token
-    // are zero and stay so.
+    // are zero and stay so, unless a key is NaN or infinite, when the state is, too.
     __device__ inline void apply(Block& block, int j, const MakerGates& gates, float factor, int lane) const {
         const auto columns = gates.to_end.columns(j, lane);
         const float upper = factor * to_start[j] * rows.x, lower = factor * to_start[j] * rows.y;
@@ -157,6 +158,7 @@ __device__ inline void make_matrices_in_walk(const Globals& g, Memory& smem) {
     const Task& task = smem.task;
     auto meet = [] { named_sync<128>(NamedBarrier::matrices); };
     // where a query is before a key, nobody writes P
+    static_assert(C::kStages <= 4 && sizeof(LowerRows) <= sizeof(typename C::Square));
     if (const int stage = warpgroup::warpid(); stage < C::kStages) zero_rows(smem.stages[stage].p, 0);
     meet();
     using Part = Solving<C, Memory>;
@@ -164,31 +166,32 @@ __device__ inline void make_matrices_in_walk(const Globals& g, Memory& smem) {
     for (int chunk = 0; chunk < task.chunks; chunk++) {
         make_products<C>(g, smem, chunk);
         {  // 4
-            Part of(smem, chunk);
-            solve_diagonal_block(of.matrix, of.beta, 16 * of.warp, of.lane);
+            Part part(smem, chunk);
+            solve_diagonal_block(part.matrix, part.beta, 16 * part.warp, part.lane);
         }
         meet();
         {
-            Part of(smem, chunk);
-            merge_to_32(of.matrix, of.beta, of.warp, of.lane, meet);
+            Part part(smem, chunk);
+            merge_to_32(part.matrix, part.beta, part.warp, part.lane, meet);
         }
         meet();
-        Part of(smem, chunk);
-        auto& a = smem.stages[of.slot].a;
-        merge_to_64<T>(a, of.matrix, of.beta, of.warp, of.lane, [&] {
-            RoundedDiagonalRows<T> diagonal(of.matrix, of.warp, of.lane);
+        Part part(smem, chunk);
+        auto& a = smem.stages[part.slot].a;
+        merge_to_64<T>(a, part.matrix, part.beta, part.warp, part.lane, [&] {
+            RoundedDiagonalRows<T> diagonal(part.matrix, part.warp, part.lane);
             meet();
-            diagonal.store(a, of.warp);
+            diagonal.store(a, part.warp);
         });
         fence_async_proxy();
-        arrive_warp(smem.arrived[of.slot]);  // 5
+        arrive_warp(smem.arrived[part.slot]);  // 5
         if (g.keep_matrices && task.column == 0) {
             meet();
-            if (of.warp == 0 && of.lane == 0) {
+            if (part.warp == 0 && part.lane == 0) {
                 g.a.store_panel(shared_address(&a), 0, (task.first_slot + chunk) * kChunk,
                                 task.batch * g.heads + task.head, 0);
                 commit_stores();
-                // the chunk that is stored before this one: a later one gets its stage, two chunks from here
+                // Waits for the store of the chunk before this one. Its stage is written again two chunks
+                // from here; the meetings of the chunk between tell the other warps.
                 static_assert(C::kStages >= 3);
                 wait_stores_read_but<1>();
             }

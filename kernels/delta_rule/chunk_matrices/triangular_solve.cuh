@@ -17,9 +17,10 @@ namespace tfla_tk::delta_rule {
 // -L in shared memory, then A before it is rounded. Rows of 64 numbers, with columns exchanged so that the
 // eight rows and four columns of a tensor-core fragment, and the four rows and eight columns, meet no bank of
 // shared memory twice. NOTES: shared memory bounds the speed of makers, and instructions that of a maker in a
-// walk. So a lane's place is computed once for many accesses. The number n columns further, n below 32 and a
-// multiple of 4, has the address xor 4 n; that 32 columns further the address + 128; that eight rows further
-// + kEightRows.
+// walk. So a lane's place is computed once for many accesses:
+//   place ^ 4 n         n columns further, n below 32 and a multiple of 4, if the column has none of n's bits
+//   place + 128         32 columns further
+//   place + kEightRows  eight rows further
 class TriangularMatrix {
     uint32_t upper, lower;  // shared addresses of rows 0 and 32
 
@@ -37,7 +38,7 @@ class TriangularMatrix {
     // How far row `row`, a multiple of 8 below 32, lies behind row 0.
     static constexpr int from_first_row(int row) { return row / 16 * 128 + row % 16 * kRow; }
 
-    // The address of a column in a row, below 8, of those that begin at `rows`.
+    // The address of a column in a row of those that begin at `rows`. row: below 8.
     __device__ static inline uint32_t place(uint32_t rows, int row, int column) {
         return rows + row * kRow + 4 * (column ^ exchange(row));
     }
@@ -47,7 +48,7 @@ class TriangularMatrix {
     }
 };
 
-// The memory of the upper and of the lower half of the rows.
+// The memory of the upper and of the lower half of the rows; where it lies is a multiple of 256 bytes.
 using UpperRows = float[kChunk / 4][kChunk];
 using LowerRows = float[kChunk / 2][kChunk];
 
@@ -79,8 +80,9 @@ __device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uin
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x of the lane that has the same columns of an accumulator and its row `row`, below 8. NOTES: as asm: a
-// shuffle may keep any bits of the lane's number, here the lowest two, so that the source needs no register.
+// x of the lane that has the same columns of an accumulator and its row `row`, below 8. NOTES: as asm, in
+// which a shuffle may keep any bits of the lane's own number: mask 3 keeps the lowest two, which are the
+// columns. The others come from 4 row. So the source needs no register.
 __device__ inline float of_row(float x, int row) {
     float found;
     asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31f, 0xffffffff;" : "=f"(found) : "f"(x), "r"(4 * row));
@@ -129,7 +131,8 @@ __device__ inline void solve_diagonal_block(const TriangularMatrix& m, const flo
             store_pair((place ^ 32 * n) + half * M::kEightRows, {x[half][2 * n], x[half][2 * n + 1]});
 }
 
-// 16 rows and kColumns columns of A21 for blocks of kBlock, by one warp. `first`: of A11, 0 or 32.
+// 16 rows and kColumns columns of A21 for blocks of kBlock, by one warp. `first`: of A11; 0 or, of blocks of
+// 16, 32.
 template <int kBlock, int kColumns> struct MergedRows {
     using M = TriangularMatrix;
     static constexpr int kSteps = kBlock / 8, kTiles = kColumns / 8;
@@ -187,7 +190,7 @@ template <int kBlock, int kColumns> struct MergedRows {
             const float2 by = *reinterpret_cast<const float2*>(&beta[first + 8 * step + 2 * c]);
             const uint32_t a[4] = {to_tf32(by.x * x[0]), to_tf32(by.x * x[2]), to_tf32(by.y * x[1]),
                                    to_tf32(by.y * x[3])};
-            // NOTES: a block of 32 is the upper one
+            // NOTES: A11 of 32 rows is the upper half, whose two blocks of 16 rows lie side by side (rows())
             const int further = kBlock == 32 ? M::from_first_row(8 * step) : step * M::kEightRows;
 #pragma unroll
             for (int tile = 0; tile < kTiles; tile++) {

@@ -9,7 +9,7 @@ namespace tfla_tk::delta_rule {
 
 // kOfMakers: warpgroups of a CTA of makers (chunk_matrices/makers.cuh), with the one that serves them; 0:
 // there are no makers. kMakes: the walk has its own maker in the place of the scorer
-// (chunk_matrices/in_walk.cuh).
+// (chunk_matrices/in_walk.cuh); whoever else asks takes it for a scorer.
 template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0, bool kMakes = false>
 struct ForwardConfig {
     using T = Type;

@@ -1,6 +1,6 @@
 // Forward of the delta rule and the gated delta rule.
 //
-// Two kernels, and one in front of them for raw inputs:
+// Two kernels, or the second one alone, and one in front of them for raw inputs:
 //   delta_inputs    the norm of q and k, the sigmoid of beta, the log decay (inputs/forward.cuh)
 //   delta_matrices  of every chunk and head, in parallel: A of a triangular system and, where the walk does
 //                   not make them, the scores P (chunk_matrices/kernel.cuh). The backward reads them, too.
@@ -89,12 +89,15 @@ __global__ __launch_bounds__(C::kThreads, 1) void delta_forward_with_makers_kern
 
 template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_forward");
+    if (!C::kMakesMatrices && !p.a)
+        throw std::runtime_error("delta_forward: a walk that loads A is given none");
+    // a map needs some address, though A is neither loaded nor stored where there is none
+    void* const a = p.a ? p.a : p.o.data;
     const OperandMaps maps(p.shape);
     const bool keep_writes = p.writes.data != nullptr;
     const Operand& writes = keep_writes ? p.writes : p.o;
     const ForwardGlobals g{
-        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a ? p.a : p.o.data, p.p, p.initial, p.last, p.scale,
-                        p.made),
+        walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, a, p.p, p.initial, p.last, p.scale, p.made),
         maps.of_values(p.v, kChunk),
         maps.of_values(p.o, kChunk),
         maps.of_values(p.o, kBoxRows),
@@ -118,8 +121,9 @@ template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t st
     if (p.makes_matrices) {
         if constexpr (TFLA_DIM_K != 128)
             throw std::runtime_error("delta_forward: a walk makes its matrices only where 64 < K <= 128");
-        else if (p.walkers != 2)
-            throw std::runtime_error("delta_forward: a walk makes its matrices only with two walkers");
+        else if (p.walkers != 2 || p.makers > 0 || p.carried)
+            throw std::runtime_error(
+                "delta_forward: a walk makes its matrices only with two walkers, without makers or a split");
         else
             launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, 0, true>>(p, stream);
     } else if (p.makers > 0) {

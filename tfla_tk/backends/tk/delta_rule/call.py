@@ -171,14 +171,15 @@ class Shape(NamedTuple):
 
     def walk_makes_matrices(self, *, keep: bool) -> bool:
         """Whether the forward's walk makes A and P itself, where that is faster than a launch before it.
-        A and P differ by a rounding then.
+        A and P differ by a rounding then. Not of packed sequences: the longest one would take twice as long.
 
         Args:
             keep: for a backward.
         """
-        if self.batch_invariant or self.split is not None or self.makers or self.matrices != 1:
+        if self.batch_invariant or self.packed or self.split is not None:
             return False
-        if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.forward_walkers != 2:
+        # with P from memory the walk has one walker, or makers beside it, or is followed by a mirror with one
+        if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.matrices != 1:
             return False
         return costs.walk_makes_matrices(
             self.sequences * self.heads, (self.dim_k, self.dim_v), self.group, keep, self.machine
@@ -198,7 +199,7 @@ class Shape(NamedTuple):
     @property
     def makers(self) -> int:
         """CTAs that make the chunk matrices beside the forward's walk, on multiprocessors that it leaves
-        idle; 0 where a launch before the walk makes them earlier."""
+        idle; 0 where a launch before the walk makes them, or the walk itself."""
         found = self._forward
         return min(found.makers, self.batch * self.heads * self.slots) if found else 0
 

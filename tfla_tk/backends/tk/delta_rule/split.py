@@ -107,7 +107,7 @@ def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: boo
     chunks = _Chunks(pairs, dims, group, machine)
     waves = waves_of(pairs * -(-dims[1] // (2 * WALKER_COLUMNS)), machine.multiprocessors)
     before = max(waves * _WALKED[2], chunks.moved(1, keep=keep)) + chunks.made_before(1)
-    # A leaves L2 where it is kept
+    # half of each matrix is counted, and A is written whole where it is kept
     return max(waves * _WALKED_MAKING, chunks.moved(2 if keep else 0, keep=keep)) < before
 
 
