@@ -110,9 +110,12 @@ ncu: $(STAMP) ## profile the comparison with Nsight Compute into build/ncu (ARGS
 	@mkdir -p build/ncu
 	@ncu --set full --import-source yes --force-overwrite --export build/ncu/report $(PY) -m tfla_tk compare $(ARGS)
 
+# racecheck needs a build of its own (kernels/common/sync.cuh); in the usual one it reports races that are none
+OF_RACECHECK = NVCC_APPEND_FLAGS="$${NVCC_APPEND_FLAGS:-} -DTFLA_EVERY_LANE_ARRIVES"
+
 .PHONY: sanitize
 sanitize: $(STAMP) ## run the tests marked sanitize under compute-sanitizer (SANITIZER=racecheck, synccheck, ...)
-	@compute-sanitizer --tool $(SANITIZER) --error-exitcode 1 $(PY) -m pytest -m sanitize $(ARGS)
+	@$(if $(filter racecheck,$(SANITIZER)),$(OF_RACECHECK)) compute-sanitizer --tool $(SANITIZER) --error-exitcode 1 $(PY) -m pytest -m sanitize $(ARGS)
 
 .PHONY: clean
 clean: ## remove build products and tool caches; .venv and the kernel cache stay
