@@ -28,7 +28,16 @@ from .linear import (
 )
 from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed, uninitialised_memory_is_nan
 from .test_delta_makers import shape_of
-from .test_delta_right_part import KINDS, LONG, cotangents, draw_kind, draw_packed, function_of, gradients
+from .test_delta_right_part import (
+    KINDS,
+    LONG,
+    cotangents,
+    draw_kind,
+    draw_lengths,
+    draw_packed,
+    function_of,
+    gradients,
+)
 from .test_delta_rule import BETAS, GATES, check, draw
 
 DIMS = [(128, 128), (96, 192), (80, 80), (112, 128), (128, 256)]
@@ -60,14 +69,6 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
 @pytest.fixture
 def in_walk(force: Force) -> None:
     force(True)
-
-
-def draw_lengths(kind: str, lengths: list[int] | None, seq: int = 700, **options: torch.dtype) -> Tensors:
-    """A batch of sequences, or packed ones."""
-    if lengths is None:
-        return draw_kind(kind, seq, **options)
-    x = draw_kind(kind, sum(lengths), 1, sequences=len(lengths), **options)
-    return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).cuda()}
 
 
 def both(x: Tensors, backend: str = "tk", given: list[Tensor] | None = None) -> Tensors:

@@ -68,9 +68,16 @@ def draw_kind(kind: str, seq: int, batch: int = 2, **options: Any) -> Tensors:
     return x
 
 
-def draw_packed(kind: str, lengths: list[int], offsets: torch.dtype = torch.int64) -> Tensors:
-    x = draw_kind(kind, sum(lengths), 1, sequences=len(lengths))
+def draw_packed(kind: str, lengths: list[int], offsets: torch.dtype = torch.int64, **options: Any) -> Tensors:
+    x = draw_kind(kind, sum(lengths), 1, sequences=len(lengths), **options)
     return x | {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to("cuda", offsets)}
+
+
+def draw_lengths(kind: str, lengths: list[int] | None, seq: int = 700, **options: Any) -> Tensors:
+    """Packed sequences of these lengths, or else a batch of `seq` tokens each."""
+    if lengths is None:
+        return draw_kind(kind, seq, **options)
+    return draw_packed(kind, lengths, **options)
 
 
 def cotangents(x: Tensors) -> list[Tensor]:
@@ -167,7 +174,7 @@ def test_a_loss_on_one_output(kind: str, of: str) -> None:
 def test_beside_a_right_walk(kind: str, lengths: list[int] | None, force: Force) -> None:
     """Without dg, whether the mirror makes more or not changes nothing that it makes in either case. For dg
     it rounds less of what it adds to dS. dq does not depend on that."""
-    x = draw_kind(kind, SEGMENT + 500) if lengths is None else draw_packed(kind, lengths)
+    x = draw_lengths(kind, lengths, SEGMENT + 500)
     force(False)
     expected = gradients(x)
     force(True)
@@ -198,7 +205,7 @@ def test_errors_are_those_of_a_right_walk(betas: str, gates: str, force: Force) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("right_made")
 def test_results_are_written_whole_and_always_the_same(kind: str, lengths: list[int] | None) -> None:
-    x = draw_kind(kind, 700) if lengths is None else draw_packed(kind, lengths)
+    x = draw_lengths(kind, lengths)
     expected = gradients(x)
     with uninitialised_memory_is_nan():
         assert_equal(gradients(x), expected)

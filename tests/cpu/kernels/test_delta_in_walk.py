@@ -41,11 +41,16 @@ def draw_for(options: dict[str, Any], tokens: int = T) -> Any:
     return draw(**{"dims": (96, 128), "tokens": tokens, **options})
 
 
+def forget_calls() -> None:
+    """Has the next calls prepared anew."""
+    launch._forwards.clear()
+    launch._backwards.clear()
+
+
 def force(monkeypatch: pytest.MonkeyPatch, *, kept: bool, others: bool) -> None:
     """Has walks make the matrices in calls for a backward and in others."""
     monkeypatch.setattr(Shape, "walk_makes_matrices", lambda shape, *, keep: kept if keep else others)
-    launch._forwards.clear()
-    launch._backwards.clear()
+    forget_calls()
 
 
 def forwards(kernel: Kernel) -> list[str]:
@@ -139,8 +144,7 @@ def test_makers_and_splits_come_first(kernel: Kernel, monkeypatch: pytest.Monkey
     assert forwards(kernel) == ["forward"] and not kernel.launches[0].makes_matrices
     assert kernel.launches[0].makers > 0
     kernel.launches.clear()
-    launch._forwards.clear()
-    launch._backwards.clear()
+    forget_calls()
     monkeypatch.setattr(call, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(1)))
     check(draw_for({}))
