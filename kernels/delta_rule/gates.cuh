@@ -34,7 +34,7 @@ struct alignas(16) Log2Decay {
     }
 };
 
-// Of walks whose scorer reads it.
+// Of walks that make P.
 template <bool kIsThere> using Log2DecayIf = std::conditional_t<kIsThere, Log2Decay, Nothing>;
 
 // Decays of the lane's two tokens: from the chunk's start to each, from each to the chunk's end, and over the

@@ -3,7 +3,8 @@
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
-// memory, and walkers never talk to each other, but in a mirror that makes the right part of dk.
+// memory, and walkers never wait for each other, but in a mirror that makes the right part of dk and in a
+// forward whose walkers make P.
 #pragma once
 
 #include <algorithm>
@@ -116,12 +117,14 @@ struct WalkTask : Task {
     }
 };
 
-// Whether a warpgroup in the place of the scorer makes A, too (chunk_matrices/in_walk.cuh).
+// Whether the walk makes its matrices: a maker in the place of the scorer makes A, the walkers make P
+// (chunk_matrices/in_walk.cuh).
 template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakesMatrices; };
 
 // Barriers of a stage of a walk: `arrived` stands for all of a chunk, `for_scorer` for what the scorer reads:
 // q, k and the gates, in a mirror that makes the right part of dk also dO and the writes. Without a scorer
-// these arrive on `arrived`, with one the scorer's warps do, after it has waited for them.
+// these arrive on `arrived`, with one the scorer's warps do, after it has waited for them. So does a maker in
+// its place; then `arrived` does not stand for P, and walkers that make it wait for `for_scorer`, too.
 template <class C, class Memory> __device__ inline semaphore& tiles_arrived(Memory& smem, int slot) {
     return C::kHasScorer ? smem.for_scorer[slot] : smem.arrived[slot];
 }

@@ -4,8 +4,8 @@
 //   3. P = s e^{b_i - b_j} Q K^T, rounded; -L = -e^{b_i - b_j} K K^T to shared memory.
 //   4. A = -(I + L diag(beta))^{-1} L (triangular_solve.cuh), rounded.
 //   5. Store the results.
-// In makers.cuh another warp takes steps 1 and 5. A maker in a walk (in_walk.cuh) shares the pieces of steps
-// 3 and 4.
+// In makers.cuh another warp takes steps 1 and 5. A maker in a walk (in_walk.cuh) shares the pieces that make
+// A.
 #pragma once
 
 #include <type_traits>

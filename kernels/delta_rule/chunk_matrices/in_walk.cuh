@@ -1,12 +1,12 @@
-// The maker in a walk: a warpgroup that makes A and P of each chunk in the walk's shared memory, before the
-// walkers come to it. So A is not loaded, and k and q are loaded once. Per chunk:
+// A walk that makes its matrices. A warpgroup, the maker, makes A of each chunk in the walk's shared memory
+// before the walkers come to it; the walkers make P (ScoresInWalk). So neither is loaded, and k and q are
+// loaded once. The maker, per chunk:
 //   1. Wait for q, k and the gates.
 //   2. K K^T; from it -L, to shared memory.
-//   3. Q K^T; from it P, to the stage.
-//   4. A (triangular_solve.cuh), in the place of the lower rows of -L.
-//   5. Arrive on the walkers' barrier. In training start the store of A.
-// NOTES: the maker takes longer than the walkers, so its instructions bound the speed. They are few because
-// decays are exponentials on the diagonal alone: between two blocks of 16 tokens a decay is a product.
+//   3. A (triangular_solve.cuh), in the place of the lower rows of -L.
+//   4. Arrive on the walkers' barrier. In training start the store of A.
+// NOTES: walkers wait for the maker, so its instructions are few: decays are exponentials on the diagonal
+// alone, and between two blocks of 16 tokens a decay is a product.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
@@ -34,10 +34,11 @@ struct MakerGates {
     }
 };
 
-// The maker's shared memory beside the stages.
+// What such a walk has in shared memory beside the stages.
 template <int kStages> struct MakerInWalkMemory {
     alignas(256) UpperRows upper;  // of -L; the lower rows lie in the place of A
     MakerGates gates[kStages];
+    semaphore scores_made[kStages];  // P of a stage is whole: both walkers have stored their columns
 };
 
 // -L of a stage.
@@ -78,11 +79,11 @@ struct BlockDecays {
             to_start[j] = exp2f((start.x - end.x) + (start.y - end.y));
         }
     }
-    // Multiplies block j, before that of the rows, by these and by `factor`. NOTES: rows past the last token
-    // are zero and stay so, unless a key is NaN or infinite, when the state is, too.
-    __device__ inline void apply(Block& block, int j, const MakerGates& gates, float factor, int lane) const {
+    // Multiplies block j, which lies left of the rows' diagonal block, by these decays and by -1. NOTES: rows
+    // past the last token are zero and stay so, unless a key is NaN or infinite, when the state is, too.
+    __device__ inline void apply(Block& block, int j, const MakerGates& gates, int lane) const {
         const auto columns = gates.to_end.columns(j, lane);
-        const float upper = factor * to_start[j] * rows.x, lower = factor * to_start[j] * rows.y;
+        const float upper = -to_start[j] * rows.x, lower = -to_start[j] * rows.y;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             float2& x = block.tiles[0][0].data[k];
@@ -93,9 +94,8 @@ struct BlockDecays {
     }
 };
 
-// Steps 1 to 3.
-template <class C, class Globals, class Memory>
-__device__ inline void make_products(const Globals& g, Memory& smem, int chunk) {
+// Steps 1 and 2.
+template <class C, class Memory> __device__ inline void make_erasures(Memory& smem, int chunk) {
     using T = typename C::T;
     const auto [slot, phase] = Use<C::kStages>(chunk);
     auto& stage = smem.stages[slot];
@@ -118,27 +118,12 @@ __device__ inline void make_products(const Globals& g, Memory& smem, int chunk) 
 #pragma unroll
     for (int j = 0; j < 3; j++) {
         if (j >= warp) continue;
-        decays.apply(block_of(products, j), j, of_maker, -1.f, lane);
+        decays.apply(block_of(products, j), j, of_maker, lane);
         store_erasures(place, block_of(products, j), j);
-    }
-    issue_scores<T, C::kDimK>(products, stage.queries, stage.keys);  // 3
-    {
-        const ReadGates<16> gates(b, g.scale, 16 * warp, warp, lane);
-        warpgroup::mma_async_wait<0>();
-        pin(products);
-        Block block = diagonal_block(products, warp);
-        gates.apply(block, 0, tokens);
-        store_panels<T, kChunk>(shared_address(&stage.p), 16 * warp, block, warp);
-    }
-#pragma unroll
-    for (int j = 0; j < 3; j++) {
-        if (j >= warp) continue;
-        decays.apply(block_of(products, j), j, of_maker, g.scale, lane);
-        store_panels<T, kChunk>(shared_address(&stage.p), 16 * warp, block_of(products, j), j);
     }
 }
 
-// What step 4 works on. NOTES: found anew for each part of it, to save registers.
+// What step 3 works on. NOTES: found anew for each part of it, to save registers.
 template <class C, class Memory> struct Solving {
     int slot, warp, lane;
     TriangularMatrix matrix;
@@ -157,15 +142,12 @@ __device__ inline void make_matrices_in_walk(const Globals& g, Memory& smem) {
     using T = typename C::T;
     const Task& task = smem.task;
     auto meet = [] { named_sync<128>(NamedBarrier::matrices); };
-    // where a query is before a key, nobody writes P
-    static_assert(C::kStages <= 4 && sizeof(LowerRows) <= sizeof(typename C::Square));
-    if (const int stage = warpgroup::warpid(); stage < C::kStages) zero_rows(smem.stages[stage].p, 0);
-    meet();
+    static_assert(sizeof(LowerRows) <= sizeof(typename C::Square));
     using Part = Solving<C, Memory>;
 #pragma unroll 1
     for (int chunk = 0; chunk < task.chunks; chunk++) {
-        make_products<C>(g, smem, chunk);
-        {  // 4
+        make_erasures<C>(smem, chunk);
+        {  // 3
             Part part(smem, chunk);
             solve_diagonal_block(part.matrix, part.beta, 16 * part.warp, part.lane);
         }
@@ -183,7 +165,7 @@ __device__ inline void make_matrices_in_walk(const Globals& g, Memory& smem) {
             diagonal.store(a, part.warp);
         });
         fence_async_proxy();
-        arrive_warp(smem.arrived[part.slot]);  // 5
+        arrive_warp(smem.arrived[part.slot]);  // 4
         if (g.keep_matrices && task.column == 0) {
             meet();
             if (part.warp == 0 && part.lane == 0) {
@@ -199,5 +181,42 @@ __device__ inline void make_matrices_in_walk(const Globals& g, Memory& smem) {
     }
     wait_stores_done();
 }
+
+// P in such a walk. While a walker works on a chunk it makes its share of the columns of P of the next one.
+// It reads all columns, so it waits for the other walker's (wait_made).
+template <class C> struct ScoresInWalk {
+    using T = typename C::T;
+    static constexpr int kColumns = kChunk / C::kWalkers;
+    static_assert(kColumns % 16 == 0);
+    rt_fl<16, kColumns> scores;
+
+    // Issues the products q_i.k_j of a chunk. Also called for the one behind the last, since the walk's loop
+    // has no branch: it multiplies what lies in that stage, without a wait, and `leave` writes zeros that
+    // nobody reads.
+    template <class Memory> __device__ inline void issue(Memory& smem, int walker, int chunk) {
+        const Use<C::kStages> use(chunk);
+        wait(smem.for_scorer[use.slot], use.phase ^ (chunk == smem.task.chunks));
+        const auto& stage = smem.stages[use.slot];
+        issue_scores<T, C::kDimK>(scores, stage.queries, stage.keys, walker * kColumns);
+    }
+    // Makes P of them and leaves it in the stage. wait_products() waits for the products.
+    template <class Globals, class Memory, class Wait>
+    __device__ inline void leave(const Globals& g, Memory& smem, int walker, int chunk, Wait wait_products) {
+        const int slot = Use<C::kStages>(chunk).slot, first_key = walker * kColumns,
+                  warp = fresh_thread() / 32 % 4, tokens = smem.task.tokens - chunk * kChunk;
+        auto& stage = smem.stages[slot];
+        const ReadGates<kColumns> gates(smem.gates_of(slot).log2_decay, g.scale, first_key, warp);
+        wait_products();
+        pin(scores);
+        gates.apply(scores, 0, tokens);
+        store_panels<T, kChunk>(shared_address(&stage.p), 16 * warp, scores, first_key / 16);
+        fence_async_proxy();
+        arrive_warp(smem.maker.scores_made[slot]);
+    }
+    template <class Memory> __device__ inline void wait_made(Memory& smem, int chunk) const {
+        const Use<C::kStages> use(chunk);
+        wait(smem.maker.scores_made[use.slot], use.phase);
+    }
+};
 
 }  // namespace tfla_tk::delta_rule

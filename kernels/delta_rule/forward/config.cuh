@@ -57,7 +57,8 @@ template <class C> struct ForwardGates {
     float decay;           // e^{b_L}
 };
 
-// All of a chunk, behind one barrier: to ask a barrier takes a walker some 30 cycles.
+// All of a chunk, behind one barrier, but for P that walkers make: to ask a barrier takes a walker some 30
+// cycles.
 template <class C> struct ForwardStage {
     typename C::Tile keys, queries;
     typename C::Square a, p;
@@ -70,9 +71,9 @@ template <class C> struct ForwardMemory {
     typename C::Columns writes[C::kWalkers];  // written U', until it is stored
     [[no_unique_address]] std::conditional_t<C::kMakesMatrices, MakerInWalkMemory<C::kStages>, Nothing> maker;
     GateRing gate_ring;
-    semaphore arrived[C::kStages];     // all of a chunk
+    semaphore arrived[C::kStages];     // all of a chunk, but for P that walkers make
     semaphore for_scorer[C::kStages];  // keys, queries, gates
-    semaphore free[C::kStages];        // but for the values, which are followed by O
+    semaphore free[C::kStages];        // may be loaded again, but for the values, which are followed by O
     semaphore out_ready[C::kWalkers][C::kStages];
     semaphore writes_ready[C::kWalkers], writes_free[C::kWalkers];
     semaphore tail_landed[1 + C::kWalkers];  // of each loading warp
@@ -90,6 +91,8 @@ template <class C> struct ForwardMemory {
             init_warp_barrier(writes_ready[walker], 4);
             init_warp_barrier(writes_free[walker], 1);
         }
+        if constexpr (C::kMakesMatrices)
+            for (auto& made : maker.scores_made) init_warp_barrier(made, 4 * C::kWalkers);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
         publish_barriers();
     }

@@ -8,7 +8,8 @@
 //     producer      loads q, k, v and the matrices; scans the gates; stores O, and the writes for a backward
 //     walkers       one or two, the state in registers (forward/walker.cuh)
 //     scorer        makes P (scorer.cuh), where kMakesScores
-//     maker         in its place: makes A and P (chunk_matrices/in_walk.cuh); then there is no delta_matrices
+//     maker         in its place: makes A (chunk_matrices/in_walk.cuh). Then the walkers make P, and there is
+//                   no delta_matrices
 // Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
 // (chunk_matrices/makers.cuh).
 // Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with

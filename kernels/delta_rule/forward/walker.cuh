@@ -3,12 +3,16 @@
 //   2. Wait for the GEMM of the chunk before, P U', and put its O where V was.
 //   3. Issue O^T = S^T Q^T.
 //   4. Wait for X. W^T = V^T - e^b X^T in the place of X^T; round beta W^T.
-//   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before, and free its stage.
+//   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before, and free its stage,
+//   unless
+//      step 9 has.
 //   6. Wait for U' and Q S.
-//   7. Issue S^T += (beta e^{b_L - b} U'^T) K.
+//   7. Issue S^T += (beta e^{b_L - b} U'^T) K. Where the walk makes its matrices (chunk_matrices/in_walk.cuh)
+//      issue the scores of the next chunk behind it.
 //   8. Under it leave U', times `written`, rounded, for the backward, where it is wanted. Round beta U'; then
 //      scale O^T by s e^b and issue O^T += (beta U'^T) P^T.
-//   9. Wait for S; P U' stays in flight.
+//   9. Wait for S and the scores; P U' stays in flight. Make P of the next chunk of the scores, and free the
+//      stage.
 // The chain from chunk to chunk is X, W, U', S. NOTES: the loop's edge is after step 6, where no GEMM is in
 // flight: ptxas does not follow them over it (C7514); and the loop has no second way out, for the same
 // reason.
@@ -40,6 +44,8 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     auto stage_of = [&](int chunk) -> ForwardStage<C>& { return smem.stages[Use<C::kStages>(chunk).slot]; };
     auto values_of = [&](int chunk) { return shared_address(&stage_of(chunk).values[walker]) + lane_offset; };
+
+    [[maybe_unused]] ScoresInWalk<C> scores;
 
     // Until no more than the last kSteps of all issued ones run.
     auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
@@ -120,7 +126,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             const int slot = Use<C::kStages>(chunk - 1).slot;
             fence_async_proxy();
             arrive_warp(smem.out_ready[walker][slot]);
-            arrive_warp(smem.free[slot]);
+            if constexpr (!C::kMakesMatrices) arrive_warp(smem.free[slot]);
         }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(out), pin_all(tokens), pin_all(read), pin(state);
@@ -162,13 +168,25 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);
         });
         wait_if_sequential();
+        if constexpr (C::kMakesMatrices) {
+            scores.issue(smem, walker, chunk + 1);
+            wait_if_sequential();
+        }
         if (g.keep_writes) leave_writes(chunk);  // 8
         round_writes(stage.gates.beta);
         each<0, kTokenSteps>([&](int j) {
             const auto factors = stage.gates.out.columns(j, lane);
             each<0, 4>([&](int k) { scale_in_place(out.tiles[0][j].data[k], factors.of[k / 2]); });
         });
+        if constexpr (C::kMakesMatrices) scores.wait_made(smem, chunk);
         multiply_square(out, stage.p);
+        if constexpr (C::kMakesMatrices) {
+            scores.leave(g, smem, walker, chunk + 1, [&] { wait_but.template operator()<kTokenSteps>(); });
+            // What is loaded of this chunk has been read. NOTES: P may still be read, but is not loaded: the
+            // walkers write it here again two chunks from now, behind a wait for the scores that both make
+            // behind this P U'.
+            arrive_warp(smem.free[Use<C::kStages>(chunk).slot]);
+        }
         wait_arrived(chunk + 1);
         wait_but.template operator()<kTokenSteps>();  // 9
         pin(state);
@@ -180,6 +198,10 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     else
         warp::zero(state);
     if (chunks > 0) {
+        if constexpr (C::kMakesMatrices) {
+            scores.issue(smem, walker, 0);
+            scores.leave(g, smem, walker, 0, [] { warpgroup::mma_async_wait<0>(); });
+        }
         wait_arrived(0);
         // NOTES: all of it before the first GEMM: the state's registers are a GEMM's to ptxas from there on
         // (C7517)
