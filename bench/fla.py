@@ -19,6 +19,8 @@ VARIANT = "triton:fla"
 WITH_VALUE_HEADS = ("chunk_gated_delta_rule",)  # the functions that take more heads of v than of q and k
 NOTE = "FLA's guard of its gated backward on Hopper lifted, gradients checked first"
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"
+# of the packages that FLA dispatches to wherever they are installed; read by FLA at every call
+SWITCHES = ("FLA_FLASH_QLA", "FLA_TILELANG", "FLA_FLASH_KDA")
 
 
 def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> Any:
@@ -41,19 +43,27 @@ def call(function: str, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **optio
 
 
 def _load(module: str) -> Any:
-    """A module of FLA with its dispatch to kernels of others off.
+    """A module of FLA whose functions run kernels of its own.
 
     Raises:
-        UnsupportedError: it is not installed, or was imported with the dispatch on.
+        UnsupportedError: it is not installed, or its dispatch is on and offers calls to kernels of others.
     """
     if find_package("fla") is None or find_package("triton") is None:
         raise UnsupportedError(VARIANT, "fla-core is not installed", "pip install 'tfla_tk[baselines]'")
     # read by FLA on import
     os.environ.setdefault(_NO_DISPATCH, "1")
-    if not importlib.import_module("fla.backends")._DISPATCH_DISABLED:
+    backends = importlib.import_module("fla.backends")
+    loaded = importlib.import_module(module)  # with the backends of its functions
+    if not backends._DISPATCH_DISABLED and any(map(_serves, backends.BaseBackend.__subclasses__())):
         reason = "FLA dispatches to the kernels of other packages"
-        raise UnsupportedError(VARIANT, reason, f"set {_NO_DISPATCH}=1 before fla is imported")
-    return importlib.import_module(module)
+        remedy = f"set {_NO_DISPATCH}=1 before fla is imported, or {'=0, '.join(SWITCHES)}=0"
+        raise UnsupportedError(VARIANT, reason, remedy)
+    return loaded
+
+
+def _serves(backend: Any) -> bool:
+    """Whether FLA's dispatch offers calls to a class of backends now, or to one derived from it."""
+    return (backend.is_available() and backend().is_enabled()) or any(map(_serves, backend.__subclasses__()))
 
 
 def is_guarded(function: str) -> bool:

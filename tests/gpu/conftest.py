@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tfla_tk.backends.tk.channel_gate import launch as gla_launch
 from tfla_tk.backends.tk.delta_rule import launch as delta_launch
 from tfla_tk.backends.tk.scalar_gate import backward as tk_backward
 from tfla_tk.backends.tk.scalar_gate import forward as tk_forward
+from tfla_tk.bench import fla
 from tfla_tk.bench.operators import KINK
 
 DEVICE = "cuda"
@@ -36,6 +38,7 @@ LARGE_H = 4
 # Size of a gradient, relative to dh, below which it counts as vanished and only its size is checked: the
 # gradient of the only token that a row sees is a difference of equal terms.
 VANISHED = {"q": 0.1, "k": 0.1, "v": 0.1, "i": 0.5, "f": 0.5, "c_initial": 0.1, "n_initial": 0.1}
+KEPT_BYTES = 2**30  # of memory of the GPU that a process may keep between tests
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,15 @@ OPERATORS = {
     "sig": Operator("mlstm_siging_chunkwise", ("c_initial", "n_initial"), {"normalize": True}),
     "sig_unnormalised": Operator("mlstm_siging_chunkwise", ("c_initial",), {"normalize": False}),
 }
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back() -> Iterator[None]:
+    """PyTorch keeps little of what a test has freed: other processes of the run share the GPU."""
+    yield
+    if torch.cuda.memory_reserved() > KEPT_BYTES:
+        gc.collect()  # exceptions hold tensors
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=OPERATORS)
@@ -288,6 +300,13 @@ def hardly_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
     prune = autotuner.prune_configs
     monkeypatch.setattr(autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:2])
+
+
+@pytest.fixture
+def fla_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLA calls no kernels of other packages, where it has been imported with its dispatch to them on."""
+    for switch in fla.SWITCHES:
+        monkeypatch.setenv(switch, "0")
 
 
 def forget_calls() -> None:

@@ -53,7 +53,7 @@ def test_dg_is_no_less_accurate_than_what_is_on_record(
     assert relative_error(found, truth) <= 1.02 * of_fla
 
 
-@pytest.mark.usefixtures("hardly_tuned")
+@pytest.mark.usefixtures("hardly_tuned", "fla_alone")
 @pytest.mark.parametrize("forget_bias", [0.0, 2.0, 3.0])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 192)], ids="{0[0]}_{0[1]}".format)
 def test_gradients_are_no_less_accurate_than_triton(dims: tuple[int, int], forget_bias: float) -> None:

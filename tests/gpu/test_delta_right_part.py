@@ -269,7 +269,7 @@ def test_several_calls_on_several_streams() -> None:
         assert_equal(results, expected[n % 3])
 
 
-@pytest.mark.usefixtures("right_made", "hardly_tuned")
+@pytest.mark.usefixtures("right_made", "hardly_tuned", "fla_alone")
 def test_gradients_are_no_less_accurate_than_triton() -> None:
     test_delta_accuracy.test_gradients_are_no_less_accurate_than_triton((128, 128), 3.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ from tfla_tk.bench.operators import OPERATORS
 from tfla_tk.bench.runner import FAILED, OK, run_contest
 from tfla_tk.bench.shapes import Shape
 from tfla_tk.bench.variants import Variant
+from tfla_tk.core.installed import find_package
 
 SHAPE = Shape(1, 48, 2, 16, 32)
 VARIANTS = [Variant("triton:fla", "triton:fla"), Variant("reference", "reference")]
@@ -136,11 +138,71 @@ def test_the_gated_delta_rule_takes_more_value_heads_itself(monkeypatch, chunk_o
     assert got == [(1, 16, 3, 16), (1, 16, 1, 16)]
 
 
-def test_fla_with_its_dispatch_on_is_refused(monkeypatch, chunk_o) -> None:
-    sys.modules["fla.backends"]._DISPATCH_DISABLED = False
+# FLA with its dispatch on, and a backend that is one class further down
+DISPATCH = """
+import importlib, os
+
+os.environ.pop("FLA_DISABLE_BACKEND_DISPATCH", None)
+from fla import backends
+from tfla_tk.bench import fla
+from tfla_tk.core.errors import UnsupportedError
+
+os.environ |= dict.fromkeys(fla.SWITCHES, "0")
+module = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+module.ChunkGatedDeltaRuleFunction.apply = lambda *args: ("FLA's", None)
+
+class Base(backends.BaseBackend):
+    is_available = classmethod(lambda cls: False)
+
+class Other(Base):
+    backend_type, env_var = "other", "FLA_OTHER"
+    is_available = classmethod(lambda cls: installed)
+    chunk_gated_delta_rule = lambda self, *args: ("another's", None)
+
+def is_refused():
+    try:
+        fla._load("fla.ops.gated_delta_rule")
+    except UnsupportedError as error:
+        assert error.reason == "FLA dispatches to the kernels of other packages"
+        return True
+    return False
+
+backends.register("gated_delta_rule")(Other)
+q = torch.zeros(1, 16, 1, 16)
+for installed, switch in ((False, "1"), (True, "0"), (True, "1")):
+    os.environ["FLA_OTHER"] = switch
+    server, _ = module.chunk_gated_delta_rule(q, q, q, q[..., 0], q[..., 0])
+    print(server, is_refused())
+"""
+
+
+def test_a_dispatch_is_refused_where_it_serves_kernels_of_others(in_forks) -> None:
+    if find_package("fla") is None or find_package("triton") is None:
+        pytest.skip("fla-core is not installed")
+    found = in_forks("import torch", {"dispatch": DISPATCH})["dispatch"]
+    assert found.splitlines() == ["FLA's False", "FLA's False", "another's True"]
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_fla_with_its_dispatch_on(serves: bool, chunk_o) -> None:
+    """It is called where no backend serves; the refusal tells how to switch them off."""
+
+    class Backend:
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+        def is_enabled(self) -> bool:
+            return serves
+
+    backends = sys.modules["fla.backends"]
+    backends._DISPATCH_DISABLED = False
+    backends.BaseBackend = SimpleNamespace(__subclasses__=lambda: [Backend])
     q = torch.zeros(1, 16, 1, 16)
-    with pytest.raises(UnsupportedError, match="FLA dispatches to the kernels of other packages"):
+    refused = pytest.raises(UnsupportedError, match=r"kernels of other packages.*FLA_TILELANG=0")
+    with refused if serves else contextlib.nullcontext():
         fla.call("chunk_simple_gla", q, q, q, q[..., 0])
+    assert len(chunk_o.calls) == (not serves)
 
 
 def test_fla_that_is_not_installed(monkeypatch, chunk_o) -> None:
