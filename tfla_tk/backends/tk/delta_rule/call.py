@@ -171,7 +171,7 @@ class Shape(NamedTuple):
 
     def walk_makes_matrices(self, *, keep: bool) -> bool:
         """Whether the forward's walk makes A and P itself, where that is faster than a launch before it.
-        A and P differ by a rounding then. Not for packed sequences: the longest one would bound the speed, at
+        A differs by a rounding then. Not for packed sequences: the longest one would bound the speed, at almost
         twice the time per chunk.
 
         Args:

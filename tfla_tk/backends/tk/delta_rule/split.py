@@ -22,7 +22,7 @@ WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 # beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
 # with K = 64)
 _WALKED, _WALKED_BESIDE = {1: 1.33, 2: 2.1}, {1: 1.31, 2: 2.0}
-_WALKED_MAKING = 4.1  # of two walkers whose CTA makes the matrices
+_WALKED_MAKING = 3.8  # of two walkers whose CTA makes the matrices
 _MADE_BEFORE, _MADE_BESIDE = {1: 1.25, 2: 1.77}, {1: 1.6, 2: 1.55}
 # what kernels that wait for nothing else get of the memory's peak, and the most that they get, in bytes per
 # microsecond
@@ -61,7 +61,7 @@ class Forward(NamedTuple):
     """How a forward runs that is not split."""
 
     walkers: int  # of a CTA of the walk
-    makers: int  # CTAs that make the chunk matrices beside it; 0: a launch before the walk makes them
+    makers: int  # CTAs that make the chunk matrices beside it; 0: they are made before or in the walk
     time: float
 
 
