@@ -36,15 +36,17 @@ endif
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
+# on a CPU: what is compared and tested is small
+ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 .PHONY: run
 run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
-	@$(PY) -m tfla_tk compare $(ARGS)
+	@$(ONE_THREAD) $(PY) -m tfla_tk compare $(ARGS)
 
 .PHONY: test
 test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 .PHONY: kernels
 kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs nvcc, no GPU; ARGS=--all: every one)
@@ -77,7 +79,7 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 	@[ ! -f $(RECORD) ] || $(MAKE) tables
 
 .PHONY: tables
-tables: $(STAMP) ## write the tables of README.md and docs/results.md, and the plots, from the results on record
+tables: $(STAMP) ## write the tables of README.md, docs/results.md and docs/results-h100.md, and the plots, from what is on record
 	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md
 	@$(PY) -m tfla_tk.bench readme $(H100_RECORD) docs/results-h100.md
 	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd \

@@ -10,6 +10,14 @@ namespace tfla_tk {
 
 constexpr int kBoxRows = 16;  // rows of one TMA store
 
+// A result as it is stored: boxes of a chunk, of kBoxRows rows and of one.
+struct ResultMaps {
+    TensorMap chunk, box, row;
+
+    // map(rows) gives the map of boxes of so many rows.
+    template <class Map> static ResultMaps of(Map map) { return {map(kChunk), map(kBoxRows), map(1)}; }
+};
+
 // Stores the rows of a task's chunk from a panel in shared memory, by one warp. put(map, from, row) stores
 // one box whose first row is row `row` of the operand; boxes of `boxes` have kBoxRows rows, those of
 // `single_rows` one. Each lane must later wait for its own stores.
@@ -39,6 +47,11 @@ __device__ inline void store_chunk(const Task& task, bool packed, const TensorMa
         return store_rows(task, packed, boxes, single_rows, panel, chunk, put);
     if (fresh_laneid() == 0) put(chunks, shared_address(panel), task.first_row + chunk * kChunk);
     commit_stores();
+}
+template <class Task, class Put>
+__device__ inline void store_chunk(const Task& task, bool packed, const ResultMaps& to, const void* panel,
+                                   int chunk, Put put) {
+    store_chunk(task, packed, to.chunk, to.box, to.row, panel, chunk, put);
 }
 
 }  // namespace tfla_tk

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "common/launch.cuh"
+#include "common/store_rows.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -24,6 +25,10 @@ struct OperandMaps {
     }
     TensorMap of_values(const Operand& x, int box_rows) const {
         return TensorMap(x, shape.batch, shape.heads, shape.seq, shape.dim_v, box_rows, shape.half);
+    }
+    // with as many columns as v
+    ResultMaps of_result(const Operand& x) const {
+        return ResultMaps::of([&](int rows) { return of_values(x, rows); });
     }
     // [batch * heads, slots * 64, 64]
     TensorMap of_matrices(void* data) const {

@@ -133,8 +133,9 @@ def _git(arguments: list[str], commit: str, root: Path, url: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise _not_found(commit, root, f"git clone: {url} did not answer in {_CLONE_TIMEOUT_S} s") from error
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise _not_found(commit, root, f"git clone of {url}: {lines[-1] if lines else 'failed'}")
+        lines = done.stderr.strip().splitlines() or ["failed"]
+        fault = next((line for line in lines if line.startswith("fatal:")), lines[-1])
+        raise _not_found(commit, root, f"git clone of {url}: {fault}")
 
 
 def _not_found(commit: str, root: Path, clone_fault: str) -> BuildError:

@@ -44,7 +44,7 @@ __global__ __launch_bounds__(C::kThreads,
     auto& smem = *reinterpret_cast<MirrorMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
     if (!begin_task<C>(g, smem, blockIdx.x,
-                       [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.prefetch(); }))
+                       [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.chunk.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
         set_registers<C::kProducerRegisters, C::kThreads, 1>();
@@ -76,9 +76,7 @@ template <class C> RightGlobals right_globals(const OperandMaps& maps, const Del
         if constexpr (!C::kMakesRight) return maps.of_keys(p.k);
         return TensorMap(p.right.dk, s.batch, s.heads * slices, s.seq, s.dim_k, rows, s.half);
     };
-    return {boxes(kChunk),
-            boxes(kBoxRows),
-            boxes(1),
+    return {ResultMaps::of(boxes),
             slices,
             (s.dim_k + 15) / 16,
             anchor_slots(slots, kDeltaAnchorChunks),
@@ -98,9 +96,7 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
         walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, p.a, p.p, p.d_last, p.d_initial, p.scale),
         maps.of_values(p.dout, kChunk),
         maps.of_values(writes, kChunk),
-        maps.of_values(dv, kChunk),
-        maps.of_values(dv, kBoxRows),
-        maps.of_values(dv, 1),
+        maps.of_result(dv),
         p.dbeta,
         static_cast<std::int64_t>(p.shape.batch) * p.shape.heads * p.shape.seq,
         right_globals<C>(maps, p),

@@ -1,6 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the backward's mirror walk.
 #pragma once
 
+#include "common/store_rows.cuh"
 #include "delta_rule/backward/sums.cuh"
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
@@ -42,10 +43,10 @@ struct MirrorConfig {
 
 // Of a walk that makes the right part of dk; fields as in bindings/params_states.h.
 struct RightGlobals {
-    TensorMap dk, dk_box, dk_row;  // boxes of a chunk, of 16 rows and of one; a head for every slice
-    int slices, part_count;        // of V; of the sums, over 16 columns of K each, in a slice
-    int anchor_slots;              // per head
-    int64_t rows, chunk_sums;      // elements of a part of `whole`, of `inter`
+    ResultMaps dk;             // a head for every slice
+    int slices, part_count;    // of V; of the sums, over 16 columns of K each, in a slice
+    int anchor_slots;          // per head
+    int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
     float* whole;
     FlowSum* inter;
     uint4* anchors;
@@ -54,8 +55,8 @@ struct RightGlobals {
 };
 
 struct MirrorGlobals : WalkGlobals {
-    TensorMap dout, writes;        // boxes of a chunk
-    TensorMap dv, dv_box, dv_row;  // boxes of a chunk, of 16 rows and of one
+    TensorMap dout, writes;  // boxes of a chunk
+    ResultMaps dv;
     float* dbeta;
     int64_t dbeta_part;  // elements from one part's to the next one's
     RightGlobals right;

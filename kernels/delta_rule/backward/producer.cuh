@@ -2,7 +2,6 @@
 // first.
 #pragma once
 
-#include "common/store_rows.cuh"
 #include "delta_rule/backward/config.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -88,15 +87,15 @@ __device__ inline void store_gradients(const MirrorGlobals& g, MirrorMemory<C>& 
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
         wait(smem.out_ready[walker][slot], phase);
-        store_chunk(task, g.packed(), g.dv, g.dv_box, g.dv_row, &stage.douts[walker], chunk,
+        store_chunk(task, g.packed(), g.dv, &stage.douts[walker], chunk,
                     [&](const TensorMap& map, uint32_t from, int row) {
                         map.store_panel(from, column_of_walker(task, walker), row, task.head, task.batch);
                     });
         if constexpr (C::kMakesRight) {
             const RightGlobals& right = g.right;
             const int head = task.head * right.slices + smem.task.slice;
-            store_chunk(task, g.packed(), right.dk, right.dk_box, right.dk_row, stage.queries.data[walker],
-                        chunk, [&](const TensorMap& map, uint32_t from, int row) {
+            store_chunk(task, g.packed(), right.dk, stage.queries.data[walker], chunk,
+                        [&](const TensorMap& map, uint32_t from, int row) {
                             map.store_panel(from, walker * kWalkerColumns, row, head, task.batch);
                         });
         }

@@ -1,6 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the forward's walk.
 #pragma once
 
+#include "common/store_rows.cuh"
 #include "delta_rule/chunk_matrices/in_walk.cuh"
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
@@ -40,9 +41,8 @@ struct ForwardConfig {
 };
 
 struct ForwardGlobals : WalkGlobals {
-    TensorMap v;                // boxes of a chunk
-    TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
-    TensorMap writes, writes_box, writes_row;
+    TensorMap v;  // boxes of a chunk
+    ResultMaps o, writes;
     bool keep_writes, keep_matrices;
 };
 

@@ -42,7 +42,7 @@ __device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_m
     auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
     if (!begin_task<C>(g, smem, block,
-                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.prefetch(); }))
+                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.chunk.prefetch(); }))
         return;
     if (warpgroup_id == 0) {
         set_registers<C::kProducerRegisters, C::kThreads, 1>();
@@ -100,12 +100,8 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
     const ForwardGlobals g{
         walk_globals<C>(maps, p, p.q, p.k, p.g, p.beta, a, p.p, p.initial, p.last, p.scale, p.made),
         maps.of_values(p.v, kChunk),
-        maps.of_values(p.o, kChunk),
-        maps.of_values(p.o, kBoxRows),
-        maps.of_values(p.o, 1),
-        maps.of_values(writes, kChunk),
-        maps.of_values(writes, kBoxRows),
-        maps.of_values(writes, 1),
+        maps.of_result(p.o),
+        maps.of_result(writes),
         keep_writes,
         p.a != nullptr,
     };

@@ -1,7 +1,6 @@
 // Producer warps of the forward's walk: loads, factors of the gates, stores.
 #pragma once
 
-#include "common/store_rows.cuh"
 #include "delta_rule/forward/config.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -65,12 +64,10 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
     const Task& task = smem.task;
     const int column = task.column + walker * kWalkerColumns;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
-    auto store = [&](const TensorMap& chunks, const TensorMap& boxes, const TensorMap& rows, const void* tile,
-                     int chunk) {
-        store_chunk(task, g.packed(), chunks, boxes, rows, tile, chunk,
-                    [&](const TensorMap& map, uint32_t from, int row) {
-                        map.store_panel(from, column, row, task.head, task.batch);
-                    });
+    auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
+        store_chunk(task, g.packed(), to, tile, chunk, [&](const TensorMap& map, uint32_t from, int row) {
+            map.store_panel(from, column, row, task.head, task.batch);
+        });
         wait_stores_read();
         __syncwarp();
     };
@@ -81,11 +78,11 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
         if (const int stored = chunk - C::kStages; stored >= 0 && stored < task.chunks) {
             if (g.keep_writes) {
                 wait(smem.writes_ready[walker], stored & 1);
-                store(g.writes, g.writes_box, g.writes_row, &smem.writes[walker], stored);
+                store(g.writes, &smem.writes[walker], stored);
                 arrive_warp(smem.writes_free[walker]);
             }
             wait(smem.out_ready[walker][slot], phase ^ 1);
-            store(g.o, g.o_box, g.o_row, &tile, stored);
+            store(g.o, &tile, stored);
         }
         if (chunk < task.chunks) load(tile, g.v, smem.arrived[slot], column, task.head, chunk);
     }

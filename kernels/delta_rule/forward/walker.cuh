@@ -3,9 +3,8 @@
 //   2. Wait for the GEMM of the chunk before, P U', and put its O where V was.
 //   3. Issue O^T = S^T Q^T.
 //   4. Wait for X. W^T = V^T - e^b X^T in the place of X^T; round beta W^T.
-//   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before, and free its stage,
-//   unless
-//      step 9 has.
+//   5. Issue U'^T = W^T + (beta W^T) A^T. Under it hand over O of the chunk before. Free its stage, unless
+//      step 9 has done that.
 //   6. Wait for U' and Q S.
 //   7. Issue S^T += (beta e^{b_L - b} U'^T) K. Where the walk makes its matrices (chunk_matrices/in_walk.cuh)
 //      issue the scores of the next chunk behind it.

@@ -52,7 +52,8 @@ def of_scale(call: LinearCall) -> Support | None:
     """Why the kernels do not take the scale, or None."""
     if call.scale > 0:
         return None
-    return Support(False, f"scale = {call.scale}, the kernels take positive ones", "scale q by -1")
+    remedy = "scale q by -1" if call.scale < 0 else "leave the call out: o is zero"
+    return Support(False, f"scale = {call.scale}, the kernels take positive ones", remedy)
 
 
 def of_count(heads: str, count: int) -> Support | None:

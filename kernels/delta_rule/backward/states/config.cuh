@@ -1,6 +1,7 @@
 // Tiles, warpgroup roles and shared memory of the walks for the gradients of q and k.
 #pragma once
 
+#include "common/store_rows.cuh"
 #include "delta_rule/backward/sums.cuh"
 #include "delta_rule/walk.cuh"
 
@@ -26,11 +27,6 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     using Values = PanelTile<T, kChunk, kDimV>;
     using Square = PanelTile<T, kChunk, kChunk>;
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of K, of one walker
-};
-
-// A result as it is stored: boxes of a chunk, of 16 rows and of one.
-struct ResultMaps {
-    TensorMap chunk, box, row;
 };
 
 // Fields as in bindings/params_states.h.

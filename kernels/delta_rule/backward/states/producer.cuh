@@ -1,7 +1,6 @@
 // Producer warps of the walks for the gradients of q and k: loads, factors of the gates, stores.
 #pragma once
 
-#include "common/store_rows.cuh"
 #include "delta_rule/backward/states/config.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -91,11 +90,9 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
     const bool needs_queries = !C::kIsLeft || task.whole != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1]);
     auto store = [&](const ResultMaps& to, const void* tile, int walker, int chunk) {
-        store_chunk(task, g.packed(), to.chunk, to.box, to.row, tile, chunk,
-                    [&](const TensorMap& map, uint32_t from, int row) {
-                        map.store_panel(from, column_of_walker(task, walker), row, task.result_head,
-                                        task.batch);
-                    });
+        store_chunk(task, g.packed(), to, tile, chunk, [&](const TensorMap& map, uint32_t from, int row) {
+            map.store_panel(from, column_of_walker(task, walker), row, task.result_head, task.batch);
+        });
     };
 #pragma unroll 1
     for (int step = 0; step < task.chunks + kStages; step++) {

@@ -75,10 +75,8 @@ __global__ __launch_bounds__(C::kThreads,
 
 inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
     const DeltaShape& s = p.shape;
-    auto boxes = [&](int rows) {
-        return TensorMap(x, s.batch, s.heads / p.shared, s.seq, s.dim_k, rows, s.half);
-    };
-    return {boxes(kChunk), boxes(kBoxRows), boxes(1)};
+    return ResultMaps::of(
+        [&](int rows) { return TensorMap(x, s.batch, s.heads / p.shared, s.seq, s.dim_k, rows, s.half); });
 }
 
 // Of V, one for a CTA.
