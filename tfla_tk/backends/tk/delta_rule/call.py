@@ -171,8 +171,8 @@ class Shape(NamedTuple):
 
     def walk_makes_matrices(self, *, keep: bool) -> bool:
         """Whether the forward's walk makes A and P itself, where that is faster than a launch before it.
-        A differs by a rounding then. Not for packed sequences: the longest one would bound the speed, at almost
-        twice the time per chunk.
+        A differs by a rounding then. Not for packed sequences: the longest one would bound the speed, at
+        almost twice the time per chunk.
 
         Args:
             keep: for a backward.
