@@ -59,7 +59,13 @@ def find_toolchain() -> Toolchain:
     """
     chosen = env.NVCC.get()
     if chosen:
-        return _probe(Path(chosen), env.NVCC.name)
+        try:
+            return _probe(Path(chosen), env.NVCC.name)
+        except BuildError as error:
+            if error.remedy == HOST_REMEDY:
+                raise
+            remedy = f"name another nvcc in {env.NVCC.name}, or unset it to look elsewhere"
+            raise BuildError(error.reason, remedy) from None
     faults: list[BuildError] = []
     for origin, nvcc in _candidates():
         try:

@@ -119,7 +119,10 @@ def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     if name not in OPERATORS:
         fail("op", f"one of {', '.join(sorted(OPERATORS))}", repr(name))
     entry = OPERATORS[name]
-    bound = inspect.signature(entry.function).bind(*args, **kwargs)
+    try:
+        bound = inspect.signature(entry.function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
     bound.apply_defaults()
     backend = bound.arguments["backend"]
     kernel, call = entry.describe(**bound.arguments)

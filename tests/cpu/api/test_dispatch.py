@@ -131,6 +131,14 @@ def test_reasons_of_the_machine_reach_the_user(
     assert mlstm_chunkwise(**make_inputs()).shape == make_inputs()["v"].shape
 
 
+def test_which_names_the_function_whose_arguments_are_wrong(make_inputs: Make) -> None:
+    x = make_inputs()
+    with pytest.raises(TypeError, match="mlstm_chunkwise: missing a required argument: 'k'"):
+        which("mlstm_chunkwise", x["q"])
+    with pytest.raises(TypeError, match="mlstm_chunkwise: got an unexpected keyword argument 'nix'"):
+        which("mlstm_chunkwise", **x, nix=1)
+
+
 def test_which_takes_packed_sequences(make_inputs: Make, fake_tk: Any) -> None:
     arguments = make_inputs(1) | {"cu_seqlens": torch.tensor([0, 40])}
     choice = which("mlstm_chunkwise", **arguments)

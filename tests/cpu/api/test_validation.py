@@ -173,6 +173,11 @@ CASES: dict[str, Case] = {
     "NumPy eps nan": ({"eps": np.float32("nan")}, ValueError, "eps: expected a positive finite number"),
     "NumPy eps True": ({"eps": np.bool_(True)}, TypeError, "eps: expected a number"),
     "array for eps": ({"eps": np.full(1, 1e-6)}, TypeError, "eps: expected a number.* of type ndarray"),
+    "tensor for eps": (
+        {"eps": torch.zeros(2, 3)},
+        TypeError,
+        r"eps: expected a number, got a tensor of shape \(2, 3\) and dtype torch.float32$",
+    ),
     "return_last_states is a NumPy 1": (
         {"return_last_states": np.int64(1)},
         TypeError,

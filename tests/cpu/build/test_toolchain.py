@@ -66,8 +66,9 @@ def test_an_nvcc_asked_for_by_name_is_never_replaced(
 ) -> None:
     on_path(make_toolkit(tmp_path / "path") / "bin")
     monkeypatch.setenv("TFLA_TK_NVCC", str(tmp_path / "nowhere/nvcc"))
-    with pytest.raises(BuildError, match=r"TFLA_TK_NVCC: .*nowhere/nvcc does not exist"):
+    with pytest.raises(BuildError, match=r"TFLA_TK_NVCC: .*nowhere/nvcc does not exist") as caught:
         find_toolchain()
+    assert "unset" in caught.value.remedy and "CUDA_HOME" not in caught.value.remedy
 
 
 def test_an_old_toolkit_is_refused_with_both_versions(
