@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from tfla_tk import chunk_simple_gla
 
 from .conftest import DEVICE, GRADIENT_TOLERANCE, TOLERANCE, relative_error
-from .memory import LENGTHS
+from .memory import LENGTHS, uninitialised_memory_is_nan
 
 Tensors = dict[str, Tensor]
 
@@ -105,6 +105,15 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert found.keys() == expected.keys()
     different = [name for name, t in expected.items() if not torch.equal(found[name], t)]
     assert not different
+
+
+def assert_whole_and_repeated(call: Callable[[], Tensors]) -> None:
+    """Every element of the results is written, and is the same in every call, bitwise."""
+    expected = call()
+    with uninitialised_memory_is_nan():
+        assert_equal(call(), expected)
+    for _ in range(REPEATS):
+        assert_equal(call(), expected)
 
 
 def assert_graph_replays(

@@ -17,16 +17,16 @@ from tfla_tk.backends.tk.operands import multiprocessors
 from . import test_delta_rule
 from .conftest import forget_calls, relative_error
 from .linear import (
-    REPEATS,
     Tensors,
     assert_accurate,
     assert_equal,
     assert_equal_on_streams,
     assert_graph_replays,
+    assert_whole_and_repeated,
     exact,
     run,
 )
-from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed, uninitialised_memory_is_nan
+from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed
 from .test_delta_makers import shape_of
 from .test_delta_right_part import (
     KINDS,
@@ -222,11 +222,7 @@ def test_errors_are_those_of_matrices_from_memory(betas: str, gates: str, force:
 @pytest.mark.usefixtures("in_walk")
 def test_results_are_written_whole_and_always_the_same(kind: str, lengths: list[int] | None) -> None:
     x = draw_lengths(kind, lengths)
-    expected = both(x)
-    with uninitialised_memory_is_nan():
-        assert_equal(both(x), expected)
-    for _ in range(REPEATS):
-        assert_equal(both(x), expected)
+    assert_whole_and_repeated(lambda: both(x))
 
 
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["batch", "packed"])

@@ -17,8 +17,16 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from . import test_delta_accuracy, test_delta_rule
 from .conftest import GRADIENT_TOLERANCE, TOLERANCE, forget_calls, relative_error
-from .linear import REPEATS, Tensors, assert_accurate, assert_equal, assert_graph_replays, exact, train
-from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed, uninitialised_memory_is_nan
+from .linear import (
+    Tensors,
+    assert_accurate,
+    assert_equal,
+    assert_graph_replays,
+    assert_whole_and_repeated,
+    exact,
+    train,
+)
+from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed
 from .test_delta_makers import shape_of
 from .test_delta_rule import BETAS, GATES, check, draw
 
@@ -206,11 +214,7 @@ def test_errors_are_those_of_a_right_walk(betas: str, gates: str, force: Force) 
 @pytest.mark.usefixtures("right_made")
 def test_results_are_written_whole_and_always_the_same(kind: str, lengths: list[int] | None) -> None:
     x = draw_lengths(kind, lengths)
-    expected = gradients(x)
-    with uninitialised_memory_is_nan():
-        assert_equal(gradients(x), expected)
-    for _ in range(REPEATS):
-        assert_equal(gradients(x), expected)
+    assert_whole_and_repeated(lambda: gradients(x))
 
 
 @pytest.mark.usefixtures("right_made")

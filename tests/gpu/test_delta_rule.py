@@ -21,6 +21,7 @@ from .linear import (
     assert_equal,
     assert_equal_on_streams,
     assert_graph_replays,
+    assert_whole_and_repeated,
     check_both,
     draw_operands,
     exact,
@@ -230,11 +231,7 @@ def test_value_heads_of_segments(packed: bool, dims: tuple[int, int], group: int
         x = draw(1, sum(lengths), 2, 2 * group, dims, sequences=len(lengths))
         x["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0).cuda()
     check(x)
-    expected = train(x, function=chunk_gated_delta_rule)
-    with uninitialised_memory_is_nan():
-        assert_equal(train(x, function=chunk_gated_delta_rule), expected)
-    for _ in range(REPEATS):
-        assert_equal(train(x, function=chunk_gated_delta_rule), expected)
+    assert_whole_and_repeated(lambda: train(x, function=chunk_gated_delta_rule))
 
 
 def test_value_heads_in_many_waves() -> None:

@@ -80,7 +80,7 @@ def check_head_dim(name: str, value: Tensor) -> None:
         fail(name, "a head dimension of at least 1", f"shape {tuple(value.shape)}")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Of a tensor its shape and dtype alone: to print numbers would wait for the GPU."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
@@ -90,21 +90,21 @@ def _shown(value: Any) -> str:
 def check_int(name: str, value: Any, expected: str = "an int") -> int:
     """An integer, Python's or NumPy's, and no bool; returned as Python's."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        fail(name, expected, _shown(value), TypeError)
+        fail(name, expected, shown(value), TypeError)
     return int(value)
 
 
 def check_number(name: str, value: Any, expected: str = "a number") -> float:
     """A real number, Python's or NumPy's, and no bool; returned as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        fail(name, expected, _shown(value), TypeError)
+        fail(name, expected, shown(value), TypeError)
     return float(value)
 
 
 def check_bool(name: str, value: Any) -> bool:
     """A bool, Python's or NumPy's, not merely something truthy; returned as Python's."""
     if not isinstance(value, (bool, np.bool_)):
-        fail(name, "a bool", _shown(value), TypeError)
+        fail(name, "a bool", shown(value), TypeError)
     return bool(value)
 
 

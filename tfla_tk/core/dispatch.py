@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tfla_tk.backends.registry import BACKENDS, family_module
-from tfla_tk.core.checks import fail
+from tfla_tk.core.checks import fail, shown
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.support import SUPPORTED, Choice, Support
 
@@ -44,7 +44,7 @@ def operator(describe: Callable[..., tuple[str, Any]]) -> Callable[[Function], F
 def split_backend(backend: str) -> tuple[str, str | None]:
     """Split "name" or "name:variant"; ValueError for a name that is no backend."""
     if not isinstance(backend, str):
-        fail("backend", "a str", f"{backend!r} of type {type(backend).__name__}", TypeError)
+        fail("backend", "a str", shown(backend), TypeError)
     name, colon, variant = backend.partition(":")
     if name not in BACKENDS and backend != "auto":
         fail("backend", f"one of {', '.join(('auto', *BACKENDS))}, or name:variant", repr(backend))

@@ -52,7 +52,7 @@ def of_scale(call: LinearCall) -> Support | None:
     """Why the kernels do not take the scale, or None."""
     if call.scale > 0:
         return None
-    remedy = "scale q by -1" if call.scale < 0 else "leave the call out: o is zero"
+    remedy = "scale q by -1" if call.scale < 0 else "take the reference backend"
     return Support(False, f"scale = {call.scale}, the kernels take positive ones", remedy)
 
 

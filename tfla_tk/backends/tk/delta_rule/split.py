@@ -96,6 +96,19 @@ class _Chunks(NamedTuple):
         of_bytes = self.machine.bytes_in(self.pairs * matrices * (self._keys + _MATRIX))
         return max(of_bytes, _MADE_BEFORE[matrices] * self.pairs / self.machine.multiprocessors)
 
+    def ctas(self, walkers: int) -> int:
+        """Of a walk."""
+        return self.pairs * -(-self.dims[1] // (walkers * WALKER_COLUMNS))
+
+    def waves(self, walkers: int) -> int:
+        return waves_of(self.ctas(walkers), self.machine.multiprocessors)
+
+    def in_two_launches(self, walkers: int, *, keep: bool = False) -> float:
+        """The time of a launch that makes the matrices, and of the walk behind it."""
+        matrices = matrices_before(self.dims[0], walkers, 0)
+        walked = max(self.waves(walkers) * _WALKED[walkers], self.moved(matrices, keep=keep))
+        return walked + self.made_before(matrices)
+
 
 @functools.lru_cache(maxsize=4096)
 def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: bool, machine: Machine) -> bool:
@@ -105,10 +118,9 @@ def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: boo
         keep: for a backward, to which it leaves A and its writes.
     """
     chunks = _Chunks(pairs, dims, group, machine)
-    waves = waves_of(pairs * -(-dims[1] // (2 * WALKER_COLUMNS)), machine.multiprocessors)
-    before = max(waves * _WALKED[2], chunks.moved(1, keep=keep)) + chunks.made_before(1)
     # half of each matrix is counted, and A is written whole where it is kept
-    return max(waves * _WALKED_MAKING, chunks.moved(2 if keep else 0, keep=keep)) < before
+    making = max(chunks.waves(2) * _WALKED_MAKING, chunks.moved(2 if keep else 0, keep=keep))
+    return making < chunks.in_two_launches(2, keep=keep)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,15 +144,12 @@ def forward(
         group: heads of v per head of q and k.
         walkers: of a CTA, to choose among.
     """
-    multiprocessors, of_all = machine.multiprocessors, _Chunks(pairs, dims, group, machine)
+    of_all = _Chunks(pairs, dims, group, machine)
 
     def runs(count: int) -> Iterator[Forward]:
-        ctas = pairs * -(-dims[1] // (count * WALKER_COLUMNS))
-        waves = waves_of(ctas, multiprocessors)
-        matrices = matrices_before(dims[0], count, 0)
-        of_chunk = max(waves * _WALKED[count], of_all.moved(matrices)) + of_all.made_before(matrices)
-        yield Forward(count, 0, chunks * of_chunk + waves * _WAVE + _SECOND)
-        makers = multiprocessors - ctas
+        of_chunk = of_all.in_two_launches(count)
+        yield Forward(count, 0, chunks * of_chunk + of_all.waves(count) * _WAVE + _SECOND)
+        makers = machine.multiprocessors - of_all.ctas(count)
         if makers > 0:
             matrices = matrices_before(dims[0], count, makers)
             made = _MADE_BESIDE[matrices] * pairs / makers
