@@ -59,7 +59,8 @@ __device__ inline void arrive_in_cta(const kittens::semaphore& own, int cta) {
 }
 
 // arrive_warp on the barrier of CTA `cta`, which may be this one. NOTES: the release has CTA scope, since one
-// of cluster scope costs a MEMBAR.GPU. That suffices for readers, whose wgmmas are done, but not for writers.
+// of cluster scope costs a MEMBAR.GPU. That suffices for readers, whose wgmmas are done or who have used what
+// they have loaded, but not for writers.
 __device__ inline void arrive_warp_in_cta(const kittens::semaphore& own, int cta) {
     if (arrives_for_warp()) arrive_in_cta(own, cta);
 }
@@ -69,6 +70,16 @@ __device__ inline void expect_in_cta(const kittens::semaphore& own, uint32_t byt
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;\n" ::"r"(address_in_cta(&own, cta)),
         "r"(bytes)
+        : "memory");
+}
+
+// Stores 16 bytes from registers in another CTA, at `address` there; they complete the barrier at `arrived`
+// there (address_in_cta).
+__device__ inline void store_in_cta(uint32_t address, float4 x, uint32_t arrived) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::
+            "r"(address),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(arrived)
         : "memory");
 }
 

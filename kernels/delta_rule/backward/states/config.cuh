@@ -9,11 +9,13 @@ namespace tfla_tk::delta_rule {
 
 enum class StateWalk { left, right };
 
-template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesConfig {
+// kInPairs: the two CTAs that share results are a cluster (pair.cuh).
+template <class Type, int kTileOfV, int kCount, StateWalk kWhich, bool kInPairs = false> struct StatesConfig {
     using T = Type;
     static constexpr int kDimV = kTileOfV, kWalkers = kCount;
     static constexpr StateWalk kWalk = kWhich;
-    static constexpr bool kIsLeft = kWalk == StateWalk::left;
+    static constexpr bool kIsLeft = kWalk == StateWalk::left, kPaired = kInPairs;
+    static_assert(kIsLeft || !kPaired);
     static constexpr int kThreads = 128 * (kWalkers + 1);
     // NOTES: together no more than the CTA has at its launch, or setmaxnreg waits forever. A lone walker
     // could have 248 always, but then ptxas keeps more addresses than fit.
@@ -27,6 +29,10 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich> struct StatesC
     using Values = PanelTile<T, kChunk, kDimV>;
     using Square = PanelTile<T, kChunk, kChunk>;
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of K, of one walker
+    // the other CTA's part of a walker's result, as the walker's threads have it in registers
+    struct Sent {
+        float4 units[kChunk * kWalkerColumns / 4 / 128][128];
+    };
 };
 
 // Fields as in bindings/params_states.h.
@@ -121,7 +127,8 @@ struct StatesTask : Task {
 // A walker reads and replaces its own columns alone.
 template <class C, StateWalk> struct StatesColumns {
     typename C::Columns queries,
-        keys;  // then dq and the left part of dk, or all of it, until they are stored
+        keys;  // then dq and the left part of dk, or all of it, until they are stored; in a pair `keys` is
+               // what this CTA keeps
 };
 template <class C> struct StatesColumns<C, StateWalk::right> {
     typename C::Columns queries, keys;
@@ -133,16 +140,30 @@ template <class C> struct StatesStage {
     StatesColumns<C, C::kWalk> columns[C::kWalkers];
 };
 
-// What each walker adds its results to: those of the turn before; the right part of dk that the mirror has
-// made, which it makes with this tile of V alone.
+// What each walker adds its results to: those of the turn before, or of the other CTA of a pair; the right
+// part of dk that the mirror has made, which it makes with this tile of V alone.
 template <class C, bool kHasRight = C::kDimV == 128> struct RightResults {};
 template <class C> struct RightResults<C, true> {
     typename C::Columns right[C::kWalkers];
 };
-template <class C, StateWalk> struct EarlierResults : RightResults<C> {
+template <class C, bool kIsLeft = C::kIsLeft, bool kPaired = C::kPaired>
+struct EarlierResults : RightResults<C> {
     typename C::Columns dq[C::kWalkers], left[C::kWalkers];
 };
-template <class C> struct EarlierResults<C, StateWalk::right> {};  // in the stages
+template <class C> struct EarlierResults<C, true, true> : RightResults<C> {
+    typename C::Sent sent[C::kWalkers];  // by the other CTA
+};
+template <class C> struct EarlierResults<C, false, false> {};  // in the stages
+
+// Barriers of a pair: what the other CTA has sent is there; it has read what this one has sent.
+template <class C> struct PairBarriers {
+    semaphore arrived[C::kWalkers], read[C::kWalkers];
+
+    __device__ inline void init() {
+        for (auto& of_walker : arrived) init_semaphore(of_walker, 1);
+        for (auto& of_walker : read) init_warp_barrier(of_walker, 4);
+    }
+};
 
 // R and E of a chunk.
 template <class C> struct ChunkScores {
@@ -150,7 +171,7 @@ template <class C> struct ChunkScores {
 };
 
 template <class C> struct StatesMemory {
-    static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierResults<C, C::kWalk>) : 0;
+    static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierResults<C>) : 0;
     static constexpr bool kHasGateRing = !(C::kIsLeft && C::kDimV == 128 && C::kWalkers == 2);  // no room
     static constexpr int kOthers = sizeof(ChunkScores<C>) + kEarlier + (kHasGateRing ? sizeof(GateRing) : 0) +
                                    512;  // 512: barriers, the task
@@ -160,7 +181,7 @@ template <class C> struct StatesMemory {
 
     StatesStage<C> stages[kStages];
     ChunkScores<C> scores;
-    [[no_unique_address]] EarlierResults<C, C::kWalk> earlier;
+    [[no_unique_address]] EarlierResults<C> earlier;
     StatesGates gates[kStages];
     semaphore arrived[kStages];                       // tiles, columns of each walker, gates
     semaphore free[kStages];                          // but for the columns, which are followed by results
@@ -170,6 +191,7 @@ template <class C> struct StatesMemory {
     semaphore tail_landed[3];                         // of each loading warp
     StatesTask task;
     GateRingIf<kHasGateRing> gate_ring;
+    std::conditional_t<C::kPaired, PairBarriers<C>, Nothing> pair_barriers;
 
     __device__ inline void init_barriers() {
         constexpr int kTiles = 3, kColumns = 2;
@@ -178,11 +200,12 @@ template <class C> struct StatesMemory {
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : earlier_arrived)
-            for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft ? 3 : 1);
+            for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft && !C::kPaired ? 3 : 1);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
         for (auto& read : out_read) init_warp_barrier(read, 1);
         for (auto& landed : tail_landed) init_semaphore(landed, 1);
+        if constexpr (C::kPaired) pair_barriers.init();
         publish_barriers();
     }
 };

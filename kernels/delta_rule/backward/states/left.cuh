@@ -9,13 +9,16 @@
 //   6. Wait for dq and left; their sums per token. In later turns add those of the turn before, in the last
 //      walk the right part of dk. Then dq and left in the places of q and k.
 //   7. Wait for S; hand the stage over.
+// In a pair of CTAs (pair.cuh) the result that the other CTA keeps comes first in steps 2 to 5. In step 6 it
+// is sent as soon as it is there; what the other CTA has sent is added to the one that stays, which is put in
+// the place of k.
 // NOTES: where nothing decays, step 5 adds the same rounded operands as the forward, so S is the forward's,
 // where each token corrects the errors of those before it. With decay the errors add up. The decay is put on
 // the keys, not on the writes: the right walk has the keys in registers and can sum with the same rounded
 // numbers (sums.cuh).
 #pragma once
 
-#include "delta_rule/backward/states/walker.cuh"
+#include "delta_rule/backward/states/pair.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -23,8 +26,8 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
     using W = StatesWalker<C>;
     constexpr bool kAlone = C::kWalkers == 1;
     constexpr int kStateSteps = W::kStateSteps, kTokenSteps = W::kTokenSteps;
-    typename W::State state;  // S
-    typename W::Tokens scores, dq, left;
+    typename W::State state;                   // S
+    typename W::Tokens scores, first, second;  // dq and left, in a pair the kept one last
     typename W::Fragment read[std::max(kStateSteps, kTokenSteps)];  // S, rounded; then the scaled keys
     typename W::Factors keys;
 
@@ -41,6 +44,12 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         const StatesGates& gates = smem.gates[slot];
         ChunkScores<C>& tiles = smem.scores;
         auto& columns = stage.columns[walker()];
+        auto wait_earlier = [&] {
+            wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
+        };
+        const bool dq_first = !C::kPaired || task.turn != 0;
+        auto values_of = [&](bool dq) -> const auto& { return dq ? stage.dout : stage.dv; };
+        auto scores_of = [&](bool dq) -> const auto& { return dq ? tiles.reads : tiles.erasures; };
         each<0, kStateSteps>([&](int k) { convert_fragment(read[k], state, k), pin(read[k]); });  // 1
         if (is_anchor(task, chunk) && column() < g.dim_k) {
             const int anchor = anchor_part(g, task, chunk, part()), lane = fresh_laneid();
@@ -55,59 +64,89 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         warp::mul(state, state, gates.decay);
         pin(state);
         W::issue_reads_or_erasures(scores, stage, walker() == 0);  // 2
-        W::read_state(dq, read, stage.dout);
+        W::read_state(first, read, values_of(dq_first));
         W::template wait_but<kStateSteps>();
         wait_scores_read(smem, chunk);
-        W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker() == 0);
+        W::round_reads_or_erasures(tiles, scores, gates, g, walker() == 0);
         if constexpr (kAlone) {
             W::issue_reads_or_erasures(scores, stage, false);
             warpgroup::mma_async_wait<0>();
-            W::round_reads_or_erasures(tiles, scores, gates, g.scale, false);
+            W::round_reads_or_erasures(tiles, scores, gates, g, false);
         }
-        W::read_state(left, read, stage.dv);  // 3
+        W::read_state(second, read, values_of(!dq_first));  // 3
         meet_walkers<C>();
         W::load(keys, columns.keys);
         W::template wait_but<kStateSteps>();
-        pin(dq);
-        // NOTES: queries are loaded where they are used, to save registers
-        typename W::Fragment query;
-        auto query_of = [&](int j) -> const auto& {
-            W::load(query, columns.queries, j);
-            return query;
+        pin(first);
+        // NOTES: loaded where they are used, to save registers
+        typename W::Fragment of_first, of_second;
+        auto first_factor = [&](int j) -> const auto& {
+            W::load(of_first, dq_first ? columns.queries : columns.keys, j);
+            return of_first;
         };
-        auto of_reads = [&](int j, int k) { return W::product(k == 0 ? query_of(j) : query, dq, j, k); };
-        auto of_erasures = [&](int j, int k) { return W::product(keys[j], left, j, k); };
+        auto second_factor = [&](int j) -> const auto& {
+            if constexpr (!C::kPaired) return keys[j];
+            W::load(of_second, dq_first ? columns.keys : columns.queries, j);
+            return of_second;
+        };
+        const bool sums = task.whole != nullptr;
         ThroughState<false> through;
-        W::template sum_and_scale<false>(through, dq, query_of, gates.read, g.scale, has_right<C>(g));
-        W::add_rows(dq, keys, tiles.reads);  // 4
+        // NOTES: of dq without squares, which saves a register where dq is known to come first
+        auto scale = [&]<bool kSquares>(auto& result, bool dq, auto factor) {
+            const float constant = dq ? g.scale : -1.f;
+            if (!sums)
+                W::scale(result, gates.read, constant);
+            else if (has_right<C>(g))
+                W::template scale_and_sum<kSquares>(through, result, factor, gates.read, constant, !dq);
+            else
+                W::template sum_and_scale<kSquares>(through, result, factor, gates.read, constant, !dq);
+        };
+        scale.template operator()<C::kPaired>(first, dq_first, first_factor);
+        W::add_rows(first, keys, scores_of(dq_first));  // 4
         W::template wait_but<kTokenSteps>();
-        pin(left);
+        pin(second);
         pin_all(read);
-        W::sum_and_scale(
-            through, left, [&](int j) -> const auto& { return keys[j]; }, gates.read, -1.f, has_right<C>(g));
-        W::add_rows(left, keys, tiles.erasures);
+        scale.template operator()<true>(second, !dq_first, second_factor);
+        W::add_rows(second, keys, scores_of(!dq_first));
         W::scale(read, keys, gates.update, 1.f);  // 5
         W::add_to_state(state, read, stage.writes, true);
-        W::template wait_but<kTokenSteps>();  // 6
-        pin(dq), pin(left);
-        if (task.whole && column() < g.dim_k)
+        if constexpr (C::kPaired) {  // 6
+            W::template wait_but<2 * kTokenSteps>();
+            pin(first);
+            if (has_right<C>(g) && !dq_first) wait_earlier();
+            Pair<C>(smem, walker()).send(first, chunk, has_right<C>(g) && !dq_first);
+        }
+        W::template wait_but<kTokenSteps>();
+        pin(first), pin(second);
+        if (sums && column() < g.dim_k)
             store_sums(g, task, chunk, part(), fresh_laneid(), through, [&](int j, int k) {
-                const float2 x = of_reads(j, k), y = of_erasures(j, k);
+                if (k == 0) first_factor(j), second_factor(j);
+                const float2 x = W::product(of_first, first, j, k);
+                const float2 y = W::product(C::kPaired ? of_second : keys[j], second, j, k);
                 return float2{x.x + y.x, x.y + y.y};
             });
-        if (task.turn > 0 || has_right<C>(g)) {
-            wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(chunk).phase);
-            typename W::Factors unpacked;
-            if (task.turn > 0) {
-                W::add(dq, unpacked, smem.earlier.dq[walker()]);
-                W::add(left, unpacked, smem.earlier.left[walker()]);
+        if constexpr (C::kPaired) {
+            const Pair<C> pair(smem, walker());
+            if (has_right<C>(g) && dq_first) wait_earlier(), pair.add_right(second);
+            pair.add_sent(second, chunk);
+            W::store(columns.keys, second);
+            fence_async_proxy();
+            pair.free_sent();
+        } else {
+            if (task.turn > 0 || has_right<C>(g)) {
+                wait_earlier();
+                typename W::Factors unpacked;
+                if (task.turn > 0) {
+                    W::add(first, unpacked, smem.earlier.dq[walker()]);
+                    W::add(second, unpacked, smem.earlier.left[walker()]);
+                }
+                if constexpr (C::kDimV == 128)
+                    if (has_right<C>(g)) W::add(second, unpacked, smem.earlier.right[walker()]);
             }
-            if constexpr (C::kDimV == 128)
-                if (has_right<C>(g)) W::add(left, unpacked, smem.earlier.right[walker()]);
+            W::store(columns.queries, first);
+            W::store(columns.keys, second);
+            fence_async_proxy();
         }
-        W::store(columns.queries, dq);
-        W::store(columns.keys, left);
-        fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
         // of the next step
         if (has_right<C>(g) && chunk + 1 < chunks() && is_anchor(task, chunk + 1) && column() < g.dim_k)

@@ -64,10 +64,10 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
     }
 }
 
-// CTAs that share results write those of a chunk in turn, the slices of V of one head and then those of the
-// next. So the order of the sums is always the same. Each turn adds what the one before has stored to its own
-// results in fp32, so that only what it stores is rounded. `written` counts the chunks of a CTA that are in
-// device memory. Returns how many that are, at least `chunks`.
+// CTAs that share results and are no pair write those of a chunk in turn, the slices of V of one head and
+// then those of the next. So the order of the sums is always the same. Each turn adds what the one before has
+// stored to its own results in fp32, so that only what it stores is rounded. `written` counts the chunks of a
+// CTA that are in device memory. Returns how many that are, at least `chunks`.
 __device__ inline int wait_written(const int* written, int chunks) {
     while (peek_from_device(written) < chunks) __nanosleep(32);
     const int found = acquire_from_device(written);
@@ -81,12 +81,13 @@ __device__ inline void publish_written(int* written, int chunks) {
     if (fresh_laneid() == 0) release_to_device(written, chunks);
 }
 
-// One warp: q and k into a stage, and out of it the results, which the walkers have put in their places.
+// One warp: q and k into a stage, and out of it the results, which the walkers have put in their places. A
+// CTA of a pair stores one of dq and left, from the place of k.
 template <class C>
 __device__ inline void load_columns_and_store_results(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
-    // the left walk needs q for the sums of dg alone. Without them it sums whatever lies there and drops it
+    // the left walk needs q for the sums of dg alone
     const bool needs_queries = !C::kIsLeft || task.whole != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1]);
     auto store = [&](const ResultMaps& to, const void* tile, int walker, int chunk) {
@@ -104,7 +105,9 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
 #pragma unroll 1
             for (int walker = 0; walker < C::kWalkers; walker++) {
                 wait(smem.out_ready[walker][slot], phase ^ 1);
-                if constexpr (C::kIsLeft) {
+                if constexpr (C::kPaired) {
+                    store(task.turn == 0 ? g.dq : g.dk, &columns[walker].keys, walker, chunk);
+                } else if constexpr (C::kIsLeft) {
                     store(g.dq, &columns[walker].queries, walker, chunk);
                     store(g.dk, &columns[walker].keys, walker, chunk);
                 } else {
@@ -126,19 +129,20 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
                 load(columns[walker].keys, g.k, smem.arrived[slot], column, task.key_head, chunk);
             }
         }
-        if (stored >= 0 && task.turn + 1 < g.turns()) publish_written(task.written, stored + 1);
+        if (!C::kPaired && stored >= 0 && task.turn + 1 < g.turns())
+            publish_written(task.written, stored + 1);
     }
     wait_stores_done();
 }
 
 // One warp: what the walkers add their results to. Those are the results of the turn before. The right
-// walk begins with the left part of dk; in the left walk every turn adds the right part that the mirror has
-// made for it. NOTES: a warp of its own, since it waits for another CTA while results of this one may be
-// ready to be stored and published.
+// walk begins with the left part of dk; in the left walk every CTA adds the right part that the mirror has
+// made for it, in a pair nothing else. NOTES: a warp of its own, since it waits for another CTA while results
+// of this one may be ready to be stored and published.
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
-    const bool first = task.turn == 0;
+    const bool first = C::kPaired || task.turn == 0;  // there are no earlier results in device memory
     if (C::kIsLeft && first && !has_right<C>(g)) return;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
     int written = 0;
@@ -159,11 +163,13 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
                     const Use<kStages> before(step - 1);
                     wait(smem.out_ready[walker][before.slot], before.phase);
                 }
-                if (!first) {
-                    load_result(smem.earlier.dq[walker], g.dq.chunk, task.result_head);
-                    load_result(smem.earlier.left[walker], g.dk.chunk, task.result_head);
-                } else if (fresh_laneid() == 0) {
-                    arrive(arrived, 2);
+                if constexpr (!C::kPaired) {
+                    if (!first) {
+                        load_result(smem.earlier.dq[walker], g.dq.chunk, task.result_head);
+                        load_result(smem.earlier.left[walker], g.dk.chunk, task.result_head);
+                    } else if (fresh_laneid() == 0) {
+                        arrive(arrived, 2);
+                    }
                 }
                 if (has_right<C>(g)) {
                     if constexpr (C::kDimV == 128)

@@ -48,11 +48,11 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::read_state(right, read, stage.writes);
         W::template wait_but<kStateSteps>();
         wait_scores_read(smem, step);
-        W::round_reads_or_erasures(tiles, scores, gates, g.scale, walker() == 0);
+        W::round_reads_or_erasures(tiles, scores, gates, g, walker() == 0);
         if constexpr (kAlone) {
             W::issue_reads_or_erasures(scores, stage, false);
             warpgroup::mma_async_wait<0>();
-            W::round_reads_or_erasures(tiles, scores, gates, g.scale, false);
+            W::round_reads_or_erasures(tiles, scores, gates, g, false);
         }
         meet_walkers<C>();  // 3
         W::load(queries, columns.queries), W::load(keys, columns.keys);
@@ -60,7 +60,12 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         pin(right), pin_all(read);
         auto of_keys = [&](int j, int k) { return W::product(keys[j], right, j, k); };
         ThroughState<true> through;
-        W::sum_and_scale(through, right, [&](int j) -> const auto& { return keys[j]; }, gates.update, 1.f);
+        const bool sums = task.whole != nullptr;
+        if (sums)
+            W::sum_and_scale(
+                through, right, [&](int j) -> const auto& { return keys[j]; }, gates.update, 1.f);
+        else
+            W::scale(right, gates.update);
         W::add_columns(right, queries, tiles.reads, true);  // 4
         W::add_columns(right, keys, tiles.erasures, false);
         W::scale(read, queries, gates.read, g.scale);  // 5
@@ -69,8 +74,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::add_to_state(state, read + kTokenSteps, stage.dv, false);
         W::template wait_but<2 * kTokenSteps>();  // 6
         pin(right), pin_all(queries), pin_all(keys);
-        if (task.whole && column() < g.dim_k)
-            store_sums(g, task, chunk, part(), fresh_laneid(), through, of_keys);
+        if (sums && column() < g.dim_k) store_sums(g, task, chunk, part(), fresh_laneid(), through, of_keys);
         wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(step).phase);
         W::add(right, queries, columns.earlier);
         W::store(columns.earlier, right);

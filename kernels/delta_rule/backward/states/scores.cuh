@@ -7,9 +7,9 @@
 namespace tfla_tk::delta_rule {
 
 // Rounds the products X U^T to a tile, gated and times `factor` and the rest of beta: zero right of the
-// diagonal, and on it for strict ones. NOTES: by selection, not by products: what is left out may be NaN or
-// infinite.
-template <class T, class Square>
+// diagonal, and on it for strict ones. kDecays: else all gates are 1. NOTES: by selection, not by products:
+// what is left out may be NaN or infinite.
+template <class T, bool kDecays, class Square>
 __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, const StatesGates& gates,
                                     float factor, bool strict) {
     const int warp = warpgroup::warpid(), lane = fresh_laneid();
@@ -20,7 +20,8 @@ __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, con
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int column = first_column + 16 * j + 8 * half;
-            const float4 before = *reinterpret_cast<const float4*>(&gates.log2_decay.of[column]);
+            float4 before{};
+            if constexpr (kDecays) before = *reinterpret_cast<const float4*>(&gates.log2_decay.of[column]);
             const float2 rest = *reinterpret_cast<const float2*>(&gates.rest[column]);
             const float2 by{factor * rest.x, factor * rest.y};
 #pragma unroll
@@ -29,7 +30,7 @@ __device__ inline void round_scores(Square& tile, rt_fl<16, kChunk>& scores, con
                 const float2 b = of_rows[k];
                 float2& x = scores.tiles[0][j].data[2 * half + k];
                 auto gated = [&](float x, float by, float high, float low, int column) {
-                    const float gate = exp2f((b.x - high) + (b.y - low));
+                    const float gate = kDecays ? exp2f((b.x - high) + (b.y - low)) : 1.f;
                     return column <= last ? by * gate * x : 0.f;
                 };
                 x = {gated(x.x, by.x, before.x, before.y, column),

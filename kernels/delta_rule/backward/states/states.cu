@@ -7,7 +7,7 @@
 // One CTA of either owns a (segment, head, slice of V, 64 or 128 columns of K):
 //     producer   loads writes, dO, dV, q, k and the results of the turn before (the right walk first the left
 //                part of dk) and the right part of dk that the mirror has made; scans the gates; stores the
-//                results
+//                results. The CTAs of a pair exchange theirs (pair.cuh)
 //     walkers    one or two, the state or its gradient in registers (walker.cuh)
 // Equations: bindings/params_states.h and docs/delta-rule-backward.md.
 #include <stdexcept>
@@ -25,12 +25,17 @@
 
 namespace tfla_tk::delta_rule {
 
-// The number of a CTA, for its first warp. CTAs that share results wait for each other, so they draw tickets
+// The number of a CTA, for its first warp. The two CTAs of a pair are neighbours in the grid and run side by
+// side. Other CTAs that share results wait for each other, so they draw tickets
 // in the order in which they begin: each then only waits for one that runs. Of as many shared results as the
 // GPU serves at once, all first turns come first, then all second ones. So the CTAs of a turn end at the same
 // time, those of the same turn of other results follow them, and each turn is late once per launch, not once
 // per CTA.
-__device__ inline int block_of_states(const StatesGlobals& g) {
+template <class C> __device__ inline int block_of_states(const StatesGlobals& g) {
+    if constexpr (C::kPaired) {
+        const int result = blockIdx.x / 2 / g.ctas, cta = blockIdx.x / 2 % g.ctas;
+        return (result * 2 + cta_in_cluster()) * g.ctas + cta;
+    }
     if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
     int ticket = 0;
     if (threadIdx.x == 0) ticket = atomicAdd(g.written, 1);
@@ -49,10 +54,11 @@ __global__ __launch_bounds__(C::kThreads,
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
     const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, block_of_states(g), [&] {
+    if (!begin_task<C>(g, smem, block_of_states<C>(g), [&] {
             g.q.prefetch(), g.k.prefetch(), g.writes.prefetch(), g.dout.prefetch(), g.dv.prefetch();
         }))
         return;
+    if constexpr (C::kPaired) cluster_sync();  // the other CTA has initialised its barriers
     if (warpgroup_id == 0) {
         set_registers<C::kProducerRegisters, C::kThreads, 1>();
         const int warp = warpgroup::warpid();
@@ -71,6 +77,7 @@ __global__ __launch_bounds__(C::kThreads,
         else
             walk_right(g, smem);
     }
+    if constexpr (C::kPaired) cluster_sync();  // the other CTA may still arrive on this one's barriers
 }
 
 inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
@@ -131,7 +138,7 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         p.inter,
         static_cast<uint4*>(p.anchors),
         p.flows,
-        slices * p.shared > 1 ? p.written : nullptr,
+        slices * p.shared > 1 && !C::kPaired ? p.written : nullptr,
         p.scale,
         right_made,
     };
@@ -152,16 +159,21 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
         check_launch(cudaMemsetAsync(g.written, 0, (1 + ctas) * sizeof(int), stream), kName);
     }
     launch<delta_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid, C::kThreads, p.shape.device, stream,
-                                                            kName);
+                                                            kName, C::kPaired ? 2 : 1);
 }
 
-template <StateWalk kWalk, class T> void run_states(const DeltaStatesParams& p, cudaStream_t stream) {
-    p.walkers == 1 ? launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk>>(p, stream)
-                   : launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk>>(p, stream);
+template <StateWalk kWalk, class T, bool kPaired = false>
+void run_states(const DeltaStatesParams& p, cudaStream_t stream) {
+    p.walkers == 1 ? launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk, kPaired>>(p, stream)
+                   : launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk, kPaired>>(p, stream);
 }
 
 template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
+    if constexpr (kWalk == StateWalk::left)
+        if (p.shared * slices_of(p.shape) == 2)
+            return p.shape.half ? run_states<kWalk, kittens::half, true>(p, s)
+                                : run_states<kWalk, kittens::bf16, true>(p, s);
     p.shape.half ? run_states<kWalk, kittens::half>(p, s) : run_states<kWalk, kittens::bf16>(p, s);
 }
 

@@ -20,9 +20,13 @@ template <class C> struct StatesWalker : KeySteps<C> {
         issue_scores<T, C::kDimV>(scores, reads ? stage.dout : stage.dv, stage.writes);
     }
     __device__ static inline void round_reads_or_erasures(ChunkScores<C>& to, Tokens& scores,
-                                                          const StatesGates& gates, float scale, bool reads) {
+                                                          const StatesGates& gates, const StatesGlobals& g,
+                                                          bool reads) {
         pin(scores);
-        round_scores<T>(reads ? to.reads : to.erasures, scores, gates, reads ? scale : -1.f, !reads);
+        auto& tile = reads ? to.reads : to.erasures;
+        const float factor = reads ? g.scale : -1.f;
+        g.g.data ? round_scores<T, true>(tile, scores, gates, factor, !reads)
+                 : round_scores<T, false>(tile, scores, gates, factor, !reads);
     }
 };
 
