@@ -27,7 +27,6 @@ from .linear import (
     run,
 )
 from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed
-from .test_delta_makers import shape_of
 from .test_delta_right_part import (
     KINDS,
     LONG,
@@ -38,7 +37,7 @@ from .test_delta_right_part import (
     function_of,
     gradients,
 )
-from .test_delta_rule import BETAS, GATES, check, draw
+from .test_delta_rule import BETAS, GATES, check, draw, shape_of
 
 DIMS = [(128, 128), (96, 192), (80, 80), (112, 128), (128, 256)]
 LEAST = [1, 0, 15, 16, 17, 1, 0, 31, 33, 48, 49]  # of packed sequences: about blocks of 16 tokens

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
 
 from tfla_tk import chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.calls.delta_rule import DeltaRuleCore
 
 from .conftest import forget_calls
 from .linear import REPEATS, Tensors, assert_equal, assert_equal_on_streams, assert_graph_replays, run, train
-from .test_delta_rule import draw
+from .test_delta_rule import draw, shape_of
 
 
 @pytest.fixture
@@ -29,12 +26,6 @@ def make_beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], No
 
     yield make_beside
     forget_calls()
-
-
-def shape_of(x: Tensors) -> Shape:
-    """Sizes of a call."""
-    options: dict[str, Any] = {"cu_seqlens": None, "batch_invariant": False}
-    return Shape.of(cast(DeltaRuleCore, SimpleNamespace(**{**options, **x})))
 
 
 def both(x: Tensors) -> Tensors:

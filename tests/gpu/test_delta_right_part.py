@@ -27,8 +27,7 @@ from .linear import (
     train,
 )
 from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed
-from .test_delta_makers import shape_of
-from .test_delta_rule import BETAS, GATES, check, draw
+from .test_delta_rule import BETAS, GATES, check, draw, shape_of
 
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 LONG = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]  # around segments of the walks over the states

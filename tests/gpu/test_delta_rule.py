@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.nn.functional import logsigmoid
 
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
+from tfla_tk.backends.tk.delta_rule.call import Shape
+from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 from .conftest import TOLERANCE
@@ -39,6 +42,12 @@ GATES = ["usual", "none", "slow", "-10", "closed", "half closed"]
 # in bf16, where the same is written and erased over and over: dg is a small difference of large sums
 OF_ERASED_STATES = {"dg": 1.25e-2}
 BETAS = ["usual", "zero", "small", "half", "one", "up to two", "half zero"]
+
+
+def shape_of(x: Tensors) -> Shape:
+    """Sizes of a call."""
+    options: dict[str, Any] = {"cu_seqlens": None, "batch_invariant": False}
+    return Shape.of(cast(DeltaRuleCore, SimpleNamespace(**{**options, **x})))
 
 
 def draw(
@@ -160,11 +169,12 @@ def test_nothing_decays_for_long() -> None:
 @pytest.mark.parametrize("seq", [1, 700, 2 * SEGMENT + 77])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 144)], ids="{0[0]}_{0[1]}".format)
 def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int]) -> None:
-    """Alone, in batches with one and with two walkers per CTA, and packed behind other sequences. Where
-    64 < K <= 128, calls that fill the GPU have other kernels, unless they are batch-invariant."""
+    """Alone, in batches with one and with two walkers per CTA, and packed behind other sequences. In calls
+    that fill the GPU the mirror may make the right part of dk: then this holds for what does not depend on
+    dS. Where the forward of a training call makes A itself, it holds for no gradient."""
     heads = 2
 
-    def same(call: Tensors, rows: slice, tokens: slice, sequence: int) -> bool:
+    def same(call: Tensors, rows: slice, tokens: slice, sequence: int, but: set[str]) -> bool:
         call_given = [torch.zeros_like(call["v"]), torch.zeros_like(call["initial_state"])]
         call_given[0][rows, tokens] = given[0]
         call_given[1][sequence] = given[1][0]
@@ -175,16 +185,20 @@ def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int
             name: t[sequence : sequence + 1] if name in of_states else t[rows, tokens]
             for name, t in found.items()
         }
-        return all(torch.equal(mine[name], t) for name, t in alone.items())
+        return all(torch.equal(mine[name], t) for name, t in alone.items() if name not in but)
 
     x = draw(1, seq, heads, dims=dims)
     given = [torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])]
     alone = run(x, function=chunk_gated_delta_rule)
     alone |= train(x, function=chunk_gated_delta_rule, given=given)
-    for batch in (3,) if 64 < dims[0] <= 128 else (3, 150):
+    for batch in (3, 150):
         others = draw(batch, seq, heads, dims=dims, seed=1)
         call = {name: torch.cat([t[:1], x[name], t[2:]]) for name, t in others.items()}
-        assert same(call, slice(1, 2), slice(0, seq), 1), batch
+        of_gradients = {"dk", "dv", "dg", "dbeta", "dinitial_state"}
+        but = of_gradients if batch == 150 and 64 < dims[0] <= 128 else set()
+        if shape_of(call).walk_makes_matrices(keep=True):
+            but = but | {"dq"}
+        assert same(call, slice(1, 2), slice(0, seq), 1, but), batch
     for before, behind in ((0, 300), (1111, 0), (2 * SEGMENT, 1)):
         tokens = before + seq + behind
         call = draw(1, tokens, heads, dims=dims, sequences=3, seed=2)
@@ -194,7 +208,7 @@ def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int
             else:
                 t[:, before : before + seq] = x[name]
         call["cu_seqlens"] = torch.tensor([0, before, before + seq, tokens], device="cuda")
-        assert same(call, slice(0, 1), slice(before, before + seq), 1), before
+        assert same(call, slice(0, 1), slice(before, before + seq), 1, set()), before
 
 
 @pytest.mark.parametrize("betas", ["one", "up to two"])
