@@ -58,6 +58,7 @@ WalkGlobals walk_globals(const OperandMaps& maps, const Params& p, const Operand
             entering,
             leaving,
             p.carried,
+            p.leads,
             p.borders,
             s.heads,
             s.group,

@@ -42,6 +42,7 @@ struct WalkGlobals {
     const float* entering;  // the first state, or the gradient of the last one; null: zero
     float* leaving;         // the last state, or the gradient of the first one; null: not wanted
     float* carried;         // those between the segments of a split
+    const int* leads;       // [segments, heads], of a split
     float* borders;
     int heads, group, seq, dim_k, dim_v;
     int ctas;  // per sequence and head
@@ -91,17 +92,23 @@ __device__ inline int column_of_walker(const Task& task, int walker) {
 }
 
 // The task of a walk of the forward or the mirror, and its states. C::kBackward: it is the mirror.
-// C::kStatesAlone: it makes those that are carried over the segments of a split.
+// C::kStatesAlone: it makes those that are carried over the segments of a split. A lead (bindings/params.h)
+// is a part of the task, but not of the segment.
 struct WalkTask : Task {
-    const float* entering;  // the state that the walk begins with, null: zero
-    float* leaving;         // the place of the state that it ends with, null: not wanted
+    const float* entering;    // the state that the walk begins with, null: zero
+    float* leaving;           // the place of the state that it ends with, null: not wanted
+    int first_own, last_own;  // chunks of the segment
+
+    __device__ inline bool owns(int chunk) const { return chunk >= first_own && chunk <= last_own; }
 
     // Called by whole warps.
     template <class C, class Globals>
     __device__ static inline WalkTask of_block(const Globals& g, int block) {
         Task task = Task::of_block<C>(g, block);
+        if (task.tokens < 0) return {task, nullptr, nullptr, 0, -1};
         const bool first = task.number == 0, last = task.number == task.segments - 1;
-        const bool begins = C::kBackward ? last : first, ends = C::kBackward ? first : last;
+        const bool ends = C::kBackward ? first : last;
+        bool begins = C::kBackward ? last : first;
         const int64_t size = static_cast<int64_t>(g.dim_k) * g.dim_v;
         // that enters a segment of the sequence
         auto carried = [&](int number) {
@@ -110,10 +117,40 @@ struct WalkTask : Task {
         };
         const float* entering = g.entering ? g.entering + task.state * size : nullptr;
         float* leaving = g.leaving ? g.leaving + task.state * size : nullptr;
-        if (!begins) entering = C::kStatesAlone ? nullptr : carried(task.number + C::kBackward);
+        int first_own = 0, last_own = task.chunks - 1;
+        const int segment = block / g.ctas;  // and head
+        if constexpr (C::kStatesAlone) {
+            // of a carried head the walk behind this segment asks for its state, and the mirror for M
+            bool asked = !ends && g.leads[segment + (C::kBackward ? -g.heads : g.heads)] == kCarried;
+            if constexpr (!C::kBackward)
+                asked |= !ends && g.maps && g.leads[g.cut.segments * g.heads + segment] == kCarried;
+            if (!asked) task.tokens = -1;
+            if (!begins) entering = nullptr;
+        } else if (const int lead = begins ? 0 : g.leads[segment]; lead == kCarried) {
+            entering = carried(task.number + C::kBackward);
+        } else if (lead > 0) {
+            if constexpr (C::kBackward) {
+                const int behind = tokens_behind(g, task);
+                begins = lead * kChunk >= behind;
+                task.tokens += min(lead * kChunk, behind);
+                task.chunks += min(lead, (behind + kChunk - 1) / kChunk);
+            } else {
+                begins = lead >= task.first_chunk;
+                task.first_row -= lead * kChunk, task.tokens += lead * kChunk, task.chunks += lead;
+                task.first_slot -= lead, task.first_chunk -= lead;
+                first_own += lead, last_own += lead;
+            }
+            if (!begins) entering = nullptr;
+        }
         if (!ends) leaving = C::kStatesAlone ? carried(task.number + !C::kBackward) : nullptr;
-        if (C::kStatesAlone && ends) task.tokens = -1;
-        return {task, entering, leaving};
+        return {task, entering, leaving, first_own, last_own};
+    }
+
+  private:
+    // Of the sequence behind the task's segment.
+    template <class Globals> __device__ static inline int tokens_behind(const Globals& g, const Task& task) {
+        const int end = task.first_row + task.tokens;
+        return (g.packed() ? sequence_start(g.cut, g.seq, task.state / g.heads + 1) : g.seq) - end;
     }
 };
 

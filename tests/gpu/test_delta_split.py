@@ -3,42 +3,65 @@ fp64 and against walks that take whole sequences."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
-from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
+from tfla_tk.backends.tk.delta_rule import launch
+from tfla_tk.backends.tk.delta_rule.call import Left, Shape
+from tfla_tk.backends.tk.prepared import Scratch
+from tfla_tk.calls.delta_rule import DeltaRuleCore
+from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, SEGMENT_CHUNKS
 
-from .conftest import forget_calls
-from .linear import REPEATS, Tensors, assert_equal, assert_graph_replays, exact, run, train
+from .conftest import TOLERANCE, forget_calls
+from .linear import (
+    REPEATS,
+    Tensors,
+    assert_accurate,
+    assert_equal,
+    assert_graph_replays,
+    exact,
+    run,
+    train,
+)
 from .memory import uninitialised_memory_is_nan
 from .test_delta_rule import check, draw
 
 DIMS = [(64, 64), (128, 128), (96, 48), (128, 64), (64, 192), (128, 256)]
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 LENGTHS = [0, 900, 2 * SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 70, SEGMENT_TOKENS, 3 * SEGMENT_TOKENS + 65, 0]
-Split = Callable[[int], None]
+CARRIED = -1  # in the place of leads
+# of gates that hardly forget anything
+OF_SLOW_GATES = {"dg": 3e-2, "dq": 1.1e-2, "dk": 1.2e-2}
+Split = Callable[..., None]
+
+with_leads = pytest.mark.parametrize("longest", [SEGMENT_CHUNKS, 0], ids=["leads", "carried"])
 
 
 @pytest.fixture
 def split_every(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
-    """Cuts the walks of the forward and the mirror into segments of so many borders; 0: not at all."""
+    """Cuts the walks of the forward and the mirror into segments of so many borders; 0: not at all. With
+    leads of at most so many chunks; 0: every head is carried."""
 
-    def split_every(borders: int) -> None:
+    def split_every(borders: int, longest: int = SEGMENT_CHUNKS) -> None:
         chunks = borders * SEGMENT_CHUNKS
         found = property(lambda shape: shape.cut_into(chunks)) if borders else None
         monkeypatch.setattr(Shape, "split", found)
+        monkeypatch.setattr(Shape, "longest_lead", longest)
         forget_calls()
 
     yield split_every
     forget_calls()
 
 
-def both(x: Tensors) -> Tensors:
-    return run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
+def both(x: Tensors, backend: str = "tk", given: list[Tensor] | None = None) -> Tensors:
+    """Of a forward alone and of a training step."""
+    found = run(x, backend, chunk_gated_delta_rule)
+    return found | train(x, backend, chunk_gated_delta_rule, given)
 
 
 def packed(
@@ -49,28 +72,57 @@ def packed(
     return x
 
 
+def leads_of(x: Tensors) -> tuple[Tensor, Tensor]:
+    """Those that a forward of a split keeps, [segments, HV]: before its segments, and behind them."""
+    named = {name: x.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")}
+    *operands, initial, offsets = named.values()
+    options = (1.0, False, False, False, False, "auto")
+    core = DeltaRuleCore._make((*operands, None, None, initial, offsets, *options))
+    _, _, found = launch.forward(core, output_final_state=False, keep=True)
+    shape, address = Shape.of(core), 1 << ADDRESS_BITS
+    assert found is not None and shape.split is not None
+    kept = found.tensors[0]
+    assert kept is not None
+    first = Left.of(shape, Scratch(address)).leads - address
+    leads = kept.view(torch.uint8)[first : first + 2 * shape.leads_bytes].view(torch.int32)
+    before, behind = leads.view(2, shape.split.segments, shape.heads).cpu()
+    return before, behind
+
+
+def mixed(x: Tensors) -> Tensors:
+    """Every second head hardly forgets."""
+    x["g"] = x["g"].clone()
+    x["g"][:, :, 1::2] *= 1e-3
+    return x
+
+
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype, split_every: Split) -> None:
-    split_every(1)
+@with_leads
+def test_all_dims(
+    longest: int, dims: tuple[int, int], states: bool, dtype: torch.dtype, split_every: Split
+) -> None:
+    split_every(1, longest)
     check(draw(2, 3 * SEGMENT_TOKENS + 77, 1, 2, dims, dtype, states=states))
 
 
 @pytest.mark.parametrize("borders", [1, 2, 3])
 @pytest.mark.parametrize("more", [-1, 0, 1, 64, 65])
-def test_any_length(more: int, borders: int, split_every: Split) -> None:
+@with_leads
+def test_any_length(longest: int, more: int, borders: int, split_every: Split) -> None:
     """Around segments of one border or several, where others lie within them."""
-    split_every(borders)
+    split_every(borders, longest)
     for count in (1, 2, 3):
         check(draw(1, count * borders * SEGMENT_TOKENS + more, 1))
 
 
 @pytest.mark.parametrize("gates", ["none", "slow", "-10", "closed", "half closed"])
 @pytest.mark.parametrize("betas", ["usual", "up to two"])
-def test_gates(gates: str, betas: str, split_every: Split) -> None:
-    """Maps that keep a state, and such that leave nothing of it."""
-    split_every(1)
-    wider = {"dg": 3e-2, "dq": 1.1e-2, "dk": 1.2e-2} if gates in ("none", "slow") else {}
+@with_leads
+def test_gates(longest: int, gates: str, betas: str, split_every: Split) -> None:
+    """Maps that keep a state, and such that leave nothing of it, which leads take the place of."""
+    split_every(1, longest)
+    wider = OF_SLOW_GATES if gates in ("none", "slow") else {}
     check(draw(1, 3 * SEGMENT_TOKENS + 100, gates=gates, betas=betas), wider=wider)
 
 
@@ -78,8 +130,7 @@ def test_gates(gates: str, betas: str, split_every: Split) -> None:
 @pytest.mark.parametrize("betas", ["usual", "one", "up to two"])
 def test_errors_are_those_of_whole_sequences(gates: str, betas: str, split_every: Split) -> None:
     x = draw(1, 8 * SEGMENT_TOKENS, 2, gates=gates, betas=betas)
-    truth = run(exact(x), "reference", chunk_gated_delta_rule)
-    truth |= train(exact(x), "reference", chunk_gated_delta_rule)
+    truth = both(exact(x), "reference")
 
     def errors(found: Tensors) -> dict[str, float]:
         return {
@@ -100,9 +151,12 @@ def test_errors_are_those_of_whole_sequences(gates: str, betas: str, split_every
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 48)], ids="{0[0]}_{0[1]}".format)
-def test_packed_sequences(dims: tuple[int, int], dtype: torch.dtype, split_every: Split) -> None:
+@with_leads
+def test_packed_sequences(
+    longest: int, dims: tuple[int, int], dtype: torch.dtype, split_every: Split
+) -> None:
     for borders in (1, 2):
-        split_every(borders)
+        split_every(borders, longest)
         check(packed(dims=dims, dtype=dtype))
 
 
@@ -128,35 +182,48 @@ def test_a_loss_on_the_final_state_alone(split_every: Split) -> None:
     assert found["dq"].norm() == 0
 
 
-def test_every_repeat_is_bitwise_equal(split_every: Split) -> None:
-    split_every(1)
-    for x in (draw(1, 3 * SEGMENT_TOKENS + 77, 2, 4), packed()):
+@with_leads
+def test_every_repeat_is_bitwise_equal(longest: int, split_every: Split) -> None:
+    split_every(1, longest)
+    for x in (draw(1, 3 * SEGMENT_TOKENS + 77, 2, 4), packed(), mixed(packed(2))):
         first = both(x)
         for _ in range(REPEATS // 4):
             assert_equal(both(x), first)
 
 
-def test_outputs_are_written_whole(split_every: Split) -> None:
-    split_every(1)
-    for x in (draw(1, 3 * SEGMENT_TOKENS + 77, 1, 2, (96, 48)), packed(dims=(96, 80))):
+@with_leads
+def test_outputs_are_written_whole(longest: int, split_every: Split) -> None:
+    """And nothing is read that no launch has written: neither states of heads with leads, nor leads of
+    segments that there are not."""
+    split_every(1, longest)
+    for x in (
+        draw(1, 3 * SEGMENT_TOKENS + 77, 1, 2, (96, 48)),
+        packed(dims=(96, 80)),
+        mixed(draw(1, 3 * SEGMENT_TOKENS + 77, 2, 4)),
+        mixed(packed()),
+    ):
         expected = both(x)
         with uninitialised_memory_is_nan():
             found = both(x)
         assert_equal(found, expected)
 
 
-def test_a_graph_replays_a_split(split_every: Split) -> None:
+@pytest.mark.parametrize("gates", [("usual", "usual"), ("usual", "slow"), ("slow", "usual")], ids=" ".join)
+def test_a_graph_replays_a_split(gates: tuple[str, str], split_every: Split) -> None:
+    """In both directions. Each time it is found out anew which heads are carried."""
     split_every(1)
-    x, other = (draw(1, 3 * SEGMENT_TOKENS, 4, seed=seed) for seed in (0, 1))
+    x, other = (draw(1, 3 * SEGMENT_TOKENS, 4, gates=of, seed=seed) for seed, of in enumerate(gates))
+    given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
 
-    def call(given: Tensors) -> Tensors:
-        return run(given, function=chunk_gated_delta_rule)
+    def call(of_call: Tensors) -> Tensors:
+        return both(of_call, given=given)
 
     assert_graph_replays(call, x, other, [call(other), call(x)], 10)
 
 
-def test_nan_stays_in_its_head(split_every: Split) -> None:
-    split_every(1)
+@with_leads
+def test_nan_stays_in_its_head(longest: int, split_every: Split) -> None:
+    split_every(1, longest)
     x = draw(1, 3 * SEGMENT_TOKENS, 3)
     expected = both(x)
     x["v"] = x["v"].clone()
@@ -166,26 +233,216 @@ def test_nan_stays_in_its_head(split_every: Split) -> None:
         assert torch.equal(found[name][:, :, ::2], expected[name][:, :, ::2]), name
 
 
-def test_a_call_that_is_split_by_itself() -> None:
+@pytest.mark.parametrize("heads", [2, 8])  # segments of one border and of several
+@pytest.mark.parametrize("gates", ["usual", "slow"])
+def test_a_call_that_is_split_by_itself(gates: str, heads: int) -> None:
     """As calls of its size are; and not where a sequence's bits may not follow from the call."""
-    x = draw(1, 16 * SEGMENT_TOKENS, 2, states=False)
+    x = draw(1, 16 * SEGMENT_TOKENS, heads, gates=gates, states=False)
     sizes = (16 * SEGMENT_TOKENS, 128, 128)
-    shape = Shape(1, sizes[0] // 64, 1, 2, *sizes, 1, False, 0, False, False)
-    assert shape.split is not None
-    check(x)
+    shape = Shape(1, sizes[0] // 64, 1, heads, *sizes, 1, False, 0, False, False)
+    assert shape.split is not None and (shape.longest_lead == 0) == (heads == 2)
+    check(x, wider=OF_SLOW_GATES | {"dv": 8e-3} if gates == "slow" else None)
+    are_carried = [bool((leads == CARRIED).any()) for leads in leads_of(x)]
+    assert are_carried == [gates == "slow" or shape.longest_lead == 0] * 2
     alone = run(x, function=chunk_gated_delta_rule)
     many = {name: t.expand(8, *t.shape[1:]) for name, t in x.items()}
     with batch_invariant():
         found, batch = (run(given, function=chunk_gated_delta_rule) for given in (x, many))
     assert torch.equal(batch["o"][3:4], found["o"])
-    assert float((found["o"].float() - alone["o"].float()).norm() / found["o"].float().norm()) < 5e-3
+    assert float((found["o"].float() - alone["o"].float()).norm() / found["o"].float().norm()) < 7e-3
+
+
+# Heads that forget soon
+
+
+def expected_leads(x: Tensors, borders: int, limit: float) -> tuple[Tensor, Tensor]:
+    """Of one sequence, [borders, HV]: before each border and behind it, so long that less than 2^limit of all
+    that is left out arrives in the segment."""
+    squares = x["k"].double().square().sum(-1).repeat_interleave(x["v"].shape[2] // x["k"].shape[2], 2)
+    grown = (1 - x["beta"].double() * squares).abs().clamp(min=1).log2()
+    decay = x["g"].double() / math.log(2)
+    wholes, stretches = (
+        torch.stack([of_chunk[0].sum(0) for of_chunk in of_tokens.split(CHUNK, 1)])
+        for of_tokens in (grown + decay, grown + decay.clamp(min=0))
+    )
+
+    def lead_of(whole: Tensor, stretch: Tensor, of_segment: Tensor) -> Tensor:
+        ends = torch.cat([stretch, torch.zeros_like(stretch[:1])])
+        between = torch.cat([torch.zeros_like(whole[:1]), whole.cumsum(0)])
+        reaching = ~(of_segment.sum(0) + between + ends < limit)
+        counts = torch.arange(1, len(whole) + 2, device=whole.device)[:, None] * reaching
+        lead = -(-counts.amax(0) // SEGMENT_CHUNKS) * SEGMENT_CHUNKS
+        return lead.clamp(max=len(whole)).int().cpu()
+
+    length = borders * SEGMENT_CHUNKS
+    cuts = range(length, len(wholes), length)
+    before = [
+        lead_of(wholes[:at].flip(0), stretches[:at].flip(0), stretches[at : at + length]) for at in cuts
+    ]
+    behind = [lead_of(wholes[at:], stretches[at:], stretches[at - length : at]) for at in cuts]
+    return torch.stack(before), torch.stack(behind)
+
+
+@pytest.mark.parametrize("borders", [1, 2, 3])
+@pytest.mark.parametrize("betas", ["usual", "up to two"])
+@pytest.mark.parametrize("faster", [1.0, 0.5, 20.0])
+def test_leads_are_as_long_as_gates_need(
+    faster: float, betas: str, borders: int, dtype: torch.dtype, split_every: Split
+) -> None:
+    """Those that the kernels find, by the bounds in fp64; also of heads that share keys."""
+    split_every(borders, longest=10_000)
+    x = draw(1, 7 * SEGMENT_TOKENS + 77, 2, 4, dtype=dtype, betas=betas)
+    x["g"] = x["g"] * faster * torch.tensor([1.0, 0.3, 0.1, 1e-3], device="cuda")
+    before, behind = leads_of(x)
+    found = before[1:], behind[:-1]
+    bounds = zip(*(expected_leads(x, borders, limit) for limit in (-99.99, -100.01)), strict=True)
+    for leads, (least, most) in zip(found, bounds, strict=True):
+        assert (least <= leads).all() and (leads <= most).all(), (leads, least, most)
+
+
+def test_a_head_is_carried_or_has_leads(split_every: Split) -> None:
+    """By its own gates, in each sequence."""
+    split_every(1)
+    x = mixed(packed(2))
+    before, behind = leads_of(x)
+    offsets = x["cu_seqlens"].tolist()
+    for number, (start, length) in enumerate(zip(offsets, LENGTHS, strict=False)):
+        first, count = start // SEGMENT_TOKENS + number, -(-length // SEGMENT_TOKENS)
+        if count < 2:
+            continue
+        for leads in (before[first + 1 : first + count], behind[first : first + count - 1]):
+            assert (leads[:, ::2] > 0).all()
+            # leads of two segments reach the ends
+            assert ((leads[:, 1::2] == CARRIED) == (count > 2)).all()
+    check(x, wider=OF_SLOW_GATES)
+
+
+@pytest.mark.parametrize("gates", ["usual", "-10", "closed", "slow"])
+@pytest.mark.parametrize("borders", [1, 2])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_results_are_those_of_whole_walks(
+    is_packed: bool, borders: int, gates: str, dtype: torch.dtype, split_every: Split
+) -> None:
+    """Within the tolerances of the dtype."""
+    x = packed(2, dtype=dtype) if is_packed else draw(1, 5 * SEGMENT_TOKENS + 77, 2, 4, dtype=dtype)
+    like = draw(1, x["g"].shape[1], 2, 4, dtype=dtype, gates=gates)
+    x["g"] = like["g"]
+    split_every(0)
+    whole = both(x)
+    split_every(borders)
+    wider = {name: 3 * limit for name, limit in OF_SLOW_GATES.items()} if gates == "slow" else None
+    assert_accurate(both(x), exact(whole), dtype, x["v"].numel() ** 0.5, wider)
+
+
+def test_heads_do_not_depend_on_others(split_every: Split) -> None:
+    """A head with leads has the same bits whether others of the call have them or are carried."""
+    split_every(1)
+    x = draw(1, 4 * SEGMENT_TOKENS + 77, 4)
+    alone, among = both(x), both(mixed(x))
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert torch.equal(alone[name][:, :, ::2], among[name][:, :, ::2]), name
+    for name in ("final_state", "dinitial_state"):
+        assert torch.equal(alone[name][:, ::2], among[name][:, ::2]), name
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_mixed_heads(is_packed: bool, dtype: torch.dtype, split_every: Split) -> None:
+    """Some far and some near in one call; and the same in 20 runs."""
+    split_every(1)
+    x = packed(2, dtype=dtype) if is_packed else draw(1, 4 * SEGMENT_TOKENS + 77, 2, 4, dtype=dtype)
+    x = mixed(x)
+    check(x, wider=OF_SLOW_GATES)
+    first = both(x)
+    for _ in range(20):
+        assert_equal(both(x), first)
+
+
+def by_chunk(found: Tensor, truth: Tensor) -> float:
+    """The largest relative error of a chunk."""
+    chunks = zip(found.double().split(CHUNK, 1), truth.double().split(CHUNK, 1), strict=True)
+    return max(float((x - y).norm() / y.norm()) for x, y in chunks)
+
+
+@pytest.mark.parametrize("longest", [SEGMENT_CHUNKS, 64], ids=["carried", "leads"])
+@pytest.mark.parametrize("place", [0, 8, 14])
+def test_a_state_that_shrinks_and_grows_again(place: int, longest: int, split_every: Split) -> None:
+    """Over segments whose chunks forget seven bits each, but for two that let the state grow by 18 each."""
+    x = draw(1, 5 * SEGMENT_TOKENS, 2)
+    x["g"] = torch.full_like(x["g"], -0.08)
+    grown = (2 * SEGMENT_CHUNKS + place) * CHUNK
+    x["g"][:, grown : grown + 2 * CHUNK, 1] = 0.2
+    split_every(0)
+    whole = both(x)
+    split_every(1, longest)
+    before, behind = leads_of(x)
+    assert (before[1:, 0] == SEGMENT_CHUNKS).all() and (behind[:-1, 0] == SEGMENT_CHUNKS).all()
+    if longest == SEGMENT_CHUNKS:
+        assert (before[1:, 1] == CARRIED).all() and (behind[:-1, 1] == CARRIED).all()
+    else:
+        assert before[3, 1] == behind[1, 1] == 2 * SEGMENT_CHUNKS
+    found = both(x)
+    truth = run(exact(x), "reference", chunk_gated_delta_rule)
+    assert by_chunk(found["o"], truth["o"]) < 1e-2
+    for name in ("o", "dq", "dk", "dv"):
+        assert by_chunk(found[name], whole[name]) < 2e-2, name
+
+
+def test_keys_that_let_a_state_grow(split_every: Split) -> None:
+    """Where beta |k|^2 > 2 the gates alone do not tell what is forgotten."""
+    split_every(1)
+    x = draw(1, 3 * SEGMENT_TOKENS, 2)
+    x["g"], x["beta"] = torch.full_like(x["g"], -0.2), torch.full_like(x["beta"], 1.0)
+    x["beta"][:, :, 1] = 2.2
+    before, behind = leads_of(x)
+    assert (before[1:, 0] > 0).all() and (before[1:, 1] == CARRIED).all()
+    assert (behind[:-1, 0] > 0).all() and (behind[:-1, 1] == CARRIED).all()
+    check(x, wider={"dg": 3e-2, "dbeta": 3e-2, "dk": 1.5e-2})
+
+
+@pytest.mark.parametrize("of", ["g", "beta", "k"])
+@pytest.mark.parametrize("token", [70, 2 * SEGMENT_TOKENS + 5, 4 * SEGMENT_TOKENS - 1])
+def test_nan_in_gates_and_keys_reaches_as_far_as_in_a_whole_walk(
+    token: int, of: str, split_every: Split
+) -> None:
+    x = draw(1, 4 * SEGMENT_TOKENS, 3)
+    x[of] = x[of].clone()
+    x[of][:, token, 1] = torch.nan
+    split_every(0)
+    whole = both(x)
+    split_every(1)
+    expected, found = both(x | {of: x[of].nan_to_num(0)}), both(x)
+
+    def chunks(t: Tensor) -> Tensor:
+        return t.isnan().unflatten(1, (-1, CHUNK)).any(-1).any(2)  # and heads
+
+    for name in ("o", "dq", "dk", "dv"):
+        assert torch.equal(chunks(found[name]), chunks(whole[name])), name
+        assert torch.equal(found[name][:, :, ::2], expected[name][:, :, ::2]), name
+    assert found["o"][:, token:, 1].isnan().all()
+
+
+@pytest.mark.parametrize("forgets", [1, 0], ids=["carried backward alone", "carried forward alone"])
+def test_heads_that_are_carried_in_one_direction(forgets: int, split_every: Split) -> None:
+    """Segments of two halves, of which one forgets, before the border or behind it."""
+    split_every(2)
+    x = draw(1, 6 * SEGMENT_TOKENS, 2)
+    halves = x["g"].view(1, 3, 2, SEGMENT_TOKENS, 2)
+    halves[:, :, 1 - forgets] = 0
+    before, behind = leads_of(x)
+    near, far = (before[1:], behind[:-1])[:: 1 if forgets else -1]
+    assert (near == SEGMENT_CHUNKS).all() and (far == CARRIED).all()
+    with uninitialised_memory_is_nan():
+        found = both(x)
+    truth, wider = both(exact(x), "reference"), {"dv": TOLERANCE[torch.bfloat16]} | OF_SLOW_GATES
+    assert_accurate(found, truth, torch.bfloat16, x["v"].numel() ** 0.5, wider)
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 192)], ids="{0[0]}_{0[1]}".format)
-def test_small_launches(dims: tuple[int, int], split_every: Split) -> None:
+@with_leads
+def test_small_launches(longest: int, dims: tuple[int, int], split_every: Split) -> None:
     """For compute-sanitizer."""
-    split_every(1)
+    split_every(1, longest)
     found = both(draw(1, 2 * SEGMENT_TOKENS + 70, 1, 2, dims))
     torch.cuda.synchronize()
     assert all(t.isfinite().all() for t in found.values())

@@ -10,8 +10,9 @@
 //                   (right_part.cuh); then there is no right walk
 //     scorer        makes P where K and the walkers allow it (kMakesScores), also where the forward has kept
 //                   one (scorer.cuh)
-// Where few long sequences leave multiprocessors idle, they are split: a walk that leaves states alone and
-// delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
+// Where few long sequences leave multiprocessors idle, they are split: walks of heads that forget soon begin
+// some chunks behind their segments, as the forward has found; for the others a walk that leaves states alone
+// and delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
 // dq, dk and dg follow from dO, writes and dV by the walks of states/, and then
 //   delta_combine   adds up the parts of dq and dk that the walks over the states leave
 //   delta_strength  gives dbeta of the sums that the mirror leaves

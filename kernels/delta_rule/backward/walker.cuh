@@ -152,7 +152,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             float* const sums = g.dbeta + part +
                                 (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
                                 task.first_row + chunk * kChunk;
-            if (column() < g.dim_v)
+            if (column() < g.dim_v && (C::kMakesRight || task.owns(chunk)))
                 store_token_sums(
                     sums, task.tokens - chunk * kChunk, fresh_laneid(),
                     [&](int j, int k) {
@@ -184,7 +184,8 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     for (int step = 0; step < chunks; step++) {
         const Use<C::kStages> use(step);
         wait(smem.arrived[use.slot], use.phase);
-        if (!C::kStatesAlone && g.borders && step > 0 && is_border(chunks - step))
+        if (!C::kStatesAlone && g.borders && step > 0 && is_border(chunks - step) &&
+            task.owns(chunks - step - 1))
             store_state_transposed(border_state(g, task, task.first_chunk + chunks - step), state, 0,
                                    column(), g.dim_k, g.dim_v, g.dim_v);
         walk_chunk(step);

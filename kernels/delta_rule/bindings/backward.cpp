@@ -7,7 +7,7 @@ namespace tfla_tk {
 
 void place(DeltaMirrorParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.dout, x.writes, x.dv, x.g, x.beta, x.a, x.p);
-    at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.borders);
+    at.all(x.dbeta, x.d_last, x.d_initial, x.carried, x.leads, x.borders);
     at.all(x.right.dk, x.right.whole, x.right.inter, x.right.anchors);
 }
 
@@ -30,15 +30,31 @@ std::unique_ptr<Launch> mirror(const ShapeTuple& of, const OperandTuple& q, cons
                                const OperandTuple& dout, const OperandTuple& writes, const OperandTuple& dv,
                                const GateTuple& g, const GateTuple& beta, const Pair& matrices,
                                std::int64_t dbeta, std::int64_t d_last, std::int64_t d_initial,
-                               std::int64_t carried, std::int64_t borders, float scale, int walkers,
-                               bool states_alone, const OperandTuple& right_dk,
+                               std::int64_t carried, std::int64_t leads, std::int64_t borders, float scale,
+                               int walkers, bool states_alone, const OperandTuple& right_dk,
                                const std::array<std::int64_t, 3>& right_sums) {
-    return prepared<&delta_mirror>(DeltaMirrorParams{
-        shape(of), operand(q), operand(k), operand(dout), operand(writes), operand(dv), gate(g), gate(beta),
-        pointer(matrices[0]), pointer(matrices[1]), pointer(dbeta), pointer(d_last), pointer(d_initial),
-        pointer(carried), pointer(borders), scale, walkers, states_alone,
-        RightPart{operand(right_dk), pointer(right_sums[0]), reinterpret_cast<FlowSum*>(right_sums[1]),
-                  pointer(right_sums[2])}});
+    return prepared<&delta_mirror>(
+        DeltaMirrorParams{shape(of),
+                          operand(q),
+                          operand(k),
+                          operand(dout),
+                          operand(writes),
+                          operand(dv),
+                          gate(g),
+                          gate(beta),
+                          pointer(matrices[0]),
+                          pointer(matrices[1]),
+                          pointer(dbeta),
+                          pointer(d_last),
+                          pointer(d_initial),
+                          pointer(carried),
+                          reinterpret_cast<int*>(leads),
+                          pointer(borders),
+                          scale,
+                          walkers,
+                          states_alone,
+                          RightPart{operand(right_dk), pointer(right_sums[0]),
+                                    reinterpret_cast<FlowSum*>(right_sums[1]), pointer(right_sums[2])}});
 }
 
 std::unique_ptr<Launch> combine(const ShapeTuple& of, const OperandTuple& dq_parts,
@@ -70,14 +86,15 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     namespace py = pybind11;
     export_constants(m);
     export_launches(m);
-    m.def(
-        "mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
-        py::arg("dv"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
-        py::arg("d_last"), py::arg("d_initial"), py::arg("carried"), py::arg("borders"), py::arg("scale"),
-        py::arg("walkers"), py::arg("states_alone"), py::arg("right_dk"), py::arg("right_sums"),
-        "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none; "
-        "carried: 0 where no sequence is cut; states_alone: it leaves those alone; right_dk: the right parts "
-        "of dk, address 0 where it does not make them; right_sums: whole, inter, anchors, 0 for none.");
+    m.def("mirror", &mirror, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("dout"), py::arg("writes"),
+          py::arg("dv"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("dbeta"),
+          py::arg("d_last"), py::arg("d_initial"), py::arg("carried"), py::arg("leads"), py::arg("borders"),
+          py::arg("scale"), py::arg("walkers"), py::arg("states_alone"), py::arg("right_dk"),
+          py::arg("right_sums"),
+          "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none; "
+          "carried, leads: 0 but for the one that a split has; states_alone: it leaves those alone; "
+          "right_dk: the right parts "
+          "of dk, address 0 where it does not make them; right_sums: whole, inter, anchors, 0 for none.");
     def_carry<true>(m);
     m.def("combine", &combine, py::arg("shape"), py::arg("dq_parts"), py::arg("dk_parts"), py::arg("dq"),
           py::arg("dk"), "Prepares the sums of the parts of dq and dk.");

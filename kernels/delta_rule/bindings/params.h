@@ -27,6 +27,19 @@ constexpr int kSegmentChunks = 16;
 // slot s (S - 1) + n - 1 where every sequence has S segments, and in a packed sequence that starts at token t
 // slot t / tokens of a segment + n - 1. M of a segment is kept at the slot of the segment behind it.
 
+// A head that forgets soon needs no M: the walk of a segment begins some chunks before it, its lead, with a
+// state of zero, and leaves nothing of the lead but the state behind it. The lead is so long that all that is
+// left out has less than 2^kForgotten of its norm in any chunk of the segment (ChunkBounds), or it begins
+// where the sequence does. The mirror's lead is behind its segment. Where a segment would have a longer lead
+// than `longest`, its head has none over its sequence and is carried.
+constexpr float kForgotten = -100.f;
+constexpr int kCarried = -1;
+
+// log2 of what a chunk lets through of the norm of a state, at most: all of the chunk; any stretch of it.
+struct ChunkBounds {
+    float whole, stretch;
+};
+
 // What all kernels of the delta rule share.
 struct DeltaShape {
     Cut cut;  // every sequence is one segment, but for the walks over the states and those of a split
@@ -45,9 +58,21 @@ struct DeltaShape {
 struct DeltaMatricesParams {
     DeltaShape shape;  // dim_v is not read
     Operand q, k;
-    Gate g, beta;  // log decay; g.data is null where nothing decays
-    void *a, *p;   // p: null where the walks make it (scorer.cuh)
-    float scale;   // s
+    Gate g, beta;         // log decay; g.data is null where nothing decays
+    void *a, *p;          // p: null where the walks make it (scorer.cuh)
+    float scale;          // s
+    ChunkBounds* bounds;  // [batch * heads, slots, 4]: of every chunk, sums of four parts; null: not wanted
+};
+
+// The leads of a split's segments, from the bounds.
+struct DeltaLeadsParams {
+    DeltaShape shape;  // of the split; dim_k and dim_v are not read
+    const ChunkBounds* bounds;
+    // multiples of kSegmentChunks, [2, segments, heads]: before each segment but a sequence's first one, then
+    // behind each but its last one; kCarried: the head is carried over this sequence
+    int* leads;
+    int longest;
+    bool both;  // the second half is wanted
 };
 
 // The walk of the forward over chunks:
@@ -62,6 +87,7 @@ struct DeltaForwardParams {
     const float* initial;  // [N, heads, K, V] or null: zero
     float* last;           // the same, or null: not wanted
     float* carried;        // S that enters every segment but the first; null where no sequence is cut
+    const int* leads;      // before the segments of a split; not read without one
     float* borders;        // S at the borders between segments, or null: not wanted
     float scale;
     int walkers;  // warpgroups of a CTA that own 64 columns of V each: 1 or 2
@@ -95,6 +121,7 @@ struct DeltaMirrorParams {
     const float* d_last;
     float* d_initial;  // [N, heads, K, V], null where there is none
     float* carried;    // dS that leaves every segment but the last; null where no sequence is cut
+    const int* leads;  // behind the segments of a split; not read without one
     float* borders;    // dS at the borders between segments, or null: not wanted
     float scale;
     int walkers;
@@ -104,7 +131,8 @@ struct DeltaMirrorParams {
     RightPart right;
 };
 
-// The walks of the forward that leave nothing but states, of every segment but the last one:
+// The walks of the forward that leave nothing but states, of every segment but the last one of heads that are
+// carried:
 //   own in `carried`, where the first segment begins with `initial`
 //   M, and M transposed, of every segment but the first, [carried slots, heads, K, K]
 struct DeltaMapsParams {
@@ -114,6 +142,7 @@ struct DeltaMapsParams {
     void* a;
     const float* initial;
     float* carried;
+    const int* leads;
     float* maps;  // null: not wanted
     float* transposed;
 };
@@ -123,6 +152,7 @@ struct DeltaMapsParams {
 struct DeltaCarryParams {
     DeltaShape shape;
     float* carried;
+    const int* leads;
     const float* maps;  // M transposed; backward: M
     float* borders;     // of the walks over the states: gets the states of those that it shares; null: none
     bool backward;
@@ -146,6 +176,7 @@ struct DeltaStrengthParams {
 
 // All throw std::runtime_error on a refused launch.
 void delta_matrices(const DeltaMatricesParams& params, void* stream);
+void delta_leads(const DeltaLeadsParams& params, void* stream);
 void delta_forward(const DeltaForwardParams& params, void* stream);
 void delta_mirror(const DeltaMirrorParams& params, void* stream);
 void delta_maps(const DeltaMapsParams& params, void* stream);

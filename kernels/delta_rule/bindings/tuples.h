@@ -26,7 +26,7 @@ inline DeltaShape shape(const ShapeTuple& x) {
 }
 
 inline void place(DeltaCarryParams& x, const Addresses& at) {
-    at.all(x.shape.cut.offsets, x.carried, x.maps, x.borders);
+    at.all(x.shape.cut.offsets, x.carried, x.leads, x.maps, x.borders);
 }
 
 inline void export_constants(pybind11::module_& m) {
@@ -38,12 +38,16 @@ template <bool kBackward> void def_carry(pybind11::module_& m) {
     namespace py = pybind11;
     m.def(
         "carry",
-        [](const ShapeTuple& of, std::int64_t carried, std::int64_t maps, std::int64_t borders) {
-            return prepared<&delta_carry>(
-                DeltaCarryParams{shape(of), pointer(carried), pointer(maps), pointer(borders), kBackward});
+        [](const ShapeTuple& of, std::int64_t carried, std::int64_t leads, std::int64_t maps,
+           std::int64_t borders) {
+            return prepared<&delta_carry>(DeltaCarryParams{shape(of), pointer(carried),
+                                                           reinterpret_cast<int*>(leads), pointer(maps),
+                                                           pointer(borders), kBackward});
         },
-        py::arg("shape"), py::arg("carried"), py::arg("maps"), py::arg("borders"),
-        "Prepares what carries the states over the segments of a split; borders: 0 for none.");
+        py::arg("shape"), py::arg("carried"), py::arg("leads"), py::arg("maps"), py::arg("borders"),
+        "Prepares what carries the states of heads without leads over the segments of a split; borders: 0 "
+        "for "
+        "none.");
 }
 
 }  // namespace tfla_tk

@@ -31,6 +31,7 @@ struct MatricesGlobals {
     Cut cut;  // every chunk is one segment
     int heads, group, seq, slots;
     float scale;
+    ChunkBounds* bounds;  // null: not wanted
 
     __device__ inline bool packed() const { return cut.offsets != nullptr; }
 };
@@ -113,7 +114,7 @@ __device__ inline void solve_unit_lower(Square& a, const TriangularMatrix& m, co
 // Steps 2 to 4, once the inputs and the gates are there. The results are in shared memory, visible to the TMA
 // engine, once all warps have returned. beta: of 64 tokens.
 //   meet        waits for the other warps of the warpgroup
-//   multiplied  called when this warp has read the inputs
+//   multiplied  called when this warp has read the inputs, with its rows of K K^T
 //   gated       called when this warp has read the log decay, before it writes P and A
 template <class T, int kDimK, class Memory, class Meet, class Multiplied, class Gated>
 __device__ inline void make_matrices(Memory& smem, const float* beta, int tokens, float scale, int warp,
@@ -125,7 +126,7 @@ __device__ inline void make_matrices(Memory& smem, const float* beta, int tokens
     warpgroup::mma_async_wait<0>();
     pin(of_keys);
     if constexpr (kWithScores) pin(of_queries);
-    multiplied();
+    multiplied(of_keys);
     meet();  // the results may replace the inputs
     const TriangularMatrix matrix(shared_address(&smem.out.upper), shared_address(&smem.out.lower));
     const uint32_t place = place_of_erasures(matrix, warp, fresh_laneid());

@@ -11,8 +11,8 @@
 
 namespace tfla_tk::delta_rule {
 
-// p: DeltaMatricesParams, or the parameters of a walk, which have the same fields.
-template <class Params> MatricesGlobals matrices_globals(const Params& p) {
+// p: DeltaMatricesParams, or the parameters of a walk, which have the same fields but for the bounds.
+template <class Params> MatricesGlobals matrices_globals(const Params& p, ChunkBounds* bounds = nullptr) {
     const DeltaShape& s = p.shape;
     const OperandMaps maps(s);
     Cut chunks = s.cut;  // every chunk is a segment
@@ -29,13 +29,14 @@ template <class Params> MatricesGlobals matrices_globals(const Params& p) {
             s.group,
             s.seq,
             slots,
-            p.scale};
+            p.scale,
+            bounds};
 }
 
 template <class T, int kDimK, bool kWithScores>
 void launch_matrices(const DeltaMatricesParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_matrices");
-    const MatricesGlobals g = matrices_globals(p);
+    const MatricesGlobals g = matrices_globals(p, p.bounds);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads;
     launch<delta_matrices_kernel<T, kDimK, kWithScores>, sizeof(MatricesMemory<T, kDimK, kWithScores>)>(
         g, grid_of(ctas, 1, "delta_matrices"), 128, p.shape.device, stream, "delta_matrices");

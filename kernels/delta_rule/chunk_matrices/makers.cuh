@@ -142,7 +142,8 @@ __device__ inline void make_chunks(const MakersGlobals& g, Memory& own, int make
         if (tokens <= 0) break;
         const int warp = fresh_thread() / 32 % 4;  // NOTES: anew, to save registers
         make_matrices<typename C::T, C::kDimK>(
-            own, own.beta[phase], tokens, g.scale, warp, meet, [&] { arrive_warp(own.multiplied); },
+            own, own.beta[phase], tokens, g.scale, warp, meet,
+            [&](const auto&) { arrive_warp(own.multiplied); },
             [&] {
                 arrive_warp(own.gated);
                 wait_free(own.stored, phase);

@@ -16,6 +16,9 @@
 // which their segments begin.
 //   delta_maps      what each segment makes of the state (split/maps.cuh)
 //   delta_carry     the states that enter the segments (split/carry.cuh)
+// Both skip heads that forget soon, whose walks begin some chunks before their segments. How many these are
+// tells, in front of both,
+//   delta_leads     (split/leads.cuh)
 // Equations: bindings/params.h and docs/delta-rule-kernels.md.
 #include <stdexcept>
 
@@ -29,6 +32,7 @@
 #include "delta_rule/launch_walk.cuh"
 #include "delta_rule/scorer.cuh"
 #include "delta_rule/split/launch.cuh"
+#include "delta_rule/split/leads.cuh"
 
 #ifndef TFLA_DIM_K
 #error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
@@ -144,6 +148,10 @@ void delta_matrices(const DeltaMatricesParams& params, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     params.shape.half ? delta_rule::run_matrices<kittens::half, TFLA_DIM_K>(params, s)
                       : delta_rule::run_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
+}
+
+void delta_leads(const DeltaLeadsParams& params, void* stream) {
+    delta_rule::launch_leads(params, static_cast<cudaStream_t>(stream));
 }
 
 void delta_forward(const DeltaForwardParams& params, void* stream) {

@@ -65,6 +65,7 @@ __device__ inline void load_values_and_store_outputs(const ForwardGlobals& g, Fo
     const int column = task.column + walker * kWalkerColumns;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[1 + walker]);
     auto store = [&](const ResultMaps& to, const void* tile, int chunk) {
+        if (!smem.task.owns(chunk)) return;
         store_chunk(task, g.packed(), to, tile, chunk, [&](const TensorMap& map, uint32_t from, int row) {
             map.store_panel(from, column, row, task.head, task.batch);
         });

@@ -69,8 +69,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         return __uint_as_float(load_anew(shared_address(&stage.gates.decay)));
     };
 
+    // Whether S^T that enters a chunk is to be stored.
+    auto leaves_state = [&](int chunk) {
+        return g.borders && chunk > 0 && is_border(chunk) && task.owns(chunk);
+    };
     // Whether step 1 leaves S^T as it is: behind the last chunk, and where leave_state has yet to store it.
-    auto scales_late = [&](int chunk) { return chunk == chunks || (g.borders && is_border(chunk)); };
+    auto scales_late = [&](int chunk) { return chunk == chunks || leaves_state(chunk); };
 
     // Steps 1 to 6. follows: there is a chunk before; else S^T is rounded and scaled already.
     auto begin_chunk = [&]<bool follows>(int chunk) {
@@ -209,7 +213,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         pin(state);
         begin_chunk.template operator()<false>(0);
         for (int chunk = 0; chunk < chunks; chunk++) {
-            if (g.borders && chunk > 0 && is_border(chunk)) leave_state(chunk);
+            if (leaves_state(chunk)) leave_state(chunk);
             end_chunk(chunk);
             begin_chunk.template operator()<true>(chunk + 1);
         }

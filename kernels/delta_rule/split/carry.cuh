@@ -14,6 +14,7 @@ namespace tfla_tk::delta_rule {
 struct CarryGlobals {
     Cut cut;
     float* carried;
+    const int* leads;
     const float* maps;
     float* borders;
     int heads, seq, dim_k, dim_v;
@@ -40,6 +41,8 @@ static __global__ __launch_bounds__(32 * kCarryWarps,
     const int head = blockIdx.x / slices % g.heads;
     const CarriedSequence own = find_carried(g.cut, g.seq, blockIdx.x / slices / g.heads);
     if (own.boundaries == 0) return;
+    const int first_segment = own.first_slot + own.sequence;
+    if (g.leads[(first_segment + !g.backward) * g.heads + head] != kCarried) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     // the unit that this thread adds up: of row `row`, and of 4 columns of the CTA's 8

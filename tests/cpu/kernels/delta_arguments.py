@@ -19,17 +19,19 @@ OF_CODE = {code: dtype for dtype, code in DTYPES.items()}
 GATES = ("g", "beta")
 # of the modules' functions, as delta_rule/bindings and scalar_gate/bindings/backward.cpp name them
 ARGUMENTS = {
-    "matrices": ("shape", "q", "k", *GATES, "matrices", "scale"),
+    "matrices": ("shape", "q", "k", *GATES, "matrices", "scale", "bounds"),
+    "leads": ("shape", "bounds", "leads", "longest", "both"),
     "forward": (
         *("shape", "q", "k", "v", "o", "writes", *GATES, "matrices"),
-        *("initial", "last", "carried", "borders", "scale", "walkers", "makers", "makes_matrices"),
+        *("initial", "last", "carried", "leads", "borders", "scale"),
+        *("walkers", "makers", "makes_matrices"),
     ),
-    "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "maps"),
-    "carry": ("shape", "carried", "maps", "borders"),
+    "maps": ("shape", "k", "v", *GATES, "a", "initial", "carried", "leads", "maps"),
+    "carry": ("shape", "carried", "leads", "maps", "borders"),
     "mirror": (
         *("shape", "q", "k", "dout", "writes", "dv", *GATES, "matrices"),
-        *("dbeta", "d_last", "d_initial", "carried", "borders", "scale", "walkers", "states_alone"),
-        *("right_dk", "right_sums"),
+        *("dbeta", "d_last", "d_initial", "carried", "leads", "borders", "scale", "walkers"),
+        *("states_alone", "right_dk", "right_sums"),
     ),
     "inputs": (
         *("shape", "q", "k", "unit_q", "unit_k", "beta", "g", "a_log", "dt_bias"),
@@ -137,6 +139,14 @@ class Arguments:
         """Of the segments of a split, at the slots of its states."""
         return self.floats(at, self.carried, self.heads, self.dim_k, self.dim_k) if at else None
 
+    def bounds(self, at: int) -> Tensor:
+        """[B, HV, slots, 4, 2] of the chunks: four parts, of all of a chunk and of any stretch of it."""
+        return self.floats(at, self.batch, self.heads, self.slots, 4, 2)
+
+    def leads(self, at: int) -> Tensor:
+        """[segments, HV] of a split, before its segments or behind them."""
+        return self.tensor(at, torch.int32, (self.cut[3], self.heads))
+
     @property
     def slots(self) -> int:
         """Of the matrices of a head."""
@@ -149,12 +159,14 @@ class Arguments:
 
 
 class Piece(NamedTuple):
-    """A segment of a split: row of the batch, sequence, first token of this, its own tokens, its number, how
-    many the sequence has, and the slot of the state that enters the sequence's second segment."""
+    """A segment of a split: row of the batch, sequence, first token of this and the one behind its last, its
+    own tokens, its number, how many the sequence has, and the slot of the state that enters the sequence's
+    second segment."""
 
     row: int
     sequence: int
     start: int
+    end: int
     tokens: range
     number: int
     count: int
@@ -163,6 +175,16 @@ class Piece(NamedTuple):
     @property
     def is_last(self) -> bool:
         return self.number == self.count - 1
+
+    @property
+    def begun(self) -> int:
+        """Tokens of the sequence before it."""
+        return self.tokens.start - self.start
+
+    @property
+    def place(self) -> int:
+        """Among the segments of all sequences, where its leads are."""
+        return self.slot + self.sequence + self.number
 
 
 def pieces_of(x: Arguments) -> Iterator[Piece]:
@@ -174,7 +196,7 @@ def pieces_of(x: Arguments) -> Iterator[Piece]:
         for number in range(count):
             first = start + number * length
             tokens = range(first, min(first + length, end))
-            yield Piece(row, sequence, start, tokens, number, count, slot)
+            yield Piece(row, sequence, start, end, tokens, number, count, slot)
 
 
 def sequences_in(x: Arguments) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +24,8 @@ from .delta_arguments import (
     OF_CODE,
     STATES_SLICE,
     Arguments,
+    Piece,
+    chunks_of,
     matrices_at,
     matrices_of,
     pieces_of,
@@ -30,11 +35,43 @@ from .stand_in import PreparedLaunches
 
 PART = 16  # columns of a part of the sums
 ANCHOR_BYTES = 1000
+FORGOTTEN = -100  # log2 of a bound on what is left of a state
+CARRIED = -1  # in the place of leads
 
 
 def makes_scores(x: Arguments) -> bool:
     """Whether a walk without makers beside it makes P."""
     return x.dim_k <= 64 or (x.dim_k <= 128 and x.of.walkers == 2)
+
+
+def lead_of(ahead: Tensor, stretch: float, whole: int) -> int:
+    """Chunks that a walk begins ahead, a multiple of `whole` or all that there are. Of each chunk that is
+    left out, and of the state behind them all, next to nothing is left then in any chunk of the segment.
+
+    Args:
+        ahead: [chunks, 2], the nearest one first: log2 of what a chunk lets through of a state, and of what
+            any stretch of it does.
+        stretch: the latter of all chunks of the segment.
+    """
+    available = lead = len(ahead)
+    ends = torch.cat([ahead[:, 1], torch.zeros(1, dtype=ahead.dtype)])
+    for count in range(available, -1, -1):  # of chunks in between
+        through = stretch + ahead[:count, 0].sum().item() + ends[count].item()
+        if not through < FORGOTTEN:  # NaN is not forgotten
+            break
+        lead = count
+    return min(math.ceil(lead / whole) * whole, available)
+
+
+class HeadsOfLead(NamedTuple):
+    """Heads whose walks of a segment begin alike: `lead` chunks ahead, or where they are carried with it."""
+
+    lead: int
+    heads: Any  # an index
+
+    @property
+    def are_carried(self) -> bool:
+        return self.lead == CARRIED
 
 
 class SumsOfWalk:
@@ -80,6 +117,9 @@ class Kernel(PreparedLaunches):
     Attributes:
         segment: tokens of a segment of the walks over the states.
         begun: where these began: walk, sequence, first token of the segment.
+        entered: the states that they began with.
+        made_leads: [2, segments, HV] of every split: before its segments and behind them, 0 where there is
+            none.
         anchor_shapes: what the size of the anchors was asked for.
         regions: prepared addresses of all that launches have looked at, each with the address behind it.
     """
@@ -91,6 +131,9 @@ class Kernel(PreparedLaunches):
         super().__init__()
         self.segment = segment
         self.begun: list[tuple[str, int, int]] = []
+        self.entered: list[Tensor] = []
+        self.made_leads: list[Tensor] = []
+        self._places_of_leads: list[set[int]] = [set(), set()]  # addresses: before segments, behind them
         self.anchor_shapes: list[tuple[int, ...]] = []
         self.regions: set[tuple[int, int]] = set()
 
@@ -148,6 +191,22 @@ class Kernel(PreparedLaunches):
     def compute_matrices(self, x: Arguments) -> None:
         assert x.cut[3] == x.cut[2] and x.cut[4] * CHUNK > x.seq
         self.make_matrices(x, *x.of.matrices)
+        if x.of.bounds:
+            self.leave_bounds(x)
+
+    def leave_bounds(self, x: Arguments) -> None:
+        """Of 16 tokens each."""
+        k, g, beta = x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
+        bounds, decay = x.bounds(x.of.bounds), math.log2(math.e) * g
+        grown = (1 - beta * k.square().sum(-1)).abs()
+        grown = torch.where(grown <= 1, 1.0, grown).log2()
+        of_tokens = torch.stack([grown + decay, grown + decay.clamp(min=0).nan_to_num(0)], -1)
+        for row, tokens, slot in chunks_of(x):
+            own = of_tokens[row, tokens]
+            parts = (
+                torch.nn.functional.pad(own, (0, 0, 0, 0, 0, CHUNK - len(own))).unflatten(0, (4, -1)).sum(1)
+            )
+            bounds[row, :, slot] = parts.transpose(0, 1)
 
     def make_matrices(self, x: Arguments, *addresses: int) -> None:
         for place, matrix in self.places_and_matrices(x, addresses):
@@ -155,9 +214,8 @@ class Kernel(PreparedLaunches):
 
     def check_matrices(self, x: Arguments, *addresses: int) -> None:
         """Of a walk: they are those of its q, k and gates."""
-        assert all(
-            torch.equal(place, made.to(x.dtype)) for place, made in self.places_and_matrices(x, addresses)
-        )
+        for place, made in self.places_and_matrices(x, addresses):
+            assert torch.equal(place.nan_to_num(7), made.to(x.dtype).nan_to_num(7))
 
     def places_and_matrices(
         self, x: Arguments, addresses: tuple[int, ...]
@@ -197,49 +255,127 @@ class Kernel(PreparedLaunches):
         assert x.cut[4] * CHUNK % self.segment == 0 or x.cut[4] * CHUNK > x.seq
         assert (x.of.carried != 0) == (x.carried > 0)
 
+    @property
+    def whole_lead(self) -> int:
+        """Leads are multiples of so many chunks, those of a segment of the walks over the states."""
+        return self.segment // CHUNK
+
+    def compute_leads(self, x: Arguments) -> None:
+        made = self.launches[-2]
+        assert made.name == "matrices" and made.bounds == x.of.bounds != 0
+        assert x.of.longest >= 0 and x.of.longest % self.whole_lead == 0
+        bounds = x.bounds(x.of.bounds).double().sum(3)
+        halves = [x.leads(x.of.leads + half * self.bytes_of_leads(x)) for half in range(1 + x.of.both)]
+        for places, half in zip(self._places_of_leads, halves, strict=False):
+            places.add(half.data_ptr())
+        found = torch.zeros(2, *halves[0].shape, dtype=torch.int32)
+        for row, number, start, end in sequences_in(x):
+            pieces = [piece for piece in pieces_of(x) if piece.sequence == number]
+            slot = start // CHUNK + number if x.cut[0] else 0
+            of_sequence = bounds[row, :, slot : slot + math.ceil((end - start) / CHUNK)]
+            for head, of_head in enumerate(of_sequence):
+                leads: list[dict[int, int]] = [{}, {}]  # by the segments' places
+                for first, second in itertools.pairwise(pieces):
+                    border = (second.tokens.start - start) // CHUNK
+                    stretches = [
+                        of_head[piece.begun // CHUNK :][: x.cut[4], 1].sum().item()
+                        for piece in (second, first)
+                    ]
+                    aheads = of_head[:border].flip(0), of_head[border:]
+                    for own, place, ahead, stretch in zip(
+                        leads, (second.place, first.place), aheads, stretches, strict=True
+                    ):
+                        own[place] = lead_of(ahead, stretch, self.whole_lead)
+                for half, own, kept in zip(halves, leads, found, strict=False):
+                    are_carried = any(lead > x.of.longest for lead in own.values())
+                    for place, lead in own.items():
+                        half[place, head] = kept[place, head] = CARRIED if are_carried else lead
+        self.made_leads.append(found)
+
+    @staticmethod
+    def bytes_of_leads(x: Arguments) -> int:
+        """From those before the segments to those behind them."""
+        return x.cut[3] * x.heads * torch.int32.itemsize
+
+    def leads_of(self, x: Arguments, *, behind: bool) -> Tensor | None:
+        """[segments, HV] that a launch is given, before the segments or behind them; None where nothing is
+        cut."""
+        if x.carried == 0:
+            return None
+        leads = x.leads(x.of.leads)
+        assert leads.data_ptr() in self._places_of_leads[behind]
+        return leads
+
+    def heads_by_lead(self, leads: Tensor | None, piece: Piece, *, behind: bool) -> list[HeadsOfLead]:
+        """Of a segment; a walk that begins with its sequence has no lead."""
+        if leads is None or (piece.is_last if behind else piece.number == 0):
+            return [HeadsOfLead(0, slice(None))]
+        available = math.ceil((piece.end - piece.tokens.stop if behind else piece.begun) / CHUNK)
+        own = leads[piece.place]
+        found = [HeadsOfLead(lead, (own == lead).nonzero()[:, 0]) for lead in own.unique().tolist()]
+        for lead, _ in found:
+            is_whole = lead == available or (0 < lead < available and lead % self.whole_lead == 0)
+            assert lead == CARRIED or is_whole, (lead, available)
+            assert behind or lead == CARRIED or lead % self.whole_lead == 0
+        return found
+
+    def carried_heads(self, leads: Tensor, piece: Piece) -> Tensor:
+        """Those whose state is carried over the border at a segment: [heads]."""
+        return (leads[piece.place] == CARRIED).nonzero()[:, 0]
+
     def compute_maps(self, x: Arguments) -> None:
+        """Of heads that are carried, or will be in a backward; the others' places are left as they are."""
         self.check_cut(x)
         self.check_matrices(x, x.of.a)
         k, g, beta, v = x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta), x.operand(x.of.v, x.dim_v)
         initial, carried = x.states(x.of.initial, x.cut[2]), x.states(x.of.carried, x.carried)
         maps, transposed = (x.maps(at) for at in x.of.maps)
-        assert carried is not None and transposed is not None
-        for piece in pieces_of(x):
+        leads = self.leads_of(x, behind=False)
+        assert carried is not None and transposed is not None and leads is not None
+        behind = leads if maps is None else x.leads(x.of.leads + self.bytes_of_leads(x))
+        for piece, following in itertools.pairwise(pieces_of(x)):
             if piece.is_last:
                 continue
-            state = torch.zeros(x.heads, x.dim_k, x.dim_v)
+            are_asked, row = leads[following.place] == CARRIED, piece.row
+            if maps is not None:
+                are_asked = are_asked | (behind[piece.place] == CARRIED)
+            heads = are_asked.nonzero()[:, 0]
+            state = torch.zeros(len(heads), x.dim_k, x.dim_v)
             if piece.number == 0 and initial is not None:
-                state = initial[piece.sequence].clone()
-            of_state = torch.eye(x.dim_k).expand(x.heads, -1, -1)
+                state = initial[piece.sequence, heads]
+            of_state = torch.eye(x.dim_k).expand(len(heads), -1, -1)
             for t in piece.tokens:
-                key, row = k[piece.row, t], piece.row
-                state, of_state = (y * g[row, t, :, None, None].exp() for y in (state, of_state))
-                write = v[row, t] - torch.einsum("hkv,hk->hv", state, key)
+                key, by = k[row, t, heads], beta[row, t, heads, None]
+                state, of_state = (y * g[row, t, heads, None, None].exp() for y in (state, of_state))
+                write = v[row, t, heads] - torch.einsum("hkv,hk->hv", state, key)
                 erased = torch.einsum("hkv,hk->hv", of_state, key)
-                state = state + torch.einsum("hk,hv->hkv", key, beta[row, t, :, None] * write)
-                of_state = of_state - torch.einsum("hk,hv->hkv", key, beta[row, t, :, None] * erased)
-            carried[piece.slot + piece.number] = state
+                state = state + torch.einsum("hk,hv->hkv", key, by * write)
+                of_state = of_state - torch.einsum("hk,hv->hkv", key, by * erased)
+            slot = piece.slot + piece.number
+            carried[slot, heads] = state
             if piece.number > 0:
-                transposed[piece.slot + piece.number] = of_state.mT
+                transposed[slot, heads] = of_state.mT
                 if maps is not None:
-                    maps[piece.slot + piece.number] = of_state
+                    maps[slot, heads] = of_state
 
     def compute_carry(self, x: Arguments) -> None:
-        """After the walks of the mirror backward in time."""
+        """After the walks of the mirror backward in time; of heads that are carried."""
         self.check_cut(x)
         backward = self.launches[-2].name == "mirror"
         carried, maps = x.states(x.of.carried, x.carried), x.maps(x.of.maps)
-        assert carried is not None and maps is not None
-        pieces = [piece for piece in pieces_of(x) if piece.number > 0]
-        for piece in reversed(pieces) if backward else pieces:
+        leads = self.leads_of(x, behind=backward)
+        assert carried is not None and maps is not None and leads is not None
+        borders_between = [pair for pair in itertools.pairwise(pieces_of(x)) if pair[1].number > 0]
+        for first_piece, piece in reversed(borders_between) if backward else borders_between:
+            heads = self.carried_heads(leads, first_piece if backward else piece)
             slot = piece.slot + piece.number - 1
             if not (piece.is_last if backward else piece.number == 1):
                 before = slot + 1 if backward else slot - 1
-                carried[slot] += maps[slot + backward].mT @ carried[before]
+                carried[slot, heads] += maps[slot + backward, heads].mT @ carried[before, heads]
             first, count = self.slots(x, piece.sequence, piece.start)
             borders = x.states(x.of.borders, count)
             if borders is not None:
-                borders[first + (piece.tokens.start - piece.start) // self.segment - 1] = carried[slot]
+                borders[first + piece.begun // self.segment - 1, heads] = carried[slot, heads]
 
     def compute_forward(self, x: Arguments) -> None:
         if x.of.makes_matrices:
@@ -255,27 +391,34 @@ class Kernel(PreparedLaunches):
         writes = x.operand(x.of.writes, x.dim_v) if x.of.writes[0] else None
         initial, last = x.states(x.of.initial, x.cut[2]), x.states(x.of.last, x.cut[2])
         carried = x.states(x.of.carried, x.carried)
+        leads = self.leads_of(x, behind=False)
         for piece in pieces_of(x):
             first, count = self.slots(x, piece.sequence, piece.start)
             borders, row = x.states(x.of.borders, count), piece.row
-            state = torch.zeros(x.heads, x.dim_k, x.dim_v)
-            if piece.number > 0:
-                assert carried is not None
-                state = carried[piece.slot + piece.number - 1].clone()
-            elif initial is not None:
-                state = initial[piece.sequence].clone()
-            for t in piece.tokens:
-                own = t - piece.start
-                if borders is not None and t > piece.tokens.start and own % self.segment == 0:
-                    borders[first + own // self.segment - 1] = state
-                state = state * g[row, t, :, None, None].exp()
-                write = v[row, t] - torch.einsum("hkv,hk->hv", state, k[row, t])
-                state = state + torch.einsum("hk,hv->hkv", k[row, t], beta[row, t, :, None] * write)
-                o[row, t] = x.of.scale * torch.einsum("hk,hkv->hv", q[row, t], state)
-                if writes is not None:
-                    writes[row, t] = write
-            if last is not None and piece.is_last:
-                last[piece.sequence] = state
+            for of_lead in self.heads_by_lead(leads, piece, behind=False):
+                heads, lead = of_lead.heads, max(of_lead.lead, 0) * CHUNK
+                state = torch.zeros(x.heads, x.dim_k, x.dim_v)[heads]
+                if of_lead.are_carried:
+                    assert carried is not None
+                    state = carried[piece.slot + piece.number - 1, heads]
+                elif lead == piece.begun and initial is not None:
+                    state = initial[piece.sequence, heads]
+                for t in range(piece.tokens.start - lead, piece.tokens.stop):
+                    own, is_first = t - piece.start, t == piece.tokens.start - lead
+                    if borders is not None and t in piece.tokens and own % self.segment == 0 and not is_first:
+                        borders[first + own // self.segment - 1, heads] = state
+                    key = k[row, t, heads]
+                    state = state * g[row, t, heads, None, None].exp()
+                    write = v[row, t, heads] - torch.einsum("hkv,hk->hv", state, key)
+                    state = state + torch.einsum("hk,hv->hkv", key, beta[row, t, heads, None] * write)
+                    if t not in piece.tokens:
+                        continue
+                    read = torch.einsum("hk,hkv->hv", q[row, t, heads], state)
+                    o[row, t, heads] = (x.of.scale * read).to(o.dtype)
+                    if writes is not None:
+                        writes[row, t, heads] = write.to(writes.dtype)
+                if last is not None and piece.is_last:
+                    last[piece.sequence, heads] = state
 
     def compute_mirror(self, x: Arguments) -> None:
         self.check_matrices(x, *x.of.matrices)
@@ -296,40 +439,50 @@ class Kernel(PreparedLaunches):
         sums = SumsOfWalk(x, x.of.right_sums, is_first=True)
         d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
         carried = x.states(x.of.carried, x.carried)
+        leads, before = self.leads_of(x, behind=True), None
         for piece in pieces_of(x):
-            if x.of.states_alone and piece.number == 0:
-                continue
+            before, previous = piece, before
             first, count = self.slots(x, piece.sequence, piece.start)
             borders, row = x.states(x.of.borders, count), piece.row
-            state = torch.zeros(x.heads, x.dim_k, x.dim_v)
-            if piece.is_last:
-                state = state if d_last is None else d_last[piece.sequence].clone()
-            elif not x.of.states_alone:
-                assert carried is not None
-                state = carried[piece.slot + piece.number].clone()
-            for t in reversed(piece.tokens):
-                state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t], dout[row, t].float())
-                du = torch.einsum("hkv,hk->hv", state, k[row, t])
-                if not x.of.states_alone:
-                    dv[row, t] = beta[row, t, :, None] * du
-                    products = du * writes[row, t]
-                    for part in range(parts):
-                        dbeta[part, row, :, t] = products[:, PART * part : PART * (part + 1)].sum(-1)
-                if right is not None:
-                    products = state * (beta[row, t, :, None] * writes[row, t])[:, None]
-                    of_slices = torch.stack([y.sum(-1) for y in products.split(STATES_SLICE, -1)], 1)
-                    right[row, t] = of_slices
-                    sums.add(row, t, k[row, t] * of_slices.sum(1))
-                state = state - torch.einsum("hk,hv->hkv", k[row, t], beta[row, t, :, None] * du)
-                state = state * g[row, t, :, None, None].exp()
-                own = t - piece.start
-                if borders is not None and t > piece.tokens.start and own % self.segment == 0:
-                    borders[first + own // self.segment - 1] = state
+            groups = self.heads_by_lead(leads, piece, behind=True)
             if x.of.states_alone:
-                assert carried is not None
-                carried[piece.slot + piece.number - 1] = state
-            elif d_initial is not None and piece.number == 0:
-                d_initial[piece.sequence] = state
+                if piece.number == 0:
+                    continue
+                assert previous is not None and leads is not None
+                groups = [HeadsOfLead(0, self.carried_heads(leads, previous))]
+            for of_lead in groups:
+                heads, end = of_lead.heads, piece.tokens.stop + max(of_lead.lead, 0) * CHUNK
+                state = torch.zeros(x.heads, x.dim_k, x.dim_v)[heads]
+                if of_lead.are_carried:
+                    assert carried is not None
+                    state = carried[piece.slot + piece.number, heads]
+                elif end >= piece.end and d_last is not None:
+                    state = d_last[piece.sequence, heads]
+                for t in reversed(range(piece.tokens.start, min(end, piece.end))):
+                    key, by, of_o = k[row, t, heads], beta[row, t, heads, None], dout[row, t, heads].float()
+                    state = state + x.of.scale * torch.einsum("hk,hv->hkv", q[row, t, heads], of_o)
+                    du = torch.einsum("hkv,hk->hv", state, key)
+                    if not x.of.states_alone and t in piece.tokens:
+                        dv[row, t, heads] = (by * du).to(dv.dtype)
+                        products = du * writes[row, t, heads]
+                        for part in range(parts):
+                            columns = products[:, PART * part : PART * (part + 1)]
+                            dbeta[part, row, heads, t] = columns.sum(-1)
+                    if right is not None:
+                        products = state * (by * writes[row, t])[:, None]
+                        of_slices = torch.stack([y.sum(-1) for y in products.split(STATES_SLICE, -1)], 1)
+                        right[row, t] = of_slices
+                        sums.add(row, t, key * of_slices.sum(1))
+                    state = state - torch.einsum("hk,hv->hkv", key, by * du)
+                    state = state * g[row, t, heads, None, None].exp()
+                    own, is_own = t - piece.start, piece.tokens.start < t <= piece.tokens.stop
+                    if borders is not None and is_own and own % self.segment == 0:
+                        borders[first + own // self.segment - 1, heads] = state
+                if x.of.states_alone:
+                    assert carried is not None
+                    carried[piece.slot + piece.number - 1, heads] = state
+                elif d_initial is not None and piece.number == 0:
+                    d_initial[piece.sequence, heads] = state
 
     def segments(self, x: Arguments, forward: bool) -> Any:
         """Of a walk over the states: row of the batch, sequence, tokens, the state that the segment begins
@@ -350,6 +503,7 @@ class Kernel(PreparedLaunches):
                     assert borders is not None
                     state = borders[first + (index - 1 if forward else index)]
                 self.begun.append((x.of.name, number, tokens.start - start))
+                self.entered.append(state.clone())
                 yield row, number, tokens, state.clone(), index == (len(pieces) - 1 if forward else 0)
 
     def compute_left(self, x: Arguments) -> None:
@@ -442,14 +596,29 @@ class Kernel(PreparedLaunches):
                 assert (found - first).norm() <= 0.05 * df[..., tokens].float().norm(), "flows at the starts"
 
 
-def launch_delta_instead(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """Have the host side launch this, whose segments are one chunk, on a GPU of 132 multiprocessors."""
-    found = Kernel(CHUNK)
+def launch_delta_instead(monkeypatch: pytest.MonkeyPatch, segment_chunks: int = 1) -> Kernel:
+    """Have the host side launch this, on a GPU of 132 multiprocessors.
+
+    Args:
+        segment_chunks: of a segment of the walks over the states.
+    """
+    found = Kernel(segment_chunks * CHUNK)
     monkeypatch.setattr(build, "load", found.load)
     for module in (inputs, launch):
         monkeypatch.setattr(module, "current_stream", lambda device: 7)
     for memo in ("_forwards", "_backwards"):
         monkeypatch.setattr(launch, memo, Memo())
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(call, "SEGMENT_CHUNKS", 1)
+    monkeypatch.setattr(call, "SEGMENT_CHUNKS", segment_chunks)
     return found
+
+
+@contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """PyTorch fills whatever it allocates with NaN: what a launch reads that none has written shows."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1000, dtype=torch.bfloat16).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -15,7 +15,7 @@ from tfla_tk.core.layout import ADDRESS_BITS
 
 from .addresses import at_odd_address
 from .delta_emulation import Kernel, launch_delta_instead
-from .test_delta_launch import T, check, cotangents, draw, raw
+from .test_delta_launch import T, check, cotangents, draw, raw, split_into
 
 CALLS: list[dict[str, Any]] = [
     {},
@@ -146,6 +146,6 @@ def test_makers_and_splits_come_first(kernel: Kernel, monkeypatch: pytest.Monkey
     kernel.launches.clear()
     forget_calls()
     monkeypatch.setattr(call, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(1)))
+    split_into(monkeypatch, 1)
     check(draw_for({}))
     assert forwards(kernel) == ["matrices", "forward"]

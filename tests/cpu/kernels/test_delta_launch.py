@@ -29,6 +29,18 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return launch_delta_instead(monkeypatch)
 
 
+def split_into(monkeypatch: pytest.MonkeyPatch, chunks: int | None, longest: int | None = None) -> None:
+    """Have calls cut into segments of so many chunks, None: not at all.
+
+    Args:
+        longest: of leads, in chunks; None: as it is of such a split.
+    """
+    cut = None if chunks is None else property(lambda self: self.cut_into(chunks))
+    monkeypatch.setattr(Shape, "split", cut)
+    if longest is not None:
+        monkeypatch.setattr(Shape, "longest_lead", longest)
+
+
 def draw(
     dims: tuple[int, int] = (64, 48),
     *,
@@ -147,24 +159,24 @@ def test_split_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """States at the borders between segments are carried; those within a segment the walks leave."""
-    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(chunks)))
+    split_into(monkeypatch, chunks)
     core = draw((48, dim_v), group=group, packed=packed, state=state, tokens=200)
     check(core)
     names = [x.name for x in kernel.launches]
-    forward = ["matrices", "maps", "carry", "forward"]
-    assert names[:7] == [*forward, "mirror", "carry", "mirror"]
+    forward = ["matrices", "leads", "maps", "carry", "forward"]
+    assert names[:8] == [*forward, "mirror", "carry", "mirror"]
     kernel.launches.clear()
     launch.forward(core, output_final_state=True, keep=False)
     assert [x.name for x in kernel.launches] == forward
-    assert kernel.launches[1].maps[0] == 0  # M itself is for the backward
+    assert kernel.launches[2].maps[0] == 0  # M itself is for the backward
 
 
 def test_a_split_of_sequences_that_are_no_longer_than_a_segment(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(1)))
+    split_into(monkeypatch, 1)
     check(draw((48, 32), tokens=CHUNK))
-    assert {x.name for x in kernel.launches}.isdisjoint({"maps", "carry"})
+    assert {x.name for x in kernel.launches}.isdisjoint({"leads", "maps", "carry"})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])

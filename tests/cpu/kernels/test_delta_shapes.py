@@ -12,7 +12,8 @@ import torch
 from tfla_tk.backends.tk import operands
 from tfla_tk.backends.tk.delta_rule import call, split
 from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.core.layout import CHUNK, DELTA_ANCHOR_CHUNKS, SEGMENT_CHUNKS
+from tfla_tk.backends.tk.prepared import Scratch
+from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, DELTA_ANCHOR_CHUNKS, SEGMENT_CHUNKS
 
 from .addresses import sequences_of
 
@@ -157,6 +158,39 @@ def test_few_long_sequences_are_split(hopper: None) -> None:
         assert shape.carried == sequences * (count - 1)
     packed = shape_of(1, 65536, packed=True)
     assert packed.split is not None and packed.split.chunks == shape_of(1, 65536).split.chunks
+
+
+def test_leads_are_short_beside_a_segment(hopper: None) -> None:
+    """So that walks take little longer; and multiples of segments of the walks over the states."""
+    longest = set()
+    for heads, seq in itertools.product((1, 2, 4, 8, 16), (8192, 16384, 65536, 262_144)):
+        shape = shape_of(1, seq, heads=heads)
+        if shape.split is None:
+            continue
+        assert shape.longest_lead % SEGMENT_CHUNKS == 0
+        assert shape.longest_lead <= max(shape.split.chunks / 4, SEGMENT_CHUNKS)
+        assert shape.longest_lead <= shape.split.chunks / 2
+        assert (shape.longest_lead == 0) == (shape.split.chunks == SEGMENT_CHUNKS)
+        longest.add(shape.longest_lead)
+    assert len(longest) > 2
+
+
+def test_what_a_split_is_told_of_chunks_has_room(hopper: None) -> None:
+    """Eight numbers of each chunk, and a lead of each segment in either direction; none without a split."""
+    for packed in (False, True):
+        shape = shape_of(2, 65536, packed=packed, heads=3)
+        assert shape.split is not None
+        assert shape.bounds_bytes == 32 * shape.batch * 3 * shape.slots
+        assert shape.leads_bytes == 4 * 3 * shape.split.segments
+        left = call.Left.of(shape, Scratch(1 << ADDRESS_BITS))
+        room = Scratch(left.leads)
+        room.take(2 * shape.leads_bytes)
+        scratch = Scratch(1 << ADDRESS_BITS)
+        call.Left.of(shape, scratch)
+        assert left.leads + room.bytes == (1 << ADDRESS_BITS) + scratch.bytes
+    whole = shape_of(8, 8192)
+    assert whole.split is None and whole.bounds_bytes == whole.leads_bytes == 0
+    assert call.Left.of(whole, Scratch(1 << ADDRESS_BITS)).leads == 0
 
 
 def test_others_are_left_whole(hopper: None) -> None:

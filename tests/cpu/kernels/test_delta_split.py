@@ -1,4 +1,5 @@
-"""The split of the delta rule's walks, emulated: what segments make of the state, and what rounding costs.
+"""The split of the delta rule's walks, emulated: what segments make of the state, what walks that begin ahead
+of their segments leave out, and what rounding costs.
 
 Both walks by chunks of one head as the kernels have them (kernels/delta_rule/bindings/params.h), in fp64, or
 with operands of the GEMMs rounded to bf16, sums and states in fp32.
@@ -6,6 +7,8 @@ with operands of the GEMMs rounded to bf16, sums and states in fp32.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +17,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk.core.layout import CHUNK
+
+from .delta_emulation import FORGOTTEN, lead_of
 
 DIM = 128
 SCALE = DIM**-0.5
@@ -61,6 +66,10 @@ class Chunk:
         self.read, self.kept, self.whole = b.exp()[:, None], (b[-1] - b).exp()[:, None], b[-1].exp()
         self.a = rounded(-torch.linalg.solve_triangular(eye + overlap * beta, overlap, upper=False))
         self.p = rounded(p)
+        grown = (1 - beta * k.square().sum(1)).abs().clamp(min=1).log2()
+        decay = g / math.log(2)
+        # log2 of what is let through at most, by all of the chunk and by any stretch of it
+        self.bound, self.stretch = (grown + decay).sum(), (grown + decay.clamp(min=0)).sum()
 
 
 class Walks:
@@ -121,12 +130,53 @@ class Walks:
             d_states.append(own if at_end else own + maps[number].mT @ d_states[-1])
         forward = [self.forward(*x) for x in zip(pieces, states, strict=True)]
         mirror = [self.mirror(*x) for x in zip(pieces, reversed(d_states), strict=True)]
+        return self.joined(forward, mirror)
+
+    @staticmethod
+    def joined(
+        forward: list[tuple[Tensor, Tensor]], mirror: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, ...]:
+        """The results of a sequence of those of its segments."""
         return (
             torch.cat([o for o, _ in forward]),
             forward[-1][1],
             torch.cat([dv for dv, _ in mirror]),
             mirror[0][1],
         )
+
+    def leads(self, length: int, whole: int) -> list[tuple[int, int]]:
+        """Before each segment of so many chunks and behind it, multiples of `whole` but at the ends."""
+        bounds = torch.stack([torch.stack([x.bound, x.stretch]) for x in self.chunks]).double()
+        cuts = range(0, len(bounds) + length, length)
+        pairs = itertools.pairwise(min(at, len(bounds)) for at in cuts)
+
+        def of_segment(number: int) -> float:
+            return float(bounds[number * length : (number + 1) * length, 1].sum())
+
+        return [
+            (
+                lead_of(bounds[:first].flip(0), of_segment(number), whole),
+                lead_of(bounds[last:], of_segment(number), whole),
+            )
+            for number, (first, last) in enumerate(pairs)
+            if first < last
+        ]
+
+    def led(self, initial: Tensor, d_last: Tensor, length: int, whole: int) -> tuple[Tensor, ...]:
+        """The same by segments whose walks begin ahead of them, with zero where no end is reached."""
+        forward, mirror, count = [], [], len(self.chunks)
+        for number, (before, behind) in enumerate(self.leads(length, whole)):
+            first, last = number * length, min((number + 1) * length, count)
+            begin, end = first - before, last + behind
+            state, d_state = (
+                x.to(self.dtype) if is_reached else self.zeros()
+                for x, is_reached in ((initial, begin == 0), (d_last, end == count))
+            )
+            o, state = self.forward(self.chunks[begin:last], state)
+            dv, d_state = self.mirror(self.chunks[first:end], d_state)
+            forward.append((o[before * CHUNK :], state))
+            mirror.append((dv[: sum(len(x.q) for x in self.chunks[first:last])], d_state))
+        return self.joined(forward, mirror)
 
 
 def errors(found: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> list[float]:
@@ -165,3 +215,56 @@ def test_a_split_rounds_no_worse(tokens: int, decay: float, most: float) -> None
     assert all(x < 1.1 * y + 2e-4 for x, y in zip(split, whole, strict=True)), (split, whole)
     o, last, dv, _ = split
     assert o < 5e-3 and last < 5e-3 and dv < 8e-3
+
+
+# Walks that begin ahead of their segments. Decays: of the logistic ones of `draw`, so many times
+
+LED = [(1500, 1.0, 1.0), (1500, 1.0, 2.0), (2500, 3.0, 1.0), (2500, 20.0, 2.0)]
+
+
+@pytest.mark.parametrize(("tokens", "decay", "most"), LED)
+def test_what_leads_leave_out_is_below_all_rounding(tokens: int, decay: float, most: float) -> None:
+    """In fp64, though leads are no longer than they have to be."""
+    walks = Walks(draw(tokens, decay, most), torch.float64, lambda x: x)
+    found = walks.led(*states_of(1), 4, 1)
+    assert max(errors(found, walks.whole(*states_of(1)))) < 1e-14
+    before = [lead for lead, _ in walks.leads(4, 1)]
+    assert before[0] == 0 and 0 < before[-1] < len(walks.chunks) - 4, "the ends are not reached from all"
+
+
+def test_a_bound_holds() -> None:
+    """What chunks let through of a state is no larger, also with a beta of more than two."""
+    for decay, most in ((0.0, 1.0), (0.0, 2.5), (0.1, 2.5), (1.0, 1.0)):
+        walks = Walks(draw(640, decay, most), torch.float64, lambda x: x)
+        for x in walks.chunks:
+            through = walks.forward([x], torch.eye(DIM, dtype=torch.float64), values=False)[1]
+            norm = torch.linalg.matrix_norm(through, 2).log2()
+            assert norm <= x.bound + 1e-9
+            assert decay or (x.bound > 0) == (most > 2)
+
+
+def test_leads_are_as_long_as_chunks_need_to_forget() -> None:
+    """Of chunks that forget 30 bits each: with fewer chunks in between more than 2^-100 is let through."""
+    assert -4 * 30 < FORGOTTEN < -3 * 30
+    bounds = torch.tensor([[-30.0, 0.0]]).repeat(40, 1)
+    assert [lead_of(bounds, 0, whole) for whole in (1, 3, 16)] == [4, 6, 16]
+    assert [lead_of(bounds[:available], 0, 16) for available in (1, 3, 15, 16, 17)] == [1, 3, 15, 16, 16]
+    assert lead_of(bounds, 31, 1) == 5  # what is left grows within the segment
+    bounds[6, 1] = 90  # and so does what this chunk writes
+    assert lead_of(bounds, 0, 1) == 7
+    bounds[20] = 2000.0  # of which the chunks behind it do not make up
+    assert lead_of(bounds, 0, 1) == 40
+    bounds[21, 0] = -torch.inf
+    assert lead_of(bounds, 0, 1) == 22
+    bounds[30, 0] = torch.nan
+    assert lead_of(bounds, 0, 1) == 40
+
+
+@pytest.mark.parametrize(("tokens", "decay", "most"), LED)
+def test_walks_with_leads_round_no_worse(tokens: int, decay: float, most: float) -> None:
+    """In bf16, than walks that take the whole sequence."""
+    call, ends = draw(tokens, decay, most), states_of(2)
+    truth = Walks(call, torch.float64, lambda x: x).whole(*ends)
+    walks = Walks(call, torch.float32, to_bf16)
+    whole, led = errors(walks.whole(*ends), truth), errors(walks.led(*ends, 4, 1), truth)
+    assert all(x < 1.01 * y + 1e-5 for x, y in zip(led, whole, strict=True)), (led, whole)

@@ -126,6 +126,24 @@ class Shape(NamedTuple):
         they make of a sequence does not depend on what else is in the call."""
         return self.cut_into(SEGMENT_CHUNKS)
 
+    @property
+    def bounds_bytes(self) -> int:
+        """Of what a split is told of every chunk, eight numbers."""
+        return 8 * torch.float32.itemsize * self.batch * self.heads * self.slots if self.split else 0
+
+    @property
+    def leads_bytes(self) -> int:
+        """Of the leads before the segments of a split, and of those behind them."""
+        return self.split.segments * self.heads * torch.int32.itemsize if self.split else 0
+
+    @property
+    def longest_lead(self) -> int:
+        """Chunks. Where other heads are carried, a lead is walked beside these launches, so it is short: a
+        quarter of a segment, half of the shortest segments that have leads; 0 where all heads are carried."""
+        assert self.split is not None
+        pieces = self.split.chunks // SEGMENT_CHUNKS
+        return max(pieces // 4, min(pieces - 1, 1)) * SEGMENT_CHUNKS
+
     def states_bytes(self, slots: int, dim: int) -> int:
         """Of so many states."""
         return slots * self.heads * self.dim_k * dim * torch.float32.itemsize
@@ -263,12 +281,14 @@ class Left(NamedTuple):
         writes: the walk's writes, like a dense v.
         borders: the states at the borders between segments of the walks over the states; 0 for none.
         maps: M of the segments of a split; 0 without one.
+        leads: before the segments of a split, and right behind these the ones behind them; 0 without one.
     """
 
     matrices: int
     writes: int = 0
     borders: int = 0
     maps: int = 0
+    leads: int = 0
 
     @staticmethod
     def of(shape: Shape, scratch: Scratch) -> Left:
@@ -278,6 +298,7 @@ class Left(NamedTuple):
             scratch.take(_HALF * shape.batch * shape.seq * shape.heads * shape.dim_v),
             scratch.take(shape.states_bytes(shape.borders, shape.dim_v)),
             scratch.take(shape.states_bytes(shape.carried, shape.dim_k)),
+            scratch.take(2 * shape.leads_bytes),
         )
 
     @staticmethod

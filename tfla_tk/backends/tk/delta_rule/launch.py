@@ -7,9 +7,10 @@ bounds the speed, the walk makes both matrices itself. A training call keeps the
 [B, T, HV, V] (beta U'; U' where beta is near 0, docs/delta-rule-backward.md), and the states at the borders
 between the segments of the backward's walks over the states.
 
-Few long sequences are split: two launches before the walk give the states with which its segments begin. Over
-a segment the state is mapped S -> M S + own; a training call keeps M for its backward, whose first walk is
-split in the same way.
+Few long sequences are split: three launches before the walk give the states with which its segments begin.
+Over a segment the state is mapped S -> M S + own. Of a head that forgets soon this is not asked for: walks
+begin some chunks before their segments, as many as the first of these launches says. A training call keeps
+these numbers and M for its backward, whose first walk is split in the same way.
 
 The backward walks over the chunks backward in time, with the same matrices, which gives dv and the sums of
 dbeta. Two more walks over the states give the rest (`states`): forward in time dq and the
@@ -233,9 +234,13 @@ class Walk:
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         transposed_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_k))
+        bounds_at = scratch.take(shape.bounds_bytes)
         makes_matrices = shape.walk_makes_matrices(keep=keep)
         matrices_bytes = 0 if makes_matrices else Left.matrices_bytes(shape)
-        left = Left.of(shape, of_backward) if keep else Left(scratch.take(matrices_bytes))
+        if keep:
+            left = Left.of(shape, of_backward)
+        else:
+            left = Left(scratch.take(matrices_bytes), leads=scratch.take(shape.leads_bytes))
         matrices = shape.matrices_at(left.matrices)
         # of v's dtype because that need not be said to torch, which is half of the time
         self._scratch_size, self._kept_size = (x.bytes // core.v.itemsize for x in (scratch, of_backward))
@@ -248,16 +253,18 @@ class Walk:
         writes = operand_at(left.writes, dense) if keep else NO_OPERAND
         walk = kernel.forward(
             of, q, k, v, operand_at(o_at, o.written), writes, *gates, matrices, at.initial_state, last_at,
-            carried_at, left.borders, core.scale, shape.forward_walkers, shape.makers, makes_matrices,
+            carried_at, left.leads, left.borders, core.scale, shape.forward_walkers, shape.makers,
+            makes_matrices,
         )  # fmt: skip
         before: list[Launch] = []
         if not shape.makers and not makes_matrices:
-            before.append(kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale))
+            before.append(kernel.matrices(whole, q, k, *gates, matrices[:2], core.scale, bounds_at))
         if carried_at:
             maps = (left.maps, transposed_at)
             before += [
-                kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, maps),
-                kernel.carry(of, carried_at, transposed_at, left.borders),
+                kernel.leads(of, bounds_at, left.leads, shape.longest_lead, keep),
+                kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, left.leads, maps),
+                kernel.carry(of, carried_at, left.leads, transposed_at, left.borders),
             ]
         self._launches = Launches.of(kernel, [*before, walk])
 
@@ -303,6 +310,7 @@ class Walks:
         d_borders = 0 if shape.makes_right else shape.borders  # a right walk begins there
         d_borders_at = scratch.take(shape.states_bytes(d_borders, shape.dim_v))
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
+        leads = left.leads + shape.leads_bytes if carried_at else 0  # behind the segments
         of = shape.with_offsets(at.cu_seqlens, shape.split)
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k = operand_at(at.q, core.q), operand_at(at.k, core.k)
@@ -312,15 +320,15 @@ class Walks:
             launches += [
                 kernel.mirror(
                     of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
-                    carried_at, 0, core.scale, shape.mirror_walkers, True, NO_OPERAND, (0, 0, 0),
+                    carried_at, leads, 0, core.scale, shape.mirror_walkers, True, NO_OPERAND, (0, 0, 0),
                 ),
-                kernel.carry(of, carried_at, left.maps, d_borders_at),
+                kernel.carry(of, carried_at, leads, left.maps, d_borders_at),
             ]  # fmt: skip
 
         def mirror(right: Operand, sums: tuple[int, int, int]) -> Launch:
             return kernel.mirror(
                 of, q, k, dout, writes, dv, *gates, matrices, parts_at, dht_at, dh0_at,
-                carried_at, d_borders_at, core.scale, shape.mirror_walkers, False, right, sums,
+                carried_at, leads, d_borders_at, core.scale, shape.mirror_walkers, False, right, sums,
             )  # fmt: skip
 
         # the walks over the states leave the results, or parts of them that are added up

@@ -1,10 +1,11 @@
 """Into how many segments the walks of the forward and of its mirror cut a sequence, so that a few long
 sequences fill the GPU, too.
 
-A split costs two more launches: walks that leave what each segment makes of the state, a matrix and a state,
-and a small kernel that carries the states over the segments. A has to be there before, so that no makers
-run beside a walk. The backward has A and M from the forward and makes the states alone, so that a split pays
-there where it pays in the forward.
+A split costs three more launches. A small one tells how many chunks ahead of its segment a walk has to
+begin. For heads where these are too many, walks leave what each segment makes of the state, a matrix and a
+state, and a small kernel carries the states over the segments. The costs are those of such heads. A has to be
+there before, so that no makers run beside a walk. The backward has A and M from the forward and makes the
+states alone, so that a split pays there where it pays in the forward.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def segment_chunks(
         waves = waves_of(pairs * mapping, multiprocessors)
         mapped = waves * length * (_MAPPED if waves == 1 else _MAPPED_IN_WAVES)
         carried = _CARRIED * max(waves_of(pairs * slices.values, multiprocessors), 1) * (segments - 2)
-        return made + mapped + carried + walked(segments, length) + 3 * _LAUNCH
+        return made + mapped + carried + walked(segments, length) + 4 * _LAUNCH
 
     dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
     whole = forward(pairs, chunks, dims, group, tuple(_WALKED), machine).time + _LAUNCH
