@@ -110,9 +110,8 @@ template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stre
     constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
     if (p.right.dk.data) {
         if constexpr (TFLA_DIM_K == 128) {
-            if (p.walkers != 2 || p.carried)
-                throw std::runtime_error(
-                    "delta_mirror: two walkers of whole sequences make the right part of dk");
+            if (p.walkers != 2)
+                throw std::runtime_error("delta_mirror: two walkers make the right part of dk");
             if (p.right.whole)
                 launch_mirror<MirrorConfig<T, 128, 2, kSchedule, MirrorMakes::right_part_and_sums>>(p,
                                                                                                     stream);

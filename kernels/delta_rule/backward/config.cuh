@@ -79,7 +79,9 @@ struct RightTask : WalkTask {
         RightTask found{task, slice, slice * right.part_count, 0, -1, nullptr, nullptr, nullptr};
         if constexpr (!C::kMakesSums) return found;
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
-        found.first_anchor = 1, found.last_anchor = task.chunks - 1;
+        // before each chunk of the sequence behind its first one
+        const bool is_last = task.number == task.segments - 1;
+        found.first_anchor = 1, found.last_anchor = task.last_own + !is_last;
         found.whole = right.whole + head * g.seq + task.first_row;
         found.inter = right.inter + head * g.slots + task.first_slot;
         found.anchors = right.anchors + head * right.anchor_slots * right.parts() * C::kAnchorUnits;

@@ -87,18 +87,19 @@ __device__ inline void store_gradients(const MirrorGlobals& g, MirrorMemory<C>& 
         const auto [slot, phase] = Use<C::kStages>(step);
         MirrorStage<C>& stage = smem.stages[slot];
         wait(smem.out_ready[walker][slot], phase);
-        if (C::kMakesRight || smem.task.owns(chunk))
+        if (smem.task.owns(chunk)) {
             store_chunk(task, g.packed(), g.dv, &stage.douts[walker], chunk,
                         [&](const TensorMap& map, uint32_t from, int row) {
                             map.store_panel(from, column_of_walker(task, walker), row, task.head, task.batch);
                         });
-        if constexpr (C::kMakesRight) {
-            const RightGlobals& right = g.right;
-            const int head = task.head * right.slices + smem.task.slice;
-            store_chunk(task, g.packed(), right.dk, stage.queries.data[walker], chunk,
-                        [&](const TensorMap& map, uint32_t from, int row) {
-                            map.store_panel(from, walker * kWalkerColumns, row, head, task.batch);
-                        });
+            if constexpr (C::kMakesRight) {
+                const RightGlobals& right = g.right;
+                const int head = task.head * right.slices + smem.task.slice;
+                store_chunk(task, g.packed(), right.dk, stage.queries.data[walker], chunk,
+                            [&](const TensorMap& map, uint32_t from, int row) {
+                                map.store_panel(from, walker * kWalkerColumns, row, head, task.batch);
+                            });
+            }
         }
         wait_stores_read();
         arrive_warp(smem.out_read[slot]);

@@ -90,7 +90,7 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     W::add_columns(right, keys, smem.erasures, false);
     warpgroup::mma_async_wait<0>();  // 5
     pin(right), pin_all(queries), pin_all(keys);
-    if (C::kMakesSums && column() < g.dim_k)
+    if (C::kMakesSums && column() < g.dim_k && task.owns(chunk))
         store_sums(g.right, task, chunk, part(), fresh_laneid(), through, of_keys);
     W::store(columns_of(stage.queries), right);
     fence_async_proxy();

@@ -152,7 +152,7 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             float* const sums = g.dbeta + part +
                                 (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
                                 task.first_row + chunk * kChunk;
-            if (column() < g.dim_v && (C::kMakesRight || task.owns(chunk)))
+            if (column() < g.dim_v && task.owns(chunk))
                 store_token_sums(
                     sums, task.tokens - chunk * kChunk, fresh_laneid(),
                     [&](int j, int k) {

@@ -104,11 +104,11 @@ class SumsOfWalk:
         after = x.floats(others[0], *size).fill_(self.FILL)
         x.floats(others[0] + after.numel() * after.itemsize, *size).fill_(self.FILL)
 
-    def add(self, row: int, t: int, products: Tensor) -> None:
-        """The products [HV, K] of a token."""
+    def add(self, row: int, t: int, products: Tensor, heads: Tensor | slice = slice(None)) -> None:
+        """The products [heads, K] of a token."""
         if self._whole is not None:
-            sums = [part.sum(-1) for part in products.split(PART, -1)]
-            self._whole[: self._parts, row, :, t] = torch.stack(sums)
+            for part, columns in enumerate(products.split(PART, -1)):
+                self._whole[part, row, heads, t] = columns.sum(-1)
 
 
 class Kernel(PreparedLaunches):
@@ -434,7 +434,7 @@ class Kernel(PreparedLaunches):
             dbeta = x.floats(x.of.dbeta, parts, x.batch, x.heads, x.seq)
         right = x.right_parts(x.of.right_dk)
         if right is not None:
-            assert x.of.walkers == 2 and 64 < x.dim_k <= 128 and not x.of.carried and not x.of.states_alone
+            assert x.of.walkers == 2 and 64 < x.dim_k <= 128 and not x.of.states_alone
         assert right is not None or not any(x.of.right_sums)
         sums = SumsOfWalk(x, x.of.right_sums, is_first=True)
         d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
@@ -468,11 +468,11 @@ class Kernel(PreparedLaunches):
                         for part in range(parts):
                             columns = products[:, PART * part : PART * (part + 1)]
                             dbeta[part, row, heads, t] = columns.sum(-1)
-                    if right is not None:
-                        products = state * (by * writes[row, t])[:, None]
+                    if right is not None and t in piece.tokens:
+                        products = state * (by * writes[row, t, heads])[:, None]
                         of_slices = torch.stack([y.sum(-1) for y in products.split(STATES_SLICE, -1)], 1)
-                        right[row, t] = of_slices
-                        sums.add(row, t, key * of_slices.sum(1))
+                        right[row, t, heads] = of_slices.to(right.dtype)
+                        sums.add(row, t, key * of_slices.sum(1), heads)
                     state = state - torch.einsum("hk,hv->hkv", key, by * du)
                     state = state * g[row, t, heads, None, None].exp()
                     own, is_own = t - piece.start, piece.tokens.start < t <= piece.tokens.stop

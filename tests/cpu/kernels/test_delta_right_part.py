@@ -18,7 +18,7 @@ from tfla_tk.core.layout import ADDRESS_BITS
 
 from .addresses import at_odd_address
 from .delta_emulation import Kernel, launch_delta_instead
-from .test_delta_launch import check, cotangents, draw
+from .test_delta_launch import check, cotangents, draw, split_into
 
 
 @pytest.fixture(params=[True, False], ids=["made", "walked"])
@@ -72,6 +72,21 @@ def test_results_that_are_added_up(
 ) -> None:
     check(draw(dims, group=group, gate=gate, packed=packed, tokens=70))
     assert names_of(kernel) == walks(made)
+
+
+@pytest.mark.parametrize("longest", [0, 1], ids=["carried", "leads"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_split_sequences(
+    group: int, packed: bool, longest: int, made: bool, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the chunks that are walked ahead of a segment nothing is left."""
+    split_into(monkeypatch, 1, longest)
+    core = draw((96, 80), group=group, packed=packed)
+    assert core.g is not None
+    check(core._replace(g=core.g - 2))
+    assert [name for name in names_of(kernel)[1:]] == walks(made)
+    assert any((leads > 0).any() for leads in kernel.made_leads) == (longest > 0)
 
 
 def test_a_decay_whose_gradient_is_not_wanted(made: bool, kernel: Kernel) -> None:

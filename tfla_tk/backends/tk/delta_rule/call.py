@@ -138,11 +138,9 @@ class Shape(NamedTuple):
 
     @property
     def longest_lead(self) -> int:
-        """Chunks. Where other heads are carried, a lead is walked beside these launches, so it is short: a
-        quarter of a segment, half of the shortest segments that have leads; 0 where all heads are carried."""
+        """Chunks that the walks of a split may begin ahead."""
         assert self.split is not None
-        pieces = self.split.chunks // SEGMENT_CHUNKS
-        return max(pieces // 4, min(pieces - 1, 1)) * SEGMENT_CHUNKS
+        return costs.longest_lead(self.split.chunks)
 
     def states_bytes(self, slots: int, dim: int) -> int:
         """Of so many states."""
@@ -242,11 +240,12 @@ class Shape(NamedTuple):
         """Whether the mirror makes the right part of dk, so that there is no right walk. It pays where memory
         bounds the speed: where CTAs of two walkers fill most multiprocessors. Packed sequences are taken to
         have tokens, all alike."""
-        if self.batch_invariant or self.split is not None:
+        if self.batch_invariant:
             return False
         if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.dim_v <= WALKER_COLUMNS:
             return False
-        ctas = self.sequences * self.heads * -(-self.dim_v // (2 * WALKER_COLUMNS))
+        segments = (self.split or self.uncut).segments
+        ctas = segments * self.heads * -(-self.dim_v // (2 * WALKER_COLUMNS))
         return ctas >= _FILLED * multiprocessors(self.device)
 
     @property

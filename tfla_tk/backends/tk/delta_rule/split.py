@@ -3,7 +3,8 @@ sequences fill the GPU, too.
 
 A split costs three more launches. A small one tells how many chunks ahead of its segment a walk has to
 begin. For heads where these are too many, walks leave what each segment makes of the state, a matrix and a
-state, and a small kernel carries the states over the segments. The costs are those of such heads. A has to be
+state, and a small kernel carries the states over the segments. The costs are those of calls where every
+second head is carried and the others have leads of one segment of the walks over the states. A has to be
 there before, so that no makers run beside a walk. The backward has A and M from the forward and makes the
 states alone, so that a split pays there where it pays in the forward.
 """
@@ -160,6 +161,14 @@ def forward(
     return min((run for count in walkers for run in runs(count)), key=lambda run: run.time)
 
 
+def longest_lead(chunks: int) -> int:
+    """Of walks of a split into segments of so many chunks. Where other heads are carried, a lead is walked
+    beside these launches, so it is short: a quarter of a segment, half of the shortest segments that have
+    leads; 0 where all heads are carried."""
+    pieces = chunks // SEGMENT_CHUNKS
+    return max(pieces // 4, min(pieces - 1, 1)) * SEGMENT_CHUNKS
+
+
 @functools.lru_cache(maxsize=4096)
 def segment_chunks(
     sequences: int, tokens: int, heads: int, group: int, slices: Slices, machine: Machine
@@ -170,23 +179,29 @@ def segment_chunks(
         tokens: of each sequence.
     """
     chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
-    made = _MADE_BEFORE[2] * chunks * pairs / multiprocessors
+    dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
+    of_all = _Chunks(pairs, dims, group, machine)
 
     def walked(segments: int, length: int) -> float:
-        return min(
-            waves_of(pairs * segments * -(-slices.values // walkers), multiprocessors) * length * of_chunk
-            for walkers, of_chunk in _WALKED.items()
-        )
+        """The matrices and the walk of so many segments."""
+
+        def time(walkers: int) -> float:
+            matrices = matrices_before(dims[0], walkers, 0)
+            waves = waves_of(segments * of_all.ctas(walkers), multiprocessors)
+            walk = max(waves * length * _WALKED[walkers], chunks * of_all.moved(matrices))
+            return chunks * of_all.made_before(matrices) + walk
+
+        return min(map(time, _WALKED))
 
     def split(length: int) -> float:
-        segments = -(-chunks // length)
+        segments, lead = -(-chunks // length), longest_lead(length)
+        carried = -(-pairs // 2) if lead else pairs
         mapping = (segments - 2) * -(-sum(slices) // _WALKERS) + -(-slices.values // _WALKERS)
-        waves = waves_of(pairs * mapping, multiprocessors)
+        waves = waves_of(carried * mapping, multiprocessors)
         mapped = waves * length * (_MAPPED if waves == 1 else _MAPPED_IN_WAVES)
-        carried = _CARRIED * max(waves_of(pairs * slices.values, multiprocessors), 1) * (segments - 2)
-        return made + mapped + carried + walked(segments, length) + 4 * _LAUNCH
+        carrying = _CARRIED * max(waves_of(carried * slices.values, multiprocessors), 1) * (segments - 2)
+        return mapped + carrying + walked(segments, length + min(lead, SEGMENT_CHUNKS)) + 4 * _LAUNCH
 
-    dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
     whole = forward(pairs, chunks, dims, group, tuple(_WALKED), machine).time + _LAUNCH
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
