@@ -35,6 +35,9 @@ template <int kPairs> __device__ inline void pin(float2 (&pairs)[kPairs]) {
     for (auto& pair : pairs) asm volatile("" : "+f"(pair.x), "+f"(pair.y)::"memory");
 }
 
+// The same for a pointer.
+template <class X> __device__ inline void pin(X*& pointer) { asm volatile("" : "+l"(pointer)::"memory"); }
+
 // Marks a tile's values as dead (no instruction), before a GEMM that overwrites them.
 // NOTES: a wgmma's accumulators are read-write operands, so the old values would otherwise stay live up to
 // it.

@@ -33,7 +33,7 @@ __device__ inline void make_scores(const Globals& g, Memory& smem) {
             rt_fl<16, kKeys> scores;
             issue_scores<T, C::kDimK>(scores, stage.queries, stage.keys, first_key);  // 2
             // NOTES: the gates are loaded while the GEMM runs
-            const ReadGates<kKeys> gates(smem.gates_of(slot).log2_decay, g.scale, first_key, warp);  // 3
+            ReadGates<kKeys> gates(smem.gates_of(slot).log2_decay, g.scale, first_key, warp);  // 3
             warpgroup::mma_async_wait<0>();
             pin(scores);
             gates.apply(scores, 0, tokens);
@@ -42,9 +42,10 @@ __device__ inline void make_scores(const Globals& g, Memory& smem) {
                 using Values = typename C::Values;
                 issue_scores<T, C::kDimV>(scores, reinterpret_cast<const Values&>(stage.douts),
                                           reinterpret_cast<const Values&>(stage.writes), first_key);
+                gates.turn_to_writes(smem.gates_of(slot).rest);
                 warpgroup::mma_async_wait<0>();
                 pin(scores);
-                gates.template apply_to_writes<false>(scores, smem.gates_of(slot).rest);
+                gates.template apply_to_writes<false>(scores);
                 store_panels<T, kChunk>(shared_address(&stage.reads), 16 * warp, scores, first_key / 16);
             }
         }

@@ -53,6 +53,11 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
         if constexpr (kSequential) warpgroup::mma_async_wait<0>();
     };
 
+    // NOTES: what is read of the task takes some 300 cycles beside GEMMs, so it is read ahead
+    uint4* anchor = nullptr;
+    if (C::kMakesSums && is_anchor(task, chunk + 1) && column() < g.dim_k)
+        anchor = anchor_units<C>(task, anchor_part(g.right, task, chunk + 1, part()), fresh_laneid());
+    pin(anchor);
     meet_walkers<C>();  // 1
     rt_fl<16, kHalf> erasures;
     typename W::Fragment state[W::kStateSteps];  // dS, rounded
@@ -62,18 +67,15 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     const uint32_t of_walker = shared_address(smem.gradient.data[walker()]) + transposed_lane_offset(warp());
     each<0, W::kStateSteps>(
         [&](int k) { load_transposed(state[k], of_walker + 16 * k * kPanelColumns * sizeof(T)); });
-    if (C::kMakesSums && is_anchor(task, chunk + 1) && column() < g.dim_k) {
-        const int anchor = anchor_part(g.right, task, chunk + 1, part());
-        store_anchor<C>(anchor_units<C>(task, anchor, fresh_laneid()), state);
-    }
+    if (anchor) store_anchor<C>(anchor, state);
     W::template wait_but<kSequential ? 0 : 1>();
     pin_own();
     W::read_state(right, state, writes);
-    // NOTES: read while the GEMMs run
-    const ReadGates<kHalf> between(gates.log2_decay, -1.f, kHalf * walker(), warp());  // 3
-    W::template wait_but<kSequential ? 0 : W::kStateSteps>();
+    ReadGates<kHalf> between(gates.log2_decay, -1.f, kHalf * walker(), warp());
+    between.turn_to_writes(gates.rest);
+    W::template wait_but<kSequential ? 0 : W::kStateSteps>();  // 3
     pin(erasures);
-    between.template apply_to_writes<true>(erasures, gates.rest);
+    between.template apply_to_writes<true>(erasures);
     store_panels<T, kChunk>(shared_address(&smem.erasures), 16 * warp(), erasures, kHalf / 16 * walker());
     typename W::Factors queries, keys;
     W::load(queries, columns_of(stage.queries)), W::load(keys, columns_of(stage.keys));
@@ -88,10 +90,13 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
         W::scale(right, gates.right);
     W::add_columns(right, queries, stage.reads, true);
     W::add_columns(right, keys, smem.erasures, false);
+    SumsOfPart sums;
+    if (C::kMakesSums && column() < g.dim_k && task.owns(chunk))
+        sums = SumsOfPart::of(g.right, task, chunk, part(), fresh_laneid(), through);
+    sums.pin();
     warpgroup::mma_async_wait<0>();  // 5
     pin(right), pin_all(queries), pin_all(keys);
-    if (C::kMakesSums && column() < g.dim_k && task.owns(chunk))
-        store_sums(g.right, task, chunk, part(), fresh_laneid(), through, of_keys);
+    if (sums.whole) sums.store(fresh_laneid(), of_keys);
     W::store(columns_of(stage.queries), right);
     fence_async_proxy();
 }

@@ -11,13 +11,15 @@ constexpr int kStrengthThreads = 256;
 static __global__ __launch_bounds__(kStrengthThreads) void delta_strength_kernel(
     const __grid_constant__ DeltaStrengthParams p) {
     const DeltaShape& s = p.shape;
-    const int64_t heads = static_cast<int64_t>(s.batch) * s.heads, all = heads * s.seq;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kStrengthThreads + threadIdx.x;
-    if (index >= all) return;
-    float sum = p.sums[index];
-#pragma unroll 4
-    for (int part = 1; part < p.parts; part++) sum += p.sums[part * all + index];
-    const int64_t token = index % s.seq, head = index / s.seq % s.heads, batch = index / s.seq / s.heads;
+    const int tiles = (s.seq + kStrengthThreads - 1) / kStrengthThreads;
+    const int token = blockIdx.x % tiles * kStrengthThreads + threadIdx.x;
+    if (token >= s.seq) return;
+    const int batch_head = blockIdx.x / tiles, head = batch_head % s.heads, batch = batch_head / s.heads;
+    const int64_t all = static_cast<int64_t>(s.batch) * s.heads * s.seq;
+    const float* const sums = p.sums + static_cast<int64_t>(batch_head) * s.seq + token;
+    float sum = sums[0];
+#pragma unroll 8
+    for (int part = 1; part < p.parts; part++) sum += sums[part * all];
     store_gate(p.dbeta,
                batch * p.dbeta.batch_stride + head * p.dbeta.head_stride + token * p.dbeta.row_stride, sum);
 }
@@ -25,8 +27,8 @@ static __global__ __launch_bounds__(kStrengthThreads) void delta_strength_kernel
 inline void launch_strength(const DeltaStrengthParams& p, cudaStream_t stream) {
     const DeltaShape& s = p.shape;
     const DeviceGuard guard(s.device, "delta_strength");
-    const std::int64_t all = static_cast<std::int64_t>(s.batch) * s.heads * s.seq;
-    const std::int64_t ctas = (all + kStrengthThreads - 1) / kStrengthThreads;
+    const std::int64_t tiles = (s.seq + kStrengthThreads - 1) / kStrengthThreads;
+    const std::int64_t ctas = tiles * s.batch * s.heads;
     launch<delta_strength_kernel>(p, grid_of(ctas, 1, "delta_strength"), kStrengthThreads, s.device, stream,
                                   "delta_strength");
 }

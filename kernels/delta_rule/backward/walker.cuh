@@ -5,7 +5,7 @@
 //   2. Issue (P^T dO)^T = dO^T P and X^T = dS^T K^T.
 //   3. Wait for dO^T P. Scale dO^T by s e^b and issue dS^T += dO^T Q.
 //   4. Wait for X. dU^T = e^{b_L - b} X^T + (P^T dO)^T in the place of X^T; round beta dU^T.
-//   5. Issue dY^T = dU^T + (beta dU^T) A. Load the writes under it.
+//   5. Issue dY^T = dU^T + (beta dU^T) A.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
 //   8. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
@@ -13,7 +13,8 @@
 //   9. Wait for dS; hand the stage over.
 // A walk that leaves states alone has no step 8. One that makes the right part of dk hands on dS^T in step 1
 // and makes it before step 9 (right_part.cuh). If it leaves the sums for dg, step 7 also adds what rounding
-// has dropped of s e^b dO^T: the left walk sums products with exact factors (sums.cuh).
+// has dropped of s e^b dO^T: the left walk sums products with exact factors (sums.cuh). It is made under the
+// GEMMs of step 5.
 #pragma once
 
 #include "delta_rule/backward/config.cuh"
@@ -123,7 +124,24 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         multiply_square(x, rounded, stage.a, true);  // 5
+        std::conditional_t<C::kMakesSums, Fragment[kTokenSteps], Nothing> rest;
+        if constexpr (C::kMakesSums) {
+            load_tokens(rest, stage.douts[walker]);
+            scale_tokens(rest, LateFactors(gates.out, fresh_laneid()), [](float2 x) {
+                const float2 high = to_float2(from_float2<T2>(x));
+                return float2{x.x - high.x, x.y - high.y};
+            });
+            pin_all(rest);
+        }
         const LaneFactors minus_read(gates.minus_read, fresh_laneid());
+        float* sums = nullptr;  // where those of this chunk and warp go
+        if constexpr (!C::kStatesAlone) {
+            if (column() < g.dim_v && task.owns(chunk))
+                sums = g.dbeta + column() / 16 * g.dbeta_part +
+                       (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq + task.first_row +
+                       chunk * kChunk;
+            pin(sums);
+        }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
@@ -133,26 +151,15 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             });
         });
         add_to_state(rounded, stage.keys);
-        std::conditional_t<C::kMakesSums, Fragment[kTokenSteps], Nothing> rest;
-        if constexpr (C::kMakesSums) {
-            load_tokens(rest, stage.douts[walker]);
-            scale_tokens(rest, LateFactors(gates.out, fresh_laneid()), [](float2 x) {
-                const float2 high = to_float2(from_float2<T2>(x));
-                return float2{x.x - high.x, x.y - high.y};
-            });
+        if constexpr (C::kMakesSums)
             add_to_state([&](int j) -> Fragment& { return rest[j]; }, stage.queries, false);
-        }
         auto pin_own = [&] {
             pin(state), pin_rounded();
             if constexpr (C::kMakesSums) pin_all(rest);
         };
         if constexpr (!C::kStatesAlone) {
             load_tokens(tokens, stage.writes[walker]);  // 8
-            const int64_t part = column() / 16 * g.dbeta_part;
-            float* const sums = g.dbeta + part +
-                                (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
-                                task.first_row + chunk * kChunk;
-            if (column() < g.dim_v && task.owns(chunk))
+            if (sums)
                 store_token_sums(
                     sums, task.tokens - chunk * kChunk, fresh_laneid(),
                     [&](int j, int k) {

@@ -88,9 +88,9 @@ struct LaneTokens {
     }
 };
 
-// RowSums of one chunk, by one warp: the sums of the lane's tokens, of the first slices, and the chunk's
-// sums, one slice per lane. NOTES: the constructor issues all loads and the additions come later, since
-// waiting for one load after the other would be most of this kernel's time.
+// RowSums of one chunk, by one warp: the sums of the lane's tokens, a few slices at a time, and the chunk's
+// sums, one slice per lane. NOTES: the constructor issues the loads of the first slices and the additions
+// come later, since waiting for one load after the other would be most of this kernel's time.
 struct ChunkSums {
     static constexpr int kAhead = 4;  // slices
     const float* whole;
@@ -109,8 +109,7 @@ struct ChunkSums {
           inter_stride(static_cast<int64_t>(g.batch) * g.heads * g.slots),
           slices(sums.slices),
           lane(lane) {
-#pragma unroll
-        for (int slice = 0; slice < kAhead; slice++) ahead[slice] = of_tokens(slice);
+        load(0);
         const int own = fresh_laneid();
         if (own < slices && chunk < tile.chunks) lane_inter = inter[own * inter_stride];
     }
@@ -119,14 +118,20 @@ struct ChunkSums {
         return slice < slices ? lane.load(whole + slice * whole_stride, 0.f) : float2{0.f, 0.f};
     }
 
-    // Sums of the lane's tokens over all slices, in their order.
-    __device__ inline float2 rows() const {
-        float2 sum{0.f, 0.f};
-        auto add = [&](float2 x) { sum = {sum.x + x.x, sum.y + x.y}; };
+    // Those of kAhead slices.
+    __device__ inline void load(int first) {
 #pragma unroll
-        for (const float2& x : ahead) add(x);
+        for (int n = 0; n < kAhead; n++) ahead[n] = of_tokens(first + n);
+    }
+    // Sums of the lane's tokens over all slices, in their order.
+    __device__ inline float2 rows() {
+        float2 sum{0.f, 0.f};
 #pragma unroll 1
-        for (int slice = kAhead; slice < slices; slice++) add(of_tokens(slice));
+        for (int first = 0; first < slices; first += kAhead) {
+            if (first > 0) load(first);
+#pragma unroll
+            for (const float2& x : ahead) sum = {sum.x + x.x, sum.y + x.y};
+        }
         return sum;
     }
     // The chunk's sum over all slices, by a whole warp.
@@ -269,7 +274,7 @@ __global__ __launch_bounds__(kTileThreads,
         };
     };
     const float2 i = P::input(loader(g.i)), f = P::forget(loader(g.f));
-    const ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
+    ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
     float m_in = 0.f;
     if (P::kStabilised && chunk < tile.chunks) {
         const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;

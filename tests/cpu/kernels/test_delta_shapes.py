@@ -204,6 +204,19 @@ def test_others_are_left_whole(hopper: None) -> None:
     assert shape_of(1, 65536, dim=256).split is None
 
 
+def test_without_gates_every_head_is_carried(hopper: None) -> None:
+    """So a split costs more, and is never cut into shorter segments for it."""
+    split_ones = 0
+    for heads, seq in itertools.product((1, 2, 4, 8, 16, 32), (4096, 8192, 16384, 32768, 65536, 131072)):
+        gated, ungated = (shape_of(1, seq, heads=heads)._replace(decays=x) for x in (True, False))
+        if ungated.split is None:
+            continue
+        split_ones += 1
+        assert gated.split is not None and gated.split.chunks <= ungated.split.chunks
+        assert ungated.longest_lead == 0
+    assert split_ones > 8
+
+
 def test_more_multiprocessors_take_shorter_segments(hopper: None) -> None:
     """Or as long ones."""
     for heads, seq in itertools.product((1, 2, 4, 8, 16), (8192, 16384, 65536)):

@@ -56,6 +56,7 @@ class Shape(NamedTuple):
     packed_64bit: bool
     packed: bool
     batch_invariant: bool = False
+    decays: bool = True  # has gates; else every head of a split is carried
 
     @staticmethod
     def of(core: DeltaRuleCore) -> Shape:
@@ -76,6 +77,7 @@ class Shape(NamedTuple):
             packed_64bit=offsets is not None and offsets.dtype == torch.int64,
             packed=offsets is not None,
             batch_invariant=core.batch_invariant,
+            decays=core.g is not None,
         )
 
     @property
@@ -91,7 +93,8 @@ class Shape(NamedTuple):
         # the host does not know the lengths of packed sequences
         tokens = -(-self.seq // self.sequences) if self.packed else self.seq
         slices = costs.Slices(*(-(-dim // WALKER_COLUMNS) for dim in (self.dim_v, self.dim_k)))
-        length = costs.segment_chunks(self.sequences, tokens, self.heads, self.group, slices, self.machine)
+        sizes = self.sequences, tokens, self.heads, self.group
+        length = costs.segment_chunks(*sizes, slices, self.machine, self.decays)
         return None if length is None else self.cut_into(length)
 
     def cut_into(self, chunks: int) -> Cut:
@@ -140,7 +143,7 @@ class Shape(NamedTuple):
     def longest_lead(self) -> int:
         """Chunks that the walks of a split may begin ahead."""
         assert self.split is not None
-        return costs.longest_lead(self.split.chunks)
+        return costs.longest_lead(self.split.chunks, self.decays)
 
     def states_bytes(self, slots: int, dim: int) -> int:
         """Of so many states."""

@@ -4,9 +4,9 @@ sequences fill the GPU, too.
 A split costs three more launches. A small one tells how many chunks ahead of its segment a walk has to
 begin. For heads where these are too many, walks leave what each segment makes of the state, a matrix and a
 state, and a small kernel carries the states over the segments. The costs are those of calls where every
-second head is carried and the others have leads of one segment of the walks over the states. A has to be
-there before, so that no makers run beside a walk. The backward has A and M from the forward and makes the
-states alone, so that a split pays there where it pays in the forward.
+second head is carried, without gates every head, and the others have leads of one segment of the walks over
+the states. A has to be there before, so that no makers run beside a walk. The backward has A and M from the
+forward and makes the states alone, so that a split pays there where it pays in the forward.
 """
 
 from __future__ import annotations
@@ -161,22 +161,35 @@ def forward(
     return min((run for count in walkers for run in runs(count)), key=lambda run: run.time)
 
 
-def longest_lead(chunks: int) -> int:
+def longest_lead(chunks: int, decays: bool) -> int:
     """Of walks of a split into segments of so many chunks. Where other heads are carried, a lead is walked
     beside these launches, so it is short: a quarter of a segment, half of the shortest segments that have
-    leads; 0 where all heads are carried."""
+    leads; 0 where all heads are carried.
+
+    Args:
+        decays: whether there are gates.
+    """
+    if not decays:
+        return 0
     pieces = chunks // SEGMENT_CHUNKS
     return max(pieces // 4, min(pieces - 1, 1)) * SEGMENT_CHUNKS
 
 
 @functools.lru_cache(maxsize=4096)
 def segment_chunks(
-    sequences: int, tokens: int, heads: int, group: int, slices: Slices, machine: Machine
+    sequences: int,
+    tokens: int,
+    heads: int,
+    group: int,
+    slices: Slices,
+    machine: Machine,
+    decays: bool = True,
 ) -> int | None:
     """Chunks of a segment, a multiple of SEGMENT_CHUNKS; None where sequences are better left whole.
 
     Args:
         tokens: of each sequence.
+        decays: whether there are gates. Without, no head forgets.
     """
     chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
     dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
@@ -194,7 +207,7 @@ def segment_chunks(
         return min(map(time, _WALKED))
 
     def split(length: int) -> float:
-        segments, lead = -(-chunks // length), longest_lead(length)
+        segments, lead = -(-chunks // length), longest_lead(length, decays)
         carried = -(-pairs // 2) if lead else pairs
         mapping = (segments - 2) * -(-sum(slices) // _WALKERS) + -(-slices.values // _WALKERS)
         waves = waves_of(carried * mapping, multiprocessors)
