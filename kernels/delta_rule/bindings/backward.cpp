@@ -93,8 +93,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           py::arg("right_sums"),
           "Prepares the walk from the last chunk to the first; d_last, d_initial and borders: 0 for none; "
           "carried, leads: 0 but for the one that a split has; states_alone: it leaves those alone; "
-          "right_dk: the right parts "
-          "of dk, address 0 where it does not make them; right_sums: whole, inter, anchors, 0 for none.");
+          "right_dk: the right parts of dk, address 0 where it does not make them; "
+          "right_sums: whole, inter, anchors, 0 for none.");
     def_carry<true>(m);
     m.def("combine", &combine, py::arg("shape"), py::arg("dq_parts"), py::arg("dk_parts"), py::arg("dq"),
           py::arg("dk"), "Prepares the sums of the parts of dq and dk.");

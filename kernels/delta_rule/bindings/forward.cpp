@@ -103,9 +103,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           "Prepares A of every chunk, and P and the bounds where their addresses are not 0.");
     m.def("leads", &leads, py::arg("shape"), py::arg("bounds"), py::arg("leads"), py::arg("longest"),
           py::arg("both"),
-          "Prepares the leads of a split's segments, int32 [2, segments, heads], from the bounds; both: else "
-          "only "
-          "those before the segments.");
+          "Prepares the leads of a split's segments, int32 [2, segments, heads], from the bounds; both: "
+          "else only those before the segments.");
     m.def("forward", &forward, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("o"),
           py::arg("writes"), py::arg("g"), py::arg("beta"), py::arg("matrices"), py::arg("initial"),
           py::arg("last"), py::arg("carried"), py::arg("leads"), py::arg("borders"), py::arg("scale"),
@@ -114,9 +113,8 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
           "zero; carried, leads: 0 but for the one that a split has.");
     m.def("maps", &maps, py::arg("shape"), py::arg("k"), py::arg("v"), py::arg("g"), py::arg("beta"),
           py::arg("a"), py::arg("initial"), py::arg("carried"), py::arg("leads"), py::arg("maps"),
-          "Prepares the walks that give what segments of carried heads make of the state; maps: M, 0: not "
-          "wanted, and M "
-          "transposed.");
+          "Prepares the walks that give what segments of carried heads make of the state; maps: M, 0: "
+          "not wanted, and M transposed.");
     def_carry<false>(m);
     m.def("inputs", &inputs, py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("unit_q"),
           py::arg("unit_k"), py::arg("beta"), py::arg("g"), py::arg("a_log"), py::arg("dt_bias"),

@@ -45,9 +45,8 @@ template <bool kBackward> void def_carry(pybind11::module_& m) {
                                                            pointer(borders), kBackward});
         },
         py::arg("shape"), py::arg("carried"), py::arg("leads"), py::arg("maps"), py::arg("borders"),
-        "Prepares what carries the states of heads without leads over the segments of a split; borders: 0 "
-        "for "
-        "none.");
+        "Prepares what carries the states of heads without leads over the segments of a split; "
+        "borders: 0 for none.");
 }
 
 }  // namespace tfla_tk
