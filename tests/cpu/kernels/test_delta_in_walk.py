@@ -15,7 +15,7 @@ from tfla_tk.core.layout import ADDRESS_BITS
 
 from .addresses import at_odd_address
 from .delta_emulation import Kernel, launch_delta_instead
-from .test_delta_launch import T, check, cotangents, draw, raw, split_into
+from .test_delta_launch import T, check, cotangents, draw, forget_calls, raw, split_into
 
 CALLS: list[dict[str, Any]] = [
     {},
@@ -39,12 +39,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 def draw_for(options: dict[str, Any], tokens: int = T) -> Any:
     return draw(**{"dims": (96, 128), "tokens": tokens, **options})
-
-
-def forget_calls() -> None:
-    """Has the next calls prepared anew."""
-    launch._forwards.clear()
-    launch._backwards.clear()
 
 
 def force(monkeypatch: pytest.MonkeyPatch, *, kept: bool, others: bool) -> None:

@@ -29,6 +29,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return launch_delta_instead(monkeypatch)
 
 
+def forget_calls() -> None:
+    """Has the next calls prepared anew."""
+    launch._forwards.clear()
+    launch._backwards.clear()
+
+
 def split_into(monkeypatch: pytest.MonkeyPatch, chunks: int | None, longest: int | None = None) -> None:
     """Have calls cut into segments of so many chunks, None: not at all.
 

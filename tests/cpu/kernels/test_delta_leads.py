@@ -18,7 +18,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK
 
 from .delta_emulation import CARRIED, Kernel, launch_delta_instead, uninitialised_memory_is_nan
-from .test_delta_launch import OFFSETS, SCALE, check, cotangents, draw, split_into
+from .test_delta_launch import OFFSETS, SCALE, check, cotangents, draw, forget_calls, split_into
 
 NEAR, SLOW = -1.2, -1e-3  # log decays of a token: a chunk forgets all or hardly anything
 NOISE = 2e-4  # of fp32 where results are rounded to 16 bits
@@ -43,8 +43,7 @@ def split(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> Split:
         if chunks is not None and longest is None:
             longest = max(chunks // (4 * kernel.whole_lead), 1) * kernel.whole_lead
         split_into(monkeypatch, chunks, longest)
-        launch._forwards.clear()
-        launch._backwards.clear()
+        forget_calls()
 
     return split
 

@@ -102,13 +102,21 @@ class _Chunks(NamedTuple):
         """Of a walk."""
         return self.pairs * -(-self.dims[1] // (walkers * WALKER_COLUMNS))
 
-    def waves(self, walkers: int) -> int:
-        return waves_of(self.ctas(walkers), self.machine.multiprocessors)
+    def waves(self, walkers: int, segments: int = 1) -> int:
+        return waves_of(segments * self.ctas(walkers), self.machine.multiprocessors)
 
-    def in_two_launches(self, walkers: int, *, keep: bool = False) -> float:
-        """The time of a launch that makes the matrices, and of the walk behind it."""
+    def in_two_launches(
+        self, walkers: int, *, keep: bool = False, segments: int = 1, share: float = 1.0
+    ) -> float:
+        """The time of a launch that makes the matrices, and of the walk behind it.
+
+        Args:
+            segments: of each sequence, walked at the same time.
+            share: of a sequence's chunks that each of them walks.
+        """
         matrices = matrices_before(self.dims[0], walkers, 0)
-        walked = max(self.waves(walkers) * _WALKED[walkers], self.moved(matrices, keep=keep))
+        of_walkers = self.waves(walkers, segments) * share * _WALKED[walkers]
+        walked = max(of_walkers, self.moved(matrices, keep=keep))
         return walked + self.made_before(matrices)
 
 
@@ -197,14 +205,8 @@ def segment_chunks(
 
     def walked(segments: int, length: int) -> float:
         """The matrices and the walk of so many segments."""
-
-        def time(walkers: int) -> float:
-            matrices = matrices_before(dims[0], walkers, 0)
-            waves = waves_of(segments * of_all.ctas(walkers), multiprocessors)
-            walk = max(waves * length * _WALKED[walkers], chunks * of_all.moved(matrices))
-            return chunks * of_all.made_before(matrices) + walk
-
-        return min(map(time, _WALKED))
+        runs = (of_all.in_two_launches(n, segments=segments, share=length / chunks) for n in _WALKED)
+        return chunks * min(runs)
 
     def split(length: int) -> float:
         segments, lead = -(-chunks // length), longest_lead(length, decays)
