@@ -51,11 +51,11 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     asked: list[bool] = []
 
     def force(made: bool) -> None:
-        def walk_makes_matrices(shape: Shape, *, keep: bool) -> bool:
-            asked.append(keep)
+        def walk_makes_matrices(shape: Shape) -> bool:
+            asked.append(shape.trains)
             return made
 
-        monkeypatch.setattr(Shape, "walk_makes_matrices", walk_makes_matrices)
+        monkeypatch.setattr(Shape, "walk_makes_matrices", property(walk_makes_matrices))
         for name, value in {"makers": 0, "walkers": 2, "forward_walkers": 2, "split": None}.items():
             monkeypatch.setattr(Shape, name, value)
         forget_calls()
@@ -288,7 +288,7 @@ def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, new
     shape = shape_of(x)
     if multiprocessors(shape.device) != 132:
         pytest.skip("other GPUs are filled by other calls")
-    assert all(shape.walk_makes_matrices(keep=keep) for keep in (False, True))
+    assert all(shape._replace(trains=x).walk_makes_matrices for x in (False, True))
     return x if request.param else ungated(x)
 
 
@@ -302,7 +302,7 @@ def test_batch_invariant_calls_have_the_bits_of_matrices_from_memory(
     given = cotangents(filling)
     with batch_invariant():
         found = both(filling, given=given)
-    monkeypatch.setattr(Shape, "walk_makes_matrices", lambda shape, *, keep: False)
+    monkeypatch.setattr(Shape, "walk_makes_matrices", False)
     forget_calls()
     with batch_invariant():
         assert_equal(found, both(filling, given=given))

@@ -196,7 +196,7 @@ def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int
         call = {name: torch.cat([t[:1], x[name], t[2:]]) for name, t in others.items()}
         of_gradients = {"dk", "dv", "dg", "dbeta", "dinitial_state"}
         but = of_gradients if batch == 150 and 64 < dims[0] <= 128 else set()
-        if shape_of(call).walk_makes_matrices(keep=True):
+        if shape_of(call)._replace(trains=True).walk_makes_matrices:
             but = but | {"dq"}
         assert same(call, slice(1, 2), slice(0, seq), 1, but), batch
     for before, behind in ((0, 300), (1111, 0), (2 * SEGMENT, 1)):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
-from tfla_tk.backends.tk.delta_rule import call, launch
+from tfla_tk.backends.tk.delta_rule import launch
+from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.call import Left, Shape
 from tfla_tk.backends.tk.prepared import Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
@@ -54,7 +55,7 @@ def split_every(monkeypatch: pytest.MonkeyPatch) -> Iterator[Split]:
         found = property(lambda shape: shape.cut_into(chunks)) if borders else None
         monkeypatch.setattr(Shape, "split", found)
         monkeypatch.setattr(Shape, "longest_lead", longest)
-        monkeypatch.setattr(call, "_FILLED", 0.0 if by_mirror else 1e6)
+        monkeypatch.setattr(costs, "_FILLED", 0.0 if by_mirror else 1e6)
         forget_calls()
 
     yield split_every
@@ -82,7 +83,7 @@ def leads_of(x: Tensors) -> tuple[Tensor, Tensor]:
     options = (1.0, False, False, False, False, "auto")
     core = DeltaRuleCore._make((*operands, None, None, initial, offsets, *options))
     _, _, found = launch.forward(core, output_final_state=False, keep=True)
-    shape, address = Shape.of(core), 1 << ADDRESS_BITS
+    shape, address = Shape.of(core, trains=True), 1 << ADDRESS_BITS
     assert found is not None and shape.split is not None
     kept = found.tensors[0]
     assert kept is not None
@@ -249,13 +250,13 @@ def test_nan_stays_in_its_head(by_mirror: bool, longest: int, split_every: Split
         assert torch.equal(found[name][:, :, ::2], expected[name][:, :, ::2]), name
 
 
-@pytest.mark.parametrize("heads", [2, 8])  # segments of one border and of several
+@pytest.mark.parametrize("heads", [2, 16])  # segments of one border and of several
 @pytest.mark.parametrize("gates", ["usual", "slow"])
 def test_a_call_that_is_split_by_itself(gates: str, heads: int) -> None:
     """As calls of its size are; and not where a sequence's bits may not follow from the call."""
     x = draw(1, 16 * SEGMENT_TOKENS, heads, gates=gates, states=False)
     sizes = (16 * SEGMENT_TOKENS, 128, 128)
-    shape = Shape(1, sizes[0] // 64, 1, heads, *sizes, 1, False, 0, False, False)
+    shape = Shape(1, sizes[0] // 64, 1, heads, *sizes, 1, False, 0, False, False, trains=True)
     assert shape.split is not None and (shape.longest_lead == 0) == (heads == 2)
     check(x, wider=OF_SLOW_GATES | {"dv": 8e-3} if gates == "slow" else None)
     are_carried = [bool((leads == CARRIED).any()) for leads in leads_of(x)]

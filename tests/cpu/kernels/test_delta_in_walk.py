@@ -43,7 +43,8 @@ def draw_for(options: dict[str, Any], tokens: int = T) -> Any:
 
 def force(monkeypatch: pytest.MonkeyPatch, *, kept: bool, others: bool) -> None:
     """Has walks make the matrices in calls for a backward and in others."""
-    monkeypatch.setattr(Shape, "walk_makes_matrices", lambda shape, *, keep: kept if keep else others)
+    made = property(lambda shape: kept if shape.trains else others)
+    monkeypatch.setattr(Shape, "walk_makes_matrices", made)
     forget_calls()
 
 
@@ -58,7 +59,7 @@ def test_both_directions(options: dict[str, Any], kernel: Kernel, monkeypatch: p
     sequences are served, too, but the rule does not choose it for them."""
     core = draw_for(options)
     shape = Shape.of(core)
-    assert {shape.walk_makes_matrices(keep=keep) for keep in (False, True)} == {not shape.packed}
+    assert {shape._replace(trains=x).walk_makes_matrices for x in (False, True)} == {not shape.packed}
     force(monkeypatch, kept=True, others=True)
     check(core)
     check(core, keep=False)

@@ -177,6 +177,18 @@ def test_split_sequences(
     assert kernel.launches[2].maps[0] == 0  # M itself is for the backward
 
 
+def test_calls_for_a_backward_alone_are_split(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the backward reads is that of such a forward, which it makes itself where none was kept."""
+    monkeypatch.setattr(Shape, "split", property(lambda self: self.cut_into(1) if self.trains else None))
+    core = draw(tokens=200)
+    check(core)
+    check(core, keep=False)
+    forward, backward = ["leads", "maps", "carry", "forward"], ["mirror", "carry", "mirror", "left", "right"]
+    of_split = [*forward, *backward]
+    names = [x.name for x in kernel.launches if x.name in of_split]
+    assert names == [*of_split, "forward", *of_split]
+
+
 def test_a_split_of_sequences_that_are_no_longer_than_a_segment(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tfla_tk.backends.tk.delta_rule import split as costs
-from tfla_tk.backends.tk.delta_rule.split import WALKER_COLUMNS
+from tfla_tk.backends.tk.delta_rule.split import MOST_NARROW_K, WALKER_COLUMNS
 from tfla_tk.backends.tk.operands import (
     Gate,
     Operand,
@@ -22,7 +22,6 @@ from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
-MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
 # parts of dq and dk, of heads of v and slices of V, that are added up in turns: more turns would round the
 # sum too often. Slices take turns in any case
 MOST_TURNS = 4
@@ -34,7 +33,6 @@ _STATES_CYCLES = {1: 6100, 2: 8200}
 # of the first two where K > 128: estimates, of which only the ratio counts. So two walkers in one wave go
 # before one walker in two
 _WIDE_CYCLES = {1: 3000, 2: 4000}
-_FILLED = 0.7  # of the multiprocessors: where the mirror makes the right part of dk
 _HALF = 2  # bytes of a number of 16 bits
 NO_GATE: Gate = (0, 0, 0, 0, 0)
 NO_OPERAND: Operand = (0, 0, 0, 0)
@@ -57,10 +55,15 @@ class Shape(NamedTuple):
     packed: bool
     batch_invariant: bool = False
     decays: bool = True  # has gates; else every head of a split is carried
+    trains: bool = False  # a backward follows
 
     @staticmethod
-    def of(core: DeltaRuleCore) -> Shape:
-        """Of a call."""
+    def of(core: DeltaRuleCore, *, trains: bool = False) -> Shape:
+        """Of a call.
+
+        Args:
+            trains: for a backward, or as its forward.
+        """
         batch, seq, heads, dim_v = core.v.shape
         offsets = core.cu_seqlens
         return Shape(
@@ -78,6 +81,7 @@ class Shape(NamedTuple):
             packed=offsets is not None,
             batch_invariant=core.batch_invariant,
             decays=core.g is not None,
+            trains=trains,
         )
 
     @property
@@ -94,7 +98,7 @@ class Shape(NamedTuple):
         tokens = -(-self.seq // self.sequences) if self.packed else self.seq
         slices = costs.Slices(*(-(-dim // WALKER_COLUMNS) for dim in (self.dim_v, self.dim_k)))
         sizes = self.sequences, tokens, self.heads, self.group
-        length = costs.segment_chunks(*sizes, slices, self.machine, self.decays)
+        length = costs.segment_chunks(*sizes, slices, self.machine, self.decays, self.trains)
         return None if length is None else self.cut_into(length)
 
     def cut_into(self, chunks: int) -> Cut:
@@ -188,21 +192,18 @@ class Shape(NamedTuple):
         walks = (self.forward_walkers, self.makers), (self.mirror_walkers, 0)
         return max(costs.matrices_before(self.dim_k, *walk) for walk in walks)
 
-    def walk_makes_matrices(self, *, keep: bool) -> bool:
+    @property
+    def walk_makes_matrices(self) -> bool:
         """Whether the forward's walk makes A and P itself, where that is faster than a launch before it.
         A differs by a rounding then. Not for packed sequences: the longest one would bound the speed, at
-        almost twice the time per chunk.
-
-        Args:
-            keep: for a backward.
-        """
+        almost twice the time per chunk."""
         if self.batch_invariant or self.packed or self.split is not None:
             return False
         # with P from memory the walk has one walker, or makers beside it, or is followed by a mirror with one
         if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.matrices != 1:
             return False
         return costs.walk_makes_matrices(
-            self.sequences * self.heads, (self.dim_k, self.dim_v), self.group, keep, self.machine
+            self.sequences * self.heads, (self.dim_k, self.dim_v), self.group, self.trains, self.machine
         )
 
     @property
@@ -240,16 +241,12 @@ class Shape(NamedTuple):
 
     @property
     def makes_right(self) -> bool:
-        """Whether the mirror makes the right part of dk, so that there is no right walk. It pays where memory
-        bounds the speed: where CTAs of two walkers fill most multiprocessors. Packed sequences are taken to
-        have tokens, all alike."""
+        """Whether the mirror makes the right part of dk, so that there is no right walk. Packed sequences are
+        taken to have tokens, all alike."""
         if self.batch_invariant:
             return False
-        if not WALKER_COLUMNS < self.dim_k <= MOST_NARROW_K or self.dim_v <= WALKER_COLUMNS:
-            return False
-        segments = (self.split or self.uncut).segments
-        ctas = segments * self.heads * -(-self.dim_v // (2 * WALKER_COLUMNS))
-        return ctas >= _FILLED * multiprocessors(self.device)
+        pairs = (self.split or self.uncut).segments * self.heads
+        return costs.mirror_makes_right(pairs, (self.dim_k, self.dim_v), multiprocessors(self.device))
 
     @property
     def mirror_walkers(self) -> int:

@@ -224,7 +224,7 @@ class Walk:
     """
 
     def __init__(self, core: DeltaRuleCore, like: Tensor, *, output_final_state: bool, keep: bool) -> None:
-        shape = Shape.of(core)
+        shape = Shape.of(core, trains=keep)
         self._device = shape.device
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state = output_final_state
@@ -235,7 +235,7 @@ class Walk:
         carried_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_v))
         transposed_at = scratch.take(shape.states_bytes(shape.carried, shape.dim_k))
         bounds_at = scratch.take(shape.bounds_bytes)
-        makes_matrices = shape.walk_makes_matrices(keep=keep)
+        makes_matrices = shape.walk_makes_matrices
         matrices_bytes = 0 if makes_matrices else Left.matrices_bytes(shape)
         if keep:
             left = Left.of(shape, of_backward)
@@ -291,7 +291,7 @@ class Walks:
     def __init__(
         self, given: DeltaRuleCore, core: DeltaRuleCore, do: Tensor, dht: MaybeTensor, *, needs_dg: bool
     ) -> None:
-        shape = Shape.of(core)
+        shape = Shape.of(core, trains=True)
         self._device, self._needs_dg = shape.device, needs_dg
         kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
         at, addresses = number(core)

@@ -3,10 +3,13 @@ sequences fill the GPU, too.
 
 A split costs three more launches. A small one tells how many chunks ahead of its segment a walk has to
 begin. For heads where these are too many, walks leave what each segment makes of the state, a matrix and a
-state, and a small kernel carries the states over the segments. The costs are those of calls where every
-second head is carried, without gates every head, and the others have leads of one segment of the walks over
-the states. A has to be there before, so that no makers run beside a walk. The backward has A and M from the
-forward and makes the states alone, so that a split pays there where it pays in the forward.
+state, and a small kernel carries the states over the segments. A has to be there before, so that no makers
+run beside a walk. The backward has A and M from the forward and makes the states alone. In a call for a
+backward its time counts, too: where the segments fill the GPU, the mirror makes the right part of dk.
+
+The host does not know which heads are carried. It takes the mean of the times without any and with every
+second one; without gates, and with segments too short for leads, of the time with all of them. Leads are
+taken to be as long as a segment of the walks over the states.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from tfla_tk.backends.tk.segments import waves_of
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
+MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
 
 # microseconds per chunk, K = V = 128 (log of 2026-11-27). By walkers of a CTA: the walk alone, with makers
 # beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
@@ -32,12 +36,19 @@ _SHARE, _MOST_BYTES = 0.865, 3.66e6
 _WAVE = 7.0  # the start of a wave's CTAs
 _MATRIX = 2 * CHUNK * CHUNK  # bytes
 _SECOND = 4.0  # an estimate: the end of a launch and the start of the one behind it
-# fitted to forwards of K = V = 128 on an H100 (the log of 2026-11-26): a chunk of two walkers that leave
-# states alone, where their CTAs run all at once and where they take several waves; the start of a launch with
-# that of its CTAs. An estimate: a segment that is carried
-_MAPPED, _MAPPED_IN_WAVES, _LAUNCH, _CARRIED = 2.0, 2.7, 15.0, 1.3
+# from kernel times of K = V = 128 on an H100 (log of 2026-11-27): a chunk of two walkers that leave states
+# alone, in the forward and in the mirror; the start of a launch with that of its CTAs. An estimate: a segment
+# that is carried
+_MAPPED, _MAPPED_BACK, _LAUNCH, _CARRIED = 1.3, 2.4, 15.0, 1.3
+# of the same: a chunk of the mirror by walkers of a CTA; of two walkers that make the right part of dk, where
+# memory bounds their speed. Of a chunk and head: the right walk, and what the left one takes longer behind a
+# mirror that makes the right part
+_MIRRORED, _MIRRORED_WITH_RIGHT = {1: 1.7, 2: 2.66}, 6.3
+_RIGHT, _ADDED = 0.0415, 0.005
+_KEEPING = 1.17  # of the time of a forward with makers: where it leaves what a backward reads
+_FILLED = 0.7  # of the multiprocessors: where the mirror makes the right part of dk
 # of the time without a split, which a split has to stay below
-_WORTH = 0.9
+_WORTH = 0.97
 _WALKERS = 2  # of a CTA that leaves states alone
 
 
@@ -119,6 +130,31 @@ class _Chunks(NamedTuple):
         walked = max(of_walkers, self.moved(matrices, keep=keep))
         return walked + self.made_before(matrices)
 
+    def backward(self, *, segments: int = 1, share: float = 1.0) -> float:
+        """The time of the mirror and of the right part of dk, made by the mirror or by a walk of its own."""
+        tiles = self.pairs * self.dims[0] * self.dims[1] / 128**2
+        if mirror_makes_right(segments * self.pairs, self.dims, self.machine.multiprocessors):
+            return self.waves(2, segments) * share * _MIRRORED_WITH_RIGHT + tiles * _ADDED
+        mirrored = min(self.waves(n, segments) * share * of_chunk for n, of_chunk in _MIRRORED.items())
+        return max(mirrored, self.moved(2, keep=True)) + tiles * _RIGHT
+
+
+def mirror_makes_right(pairs: int, dims: tuple[int, int], multiprocessors: int) -> bool:
+    """Whether the mirror makes the right part of dk, so that there is no right walk. It pays where memory
+    bounds the speed: where CTAs of two walkers fill most multiprocessors.
+
+    Args:
+        pairs: sequences, or their segments, times heads.
+    """
+    filling = pairs * -(-dims[1] // (2 * WALKER_COLUMNS)) >= _FILLED * multiprocessors
+    return filling and _mirror_can_make_right(dims)
+
+
+def _mirror_can_make_right(dims: tuple[int, int]) -> bool:
+    """Whether kernels can, with two walkers."""
+    dim_k, dim_v = dims
+    return WALKER_COLUMNS < dim_k <= MOST_NARROW_K and dim_v > WALKER_COLUMNS
+
 
 @functools.lru_cache(maxsize=4096)
 def walk_makes_matrices(pairs: int, dims: tuple[int, int], group: int, keep: bool, machine: Machine) -> bool:
@@ -192,33 +228,49 @@ def segment_chunks(
     slices: Slices,
     machine: Machine,
     decays: bool = True,
+    trains: bool = False,
 ) -> int | None:
     """Chunks of a segment, a multiple of SEGMENT_CHUNKS; None where sequences are better left whole.
 
     Args:
         tokens: of each sequence.
         decays: whether there are gates. Without, no head forgets.
+        trains: whether a backward follows, which is split alike. Its time counts where the mirror can make
+            the right part of dk.
     """
     chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
     dims = (WALKER_COLUMNS * slices.keys, WALKER_COLUMNS * slices.values)
     of_all = _Chunks(pairs, dims, group, machine)
+    of_values, of_both = (-(-count // _WALKERS) for count in (slices.values, sum(slices)))
+    with_backward = trains and _mirror_can_make_right(dims)
 
-    def walked(segments: int, length: int) -> float:
-        """The matrices and the walk of so many segments."""
-        runs = (of_all.in_two_launches(n, segments=segments, share=length / chunks) for n in _WALKED)
-        return chunks * min(runs)
-
-    def split(length: int) -> float:
+    def split(length: int, carried: int) -> float:
+        """The time with segments of so many chunks, where so many heads are carried."""
         segments, lead = -(-chunks // length), longest_lead(length, decays)
-        carried = -(-pairs // 2) if lead else pairs
-        mapping = (segments - 2) * -(-sum(slices) // _WALKERS) + -(-slices.values // _WALKERS)
-        waves = waves_of(carried * mapping, multiprocessors)
-        mapped = waves * length * (_MAPPED if waves == 1 else _MAPPED_IN_WAVES)
-        carrying = _CARRIED * max(waves_of(carried * slices.values, multiprocessors), 1) * (segments - 2)
-        return mapped + carrying + walked(segments, length + min(lead, SEGMENT_CHUNKS)) + 4 * _LAUNCH
+        share = (length + min(lead, SEGMENT_CHUNKS)) / chunks
+        carrying = _CARRIED * waves_of(carried * slices.values, multiprocessors) * (segments - 2)
+
+        def mapped(ctas: int, of_chunk: float) -> float:
+            """The states between segments, by so many CTAs for each head."""
+            return waves_of(carried * ctas, multiprocessors) * length * of_chunk + carrying
+
+        walk = functools.partial(of_all.in_two_launches, segments=segments, share=share, keep=with_backward)
+        walked = min(map(walk, _WALKED))
+        time = mapped((segments - 2) * of_both + of_values, _MAPPED) + chunks * walked + 4 * _LAUNCH
+        if with_backward:
+            mirrored = chunks * of_all.backward(segments=segments, share=share)
+            time += mapped((segments - 1) * of_values, _MAPPED_BACK) + mirrored + 3 * _LAUNCH
+        return time
+
+    def expected(length: int) -> float:
+        if longest_lead(length, decays) == 0:
+            return split(length, pairs)
+        return (split(length, 0) + split(length, -(-pairs // 2))) / 2
 
     whole = forward(pairs, chunks, dims, group, tuple(_WALKED), machine).time + _LAUNCH
+    if with_backward:
+        whole = _KEEPING * whole + chunks * of_all.backward() + 2 * _LAUNCH
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
-    best = min(sorted(lengths), key=split, default=None)
-    return best if best is not None and split(best) < _WORTH * whole else None
+    best = min(sorted(lengths), key=expected, default=None)
+    return best if best is not None and expected(best) < _WORTH * whole else None
