@@ -40,16 +40,16 @@ _SECOND = 4.0  # an estimate: the end of a launch and the start of the one behin
 # alone, in the forward and in the mirror; the start of a launch with that of its CTAs. An estimate: a segment
 # that is carried
 _MAPPED, _MAPPED_BACK, _LAUNCH, _CARRIED = 1.3, 2.4, 15.0, 1.3
-# of the same: a chunk of the mirror by walkers of a CTA; of two walkers that make the right part of dk, where
-# memory bounds their speed. Of a chunk and head: the right walk, and what the left one takes longer behind a
-# mirror that makes the right part
-_MIRRORED, _MIRRORED_WITH_RIGHT = {1: 1.7, 2: 2.66}, 6.3
-_RIGHT, _ADDED = 0.0415, 0.005
+# of the same: a chunk of the mirror by walkers of a CTA; with two walkers that make the right part of dk
+_MIRRORED, _MIRRORED_WITH_RIGHT = {1: 1.7, 2: 2.66}, 5.0
+# bytes of a chunk and head that give the times of kernels which memory bounds, on an H100 and on an H200: of
+# the right walk; of a mirror that makes the right part; of what the left walk reads more behind that
+_OF_RIGHT, _OF_MIRROR_WITH_RIGHT, _OF_RIGHT_PART = 120e3, 138e3, 16e3
 _KEEPING = 1.17  # of the time of a forward with makers: where it leaves what a backward reads
 _FILLED = 0.7  # of the multiprocessors: where the mirror makes the right part of dk
 # of the time without a split, which a split has to stay below
 _WORTH = 0.97
-_WALKERS = 2  # of a CTA that leaves states alone
+_WALKERS = 2  # of a CTA that leaves states alone, and most often of one of a split's walks
 
 
 class Slices(NamedTuple):
@@ -134,9 +134,11 @@ class _Chunks(NamedTuple):
         """The time of the mirror and of the right part of dk, made by the mirror or by a walk of its own."""
         tiles = self.pairs * self.dims[0] * self.dims[1] / 128**2
         if mirror_makes_right(segments * self.pairs, self.dims, self.machine.multiprocessors):
-            return self.waves(2, segments) * share * _MIRRORED_WITH_RIGHT + tiles * _ADDED
+            of_walkers = self.waves(2, segments) * share * _MIRRORED_WITH_RIGHT
+            of_bytes = self.machine.bytes_in(tiles * segments * share * _OF_MIRROR_WITH_RIGHT)
+            return max(of_walkers, of_bytes) + self.machine.bytes_in(tiles * _OF_RIGHT_PART)
         mirrored = min(self.waves(n, segments) * share * of_chunk for n, of_chunk in _MIRRORED.items())
-        return max(mirrored, self.moved(2, keep=True)) + tiles * _RIGHT
+        return max(mirrored, self.moved(2, keep=True)) + self.machine.bytes_in(tiles * _OF_RIGHT)
 
 
 def mirror_makes_right(pairs: int, dims: tuple[int, int], multiprocessors: int) -> bool:
@@ -249,16 +251,17 @@ def segment_chunks(
         segments, lead = -(-chunks // length), longest_lead(length, decays)
         share = (length + min(lead, SEGMENT_CHUNKS)) / chunks
         carrying = _CARRIED * waves_of(carried * slices.values, multiprocessors) * (segments - 2)
+        more_waves = (of_all.waves(_WALKERS, segments) - 1) * _WAVE  # than one, of a walk
 
         def mapped(ctas: int, of_chunk: float) -> float:
             """The states between segments, by so many CTAs for each head."""
-            return waves_of(carried * ctas, multiprocessors) * length * of_chunk + carrying
+            return waves_of(carried * ctas, multiprocessors) * (length * of_chunk + _WAVE) + carrying
 
         walk = functools.partial(of_all.in_two_launches, segments=segments, share=share, keep=with_backward)
-        walked = min(map(walk, _WALKED))
-        time = mapped((segments - 2) * of_both + of_values, _MAPPED) + chunks * walked + 4 * _LAUNCH
+        walked = chunks * min(map(walk, _WALKED)) + more_waves
+        time = mapped((segments - 2) * of_both + of_values, _MAPPED) + walked + 4 * _LAUNCH
         if with_backward:
-            mirrored = chunks * of_all.backward(segments=segments, share=share)
+            mirrored = chunks * of_all.backward(segments=segments, share=share) + more_waves
             time += mapped((segments - 1) * of_values, _MAPPED_BACK) + mirrored + 3 * _LAUNCH
         return time
 
