@@ -203,10 +203,8 @@ def is_eager(tensors: tuple[Any, ...]) -> bool:
 def is_plain(tensors: tuple[Any, ...]) -> bool:
     """Whether a kernel called with the tensors of an eager call does all that the op would do below autograd.
 
-    Not where a profiler expects the operator or a negation is still to be done.
+    Not where a negation is still to be done.
     """
-    if _profiler_enabled():
-        return False
     # not any(): a generator would take longer than the question
     for x in tensors:  # noqa: SIM110
         if x is not None and x.is_neg():
@@ -215,8 +213,21 @@ def is_plain(tensors: tuple[Any, ...]) -> bool:
 
 
 def is_direct(tensors: tuple[Any, ...]) -> bool:
-    """Whether it does all that the op would do: the call `is_plain`, and no gradient is recorded."""
-    return is_plain(tensors) and not records(tensors)
+    """Whether it does all that the op would do: the call `is_plain`, no gradient is recorded, and no profiler
+    expects the operator."""
+    return not _profiler_enabled() and is_plain(tensors) and not records(tensors)
+
+
+def named_in_profiles(name: str, function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function, which a profiler that is on now shows under a name, as it would show an op."""
+    if not _profiler_enabled():
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Result:
+        with torch.profiler.record_function(name):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def dispatch_like(plain: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from tfla_tk.core import transforms
 from tfla_tk.core.layout import KeptStates, MaybeTensor
-from tfla_tk.core.memo import dispatch_like, is_eager, is_plain, records
+from tfla_tk.core.memo import dispatch_like, is_eager, is_plain, named_in_profiles, records
 
 
 class Recorded(NamedTuple):
@@ -69,6 +69,7 @@ def direct_function(
     backward_tensors: Callable[[Sequence[Any], tuple[MaybeTensor, ...]], tuple[Any, ...]],
     kernels: Callable[..., Sequence[MaybeTensor]],
     op: Callable[..., Sequence[MaybeTensor]],
+    op_name: str,
 ) -> Callable[..., Any]:
     """What applies an autograd function of plain eager calls, which calls kernels and dispatches no op.
 
@@ -77,6 +78,7 @@ def direct_function(
         backward_tensors: what the backward op takes, from what forward has saved and the gradients.
         kernels: those of the backward op, of its arguments and of what the forward has kept.
         op: the backward op, for a backward that is not plain.
+        op_name: of that op, for profiles.
     """
 
     def run(ctx: Any, *args: Any) -> tuple[MaybeTensor, ...]:
@@ -90,7 +92,7 @@ def direct_function(
         tensors = backward_tensors(saved, grads)
         if is_plain_backward((*tensors, workspace), grads):
             kept = None if workspace is None else KeptStates(workspace, *ctx.kept)
-            found = kernels(*tensors, *ctx.options, kept)
+            found = named_in_profiles(op_name, kernels)(*tensors, *ctx.options, kept)
         else:
             found = op(*tensors, *ctx.options)
         return _needed(ctx.needs_input_grad, found)

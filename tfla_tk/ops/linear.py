@@ -43,7 +43,7 @@ from torch import Tensor
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, present, state_dtype
-from tfla_tk.core.memo import are_saved_tensors_hooked, records
+from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 
@@ -146,7 +146,7 @@ class LinearOps:
                 o, last, _ = forward(*inputs)
             return o, as_asked(call, last)
 
-        return run
+        return named_in_profiles(self.fwd.name(), run)
 
     def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
         """packed_<name>: as `serve`, by a form of the reference."""
@@ -368,7 +368,7 @@ class LinearOps:
             found: Sequence[MaybeTensor] = self.bwd(*tensors, *options_of_core, needs)
             return found
         inputs, do, dht, _ = self._split_backward(tensors)
-        found = kernels.backward(
+        found = named_in_profiles(self.bwd.name(), kernels.backward)(
             self.family.core(*inputs, *options_of_core),
             None if left is None else Kept(kept, left.layout),
             do,

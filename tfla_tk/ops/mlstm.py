@@ -48,7 +48,7 @@ from tfla_tk.core.layout import (
     present,
     state_dtype,
 )
-from tfla_tk.core.memo import are_saved_tensors_hooked, records
+from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 
@@ -126,7 +126,7 @@ def prepare_mlstm(
         h, c, n, m, *_ = found
         return h, (c, n) if sigmoid_gate else (c, n, m)
 
-    return run
+    return named_in_profiles("tfla_tk::mlstm_fwd", run)
 
 
 def _options(call: MLSTMCall) -> tuple[bool, bool, float]:
@@ -409,6 +409,7 @@ _direct_mlstm = autograd.direct_function(
     _backward_tensors,
     lambda *args: _kernels_bwd(*args),
     lambda *args: _bwd(*args),
+    "tfla_tk::mlstm_bwd",
 )
 _MLSTMBackward = autograd.refusing(
     "MLSTMBackward",

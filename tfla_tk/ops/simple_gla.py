@@ -35,7 +35,7 @@ from torch import Tensor
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, grads_like, present, state_dtype
-from tfla_tk.core.memo import are_saved_tensors_hooked, records
+from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 
@@ -113,7 +113,7 @@ def prepare_simple_gla(
             o, last, _ = prepared(*read)
         return o, _as_asked(call, last)
 
-    return run
+    return named_in_profiles("tfla_tk::simple_gla_fwd", run)
 
 
 def packed_simple_gla(call: LinearCall, form: str, *tensors: Any) -> Result:
@@ -364,6 +364,7 @@ _direct_simple_gla = autograd.direct_function(
     _backward_tensors,
     lambda *args: _kernels().simple_gla_bwd(*args),
     _differentiate_by_op,
+    "tfla_tk::simple_gla_bwd",
 )
 _PackedSimpleGLA = autograd.function("PackedSimpleGLA", _record_packed, _differentiate_packed)
 _SimpleGLABackward = autograd.refusing("SimpleGLABackward", _bwd, _REFUSAL)

@@ -120,3 +120,22 @@ def assert_refused(
         function(**arguments)
     with pytest.raises(error, match=message):
         which(function.__name__, **arguments)
+
+
+def assert_profiles_show_what_runs(
+    function: Callable[..., Any], inputs: Inputs, calls: list[str], op: str
+) -> None:
+    """Kernels of a profiled training call: those of one that is not, under the names of the ops.
+
+    Args:
+        calls: the log of the kernels. op: the ops' common name.
+    """
+    calls.clear()
+    expected, plain = gradients(function, inputs), calls.copy()
+    calls.clear()
+    with torch.profiler.profile() as profile:
+        found = gradients(function, inputs)
+    assert calls == plain == ["forward, kept", "backward, kept"]
+    names = {event.key for event in profile.key_averages() if "tfla_tk" in event.key}
+    assert names == {f"tfla_tk::{op}_fwd", f"tfla_tk::{op}_bwd"}
+    assert all(torch.equal(found[name], x) for name, x in expected.items())

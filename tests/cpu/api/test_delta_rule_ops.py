@@ -19,7 +19,7 @@ from tfla_tk.ops import delta_rule as ops
 
 from .delta_rule import FLAGS, draw, draw_raw, from_raw
 from .linear import Inputs, Kernels, assert_same, gradients, leaves
-from .linear_checks import assert_final_state_may_change
+from .linear_checks import assert_final_state_may_change, assert_profiles_show_what_runs
 
 ALL = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
 INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
@@ -122,6 +122,10 @@ def test_plain_calls_go_to_the_kernels_and_others_to_the_op(kernels: Kernels, wi
         chunk_gated_delta_rule(**x)
     assert len(kernels.calls) == 1  # the op's CPU code
     assert counter.get_total_flops() == 2 * 40 * 4 * (INTRA + 6 * STATE)
+
+
+def test_a_profile_shows_the_kernels_that_run_without_it(kernels: Kernels) -> None:
+    assert_profiles_show_what_runs(chunk_gated_delta_rule, draw(), kernels.calls, "delta_rule")
 
 
 def test_flops_of_the_backward(kernels: Kernels) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -171,19 +171,36 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("context", [Operators, torch.profiler.profile])
 @pytest.mark.parametrize("last", [False, True])
-def test_a_backward_that_is_watched(
-    context: Callable[[], AbstractContextManager[Any]], last: bool, calls: Calls, make_inputs: Make
-) -> None:
+def test_a_backward_that_is_watched(last: bool, calls: Calls, make_inputs: Make) -> None:
     x = leaves(make_inputs())
     out = mlstm_chunkwise(**x, return_last_states=last)
     outputs = (out[0], *out[1][:2]) if last else (out,)
     expected = gradients(x, *outputs, retain_graph=True)
     assert (calls.kernels, calls.ops) == (["fwd", "bwd"], set())
-    with context():
+    with Operators():
         found = gradients(x, *outputs)
     assert (calls.kernels, calls.ops) == (["fwd", "bwd"], {"bwd"})
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("watched", ["both", "backward"])
+def test_a_profile_shows_the_kernels_that_run_without_it(
+    watched: str, calls: Calls, make_inputs: Make
+) -> None:
+    """Those of plain calls, the states of the forward included, under the names of the ops."""
+    x = leaves(make_inputs())
+    expected = gradients(x, mlstm_chunkwise(**x))
+    plain, left = calls.kernels.copy(), calls.more
+    calls.clear()
+    h = mlstm_chunkwise(**x)
+    with torch.profiler.profile() as profile:
+        h = mlstm_chunkwise(**x) if watched == "both" else h
+        found = gradients(x, h)
+    assert calls.kernels[-2:] == plain and calls.ops == set()
+    assert torch.equal(calls.more[0].workspace, left[0].workspace)
+    names = {"tfla_tk::mlstm_bwd", *(["tfla_tk::mlstm_fwd"] if watched == "both" else [])}
+    assert {event.key for event in profile.key_averages() if "tfla_tk" in event.key} == names
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -269,17 +286,16 @@ def test_the_forward_leaves_states_for_the_backward(calls: Calls, fake_tk: Any, 
 
 
 @pytest.mark.parametrize("watched", ["forward", "backward"])
-@pytest.mark.parametrize("context", [Operators, torch.profiler.profile])
 def test_activation_checkpointing_that_is_watched_in_part(
-    context: Callable[[], AbstractContextManager[Any]], watched: str, calls: Calls, make_inputs: Make
+    watched: str, calls: Calls, make_inputs: Make
 ) -> None:
     """The call and its recomputation save alike, whether they are plain or not."""
     x = leaves(make_inputs())
     expected = gradients(x, mlstm_chunkwise(**x))
-    with context() if watched == "forward" else nullcontext():
+    with Operators() if watched == "forward" else nullcontext():
         h = checkpoint(lambda *t: mlstm_chunkwise(*t), *x.values(), use_reentrant=False)
     calls.clear()
-    with context() if watched == "backward" else nullcontext():
+    with Operators() if watched == "backward" else nullcontext():
         found = gradients(x, h)
     assert calls.ops == ({"bwd"} if watched == "forward" else {"fwd", "bwd"})
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -28,6 +28,7 @@ from .linear_checks import (
     assert_final_state_is_a_copy,
     assert_final_state_may_change,
     assert_packs_sequences,
+    assert_profiles_show_what_runs,
     assert_refused,
     bad,
     parameters_by_place,
@@ -224,6 +225,10 @@ def test_plain_calls_go_to_the_kernels_and_others_to_the_op(kernels: Kernels) ->
         chunk_gla(**x)[0].sum().backward()
     assert len(kernels.calls) == 1  # the op's CPU code
     assert counter.get_total_flops() == 2 * 40 * 2 * (4 * INTRA + 12 * STATE)
+
+
+def test_a_profile_shows_the_kernels_that_run_without_it(kernels: Kernels) -> None:
+    assert_profiles_show_what_runs(chunk_gla, draw(), kernels.calls, "gla")
 
 
 def test_gates_that_need_no_gradient_get_none(kernels: Kernels) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tfla_tk import chunk_simple_gla, simple_gla
 
+from .linear_checks import assert_profiles_show_what_runs
+from .served import Operators
 from .simple_gla_calls import Kernels, draw
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -116,7 +118,7 @@ def test_a_backward_that_is_not_plain(watched: str, gate: str, kernels: Kernels)
     with hooks if watched == "saved" else nullcontext():
         o, _ = chunk_simple_gla(**inputs, backend="tk")
     loss = o.square().sum()
-    with torch.profiler.profile() if watched == "backward" else nullcontext():
+    with Operators() if watched == "backward" else nullcontext():
         found = torch.autograd.grad(loss, wanted)
     if watched == "backward":
         assert kernels.calls == ["forward, kept"]
@@ -125,3 +127,7 @@ def test_a_backward_that_is_not_plain(watched: str, gate: str, kernels: Kernels)
         shapes = [t.shape for t in saved]
         assert len(shapes) == (4 if gate == "none" else 5) and shapes.count((2, 40, 4)) == (gate != "none")
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_profile_shows_the_kernels_that_run_without_it(kernels: Kernels) -> None:
+    assert_profiles_show_what_runs(chunk_simple_gla, draw(), kernels.calls, "simple_gla")
