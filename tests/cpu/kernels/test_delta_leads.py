@@ -17,7 +17,8 @@ from tfla_tk.backends.tk.delta_rule import call, launch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK
 
-from .delta_emulation import CARRIED, Kernel, launch_delta_instead, uninitialised_memory_is_nan
+from .delta_before_walks import CARRIED
+from .delta_emulation import Kernel, launch_delta_instead, uninitialised_memory_is_nan
 from .test_delta_launch import OFFSETS, SCALE, check, cotangents, draw, forget_calls, split_into
 
 NEAR, SLOW = -1.2, -1e-3  # log decays of a token: a chunk forgets all or hardly anything

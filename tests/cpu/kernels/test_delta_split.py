@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tfla_tk.core.layout import CHUNK
 
-from .delta_emulation import FORGOTTEN, lead_of
+from .delta_before_walks import FORGOTTEN, lead_of
 
 DIM = 128
 SCALE = DIM**-0.5
