@@ -288,7 +288,7 @@ def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, new
     shape = shape_of(x)
     if multiprocessors(shape.device) != 132:
         pytest.skip("other GPUs are filled by other calls")
-    assert all(shape._replace(trains=x).walk_makes_matrices for x in (False, True))
+    assert all(shape._replace(trains=trains).walk_makes_matrices for trains in (False, True))
     return x if request.param else ungated(x)
 
 

@@ -213,8 +213,8 @@ def is_plain(tensors: tuple[Any, ...]) -> bool:
 
 
 def is_direct(tensors: tuple[Any, ...]) -> bool:
-    """Whether it does all that the op would do: the call `is_plain`, no gradient is recorded, and no profiler
-    expects the operator."""
+    """Whether a kernel does all that the op would do: the call `is_plain`, no gradient is recorded, and no
+    profiler expects the operator."""
     return not _profiler_enabled() and is_plain(tensors) and not records(tensors)
 
 

@@ -205,7 +205,8 @@ def test_others_are_left_whole(hopper: None) -> None:
 
 
 def test_a_call_for_a_backward_counts_its_time(hopper: None) -> None:
-    """So it is split where the mirror can make the right part of dk then, and never left whole otherwise."""
+    """So it is split where the mirror can make the right part of dk then. None of these is left whole that is
+    split as a forward alone."""
     for heads, seq, dim in itertools.product(
         (2, 8, 16, 32, 64), (2048, 8192, 16384, 32768, 65536), (64, 128)
     ):
@@ -220,7 +221,8 @@ def test_a_call_for_a_backward_counts_its_time(hopper: None) -> None:
 
 
 def test_without_gates_every_head_is_carried(hopper: None) -> None:
-    """So a split costs more: what is split without gates is split with them, too."""
+    """So a split costs more: what is split without gates is split with them, too. Segments may be longer
+    then, so that leads have room."""
     split_ones = 0
     for heads, seq in itertools.product((1, 2, 4, 8, 16, 32), (4096, 8192, 16384, 32768, 65536, 131072)):
         gated, ungated = (shape_of(1, seq, heads=heads)._replace(decays=x) for x in (True, False))
@@ -278,7 +280,7 @@ def test_the_mirror_is_asked_for_no_right_part_that_kernels_refuse(hopper: None)
             shape = shape_of(4, 8192, packed=packed, heads=heads)
             shape = shape._replace(dim_k=dim_k, dim_v=dim_v, group=group, batch_invariant=fixed)
             assert not shape.makes_right or shape.mirror_walkers == 2
-            if shape.split is None:
+            if shape.split is None:  # fewer heads may be split, and so fill the GPU
                 is_made.append(shape.makes_right)
         assert is_made == sorted(is_made)
         assert any(is_made) == (64 < dim_k <= 128 and dim_v > 64 and not fixed)

@@ -55,14 +55,14 @@ class Shape(NamedTuple):
     packed: bool
     batch_invariant: bool = False
     decays: bool = True  # has gates; else every head of a split is carried
-    trains: bool = False  # a backward follows
+    trains: bool = False  # a backward, or a forward that keeps what one reads
 
     @staticmethod
     def of(core: DeltaRuleCore, *, trains: bool = False) -> Shape:
         """Of a call.
 
         Args:
-            trains: for a backward, or as its forward.
+            trains: the call is a backward, or a forward that keeps what one reads.
         """
         batch, seq, heads, dim_v = core.v.shape
         offsets = core.cu_seqlens

@@ -1,15 +1,15 @@
 """Into how many segments the walks of the forward and of its mirror cut a sequence, so that a few long
 sequences fill the GPU, too.
 
-A split costs three more launches. A small one tells how many chunks ahead of its segment a walk has to
-begin. For heads where these are too many, walks leave what each segment makes of the state, a matrix and a
-state, and a small kernel carries the states over the segments. A has to be there before, so that no makers
-run beside a walk. The backward has A and M from the forward and makes the states alone. In a call for a
-backward its time counts, too: where the segments fill the GPU, the mirror makes the right part of dk.
+A split costs the forward three more launches. A small one tells how many chunks ahead of its segment a walk
+has to begin. For heads where these are too many, walks leave what each segment makes of the state, a matrix
+and a state, and a small kernel carries the states over the segments. A has to be there before, so that no
+makers run beside a walk. The backward has A and M from the forward and makes the states alone. For a call
+with a backward its time counts, too: where the segments fill the GPU, the mirror makes the right part of dk.
 
-The host does not know which heads are carried. It takes the mean of the times without any and with every
-second one; without gates, and with segments too short for leads, of the time with all of them. Leads are
-taken to be as long as a segment of the walks over the states.
+The host does not know which heads are carried. It takes the mean of two times: with no head carried, and with
+every second one carried. Without gates, and where segments are too short for leads, it takes the time with
+all heads carried. Leads are taken to be as long as a segment of the walks over the states.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ _SHARE, _MOST_BYTES = 0.865, 3.66e6
 _WAVE = 7.0  # the start of a wave's CTAs
 _MATRIX = 2 * CHUNK * CHUNK  # bytes
 _SECOND = 4.0  # an estimate: the end of a launch and the start of the one behind it
-# from kernel times of K = V = 128 on an H100 (log of 2026-11-27): a chunk of two walkers that leave states
-# alone, in the forward and in the mirror; the start of a launch with that of its CTAs. An estimate: a segment
-# that is carried
-_MAPPED, _MAPPED_BACK, _LAUNCH, _CARRIED = 1.3, 2.4, 15.0, 1.3
-# of the same: a chunk of the mirror by walkers of a CTA; with two walkers that make the right part of dk
+# the start of a launch with that of its first wave, fitted to forwards on an H100 (log of 2026-11-26). An
+# estimate: a segment that is carried
+_LAUNCH, _CARRIED = 15.0, 1.3
+# kernel times of K = V = 128 on an H100 (log of 2026-11-27), per chunk: two walkers that leave states alone,
+# in the forward and in the mirror; the mirror by walkers of a CTA; two walkers that make the right part of
+# dk, where memory does not bound them
+_MAPPED, _MAPPED_BACK = 1.3, 2.4
 _MIRRORED, _MIRRORED_WITH_RIGHT = {1: 1.7, 2: 2.66}, 5.0
-# bytes of a chunk and head that give the times of kernels which memory bounds, on an H100 and on an H200: of
-# the right walk; of a mirror that makes the right part; of what the left walk reads more behind that
+# bytes of a chunk and head that give the times of kernels which memory bounds (the same log): of the right
+# walk; of a mirror that makes the right part; of what the left walk reads more behind such a mirror
 _OF_RIGHT, _OF_MIRROR_WITH_RIGHT, _OF_RIGHT_PART = 120e3, 138e3, 16e3
-_KEEPING = 1.17  # of the time of a forward with makers: where it leaves what a backward reads
+_KEEPING = 1.17  # of the time of a forward with makers: where it leaves what a backward reads (the same log)
 _FILLED = 0.7  # of the multiprocessors: where the mirror makes the right part of dk
-# of the time without a split, which a split has to stay below
-_WORTH = 0.97
-_WALKERS = 2  # of a CTA that leaves states alone, and most often of one of a split's walks
+# what differs less the estimates do not tell apart, as a share of a time. A split has to be so much faster
+_MARGIN = 0.05
+_WALKERS = 2  # of a CTA that leaves states alone; assumed of the walks of a split
 
 
 class Slices(NamedTuple):
@@ -130,15 +132,22 @@ class _Chunks(NamedTuple):
         walked = max(of_walkers, self.moved(matrices, keep=keep))
         return walked + self.made_before(matrices)
 
-    def backward(self, *, segments: int = 1, share: float = 1.0) -> float:
-        """The time of the mirror and of the right part of dk, made by the mirror or by a walk of its own."""
-        tiles = self.pairs * self.dims[0] * self.dims[1] / 128**2
+    def backward(self, chunks: int, *, segments: int = 1, share: float = 1.0) -> float:
+        """The time, of so many chunks, of the mirror and of the right part of dk, which the mirror makes or a
+        walk of its own. Other arguments as of `in_two_launches`."""
+        tiles, walked = self.pairs * self.dims[0] * self.dims[1] / 128**2, segments * share
         if mirror_makes_right(segments * self.pairs, self.dims, self.machine.multiprocessors):
             of_walkers = self.waves(2, segments) * share * _MIRRORED_WITH_RIGHT
-            of_bytes = self.machine.bytes_in(tiles * segments * share * _OF_MIRROR_WITH_RIGHT)
-            return max(of_walkers, of_bytes) + self.machine.bytes_in(tiles * _OF_RIGHT_PART)
-        mirrored = min(self.waves(n, segments) * share * of_chunk for n, of_chunk in _MIRRORED.items())
-        return max(mirrored, self.moved(2, keep=True)) + self.machine.bytes_in(tiles * _OF_RIGHT)
+            of_bytes = self.machine.bytes_in(tiles * walked * _OF_MIRROR_WITH_RIGHT)
+            of_chunk = max(of_walkers, of_bytes) + self.machine.bytes_in(tiles * _OF_RIGHT_PART)
+            return chunks * of_chunk + _LAUNCH
+        of_walkers = min(self.waves(n, segments) * share * of_one for n, of_one in _MIRRORED.items())
+        of_mirror = max(of_walkers, walked * self.moved(2, keep=True))
+        return chunks * (of_mirror + self.machine.bytes_in(tiles * _OF_RIGHT)) + 2 * _LAUNCH
+
+    def more_waves(self, walkers: int, segments: int) -> float:
+        """The start of a walk's waves behind the first one."""
+        return (self.waves(walkers, segments) - 1) * _WAVE
 
 
 def mirror_makes_right(pairs: int, dims: tuple[int, int], multiprocessors: int) -> bool:
@@ -237,7 +246,7 @@ def segment_chunks(
     Args:
         tokens: of each sequence.
         decays: whether there are gates. Without, no head forgets.
-        trains: whether a backward follows, which is split alike. Its time counts where the mirror can make
+        trains: whether there is a backward, which is split alike. Its time counts where the mirror can make
             the right part of dk.
     """
     chunks, pairs, multiprocessors = -(-tokens // CHUNK), sequences * heads, machine.multiprocessors
@@ -251,29 +260,39 @@ def segment_chunks(
         segments, lead = -(-chunks // length), longest_lead(length, decays)
         share = (length + min(lead, SEGMENT_CHUNKS)) / chunks
         carrying = _CARRIED * waves_of(carried * slices.values, multiprocessors) * (segments - 2)
-        more_waves = (of_all.waves(_WALKERS, segments) - 1) * _WAVE  # than one, of a walk
+        more_waves = of_all.more_waves(_WALKERS, segments)
 
         def mapped(ctas: int, of_chunk: float) -> float:
-            """The states between segments, by so many CTAs for each head."""
-            return waves_of(carried * ctas, multiprocessors) * (length * of_chunk + _WAVE) + carrying
+            """The states between segments, by so many CTAs for each head: two launches."""
+            waves = waves_of(carried * ctas, multiprocessors)
+            return waves * length * of_chunk + max(waves - 1, 0) * _WAVE + carrying + 2 * _LAUNCH
 
         walk = functools.partial(of_all.in_two_launches, segments=segments, share=share, keep=with_backward)
-        walked = chunks * min(map(walk, _WALKED)) + more_waves
-        time = mapped((segments - 2) * of_both + of_values, _MAPPED) + walked + 4 * _LAUNCH
+        walked = chunks * min(map(walk, _WALKED)) + more_waves + 2 * _LAUNCH
+        time = mapped((segments - 2) * of_both + of_values, _MAPPED) + walked
         if with_backward:
-            mirrored = chunks * of_all.backward(segments=segments, share=share) + more_waves
-            time += mapped((segments - 1) * of_values, _MAPPED_BACK) + mirrored + 3 * _LAUNCH
+            mirrored = of_all.backward(chunks, segments=segments, share=share) + more_waves
+            time += mapped((segments - 1) * of_values, _MAPPED_BACK) + mirrored
         return time
 
-    def expected(length: int) -> float:
+    def times(length: int) -> tuple[float, float]:
+        """With no head carried and with every second one; twice with all where there are no leads."""
         if longest_lead(length, decays) == 0:
-            return split(length, pairs)
-        return (split(length, 0) + split(length, -(-pairs // 2))) / 2
+            return (split(length, pairs),) * 2
+        return split(length, 0), split(length, -(-pairs // 2))
 
-    whole = forward(pairs, chunks, dims, group, tuple(_WALKED), machine).time + _LAUNCH
+    unsplit = forward(pairs, chunks, dims, group, tuple(_WALKED), machine)
+    whole = unsplit.time + _LAUNCH
     if with_backward:
-        whole = _KEEPING * whole + chunks * of_all.backward() + 2 * _LAUNCH
+        whole = whole * (_KEEPING if unsplit.makers else 1.0) + of_all.backward(chunks)
     pieces = -(-chunks // SEGMENT_CHUNKS)
     lengths = {-(-pieces // segments) * SEGMENT_CHUNKS for segments in range(2, pieces + 1)}
-    best = min(sorted(lengths), key=expected, default=None)
-    return best if best is not None and expected(best) < _WORTH * whole else None
+    found = {length: times(length) for length in sorted(lengths)}
+    means = {length: sum(both) / 2 for length, both in found.items()}
+    # a split that would be slower than no split where every second head is carried is not worth it
+    worth = [x for x in found if means[x] < (1 - _MARGIN) * whole and max(found[x]) < whole]
+    least = min((means[x] for x in worth), default=0.0)
+    # among those alike, the fastest for heads that forget soon
+    return min(
+        (x for x in worth if means[x] <= (1 + _MARGIN) * least), key=lambda x: found[x][0], default=None
+    )
