@@ -22,7 +22,14 @@ from tfla_tk.build.toolchain import find_toolchain
 from tfla_tk.core.dispatch import OPERATORS, which
 from tfla_tk.core.errors import UnsupportedError
 
-LIBRARIES = ("torch", "triton", "einops", "pybind11", "mlstm_kernels", "fla-core", "xlstm")
+LIBRARIES = ("torch", "triton", "einops", "pybind11", "mlstm_kernels", "fla-core", "flash-linear-attention")
+LIBRARIES += (
+    "flash-qla",
+    "mamba-ssm",
+    "xlstm",
+    "transformers",
+    "matplotlib",
+)  # to compare with, models, plots
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
 _SMI_TIMEOUT_S = 30
 
@@ -64,13 +71,16 @@ def render(found: dict[str, Any]) -> str:
     lines += [_line(name, _text(found[name], _found_text)) for name in ("nvcc", "thunderkittens")]
     lines.append(_line("cache", _text(found["cache"], _cache_text)))
     lines += [_line(name, value) for name, value in found["environment"].items() if value]
+    # those of the same verdicts one below the other, then the verdicts
+    alike: dict[tuple[str, ...], list[str]] = {}
     for name, uses in found["operators"].items():
         for use, choice in uses.items():
-            if _is_error(choice):
-                lines += ["", f"{name}, {use}: {_text(choice, str)}"]
-                continue
-            lines += ["", f"{name}, {use}: {choice['backend']}"]
-            lines += [f"  {backend:<10} {verdict}" for backend, verdict in choice["reasons"].items()]
+            chosen = _text(choice, lambda choice: str(choice["backend"]))
+            reasons = {} if _is_error(choice) else choice["reasons"]
+            verdicts = tuple(f"  {backend:<10} {verdict}" for backend, verdict in reasons.items())
+            alike.setdefault((chosen, *verdicts), []).append(f"{name}, {use}: {chosen}")
+    for (_, *verdicts), heads in alike.items():
+        lines += ["", *heads, *verdicts]
     return "\n".join(lines)
 
 

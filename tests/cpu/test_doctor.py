@@ -50,8 +50,20 @@ def test_the_text_tells_the_choice_and_why() -> None:
     text = doctor.render(found)
     for name, uses in found["operators"].items():
         for use, choice in uses.items():
-            assert f"{name}, {use}: {choice['backend']}" in text
-            assert all(verdict in text for verdict in choice["reasons"].values())
+            head = f"{name}, {use}: {choice['backend']}\n"
+            assert head in text
+            verdicts = text[text.index(head) :].split("\n\n")[0]
+            assert all(verdict in verdicts for verdict in choice["reasons"].values())
+
+
+def test_operators_of_the_same_verdicts_share_them() -> None:
+    verdicts = {"tk": "no: no GPU here", "reference": "yes"}
+    uses = {use: {"backend": "reference", "reasons": verdicts} for use in ("inference", "training")}
+    other = {"training": {"backend": "tk", "reasons": {"tk": "yes"}}}
+    text = doctor.render(doctor.report() | {"operators": {"a": uses, "b": uses, "c": other}})
+    assert text.count("no: no GPU here") == 1
+    groups = text.split("\n\n")[1:]
+    assert [group.count(": reference\n") for group in groups] == [4, 0] and "c, training: tk" in groups[1]
 
 
 def test_what_is_missing_is_told_with_its_remedy(

@@ -18,7 +18,6 @@ from torch import Tensor
 from tfla_tk.backends.triton.fla_own import on_its_own, original, undispatched
 from tfla_tk.backends.triton.installation import (
     GRID_LIMIT,
-    IN_THE_INTERPRETER,
     is_interpreted,
     load_module,
     missing,
@@ -120,7 +119,14 @@ def verdict_on_gradients(call: LinearCall, *, gated: bool) -> Support:
             "check the gradients, or use triton >= 3.7.1",
             auto=False,
         )
-    return IN_THE_INTERPRETER if is_interpreted(call.device) else SUPPORTED
+    if is_interpreted(call.device):
+        return Support(
+            True,
+            "runs in Triton's interpreter, where fla's kernels fail as they are",
+            "make the substitutions that docs/triton-baselines.md tells",
+            auto=False,
+        )
+    return SUPPORTED
 
 
 def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
