@@ -53,6 +53,8 @@ kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs n
 	@$(PY) -m tfla_tk build $(ARGS)
 
 MLSTM := --op mlstm_exp,mlstm_sig
+# a named package that serves nothing would end the command
+FLASH_QLA = $(shell $(PY) -c "import importlib.util as u; print(',tilelang' * bool(u.find_spec('flash_qla')))")
 .PHONY: bench
 bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (ARGS="--op mlstm_exp")
 	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --shapes main,sweep,heads,tiny $(ARGS)
@@ -68,7 +70,7 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 		--op gla --pass fwd,fwdbwd --shapes gla,sweep --backends tk,triton $(ARGS)
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op gated_delta_rule --pass fwd,fwdbwd --shapes delta,delta_host \
-		--backends tk,triton,tilelang $(ARGS)
+		--backends tk,triton$(FLASH_QLA) $(ARGS)
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op delta_rule --pass fwd,fwdbwd --shapes 8x8192x16x128x128,8x8192x16x128x256 --backends tk,triton $(ARGS)
 	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD) --op mlstm_intra,gla,delta_rule,gated_delta_rule

@@ -16,7 +16,7 @@ from tfla_tk.cli import run_command
 
 from . import ablation, compare, model_step, plots, readme, results, step, train
 from .inputs import DTYPES
-from .operators import OPERATORS
+from .operators import FUNCTIONS, OPERATORS
 from .shapes import MAIN, PASSES, parse_shapes
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("plot", type=Path, help="png, svg or pdf")
     command.add_argument(
         "--op",
-        type=compare.names("op", OPERATORS),
+        type=compare.names(OPERATORS, FUNCTIONS),
         default=list(OPERATORS),
         metavar="OP,..",
         help=f"of {', '.join(OPERATORS)} (default: all)",
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--pass",
         dest="passes",
-        type=compare.names("pass", PASSES),
+        type=compare.names(PASSES),
         default=list(PASSES),
         metavar="PASS,..",
         help="of fwd, fwdbwd (default: all)",
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("ablation", help="time the schedules of kernels side by side")
     command.add_argument(
         "--op",
-        type=compare.names("op", ablation.OPS),
+        type=compare.names(ablation.OPS),
         default=[results.INTRA],
         metavar="OP,..",
         help=f"of {', '.join(ablation.OPS)} (default: {results.INTRA})",

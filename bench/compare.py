@@ -5,8 +5,9 @@ PyTorch reference at the benchmark shapes. Without one: the reference's forms at
 missing for the rest.
 
 Exit status: 0 done; 1 where one of this package's backends, or any backend named by --backends, computes a
-wrong result or raises; a named backend that cannot serve the call counts as well. A baseline that fails is
-shown and not timed.
+wrong result or raises; a named backend that cannot serve the call counts as well, and a named family that
+serves no call at all; 2 for wrong options, before anything runs. A baseline that fails is shown and not
+timed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -25,16 +26,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import environment, plots, report, results
 from .ceilings import measure_ceilings
 from .inputs import DTYPES, FORGET_BIAS, LAYOUTS
-from .operators import OPERATORS, Operator
-from .runner import FAILED, RECORD_REPEATS, UNSUPPORTED, Outcome, Settings, run_contest, steps_of
+from .operators import FUNCTIONS, OPERATORS, Operator
+from .runner import FAILED, RECORD_REPEATS, UNSUPPORTED, Outcome, Settings, run_contest, steps_of, unserved
 from .shapes import PASSES, SETS, Shape, parse_shapes
 from .timing import CpuStopwatch, CudaStopwatch, Plan
-from .variants import COMPARED, FAMILIES, SCHEDULES, Variant, find_variants
+from .usage import UsageError, check_outputs
+from .variants import COMPARED, FAMILIES, SCHEDULES, Variant, check_named, find_variants
 
 GPU_PLAN = Plan(repeats=50, budget_ms=1500)
 GPU_QUICK = Plan(repeats=10, budget_ms=500)
 CPU_PLAN = Plan(repeats=7, budget_ms=1000)
 CPU_QUICK = Plan(repeats=3, budget_ms=200)
+
+DEFAULT_SCHEDULES = ("auto",)
 
 PIPED_WIDTH = 140
 
@@ -56,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass",
         dest="passes",
-        type=names("pass", PASSES),
+        type=names(PASSES),
         default=["fwd"],
         metavar="PASS,..",
         help="of fwd, fwdbwd (default: fwd)",
@@ -69,23 +73,23 @@ def add_problem_arguments(
     *,
     shapes: str,
     families: Sequence[str] = FAMILIES,
-    schedules: Sequence[str] = ("auto",),
+    schedules: Sequence[str] = DEFAULT_SCHEDULES,
 ) -> None:
     """The options that say what is computed and by which backends.
 
     Args:
         shapes: the default ones, in words.
         families: what --backends names.
-        schedules: the default ones.
+        schedules: the default ones, in place of None.
     """
     ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
     add(
         "--op",
-        type=names("op", OPERATORS),
+        type=names(OPERATORS, FUNCTIONS),
         default=list(OPERATORS),
         metavar="OP,..",
-        help=f"of {ops} (default: all)",
+        help=f"of {ops}, or public functions such as chunk_gla (default: all)",
     )
     add(
         "--shapes",
@@ -103,8 +107,7 @@ def add_problem_arguments(
     )
     add(
         "--schedules",
-        type=names("schedules", SCHEDULES),
-        default=list(schedules),
+        type=names(SCHEDULES),
         metavar="NAME,..",
         help=f"of the tk kernels: {', '.join(SCHEDULES)} (default: {', '.join(schedules)})",
     )
@@ -144,17 +147,19 @@ def run(args: argparse.Namespace) -> int:
     """Run the comparison that the options describe; returns the exit status.
 
     Raises:
-        ValueError: options that do not go together.
+        UsageError: options that do not go together.
     """
     on_gpu = torch.cuda.is_available()
+    check_named([OPERATORS[op] for op in args.op], args.backends, args.schedules, rivals=True)
+    schedules = args.schedules or DEFAULT_SCHEDULES
     shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
     for op in args.op:
         if args.layout != LAYOUTS[0] and OPERATORS[op].layout != LAYOUTS[0]:
-            raise ValueError(
+            raise UsageError(
                 f"--layout: expected {LAYOUTS[0]} for {op}, which has no other, got {args.layout}"
             )
     variants = {
-        op: find_variants(OPERATORS[op], args.backends, args.schedules, on_gpu=on_gpu, rivals=True)
+        op: find_variants(OPERATORS[op], args.backends, schedules, on_gpu=on_gpu, rivals=True)
         for op in args.op
     }
     served = {op: shapes_of(OPERATORS[op], shapes) for op in args.op}
@@ -165,8 +170,6 @@ def run(args: argparse.Namespace) -> int:
         for shape in (served[op][:1] if args.quick else served[op])
         if variants[op]
     ]
-    if not contests:
-        raise ValueError(f"--backends: expected one that computes {', '.join(args.op)}, got none")
     return carry_out(args, contests, on_gpu=on_gpu)
 
 
@@ -174,15 +177,15 @@ def shapes_of(operator: Operator, shapes: Sequence[Shape]) -> list[Shape]:
     """Those of the shapes that an operator has; what is left out is told.
 
     Raises:
-        ValueError: it has none of them.
+        UsageError: it has none of them.
     """
     found: list[Shape] = []
     for shape in shapes:
         try:
             operator.check_shape(shape)
-        except ValueError as error:
+        except UsageError as error:
             if shape == shapes[-1] and not found:
-                raise
+                raise UsageError(f"--shapes: {error}") from error
             make_console().print(f"{shape} left out: {error}", markup=False, soft_wrap=True)
         else:
             found.append(shape)
@@ -196,12 +199,13 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
         args: the options of `add_run_arguments`.
 
     Raises:
-        ValueError: options that do not go together.
+        UsageError: options that do not go together, or a file that cannot be written.
     """
     console = make_console()
     record = record_path(args, on_gpu)
     if args.plot:
         plots.check_path(args.plot)
+    check_outputs(args)
     environment.fetch_thunderkittens()
     settings = _settings(args, on_gpu)
     _print_head(console, settings, on_gpu)
@@ -227,7 +231,7 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
         console.print("Missing for the full comparison:")
         for line in lacking:
             console.print(f"  - {line}", markup=False, soft_wrap=True)
-    return 1 if any(_counts_as_failure(outcome) for outcome in outcomes) else 0
+    return 1 if any(map(_counts_as_failure, outcomes)) or unserved(outcomes) else 0
 
 
 def _rows(outcomes: Sequence[Outcome]) -> list[results.Row]:
@@ -295,16 +299,16 @@ def record_path(args: argparse.Namespace, on_gpu: bool) -> Path | None:
     """Where --update-results writes; refuses figures that are not fit for the record.
 
     Raises:
-        ValueError: no GPU, --quick, or no commit.
+        UsageError: no GPU, --quick, or no commit.
     """
     if not args.update_results:
         return None
     if not on_gpu:
-        raise ValueError("--update-results: expected a CUDA GPU, found none")
+        raise UsageError("--update-results: expected a CUDA GPU, found none")
     if args.quick:
-        raise ValueError(f"--update-results: --quick runs fewer than {RECORD_REPEATS} times")
+        raise UsageError(f"--update-results: --quick runs fewer than {RECORD_REPEATS} times")
     if not (args.commit or environment.git_commit(environment.ROOT)):
-        raise ValueError("--update-results: this is no git checkout, name what is measured with --commit")
+        raise UsageError("--update-results: this is no git checkout, name what is measured with --commit")
     return results.record_path(torch.cuda.get_device_name())
 
 
@@ -344,7 +348,7 @@ def backends(text: str) -> list[str]:
     """
     found = split(text)
     if not found:
-        raise ValueError("backends: expected at least one, got none")
+        raise ValueError("expected at least one, got none")
     return list(dict.fromkeys(found))
 
 
@@ -355,15 +359,19 @@ def finite(text: str) -> float:
     return number
 
 
-def names(what: str, allowed: Collection[str]) -> Callable[[str], list[str]]:
-    """Parser of a comma-separated list; "all" takes every name."""
+def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> Callable[[str], list[str]]:
+    """Parser of a comma-separated list; "all" takes every name.
+
+    Args:
+        others: what each name that stands for an allowed one stands for.
+    """
 
     def parse(text: str) -> list[str]:
-        chosen = list(allowed) if text == "all" else split(text)
+        chosen = list(allowed) if text == "all" else [(others or {}).get(name, name) for name in split(text)]
         unknown = [name for name in chosen if name not in allowed]
         if unknown or not chosen:
             got = ", ".join(unknown) or "nothing"
-            raise argparse.ArgumentTypeError(f"{what}: expected {', '.join(allowed)} or all, got {got}")
+            raise argparse.ArgumentTypeError(f"expected {', '.join(allowed)} or all, got {got}")
         return list(dict.fromkeys(chosen))
 
     return parse

@@ -6,8 +6,9 @@ recurrent form, or the chunkwise one where that would take too much memory or ti
 says which.
 
 Exit status: 0 done; 1 where one of this package's backends, or any variant named by --backends, is past its
-tolerance or raises, or where a named one serves no case at all. What the Triton kernels do not compute
-exactly (docs/triton-baselines.md) is shown and is no failure unless they were named.
+tolerance or raises, or where a named one, or every variant of a named family, serves no case at all; 2 for
+wrong options, before anything runs. What the Triton kernels do not compute exactly (docs/triton-baselines.md)
+is shown and is no failure unless they were named.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ from .gradcheck_cases import (
 from .gradcheck_report import print_contest, print_head, row_of
 from .inputs import DTYPES, OFFSETS
 from .operators import OPERATORS, Operator
-from .runner import FAILED, OK, UNSUPPORTED, Outcome, guard, refuse_quadratic, release
+from .runner import FAILED, OK, UNSUPPORTED, Outcome, guard, refuse_quadratic, release, unserved
 from .shapes import CHUNK, Shape
-from .variants import FAMILIES, SCHEDULES, Variant, find_variants
+from .usage import UsageError, check_outputs
+from .variants import FAMILIES, SCHEDULES, Variant, check_named, find_variants
 
 CPU_SHAPES = (Shape(2, 64, 2, 16, 32), Shape(1, 100, 2, 32, 64))
 # the third has a tail, the last is cut into segments
@@ -61,6 +63,7 @@ GPU_SHAPES = (
     Shape(1, 8192, 4, 128, 256),
 )
 WITH_OP = ("mlstm_exp", "mlstm_sig")
+DEFAULT_SCHEDULES = tuple(name for name in SCHEDULES if name != "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,12 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one",
         families=(*FAMILIES, OP),
-        schedules=[name for name in SCHEDULES if name != "auto"],
+        schedules=DEFAULT_SCHEDULES,
     )
     add = parser.add_argument
     add(
         "--cases",
-        type=compare.names("cases", CASES),
+        type=compare.names(CASES),
         metavar="CASE,..",
         help=f"gates ({', '.join(GATES)}), with +initial (from a state), +last (gradients of the last state) "
         f"(default: {', '.join(DEFAULT_CASES)}; of packed sequences these without +last)",
@@ -88,25 +91,30 @@ def run(args: argparse.Namespace) -> int:
     """Check what the options describe; returns the exit status.
 
     Raises:
-        ValueError: a backend or a shape that cannot be checked.
+        UsageError: a backend or a shape that cannot be checked, or a file that cannot be written.
     """
     on_gpu = torch.cuda.is_available()
+    check_named([OPERATORS[op] for op in args.op], _without_op(args.backends), args.schedules)
+    schedules = args.schedules or DEFAULT_SCHEDULES
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     shapes: Sequence[Shape] = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
     if any(shape.T < 2 for shape in shapes):
-        raise ValueError("--shapes: expected at least 2 tokens, the gradients of a single one vanish")
+        raise UsageError("--shapes: expected at least 2 tokens, the gradients of a single one vanish")
     cases = None if args.cases is None else [CASES[name] for name in args.cases]
     if cases is not None and any(shape.N for shape in shapes) and any(case.last for case in cases):
-        raise ValueError("--cases: expected none with +last for packed sequences, such as default+initial")
+        raise UsageError("--cases: expected none with +last for packed sequences, such as default+initial")
     settings = Settings(device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
     facts = environment.provenance(device)
     served = {op: compare.shapes_of(OPERATORS[op], shapes) for op in args.op}
+    variants_of = {op: find_checked(OPERATORS[op], args.backends, schedules, on_gpu=on_gpu) for op in args.op}
     contests = [
-        (problem, shape, find_checked(problem.operator, args.backends, args.schedules, on_gpu=on_gpu))
+        (problem, shape, variants_of[op])
         for op in args.op
         for problem in PROBLEMS[op]
         for shape in served[op]
+        if variants_of[op]
     ]
+    check_outputs(args)
     environment.fetch_thunderkittens()
     console = compare.make_console()
     print_head(console, settings, facts, [problem.operator for op in args.op for problem in PROBLEMS[op]])
@@ -137,7 +145,6 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         lines = [json.dumps({**row_of(one, settings), **facts}, allow_nan=False) for one in found]
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     return 1 if has_failed(found) else 0
 
@@ -159,15 +166,18 @@ def find_checked(
     """The variants to check: those of `find_variants`, and without a GPU the registered op.
 
     Raises:
-        ValueError: a name that is no backend, or the op on a GPU.
+        UsageError: a name that is no backend, or the op on a GPU.
     """
     if backends is not None and OP in backends and on_gpu:
-        raise ValueError(f"backends: {OP} is the registered op on a CPU; on a GPU that is tk")
-    others = None if backends is None else [name for name in backends if name != OP]
-    found = find_variants(operator, others, schedules, on_gpu=on_gpu)
+        raise UsageError(f"--backends: {OP} is the registered op on a CPU; on a GPU that is tk")
+    found = find_variants(operator, _without_op(backends), schedules, on_gpu=on_gpu)
     if OP in backends if backends is not None else not on_gpu and operator.name in WITH_OP:
         found.append(Variant(OP, OP, named=backends is not None))
     return found
+
+
+def _without_op(backends: Sequence[str] | None) -> list[str] | None:
+    return None if backends is None else [name for name in backends if name != OP]
 
 
 def run_case(
@@ -244,12 +254,9 @@ def _registered_op(problem: Problem, *, return_last_states: bool = False, **tens
 
 
 def has_failed(found: Iterable[Checked]) -> bool:
-    """Whether something of ours or something named is wrong, or a named variant served no case."""
-    served: dict[str, bool] = {}
-    for *_, outcome in found:
-        variant = outcome.variant
-        if outcome.status == FAILED and (variant.named or variant.family != "triton"):
-            return True
-        if variant.named:
-            served[variant.call] = served.get(variant.call, False) or outcome.status != UNSUPPORTED
-    return not all(served.values())
+    """Whether something of ours or something named is wrong, or a named variant or family served no case."""
+    outcomes = [one.outcome for one in found]
+    return bool(unserved(outcomes)) or any(
+        outcome.status == FAILED and (outcome.variant.named or outcome.variant.family != "triton")
+        for outcome in outcomes
+    )

@@ -31,6 +31,7 @@ from .report import PASS_TITLES, milliseconds
 from .results import MODEL, Row, rounded
 from .runner import RECORD_REPEATS
 from .shapes import PHASES, ModelShape
+from .usage import UsageError, check_outputs
 
 STEP = "triton:step"
 NOTES = {
@@ -118,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     phases = (*PHASES, AGREEMENT)
     add(
         "--phases",
-        type=compare.names("phases", phases),
+        type=compare.names(phases),
         default=list(phases),
         metavar="PHASE,..",
         help=f"of {', '.join(phases)} (default: all)",
@@ -126,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="of the timed models (default: 32 as xLSTM-7B, 24 for training)")
     add(
         "--baselines",
-        type=compare.names("baselines", TRITON),
+        type=compare.names(TRITON),
         default=[TRITON[0]],
         metavar="NAME,..",
         help=f"for training and prefill, of {', '.join(TRITON)} (default: {TRITON[0]})",
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the phases, print their tables and keep the rows; returns the exit status.
 
     Raises:
-        ValueError: options that do not go together.
+        UsageError: options that do not go together.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -150,10 +151,11 @@ def run(args: argparse.Namespace) -> int:
     preset = (GPU_QUICK if args.quick else GPU) if on_gpu else CPU
     if args.layers is not None:
         if args.layers < 1:
-            raise ValueError(f"layers: expected a positive number, got {args.layers}")
+            raise UsageError(f"--layers: expected a positive number, got {args.layers}")
         preset = dataclasses.replace(preset, layers=args.layers, train_layers=args.layers)
     if on_gpu:
         preset = dataclasses.replace(preset, variants=("tk", *args.baselines))
+    check_outputs(args)
     provenance = environment.provenance(device, args.commit)
     environment.fetch_thunderkittens()
     console = compare.make_console()

@@ -23,6 +23,7 @@ from .inputs import (
     scalar_decay_inputs,
 )
 from .shapes import Cost, Shape, cost
+from .usage import UsageError
 
 # |q.n| relative to its floor, closer to 1 than which a row is at the kink: ten times the error of q.n in bf16
 KINK = 1e-3
@@ -136,10 +137,10 @@ class Operator:
         """Whether the operator has such calls.
 
         Raises:
-            ValueError: names the argument of the shape.
+            UsageError: names the argument of the shape.
         """
         if shape.HV is not None and not self.has_value_heads:
-            raise ValueError(
+            raise UsageError(
                 f"shape HV: expected {shape.H}, {self.name} has no more value heads, got {shape.HV}"
             )
 
@@ -333,3 +334,5 @@ OPERATORS: dict[str, Operator] = {
         _delta_rule("gated_delta_rule", ("g", "beta")),
     )
 }
+# what --op takes as well: public function -> name
+FUNCTIONS = {operator.function: name for name, operator in OPERATORS.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from .report import PASS_TITLES, TITLES, conditions_title, name_of
 from .results import Row, conditions_of, pairs, shape_of
+from .usage import UsageError
 
 LEAST_SWEEP = 3
 
@@ -59,11 +60,12 @@ def check_path(path: Path) -> None:
     """Whether a plot can be written there, to be asked before what is drawn is measured.
 
     Raises:
-        ValueError: as write_plot raises it.
+        UsageError: matplotlib cannot write the format.
+        ValueError: matplotlib is not installed.
     """
     formats = set(_figure(1).canvas.get_supported_filetypes())
     if path.suffix.removeprefix(".") not in formats:
-        raise ValueError(f"plot: expected a file name with one of {', '.join(sorted(formats))}, got {path}")
+        raise UsageError(f"--plot: expected a file name with one of {', '.join(sorted(formats))}, got {path}")
 
 
 def _figure(panels: int) -> Any:

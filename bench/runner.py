@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -370,6 +370,16 @@ def verdict_on(error: Exception) -> tuple[str, str]:
         return (FAILED, f"BuildError: {told}") if failed else (UNSUPPORTED, told)
     text = str(error).strip().splitlines()
     return FAILED, f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def unserved(outcomes: Iterable[Outcome]) -> list[str]:
+    """The variants that the user named which served no call, and the named families of which none did."""
+    served: dict[str, bool] = {}
+    for outcome in outcomes:
+        variant = outcome.variant
+        for name in [variant.call] * variant.named + [variant.family] * variant.family_named:
+            served[name] = served.get(name, False) or outcome.status != UNSUPPORTED
+    return [name for name, any_call in served.items() if not any_call]
 
 
 def release(device: torch.device) -> None:

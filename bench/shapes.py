@@ -208,11 +208,11 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
             named = _MORE.findall(rest)
             more = {name.upper(): int(number) for name, number in named}
             if len(more) < len(named):
-                raise ValueError(f"shapes: expected N and HV at most once each, got {item!r}")
+                raise ValueError(f"expected N and HV at most once each, got {item!r}")
             found[Shape(*(int(number) for number in numbers if number is not None), **more)] = None
         else:
             expected = f"one of {', '.join(SETS)} or BxTxHxKxV[xN..][xHV..]"
-            raise ValueError(f"shapes: expected {expected}, got {item!r}")
+            raise ValueError(f"expected {expected}, got {item!r}")
     return tuple(found)
 
 

@@ -24,6 +24,7 @@ from .inputs import FORGET_BIAS
 from .operators import Operator
 from .results import IN_PLACE, STEP
 from .shapes import Shape
+from .usage import UsageError
 from .variants import Variant
 
 SHAPES = (
@@ -135,14 +136,14 @@ def run(args: argparse.Namespace) -> int:
     """Time the steps with the options of `compare.add_run_arguments`; returns the exit status.
 
     Raises:
-        ValueError: options that do not go together.
+        UsageError: options that do not go together.
     """
     on_gpu = torch.cuda.is_available()
     shapes = args.shapes or (SHAPES if on_gpu else (Shape(2, 3, 2, 16, 32),))
     for shape in shapes:
         OPERATOR.check_shape(shape)
         if shape.N is not None:
-            raise ValueError(f"shape N: expected none, a step has one token, got {shape.N}")
+            raise UsageError(f"--shapes: expected no N, a step has one token, got {shape.N}")
     try:
         return carry_out(args, contests(shapes[:1] if args.quick else shapes), on_gpu=on_gpu)
     finally:

@@ -37,6 +37,7 @@ from .operators import OPERATORS
 from .report import TITLES, milliseconds
 from .runner import FAILED, OK, UNSUPPORTED, release, verdict_on
 from .text import bigram_entropy, make_text
+from .usage import UsageError, check_outputs
 
 OPS = {"exp": "mlstm_exp", "sig": "mlstm_sig"}
 BASELINE, OTHER_ORDER, NO_AUTOCAST = "reference", "reference, other order", "reference, no autocast"
@@ -282,7 +283,8 @@ def run(args: argparse.Namespace) -> int:
     """Train on every backend, print the table and keep the curves; returns the exit status.
 
     Raises:
-        ValueError: bad options, or the baseline itself fails.
+        UsageError: options that are wrong, or a file that cannot be written.
+        ValueError: the baseline itself fails.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -293,7 +295,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plots.check_path(args.plot)
     if preset.steps < 1:
-        raise ValueError(f"steps: expected a positive number, got {preset.steps}")
+        raise UsageError(f"--steps: expected a positive number, got {preset.steps}")
+    check_outputs(args)
     text = make_text(preset.text_bytes, args.seed)
     entropy = bigram_entropy(text)
     provenance = environment.provenance(device, args.commit)

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import tfla_tk
 from tfla_tk import build, doctor, env
 from tfla_tk.bench import compare, gradcheck, intra
+from tfla_tk.bench.usage import UsageError
 from tfla_tk.core.errors import UnsupportedError
 
 
@@ -34,6 +35,9 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> 
     try:
         status: int = arguments.run(arguments)
         return status
+    except UsageError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
     except (build.BuildError, UnsupportedError, ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
@@ -101,7 +105,7 @@ def _build(arguments: argparse.Namespace) -> int:
     if known and not chosen:
         names = ", ".join(instance.name for instance in known)
         more = "" if arguments.all else "; with --all more"
-        raise ValueError(f"--match: no kernel is named {arguments.match!r}; there are {names}{more}")
+        raise UsageError(f"--match: no kernel is named {arguments.match!r}; there are {names}{more}")
     if arguments.list:
         print("\n".join(instance.name for instance in chosen))
         return 0

@@ -22,14 +22,8 @@ from tfla_tk.build.toolchain import find_toolchain
 from tfla_tk.core.dispatch import OPERATORS, which
 from tfla_tk.core.errors import UnsupportedError
 
-LIBRARIES = ("torch", "triton", "einops", "pybind11", "mlstm_kernels", "fla-core", "flash-linear-attention")
-LIBRARIES += (
-    "flash-qla",
-    "mamba-ssm",
-    "xlstm",
-    "transformers",
-    "matplotlib",
-)  # to compare with, models, plots
+_BASELINES = ("mlstm_kernels", "fla-core", "flash-linear-attention", "flash-qla", "mamba-ssm")
+LIBRARIES = ("torch", "triton", "einops", "pybind11", *_BASELINES, "xlstm", "transformers", "matplotlib")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
 _SMI_TIMEOUT_S = 30
 
@@ -79,8 +73,8 @@ def render(found: dict[str, Any]) -> str:
             reasons = {} if _is_error(choice) else choice["reasons"]
             verdicts = tuple(f"  {backend:<10} {verdict}" for backend, verdict in reasons.items())
             alike.setdefault((chosen, *verdicts), []).append(f"{name}, {use}: {chosen}")
-    for (_, *verdicts), heads in alike.items():
-        lines += ["", *heads, *verdicts]
+    for key, heads in alike.items():
+        lines += ["", *heads, *key[1:]]
     return "\n".join(lines)
 
 

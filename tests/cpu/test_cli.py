@@ -95,7 +95,7 @@ def test_build_lists_without_compiling(shipped: list[Instance], capsys: pytest.C
 
 
 def test_a_name_that_matches_nothing(shipped: list[Instance], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["build", "--match", "gla_*"]) == 1
+    assert main(["build", "--match", "gla_*"]) == 2
     assert "no kernel is named 'gla_*'; there are toy_a, toy_b; with --all more" in capsys.readouterr().err
 
 
@@ -204,6 +204,95 @@ def test_a_command_of_bench_is_run_and_its_status_returned(
     monkeypatch.setattr(command, "run", run)
     assert main([name]) == 3
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("command", ["compare", "gradcheck"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--backends", "cuda"), "--backends: expected tk, triton, "),
+        (
+            ("--backends", "reference:foo"),
+            "--backends: expected a variant such as reference:recurrent, reference:parallel, "
+            "reference:chunkwise, got 'reference:foo'",
+        ),
+        (("--backends", "triton:xl"), "--backends: expected a variant such as triton:limit_chunk_64, "),
+        (
+            ("--backends", "tk:pingpong"),
+            "--op: expected any of mlstm_exp, mlstm_sig, simple_gla, retention, lightning for the backend "
+            "tk:pingpong, got gla",
+        ),
+        (
+            ("--schedules", "pingpong,auto"),
+            "--schedules: expected any of auto, sequential, overlapped for gla, got pingpong",
+        ),
+        (("--shapes", "1x64x2x16x16xHV4"), "--shapes: shape HV: expected 2, gla has no more value heads"),
+    ],
+)
+def test_what_no_operator_of_the_command_has_exits_with_2(
+    command: str,
+    options: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare, "run_contest", pytest.fail)
+    monkeypatch.setattr(gradcheck, "run_case", pytest.fail)
+    assert main([command, "--op", "gla", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layout", "bsnd"), "--layout: expected bnsd for gla"),
+        (("--plot", "rows.xyz"), "--plot: expected a file name with one of"),
+        (
+            ("--backends", "tilelang"),
+            "--op: expected any of gated_delta_rule for the backend tilelang, got gla",
+        ),
+    ],
+)
+def test_wrong_options_of_compare_exit_with_2(
+    options: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare, "run_contest", pytest.fail)
+    assert main(["compare", "--op", "gla", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("compare", "--json"), ("compare", "--csv"), ("gradcheck", "--json")]
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_run(
+    command: str,
+    option: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(compare, "run_contest", pytest.fail)
+    monkeypatch.setattr(gradcheck, "run_case", pytest.fail)
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path, tmp_path / "file" / "rows"):
+        assert main([command, "--op", "gla", "--shapes", "1x16x1x16x16", option, str(path)]) == 2
+        assert f"{option}: expected a writable file, got {path} (" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_run_that_is_cut_off_leaves_no_empty_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "run_contest", interrupt)
+    (tmp_path / "earlier.csv").write_text("kept")
+    files = ("--json", str(tmp_path / "new" / "rows.json"), "--csv", str(tmp_path / "earlier.csv"))
+    assert main(["compare", "--op", "gla", "--shapes", "1x16x1x16x16", *files]) == 130
+    assert not list((tmp_path / "new").iterdir())
+    assert (tmp_path / "earlier.csv").read_text() == "kept"
 
 
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tfla_tk import UnsupportedError, doctor, mlstm_chunkwise, reference
 from tfla_tk.bench import accuracy, compare, environment, operators, results
 from tfla_tk.bench.operators import OPERATORS
+from tfla_tk.bench.runner import Outcome
 from tfla_tk.bench.shapes import parse_shapes
 from tfla_tk.bench.timing import Plan
 from tfla_tk.bench.variants import Variant, find_variants
@@ -141,7 +142,7 @@ def test_mlstm_gets_the_offsets_of_packed_sequences(monkeypatch) -> None:
 
 def test_triton_says_that_it_has_no_variable_length(capsys) -> None:
     options = ("--op", "mlstm_exp", "--shapes", "1x64x1x16x16xN4", "--backends", "triton,reference")
-    assert run(*options, "--quick") == 0
+    assert run(*options, "--quick") == 1
     assert "triton:xl_chunk_64: unsupported: mlstm_kernels has no variable length" in capsys.readouterr().out
 
 
@@ -196,7 +197,7 @@ def test_fla_is_the_baseline_of_the_scalar_decay_family() -> None:
 
 def test_fla_without_a_gpu_says_so(capsys) -> None:
     options = ("--op", "retention", "--shapes", "1x32x2x16x16", "--quick", "--backends", "triton,reference")
-    assert run(*options) == 0
+    assert run(*options) == 1
     assert "triton:fla: unsupported: Triton kernels need a GPU" in capsys.readouterr().out
 
 
@@ -243,10 +244,22 @@ def test_a_plot_that_cannot_be_written_is_told_before_the_run(monkeypatch, tmp_p
         run("--plot", str(tmp_path / "rows.xyz"))
 
 
+def test_public_functions_are_names_of_operators() -> None:
+    assert parse("--op", "chunk_gla,mlstm_siging_chunkwise,gla").op == ["gla", "mlstm_sig"]
+    assert parse("--op", ",".join(each.function for each in OPERATORS.values())).op == list(OPERATORS)
+
+
+def test_a_message_about_an_option_names_it_once(capsys) -> None:
+    for option in ("--op", "--shapes", "--backends", "--schedules", "--pass"):
+        with pytest.raises(SystemExit):
+            parse(option, ",")
+        assert f"argument {option}: expected " in capsys.readouterr().err
+
+
 def test_an_empty_list_of_backends(capsys) -> None:
     with pytest.raises(SystemExit):
         parse("--backends", ",")
-    assert "backends: expected at least one, got none" in capsys.readouterr().err
+    assert "argument --backends: expected at least one, got none" in capsys.readouterr().err
 
 
 def test_a_failed_build_shows_the_compilers_lines(monkeypatch, capsys) -> None:
@@ -273,7 +286,7 @@ def test_a_wrong_result_of_ours_is_the_exit_status(monkeypatch, tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("backend", "status"),
-    [("triton", 0), ("triton:xl_chunk_64", 1), ("tk", 1), ("tk:pingpong", 1)],
+    [("triton", 1), ("triton:xl_chunk_64", 1), ("tk", 1), ("tk:pingpong", 1)],
 )
 def test_an_unsupported_backend_counts_only_when_it_was_named(monkeypatch, backend: str, status: int) -> None:
     def refuse(*tensors):
@@ -282,6 +295,16 @@ def test_an_unsupported_backend_counts_only_when_it_was_named(monkeypatch, backe
     patch_backend(monkeypatch, refuse)
     options = ("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick")
     assert run(*options, "--backends", backend) == status
+
+
+def test_a_named_family_counts_only_when_none_of_its_variants_serves(monkeypatch) -> None:
+    def refuse_all_but_one(*tensors, backend):
+        if backend != "triton:xl_chunk_128":
+            raise UnsupportedError("mlstm_chunkwise", "no GPU")
+        return reference.mlstm_chunkwise(*tensors)
+
+    monkeypatch.setattr(operators.tfla_tk, "mlstm_chunkwise", refuse_all_but_one)
+    assert run("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--quick", "--backends", "triton") == 0
 
 
 def test_a_wrong_baseline_counts_only_when_it_was_named(monkeypatch) -> None:
@@ -366,6 +389,40 @@ def test_variants_on_a_gpu() -> None:
     assert not any(variant.named for variant in found)
 
 
+def test_what_an_operator_lacks_is_left_out_where_another_one_has_it() -> None:
+    def calls(op: str, *backends: str) -> list[str]:
+        schedules = ("auto", "sequential", "overlapped", "pingpong")
+        found = find_variants(OPERATORS[op], backends, schedules, on_gpu=True, rivals=True)
+        return [variant.call for variant in found]
+
+    some = ["tk:auto", "tk:sequential", "tk:overlapped"]
+    for op in ("gla", "delta_rule", "gated_delta_rule"):
+        assert calls(op, "tk") == some and calls(op, "tk:pingpong") == []
+    for op in ("mlstm_exp", "mlstm_sig", "simple_gla", "retention", "lightning"):
+        assert calls(op, "tk") == [*some, "tk:pingpong"] and calls(op, "tk:pingpong") == ["tk:pingpong"]
+    others = ("triton:siging_xl_32", "triton:fla", "tilelang", "triton:mamba_ssm")
+    assert calls("mlstm_sig", *others) == ["triton:siging_xl_32"] and calls("mlstm_exp", *others) == []
+    assert calls("gla", *others) == ["triton:fla"]
+    assert calls("gated_delta_rule", *others) == ["triton:fla", "tilelang:flash_qla"]
+    assert calls("simple_gla", *others) == ["triton:fla", "triton:mamba_ssm"]
+
+
+def test_all_schedules_are_those_that_an_operator_has(monkeypatch) -> None:
+    ran: list[str] = []
+
+    def note(operator, shape, which, variants, *rest):
+        ran.extend(f"{operator.name} {variant.call}" for variant in variants)
+        return [Outcome(operator.name, shape, which, variant) for variant in variants]
+
+    monkeypatch.setattr(compare, "run_contest", note)
+    options = ("--shapes", "1x16x1x16x16", "--backends", "tk", "--schedules")
+    assert run("--op", "gla", *options, "all") == 0
+    assert ran == ["gla tk:auto", "gla tk:sequential", "gla tk:overlapped"]
+    ran.clear()
+    assert run("--op", "gla,simple_gla", *options, "pingpong") == 0
+    assert ran == ["simple_gla tk:pingpong"]
+
+
 def test_variants_by_name() -> None:
     names = ["tk", "triton:xl_chunk_128", "reference:recurrent", "tk:overlapped"]
     found = find_variants(OPERATORS["mlstm_exp"], names, ["overlapped", "pingpong"], on_gpu=True)
@@ -377,7 +434,7 @@ def test_variants_by_name() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["cuda", "triton:", "tk:fast"])
+@pytest.mark.parametrize("name", ["cuda", "triton:", "tk:fast", "reference:foo", "triton:xl", "tilelang:qla"])
 def test_variants_refuse_unknown_names(name: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         find_variants(OPERATORS["mlstm_exp"], [name], ["auto"], on_gpu=True)

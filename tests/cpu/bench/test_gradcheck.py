@@ -157,9 +157,10 @@ def test_a_wrong_gradient_is_caught(
         (crash, "triton:xl_chunk_64", 1),
         (crash, "tk", 1),
         # what is not served counts where it was named and nothing of it was checked
-        (refuse, "triton", 0),
+        (refuse, "triton", 1),
         (refuse, "triton:xl_chunk_64", 1),
         (refuse, "tk", 1),
+        (refuse_states, "triton", 0),
         (refuse_states, "triton:xl_chunk_64", 0),
         (refuse_states, "tk:pingpong", 0),
         (exact, "triton:xl_chunk_64,tk,reference", 0),
@@ -400,7 +401,7 @@ def test_wrong_usage(options: tuple[str, str], capsys) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--backends", "cuda"), "backends: expected tk, triton, reference"),
+        (("--backends", "cuda"), "--backends: expected tk, triton, reference"),
         (("--shapes", "1x1x1x16x16"), "--shapes: expected at least 2 tokens"),
         (
             ("--shapes", "1x64x1x16x16xN4", "--cases", "default+last"),
@@ -410,8 +411,25 @@ def test_wrong_usage(options: tuple[str, str], capsys) -> None:
     ],
 )
 def test_what_cannot_be_checked(options: tuple[str, str], message: str, capsys) -> None:
-    assert main(["gradcheck", *options]) == 1
+    assert main(["gradcheck", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [(), ("--schedules", "all")])
+def test_schedules_that_an_operator_lacks_are_left_out(options, monkeypatch) -> None:
+    ran: list[str] = []
+
+    def note(problem, shape, case, variants, *rest):
+        ran.extend(f"{problem.operator.name} {variant.call}" for variant in variants)
+        return []
+
+    monkeypatch.setattr(gradcheck, "run_case", note)
+    monkeypatch.setattr(gradcheck, "print_contest", lambda *rest: None)
+    ops = ("--op", "gla,mlstm_exp", *SMALL, "--cases", "default", "--backends", "tk")
+    assert main(["gradcheck", *ops, *options]) == 0
+    expected = {f"gla tk:{name}" for name in ("sequential", "overlapped")}
+    expected |= {f"mlstm_exp tk:{name}" for name in ("sequential", "overlapped", "pingpong")}
+    assert set(ran) == expected | ({"gla tk:auto", "mlstm_exp tk:auto"} if options else set())
 
 
 def test_defaults() -> None:
@@ -419,8 +437,7 @@ def test_defaults() -> None:
     gradcheck.add_arguments(parser)
     args = parser.parse_args([])
     assert args.op == list(OPERATORS) and args.shapes is None and args.backends is None
-    assert args.schedules == ["sequential", "overlapped", "pingpong"]
-    assert args.cases is None and args.seed == 0
+    assert args.schedules is None and args.cases is None and args.seed == 0
 
 
 def test_the_default_cases_of_packed_sequences_have_no_gradients_of_last_states(

@@ -358,10 +358,12 @@ def test_share_of_the_kernels() -> None:
     assert model_phases.share_of([]) is None
 
 
-def test_options(capsys) -> None:
-    assert main(["model", "--layers", "0"]) == 1
-    assert "layers: expected a positive number, got 0" in capsys.readouterr().err
-    assert main(["model", "--update-results"]) == 1
+def test_options(tmp_path: Path, capsys) -> None:
+    assert main(["model", "--json", str(tmp_path)]) == 2
+    assert f"--json: expected a writable file, got {tmp_path}" in capsys.readouterr().err
+    assert main(["model", "--layers", "0"]) == 2
+    assert "--layers: expected a positive number, got 0" in capsys.readouterr().err
+    assert main(["model", "--update-results"]) == 2
     assert "expected a CUDA GPU" in capsys.readouterr().err
     for option, value in (("--phases", "sleep"), ("--baselines", "native")):
         with pytest.raises(SystemExit):

@@ -142,3 +142,12 @@ def test_without_mlstm_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = step.step_inputs(SMALL, torch.float32, torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="not installed"):
         step.OPERATOR.call("triton", *inputs.values())
+
+
+def test_shapes_that_a_step_does_not_have_are_wrong_usage(capsys) -> None:
+    for shape, message in (
+        ("1x4x2x16x16xN2", "--shapes: expected no N, a step has one token, got 2"),
+        ("1x4x2x16x16xHV4", "shape HV: expected 2"),
+    ):
+        assert main(["step", "--shapes", shape]) == 2
+        assert message in capsys.readouterr().err

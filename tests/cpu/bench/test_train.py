@@ -206,9 +206,14 @@ def test_seeds(tiny, tmp_path: Path) -> None:
     assert losses[0] != losses[1]
 
 
-def test_bad_options(tiny, capsys) -> None:
-    assert main(["train", "--steps", "0"]) == 1
-    assert "steps: expected a positive number, got 0" in capsys.readouterr().err
+def test_bad_options(tiny, tmp_path: Path, capsys) -> None:
+    for option in ("--json", "--plot"):
+        path = tmp_path / f"folder{option}.png"
+        path.mkdir()
+        assert main(["train", option, str(path)]) == 2
+        assert f"{option}: expected a writable file, got {path}" in capsys.readouterr().err
+    assert main(["train", "--steps", "0"]) == 2
+    assert "--steps: expected a positive number, got 0" in capsys.readouterr().err
     for backends, message in (("nonsense", "got 'nonsense'"), (",", "expected at least one")):
         with pytest.raises(SystemExit):
             main(["train", "--backends", backends])
