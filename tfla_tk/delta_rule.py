@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tfla_tk.calls.delta_rule import DeltaRuleCall, check_delta_rule
+from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.checks import fail
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
@@ -93,6 +94,7 @@ def chunk_delta_rule(
     Arguments, result, errors and the choice of the backend as in `chunk_gated_delta_rule`, without decay:
     beta is [B, T, HV].
     """
+    check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_delta_rule",
         (q, k, v, None, beta, None, None, initial_state, cu_seqlens, cu_seqlens_cpu),
@@ -170,6 +172,7 @@ def chunk_gated_delta_rule(
             allowed and return their initial state. The reference and fla read the offsets on the host; the tk
             kernels read them on the GPU, unchecked.
         cu_seqlens_cpu: the same offsets on the CPU, which spares the reference and fla a wait for the GPU.
+            Both must be equal; that is checked where cu_seqlens is on the CPU, not on a GPU.
         chunk_indices: not used; fla's own functions hand it to one another.
         cp_context: None: there is no context parallelism.
         use_gate_in_kernel: take -exp(A_log) softplus(g + dt_bias) in place of g.
@@ -193,6 +196,7 @@ def chunk_gated_delta_rule(
     """
     if cp_context is not None:
         _check_no_context(cp_context)
+    check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_gated_delta_rule",
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu),

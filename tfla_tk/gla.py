@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tfla_tk.calls.gla import check_gla
+from tfla_tk.calls.linear import check_same_offsets
 from tfla_tk.core.dispatch import operator
 from tfla_tk.core.plan import CallPath
 
@@ -59,6 +60,7 @@ def chunk_gla(
             allowed and return their initial state. The reference and fla read the offsets on the host; the tk
             kernels read them on the GPU, unchecked.
         cu_seqlens_cpu: the same offsets on the CPU, which spares the reference and fla a wait for the GPU.
+            Both must be equal; that is checked where cu_seqlens is on the CPU, not on a GPU.
         backend: "auto" takes the first of tk, triton (fla's kernels), reference that serves the call exactly
             (`tfla_tk.which` says which and why); a name, or name:variant such as "reference:recurrent", takes
             that one or raises. Forward-mode and second derivatives are the reference's alone: "auto" takes it
@@ -73,6 +75,7 @@ def chunk_gla(
         TypeError, ValueError: bad arguments, before anything is computed; DTensors are among them.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
+    check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_gla",
         (q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu),

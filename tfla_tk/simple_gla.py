@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla_tk.calls.linear import LinearCall, check_layer, check_simple_gla
+from tfla_tk.calls.linear import LinearCall, check_layer, check_same_offsets, check_simple_gla
 from tfla_tk.core.checks import fail
 from tfla_tk.core.constants import kept_on_device
 from tfla_tk.core.dispatch import operator
@@ -86,6 +86,7 @@ def chunk_simple_gla(
             allowed and return their initial state. The reference and fla read the offsets on the host; the tk
             kernels read them on the GPU, unchecked.
         cu_seqlens_cpu: the same offsets on the CPU, which spares the reference and fla a wait for the GPU.
+            Both must be equal; that is checked where cu_seqlens is on the CPU, not on a GPU.
         chunk_size: tokens per chunk, a power of two; None is 64. The result does not depend on it beyond
             rounding. Used by the reference and by fla (from 16 on); the tk kernels choose their own.
         backend: "auto" takes the first of tk, triton (fla's kernels), reference that serves the call exactly
@@ -102,6 +103,7 @@ def chunk_simple_gla(
         TypeError, ValueError: bad arguments, before anything is computed; DTensors are among them.
         UnsupportedError: a backend asked for by name cannot serve the call; has .reason and .remedy.
     """
+    check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     result: tuple[Tensor, Tensor | None] = _path.serve(
         "chunk_simple_gla",
         (q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu),
@@ -161,7 +163,8 @@ def chunk_lightning_attn(
     backend as in `chunk_simple_gla`.
 
     Args:
-        layer_idx, num_layers: the layer, from 0, and how many there are; both, or neither with g_gamma.
+        layer_idx, num_layers: the layer, from 0 to num_layers - 1, and how many there are; both, or neither
+            with g_gamma.
         g_gamma: log decay per head [HV]: minus the slopes.
     """
     result: tuple[Tensor, Tensor | None] = _path.serve(

@@ -128,6 +128,7 @@ def check_delta_rule(
         scale=scale,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        v_first_in="chunk_gated_delta_rule",
     )
     inputs = [x for x in (q, k, v, g, beta, *parameters, initial_state) if x is not None]
     return DeltaRuleCall(

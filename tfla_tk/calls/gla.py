@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall, check_frame, check_operands, check_transforms
-from tfla_tk.core.checks import check_device, check_shape, check_tensor, fail
+from tfla_tk.core.checks import check_device, check_shape, check_tensor, counted, fail
 from tfla_tk.core.layout import MaybeTensor
 
 
@@ -60,7 +60,8 @@ def check_gla(
     """
     operands = check_operands(q, k, v)
     if operands.value_heads != operands.heads:
-        fail("v", f"the {operands.heads} heads of q", f"{operands.value_heads} with shape {tuple(v.shape)}")
+        expected = f"the {counted(operands.heads, 'head')} of q"
+        fail("v", expected, f"{operands.value_heads} with shape {tuple(v.shape)}")
     check_tensor("g", g, 4, "[B, T, H, K]")
     check_shape("g", g, tuple(q.shape), "[B, T, H, K] of q")
     check_device("g", g, q.device)
@@ -73,6 +74,8 @@ def check_gla(
         scale=scale,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        v_first_in="chunk_gla",
+        heads="H",
     )
     inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
     return LinearCall(**frame, **check_transforms(inputs, []), gate="channel")

@@ -22,9 +22,11 @@ from tfla_tk.core.checks import (
     check_number,
     check_shape,
     check_tensor,
+    counted,
     fail,
 )
 from tfla_tk.core.invariance import is_batch_invariant
+from tfla_tk.core.memo import is_eager
 
 DEFAULT_CHUNK = 64
 
@@ -91,7 +93,7 @@ def check_simple_gla(
         initial_state: [N, HV, K, V], or [N, HV, V, K] with state_v_first; N is B, or with cu_seqlens the
             number of packed sequences.
         cu_seqlens: offsets [N + 1] of N sequences packed in a batch of one, int32 or int64; not read.
-        cu_seqlens_cpu: the same on the CPU.
+        cu_seqlens_cpu: the same on the CPU; both are read and compared where cu_seqlens is on the CPU, too.
 
     Raises:
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
@@ -108,6 +110,7 @@ def check_simple_gla(
         scale=scale,
         output_final_state=output_final_state,
         state_v_first=state_v_first,
+        v_first_in="chunk_simple_gla",
     )
     inputs = [x for x in (q, k, v, g, initial_state) if x is not None]
     return LinearCall(
@@ -145,7 +148,7 @@ def check_operands(q: Any, k: Any, v: Any) -> Operands:
     value_heads, dim_v = v.shape[2:]
     check_shape("v", v, (batch, seq, value_heads, dim_v), "[B, T] of q and [HV, V]")
     if value_heads != heads and (heads == 0 or value_heads == 0 or value_heads % heads != 0):
-        fail("v", f"a multiple of q's {heads} heads", f"{value_heads} with shape {tuple(v.shape)}")
+        fail("v", f"a multiple of q's {counted(heads, 'head')}", f"{value_heads} with shape {tuple(v.shape)}")
     check_head_dim("q", q)
     check_head_dim("v", v)
     for name, value in (("k", k), ("v", v)):
@@ -175,20 +178,33 @@ def check_frame(
     scale: Any,
     output_final_state: Any,
     state_v_first: Any,
+    v_first_in: str,
+    heads: str = "HV",
 ) -> dict[str, Any]:
-    """Check what every operator has beside its operands and gates; the fields of its `LinearCall`."""
+    """Check what every operator has beside its operands and gates; the fields of its `LinearCall`.
+
+    Args:
+        v_first_in: the family's function that has state_v_first; others pass False. heads: the name of the
+            heads of a state in messages.
+    """
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
     _check_cpu_offsets(cu_seqlens_cpu, cu_seqlens)
+    check_same_offsets(cu_seqlens, cu_seqlens_cpu)
     state_v_first = check_bool("state_v_first", state_v_first)
     sequences = operands.batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         rows = "B" if cu_seqlens is None else "N"
-        layout = f"[{rows}, HV, V, K]" if state_v_first else f"[{rows}, HV, K, V]"
+        layout, swapped = f"[{rows}, {heads}, K, V]", f"[{rows}, {heads}, V, K]"
         dims = operands.dim_qk, operands.dim_v
+        if state_v_first:
+            layout, swapped, dims = swapped, layout, dims[::-1]
         check_tensor("initial_state", initial_state, 4, layout)
-        expected = (sequences, operands.value_heads, *(reversed(dims) if state_v_first else dims))
-        check_shape("initial_state", initial_state, expected, layout)
+        hint, last = "", initial_state.shape[2:]
+        if last != dims and last == dims[::-1]:
+            hint = f" (state_v_first={not state_v_first} of {v_first_in} takes {swapped})"
+        expected = (sequences, operands.value_heads, *dims)
+        check_shape("initial_state", initial_state, expected, layout, hint)
         check_device("initial_state", initial_state, q.device)
     return {
         **operands._asdict(),
@@ -217,7 +233,7 @@ def check_transforms(inputs: list[Tensor], constants: list[Tensor]) -> dict[str,
 
 
 def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
-    """The place of a layer among all of them, from 0; as Python's integers.
+    """The place of a layer among all of them, from 0 to one less than their number; as Python's integers.
 
     Raises:
         TypeError: not an int. ValueError: out of range.
@@ -227,8 +243,8 @@ def check_layer(layer_idx: Any, num_layers: Any) -> tuple[int, int]:
     count = check_int("num_layers", num_layers, expected)
     if count < 1:
         fail("num_layers", "at least 1", num_layers)
-    if not 0 <= layer <= count:
-        fail("layer_idx", f"0 to num_layers = {num_layers}", layer_idx)
+    if not 0 <= layer < count:
+        fail("layer_idx", f"0 to num_layers - 1 = {count - 1}", layer_idx)
     return layer, count
 
 
@@ -266,6 +282,27 @@ def _check_cpu_offsets(value: Any, cu_seqlens: Tensor | None) -> None:
     if value.dtype not in OFFSET_DTYPES:
         fail(name, "dtype int32 or int64", value.dtype, TypeError)
     check_shape(name, value, tuple(cu_seqlens.shape), "[N + 1] of cu_seqlens")
+
+
+def check_same_offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> None:
+    """cu_seqlens_cpu has the entries of cu_seqlens, where these lie on the CPU and nothing traces the call.
+
+    Other arguments pass, also of wrong types. This reads values, on which plans do not depend, so a public
+    function asks it in every call, before it looks for a plan.
+    """
+    if not isinstance(cu_seqlens, Tensor) or not isinstance(cu_seqlens_cpu, Tensor):
+        return
+    tensors = cu_seqlens, cu_seqlens_cpu
+    if any(x.device.type != "cpu" for x in tensors) or not is_eager(tensors):
+        return
+    if any(x.is_nested or x.layout is not torch.strided or x.dim() != 1 for x in tensors):
+        return
+    if cu_seqlens.shape != cu_seqlens_cpu.shape:
+        return
+    for index, (expected, got) in enumerate(zip(*(x.tolist() for x in tensors), strict=True)):
+        if expected != got:
+            where = f"{got} at index {index}, where cu_seqlens has {expected}"
+            fail("cu_seqlens_cpu", "the offsets of cu_seqlens", where)
 
 
 def _check_scale(value: Any) -> float:

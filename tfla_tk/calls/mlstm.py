@@ -12,6 +12,7 @@ from tfla_tk.core import transforms
 from tfla_tk.core.checks import (
     CHUNK_MULTIPLE,
     FLOAT_DTYPES,
+    KERNEL_DTYPES,
     ExpectedTensor,
     autocast_dtype,
     check_bool,
@@ -22,7 +23,7 @@ from tfla_tk.core.checks import (
     check_dtype_of_q,
     check_eps,
     check_head_dim,
-    check_kernel_dtype,
+    check_optional_dtype,
     check_shape,
     check_tensor,
     fail,
@@ -83,7 +84,7 @@ def check_mlstm_chunkwise(
     Raises:
         TypeError, ValueError: as in `check_mlstm`.
     """
-    check_kernel_dtype(autocast_kernel_dtype)
+    check_optional_dtype("autocast_kernel_dtype", autocast_kernel_dtype, KERNEL_DTYPES)
     recompute = check_bool("recompute_states_in_bw", recompute_states_in_bw)
     dtype = autocast_dtype(arguments["q"], autocast_kernel_dtype)
     return check_mlstm(**arguments, autocast_dtype=dtype, recompute_states=recompute)
@@ -204,8 +205,8 @@ def check_mlstm_step(
     tokens: list[ExpectedTensor] = [
         ("k", k, (batch, heads, dim_qk), "[B, NH, DHQK] of q"),
         ("v", v, (batch, heads, dim_v), "[B, NH] of q and [DHHV]"),
-        ("i", i, (batch, heads, 1), "[B, NH] of q and [1]"),
-        ("f", f, (batch, heads, 1), "[B, NH] of q and [1]"),
+        ("i", i, (batch, heads, 1), "[B, NH, 1]"),
+        ("f", f, (batch, heads, 1), "[B, NH, 1]"),
     ]
     return _check_decoding(tokens, (q, k, v, i, f, c, n, m), seq=1, **options)
 
@@ -283,8 +284,7 @@ def _check_decoding(
             fail(name, "a head dimension of at least 1", size)
     normalize = check_bool("normalize", normalize)
     eps = check_eps(eps)
-    if dtype_state is not None and dtype_state not in FLOAT_DTYPES:
-        fail("dtype_state", "None or one of float16, bfloat16, float32, float64", dtype_state)
+    check_optional_dtype("dtype_state", dtype_state, FLOAT_DTYPES)
     requires_grad = torch.is_grad_enabled() and any(map(transforms.requires_grad, (q, k, v, i, f, c, n)))
     inplace = check_bool("inplace", inplace)
     if inplace and requires_grad:
@@ -336,7 +336,10 @@ def _check_initial_state(
     given = [name for name, t in (("c_initial", c), ("n_initial", n), ("m_initial", m)) if t is not None]
     needed = ["c_initial"] + ["n_initial"] * needs_n + ["m_initial"] * needs_m
     if given and not set(needed) <= set(given):
-        fail("initial state", f"all of {', '.join(needed)} or none", f"only {', '.join(given)}")
+        wanted = f"all of {', '.join(needed)} or none" if len(needed) > 1 else f"{needed[0]} or none"
+        if m is not None and not needs_m:
+            wanted += " (the sigmoid gate has no m_initial)"
+        fail("initial state", wanted, f"only {', '.join(given)}")
     for name, t, expected, layout in (
         ("c_initial", c, shape, f"[{rows}, NH, DHQK, DHHV]"),
         ("n_initial", n, shape[:3], f"[{rows}, NH, DHQK]"),

@@ -36,7 +36,13 @@ def check_tensor(name: str, value: Any, rank: int, layout: str) -> None:
     if value.layout is not torch.strided:
         fail(name, "a dense (strided) tensor", value.layout, TypeError)
     if value.dim() != rank:
-        fail(name, f"{rank} dimensions {layout}", f"{value.dim()} with shape {tuple(value.shape)}")
+        expected = f"{counted(rank, 'dimension')} {layout}"
+        fail(name, expected, f"{value.dim()} with shape {tuple(value.shape)}")
+
+
+def counted(number: int, noun: str) -> str:
+    """The number and the noun, with an s unless there is one of it."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _check_subclass(name: str, value: Tensor) -> None:
@@ -56,10 +62,10 @@ def _check_subclass(name: str, value: Tensor) -> None:
         fail(name, "a plain tensor, such as x.to_tensor(0)", "a MaskedTensor", TypeError)
 
 
-def check_shape(name: str, value: Tensor, expected: tuple[int, ...], layout: str) -> None:
-    """The exact shape; `layout` spells its dimensions for the message."""
+def check_shape(name: str, value: Tensor, expected: tuple[int, ...], layout: str, hint: str = "") -> None:
+    """The exact shape; `layout` spells its dimensions for the message, which ends with the hint."""
     if value.shape != expected:
-        fail(name, f"shape {layout} = {tuple(expected)}", tuple(value.shape))
+        fail(name, f"shape {layout} = {tuple(expected)}", f"{tuple(value.shape)}{hint}")
 
 
 def check_device(name: str, value: Tensor, device: torch.device) -> None:
@@ -143,10 +149,15 @@ def check_cu_seqlens(value: Any, q: Tensor) -> None:
         fail(name, "a batch of 1 in q (packed sequences)", f"a batch of {q.shape[0]}")
 
 
-def check_kernel_dtype(value: Any) -> None:
-    """autocast_kernel_dtype: None or one of KERNEL_DTYPES."""
-    if value is not None and value not in KERNEL_DTYPES:
-        fail("autocast_kernel_dtype", "None, torch.float16, torch.bfloat16 or torch.float32", value)
+def check_optional_dtype(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    """None or one of the dtypes."""
+    if value is None or (isinstance(value, torch.dtype) and value in dtypes):
+        return
+    *others, last = map(str, dtypes)
+    expected = f"None, {', '.join(others)} or {last}"
+    if not isinstance(value, torch.dtype):
+        fail(name, expected, shown(value), TypeError)
+    fail(name, expected, value)
 
 
 def autocast_dtype(q: Any, kernel_dtype: torch.dtype | None) -> torch.dtype | None:

@@ -142,11 +142,14 @@ def restore(names: Iterable[str] | None = None) -> list[str]:
     Raises:
         ValueError: an unknown name.
     """
+    global _last
     with _lock:
         replaced = []
         for name in _known(names):
             _accelerated.discard(name)
             _refused[name].clear()
+            if _last is not None and _last.function == name:
+                _last = None
             if FUNCTIONS[name] in sys.modules:
                 current = _current(name)
                 replaced += _rebind(current, fla_own.original(current))
@@ -167,9 +170,11 @@ def is_accelerated(name: str | None = None) -> bool:
 
 
 def last_path() -> Path | None:
-    """What has served the latest call that came here, of any thread; None before the first one.
+    """What has served the latest call that came here and returned, of any thread.
 
-    Calls that torch.compile traces do not count.
+    None before the first one, and after `restore` has put back the function that it called. Calls that raised
+    and those that torch.compile traces do not count; but one that fla's own dispatch asks about, and that
+    goes back to it, counts as soon as it does.
     """
     return _last
 
@@ -233,8 +238,10 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     ours = getattr(tfla_tk, name)
     given, options = _with_flags(name, args, kwargs)
     if _is_on_cpu(args, kwargs):
+        _tell(name, "reference", _ON_A_CPU)
+        result = ours(*given, **options, backend="reference")
         _record(name, "reference", _ON_A_CPU)
-        return ours(*given, **options, backend="reference")
+        return result
     refused = _refused[name]
     if not compiling and len(refused):
         reason = refused.get(_signature(args, kwargs))
@@ -259,9 +266,11 @@ def _by_fla(
     name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
 ) -> Any:
     """A call that the kernels refuse, by fla's own function."""
-    _record(name, "fla", reason)
+    _tell(name, "fla", reason)
     with fla_own.on_its_own():
-        return own(*args, **kwargs)
+        result = own(*args, **kwargs)
+    _record(name, "fla", reason)
+    return result
 
 
 _ON_A_CPU = "the tensors are on a CPU"
@@ -306,10 +315,11 @@ def _register() -> None:
 
         def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
             given, options = _with_flags(_DISPATCHED, args, kwargs)
-            on_cpu = _is_on_cpu(args, kwargs)
-            backend = "reference" if on_cpu else "tk"
-            _record(_DISPATCHED, backend, _ON_A_CPU if on_cpu else "")
-            return tfla_tk.chunk_gated_delta_rule(*given, **options, backend=backend)
+            backend, reason = ("reference", _ON_A_CPU) if _is_on_cpu(args, kwargs) else ("tk", "")
+            _tell(_DISPATCHED, backend, reason)
+            result = tfla_tk.chunk_gated_delta_rule(*given, **options, backend=backend)
+            _record(_DISPATCHED, backend, reason)
+            return result
 
     backends.register(_OPERATION)(TflaTkBackend)
     _backend = TflaTkBackend
@@ -326,6 +336,8 @@ def _verify(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, str | 
         check_gated_delta_rule(*given, **options, backend="tk")
     except _REFUSALS as error:
         reason = _reason(error)
+        # fla's dispatch goes on with the call; nothing comes back here
+        _tell(_DISPATCHED, "fla", reason)
         _record(_DISPATCHED, "fla", reason)
         return False, reason
     return True, None
@@ -349,11 +361,16 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _record(name: str, backend: str, reason: str) -> None:
-    """Keep what serves a call, and log once why it is not the kernels."""
+    """Keep what has served a call."""
     global _last
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        _last = Path(name, backend, reason)
+
+
+def _tell(name: str, backend: str, reason: str) -> None:
+    """Log, once, why the kernels do not serve a call: before it runs, since it may raise for that reason."""
+    if torch.compiler.is_compiling() or not reason:
         return
-    _last = Path(name, backend, reason)
-    if reason and (name, reason) not in _told and len(_told) < _LIMIT:
+    if (name, reason) not in _told and len(_told) < _LIMIT:
         _told.add((name, reason))
         _log.warning("%s is served by %s: %s", name, backend, reason)

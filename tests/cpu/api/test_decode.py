@@ -92,7 +92,8 @@ def test_plans_are_kept_by_signature(token: Draw) -> None:
         ("k", lambda x: x[..., :8], (ValueError, "k: expected shape")),
         ("v", lambda x: x.double(), (TypeError, "v: expected dtype torch.float32, the dtype of q")),
         ("v", lambda x: x[:2], (ValueError, "v: expected shape")),
-        ("i", lambda x: x.squeeze(2), (ValueError, r"i: expected 3 dimensions \[B, NH\] of q and \[1\]")),
+        ("i", lambda x: x.squeeze(2), (ValueError, r"i: expected 3 dimensions \[B, NH, 1\], got 2")),
+        ("f", lambda x: x[:1], (ValueError, r"f: expected shape \[B, NH, 1\] = .*, got \(1, ")),
         ("f", lambda x: x.long(), (TypeError, "f: expected dtype float16")),
         ("c", lambda x: x.mT, (ValueError, "c: expected shape")),
         ("n", lambda x: x.to("meta"), (ValueError, "n: expected device cpu")),
@@ -108,8 +109,14 @@ def test_bad_arguments(
 
 
 def test_bad_options(token: Draw) -> None:
-    with pytest.raises(ValueError, match="dtype_state"):
+    expected = "None, torch.float16, torch.bfloat16, torch.float32 or torch.float64"
+    with pytest.raises(ValueError, match=f"dtype_state: expected {expected}, got torch.int8"):
         mlstm_step(**token(), dtype_state=torch.int8)
+    for function, inputs in ((mlstm_step, token()), (mlstm_siging_step, token())):
+        if function is mlstm_siging_step:
+            del inputs["m"]
+        with pytest.raises(TypeError, match=f"dtype_state: expected {expected}, got 'float32' of type str"):
+            function(**inputs, dtype_state="float32")
     with pytest.raises(ValueError, match="backend: expected 'reference' for a step"):
         mlstm_step(**token(), backend="reference:parallel")
     with pytest.raises(UnsupportedError, match=r"mlstm_step on backend 'triton': .*on cpu"):

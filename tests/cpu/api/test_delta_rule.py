@@ -168,7 +168,8 @@ BAD = [
     bad("beta", lambda x: x["v"], r"beta: expected 3 dimensions \[B, T, HV\], got 4 with shape"),
     bad("beta", lambda x: x["beta"].to("meta"), "beta: expected device cpu, the device of q, got meta"),
     bad("initial_state", lambda x: x["initial_state"][:1], r"initial_state: expected shape \[B, HV"),
-    bad("initial_state", lambda x: x["initial_state"].mT, r"initial_state: expected shape \[B, HV"),
+    bad("initial_state", lambda x: x["initial_state"].mT, r"initial_state: expected shape \[B, HV, K, V\] = "
+        r".* \(state_v_first=True of chunk_gated_delta_rule takes \[B, HV, V, K\]\)"),
     bad("cu_seqlens", lambda x: torch.tensor([0, 40]), r"cu_seqlens: expected a batch of 1 in q \(packed"),
     bad("cu_seqlens_cpu", lambda x: torch.tensor([0, 40]), "cu_seqlens_cpu: expected None without"),
     bad("scale", lambda x: math.inf, "scale: expected a finite number, got inf"),
@@ -200,7 +201,7 @@ def test_bad_arguments(
     ("arguments", "message"),
     [
         ({"A_log": torch.zeros(2)}, r"A_log: expected shape \[HV\] of v = \(4,\), got \(2,\)"),
-        ({"A_log": torch.zeros(4, 1)}, r"A_log: expected 1 dimensions \[HV\] with use_gate_in_kernel, got 2"),
+        ({"A_log": torch.zeros(4, 1)}, r"A_log: expected 1 dimension \[HV\] with use_gate_in_kernel, got 2"),
         ({"A_log": torch.zeros(4), "dt_bias": torch.zeros(8)}, r"dt_bias: expected shape \[HV\] of v"),
         ({"A_log": torch.zeros(4, device="meta")}, "A_log: expected device cpu, the device of q, got meta"),
     ],
@@ -216,6 +217,17 @@ def test_bad_packing() -> None:
         chunk_gated_delta_rule(**x, cu_seqlens=torch.tensor([0, 10, 40]))
     with pytest.raises(ValueError, match="cu_seqlens: expected offsets rising from 0 to 40"):
         chunk_gated_delta_rule(**x | {"cu_seqlens": torch.tensor([0, 41])})
+
+
+@pytest.mark.parametrize("function", [chunk_delta_rule, chunk_gated_delta_rule])
+def test_offsets_on_the_cpu_that_differ(function: Callable[..., Any]) -> None:
+    x = draw(batch=1) | {"cu_seqlens": torch.tensor([0, 10, 40])}
+    del x["initial_state"]
+    if function is chunk_delta_rule:
+        del x["g"]
+    function(**x, cu_seqlens_cpu=x["cu_seqlens"])  # the plan of a call like it looks at no offsets
+    expected = "cu_seqlens_cpu: expected the offsets of cu_seqlens, got 20 at index 1, where .* has 10"
+    assert_refused(function, x | {"cu_seqlens_cpu": torch.tensor([0, 20, 40])}, ValueError, expected)
 
 
 def test_without_gate_there_are_no_gate_arguments() -> None:

@@ -144,7 +144,9 @@ BAD = [
     bad("g", lambda x: x["g"][..., 0], r"g: expected 4 dimensions \[B, T, H, K\], got 3"),
     bad("g", lambda x: x["g"].long(), "g: expected dtype float16", TypeError),
     bad("g", lambda x: None, r"g: expected a tensor \[B, T, H, K\], got NoneType", TypeError),
-    bad("initial_state", lambda x: x["initial_state"].mT, r"initial_state: expected shape \[B, HV"),
+    bad("initial_state", lambda x: x["initial_state"][:1], r"initial_state: expected shape \[B, H, K, V\]"),
+    bad("initial_state", lambda x: x["initial_state"].mT, r"initial_state: expected shape \[B, H, K, V\] = "
+        r"\(2, 2, 16, 32\), got \(2, 2, 32, 16\) \(state_v_first=True of chunk_gla takes \[B, H, V, K\]\)"),
     bad("cu_seqlens", lambda x: torch.tensor([0, 40]), r"cu_seqlens: expected a batch of 1 in q \(packed"),
     bad("scale", lambda x: math.inf, "scale: expected a finite number, got inf"),
     bad("output_final_state", lambda x: 1, "output_final_state: expected a bool, got 1", TypeError),
@@ -160,6 +162,25 @@ def test_bad_arguments(
 ) -> None:
     x = draw()
     assert_refused(chunk_gla, x | {name: value(x)}, error, message)
+
+
+def test_bad_packing() -> None:
+    x = draw(batch=1) | {"cu_seqlens": torch.tensor([0, 10, 40])}
+    with pytest.raises(ValueError, match=r"initial_state: expected shape \[N, H, K, V\] = \(2, 2, 16, 32\)"):
+        chunk_gla(**x)
+    expected = r"\[N, H, V, K\] .* \(state_v_first=False of chunk_gla takes \[N, H, K, V\]\)"
+    with pytest.raises(ValueError, match=expected):
+        chunk_gla(**x, state_v_first=True)
+    x["initial_state"] = x["initial_state"].repeat(2, 1, 1, 1)
+    chunk_gla(**x, cu_seqlens_cpu=x["cu_seqlens"])  # the plan of a call like it looks at no offsets
+    expected = "cu_seqlens_cpu: expected the offsets of cu_seqlens, got 20 at index 1, where .* has 10"
+    assert_refused(chunk_gla, x | {"cu_seqlens_cpu": torch.tensor([0, 20, 40])}, ValueError, expected)
+
+
+def test_one_head_is_not_called_heads() -> None:
+    x = {name: t[:, :1] if name == "initial_state" else t[:, :, :1] for name, t in draw().items()}
+    with pytest.raises(ValueError, match="v: expected the 1 head of q, got 2 with shape"):
+        chunk_gla(**x | {"v": x["v"].repeat(1, 1, 2, 1)})
 
 
 # Backends

@@ -42,7 +42,9 @@ BAD = [
     bad("g", lambda x: x["g"].long(), "g: expected dtype float16", TypeError),
     bad("g_gamma", lambda x: torch.zeros(4), "g_gamma: expected None where g is given .*, got both"),
     bad("initial_state", lambda x: x["initial_state"][:1], r"initial_state: expected shape \[B, HV"),
-    bad("initial_state", lambda x: x["initial_state"].mT, r"initial_state: expected shape \[B, HV"),
+    bad("initial_state", lambda x: x["initial_state"].mT, r"initial_state: expected shape \[B, HV, K, V\] = "
+        r"\(2, 4, 16, 32\), got \(2, 4, 32, 16\) \(state_v_first=True of chunk_simple_gla takes "
+        r"\[B, HV, V, K\]\)"),
     bad("cu_seqlens", lambda x: torch.tensor([0, 40]), r"cu_seqlens: expected a batch of 1 in q \(packed"),
     bad("cu_seqlens", lambda x: [0, 40], r"cu_seqlens: expected a tensor \[N \+ 1\], got list", TypeError),
     bad("cu_seqlens_cpu", lambda x: torch.tensor([0, 40]), "cu_seqlens_cpu: expected None without"),
@@ -71,13 +73,38 @@ def test_bad_packing() -> None:
     state = x["initial_state"]
     with pytest.raises(ValueError, match=r"initial_state: expected shape \[N, HV, K, V\] = \(2, 4, 16, 32\)"):
         chunk_simple_gla(**x, cu_seqlens=torch.tensor([0, 10, 40]))
-    with pytest.raises(ValueError, match=r"initial_state: expected shape \[B, HV, V, K\] = \(1, 4, 32, 16\)"):
+    with pytest.raises(ValueError, match=r"initial_state: expected shape \[B, HV, V, K\] = \(1, 4, 32, 16\), "
+                       r".*\(state_v_first=False of chunk_simple_gla takes \[B, HV, K, V\]\)"):  # fmt: skip
         chunk_simple_gla(**x, state_v_first=True)
     options = {"initial_state": state, "cu_seqlens": torch.tensor([0, 40])}
     with pytest.raises(ValueError, match=r"cu_seqlens_cpu: expected shape \[N \+ 1\] of cu_seqlens = \(2,\)"):
         chunk_simple_gla(**x | options, cu_seqlens_cpu=torch.tensor([0, 10, 40]))
     with pytest.raises(ValueError, match="cu_seqlens: expected offsets rising from 0 to 40"):
         chunk_simple_gla(**x | {"cu_seqlens": torch.tensor([0, 41])})
+
+
+def test_no_hint_where_a_state_is_not_swapped() -> None:
+    x = draw()
+    square = {name: x[name][..., :16] for name in ("v", "initial_state")}
+    with pytest.raises(ValueError, match=r"got \(1, 4, 16, 16\)$"):
+        chunk_simple_gla(**x | square | {"initial_state": square["initial_state"][:1].mT})
+    with pytest.raises(ValueError, match=r"got \(2, 4, 16, 8\)$"):
+        chunk_simple_gla(**x | {"initial_state": x["initial_state"][..., :8]})
+
+
+@pytest.mark.parametrize("state_v_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_on_the_cpu_that_differ(dtype: torch.dtype, state_v_first: bool) -> None:
+    """Also after a good call of the same kind."""
+    x = draw(batch=1) | {"cu_seqlens": torch.tensor([0, 10, 40])}
+    del x["initial_state"]
+    options = {"state_v_first": state_v_first, "output_final_state": True}
+    for wrong in (20, 99):
+        good = chunk_simple_gla(**x, **options, cu_seqlens_cpu=x["cu_seqlens"].to(dtype))
+        expected = f"cu_seqlens_cpu: expected the .* cu_seqlens, got {wrong} at index 1, where .* has 10"
+        arguments = x | options | {"cu_seqlens_cpu": torch.tensor([0, wrong, 40], dtype=dtype)}
+        assert_refused(chunk_simple_gla, arguments, ValueError, expected)
+    torch.testing.assert_close(good, chunk_simple_gla(**x, **options))
 
 
 def test_a_decay_per_head_has_no_gradient() -> None:
@@ -92,8 +119,8 @@ def test_a_decay_per_head_has_no_gradient() -> None:
     same, _ = chunk_simple_gla(**x, g=g_gamma.expand(2, 40, 4))
     torch.testing.assert_close(same, o)
     assert torch.autograd.grad(same.sum(), g_gamma)[0].abs().min() > 0
-    for shape in ((2,), (4, 1)):
-        with pytest.raises(ValueError, match="g_gamma: expected"):
+    for shape, expected in (((2,), r"shape \[HV\] of v"), ((4, 1), r"1 dimension \[HV\], got 2 with shape")):
+        with pytest.raises(ValueError, match=f"g_gamma: expected {expected}"):
             chunk_simple_gla(**x, g_gamma=torch.zeros(shape))
 
 
@@ -102,7 +129,8 @@ def test_a_decay_per_head_has_no_gradient() -> None:
     [
         ({}, TypeError, "layer_idx: expected an int, or g_gamma in its place, got None"),
         ({"layer_idx": 1}, TypeError, "num_layers: expected an int, or g_gamma in its place, got None"),
-        ({"layer_idx": 5, "num_layers": 4}, ValueError, "layer_idx: expected 0 to num_layers = 4, got 5"),
+        ({"layer_idx": 4, "num_layers": 4}, ValueError, "layer_idx: .* 0 to num_layers - 1 = 3, got 4"),
+        ({"layer_idx": -1, "num_layers": 4}, ValueError, "layer_idx: .* 0 to num_layers - 1 = 3, got -1"),
         ({"layer_idx": 0, "num_layers": 0}, ValueError, "num_layers: expected at least 1, got 0"),
         ({"layer_idx": 1.0, "num_layers": 4}, TypeError, "layer_idx: expected an int, .*got 1.0"),
         ({"layer_idx": 1, "g_gamma": torch.zeros(4)}, ValueError, "layer_idx: expected None where g_gamma"),
@@ -122,6 +150,8 @@ def test_the_others_check_alike(function: Callable[..., Any]) -> None:
     layer = {} if function is chunk_retention else {"layer_idx": 0, "num_layers": 1}
     with pytest.raises(ValueError, match="v: expected a multiple of q's 2 heads, got 3"):
         function(x["q"], x["k"], x["v"][:, :, :3], **layer)
+    with pytest.raises(ValueError, match="v: expected a multiple of q's 1 head, got 0 with shape"):
+        function(x["q"][:, :, :1], x["k"][:, :, :1], x["v"][:, :, :0], **layer)
     with pytest.raises(TypeError, match=r"v: expected a tensor \[B, T, HV, V\], got NoneType"):
         function(x["q"], x["k"], None, **layer)
     with pytest.raises(TypeError, match="unexpected keyword argument 'state_v_first'"):

@@ -168,6 +168,12 @@ CASES: dict[str, Case] = {
         ValueError,
         "autocast_kernel_dtype: .* got torch.float64",
     ),
+    "kernel dtype is text": (
+        {"autocast_kernel_dtype": "bfloat16"},
+        TypeError,
+        "autocast_kernel_dtype: expected None, torch.float16, torch.bfloat16 or torch.float32, "
+        "got 'bfloat16' of type str",
+    ),
     "NumPy chunk_size 40": ({"chunk_size": np.int64(40)}, ValueError, "chunk_size: .* got 40"),
     "NumPy chunk_size 64.0": ({"chunk_size": np.float32(64)}, TypeError, "chunk_size: expected an int"),
     "NumPy eps nan": ({"eps": np.float32("nan")}, ValueError, "eps: expected a positive finite number"),
@@ -254,6 +260,10 @@ def test_siging_initial_state_is_c_and_n(make_inputs: Callable[..., dict[str, An
         mlstm_siging_chunkwise(**inputs)
     with pytest.raises(ValueError, match="got only n_initial"):
         mlstm_siging_chunkwise(**make_inputs(states=("n_initial",)))
+    for normalize, needed in ((True, "all of c_initial, n_initial"), (False, "c_initial")):
+        expected = rf"expected {needed} or none \(the sigmoid gate has no m_initial\), got only m_initial"
+        with pytest.raises(ValueError, match=expected):
+            mlstm_siging_chunkwise(**make_inputs(states=("m_initial",)), normalize=normalize)
     with pytest.raises(TypeError, match="normalize: expected a bool, got 1"):
         mlstm_siging_chunkwise(**make_inputs(), normalize=1)
     # without the normaliser there is no n

@@ -191,6 +191,45 @@ def test_tk_serves_or_says_why_not(
     assert path is not None and path.backend == "fla" and "something" in path.reason
 
 
+@pytest.mark.parametrize("taken", ["before", "after"])
+def test_calls_that_raise_leave_the_last_path(
+    tk_says: Callable[[Support], None], taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the kernels take, and those that go to fla; there and on a CPU. What goes back to fla's own
+    dispatch is not seen to return."""
+    function, x = own("chunk_gated_delta_rule"), draw()
+    integration.accelerate()
+    function = own("chunk_gated_delta_rule") if taken == "after" else function
+    served = integration.Path("chunk_gated_delta_rule", "tk")
+    tk_says(SUPPORTED)
+    function(**x, **FLAGS)
+    assert integration.last_path() == served
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    delta_rule._path.plans.clear()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(tk_delta, "delta_rule", fail)
+        function(**x)
+    assert integration.last_path() == served
+    delta_rule._path.plans.clear()
+    tk_says(Support(False, "too large", "use less"))
+    module = importlib.import_module("fla.ops.gated_delta_rule.chunk")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(module.ChunkGatedDeltaRuleFunction, "apply", fail)
+        function(**x, **FLAGS)
+    if taken == "before":
+        path = integration.last_path()
+        assert path is not None and (path.backend, "too large" in path.reason) == ("fla", True)
+        served = path
+    assert integration.last_path() == served
+    monkeypatch.setattr(installation, "INTERPRETED", False)
+    with pytest.raises(TypeError, match="beta: expected dtype"):
+        function(**x | {"beta": x["beta"].long()})
+    assert integration.last_path() == served
+
+
 def test_within_fla_its_own_functions_are_called(tk_says: Callable[[Support], None]) -> None:
     function = own("chunk_gated_delta_rule")
     integration.accelerate()

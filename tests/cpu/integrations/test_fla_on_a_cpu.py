@@ -35,6 +35,26 @@ def test_calls_on_a_cpu(accelerated: list[str]) -> None:
     torch.testing.assert_close(o, reference.simple_gla_recurrent(**x, g_gamma=decay)[0])
 
 
+def test_the_last_path_is_of_a_call_that_has_returned(accelerated: list[str]) -> None:
+    x = draw_scalar_decay()
+    with pytest.raises(TypeError, match="g: expected dtype"):
+        own("chunk_simple_gla")(**x | {"g": x["g"].long()})
+    assert integration.last_path() is None
+    own("chunk_simple_gla")(**x)
+    path = integration.last_path()
+    with pytest.raises(TypeError, match="k: expected a tensor"):
+        own("chunk_retention")(x["q"], None, x["v"])
+    assert integration.last_path() == path is not None
+
+
+def test_restoring_a_function_forgets_its_call(accelerated: list[str]) -> None:
+    own("chunk_simple_gla")(**draw_scalar_decay())
+    integration.restore("chunk_retention")
+    assert integration.last_path() is not None
+    integration.restore()
+    assert integration.last_path() is None
+
+
 def test_packed_calls_with_states(accelerated: list[str]) -> None:
     """As fla's layers make them: V first, packed sequences, None for a flag that is off."""
     x = draw_scalar_decay(batch=1, rows=3)

@@ -195,18 +195,21 @@ def test_arguments_that_fla_lets_pass(
     tk_serves: Callable[[Support], None],
     accelerated: list[str],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Those that this package refuses are fla's to judge."""
+    """Those that this package refuses are fla's to judge; the log has the reason, whatever fla says."""
     tk_serves(SUPPORTED)
     monkeypatch.setattr(runs_fla, "apply", lambda *args: ("fla's", None))
     if "cu_seqlens" in change:
         # fla wants a batch of one
         with pytest.raises(ValueError, match="batch size is expected to be 1"):
             call("chunk_simple_gla", draw_scalar_decay(), **change)
+        assert integration.last_path() is None
     else:
         assert call("chunk_simple_gla", draw_scalar_decay(), **change)[0] == "fla's"
-    path = integration.last_path()
-    assert path.backend == "fla" and reason in path.reason
+        path = integration.last_path()
+        assert path.backend == "fla" and reason in path.reason
+    assert [reason in record.message for record in caplog.records] == [True]
 
 
 def test_the_triton_backend_is_fla_itself(
