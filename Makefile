@@ -82,7 +82,7 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 
 .PHONY: tables
 tables: $(STAMP) ## write the tables of README.md, docs/results.md and docs/results-h100.md, and the plots, from what is on record
-	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md
+	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md --more $(H100_RECORD)
 	@$(PY) -m tfla_tk.bench readme $(H100_RECORD) docs/results-h100.md
 	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
 		--dtype bf16

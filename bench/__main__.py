@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("readme", help="write tables between the markers of files")
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
     command.add_argument("files", type=Path, nargs="+", help="with markers: README.md, docs/results.md")
+    command.add_argument("--more", type=Path, help="another results file, for the summary alone")
     command.set_defaults(run=_readme)
     command = commands.add_parser("plot", help="draw rows of a results file, those on the default inputs")
     command.add_argument("results", type=Path, help="for example bench/results/h200.json")
@@ -108,8 +109,9 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _readme(arguments: argparse.Namespace) -> int:
     rows = _existing(arguments.results)
+    more = _existing(arguments.more) if arguments.more else []
     for path in arguments.files:
-        print(f"{path}: {'changed' if readme.update(path, rows) else 'up to date'}")
+        print(f"{path}: {'changed' if readme.update(path, rows, more) else 'up to date'}")
     return 0
 
 

@@ -31,20 +31,18 @@ from .rivals import RIVALS
 from .shapes import PASSES, PHASES, SWEEP_TOKENS, Shape
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"  # all tables: docs/results.md
-SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  # five lines: README.md
+SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"  # a few lines: README.md
 
-# what the summary shows, the first SUMMARY_LINES of them that are on record: operator, pass, shape
-SUMMARY_LINES = 5
 PACKAGES = {rival.operator for rival in RIVALS.values()}  # operators that more than one package computes
+# what the summary shows where it is on record: operator, pass, shape
 SUMMARY = (
     ("mlstm_exp", "fwd", Shape(8, 8192, 16, 128, 256)),
     ("mlstm_exp", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
-    ("simple_gla", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
-    ("retention", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
-    ("lightning", "fwdbwd", Shape(8, 8192, 64, 128, 128)),
-    ("mlstm_sig", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
-    ("mlstm_exp", "fwdbwd", Shape(8, 8192, 8, 256, 512)),
     ("mlstm_exp", "fwd", Shape(8, 8192, 8, 256, 512)),
+    ("simple_gla", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
+    ("gla", "fwdbwd", Shape(8, 8192, 16, 128, 256)),
+    ("delta_rule", "fwdbwd", Shape(8, 8192, 16, 128, 128)),
+    ("gated_delta_rule", "fwdbwd", Shape(8, 8192, 16, 128, 128)),
 )
 
 
@@ -68,34 +66,46 @@ def render(rows: Sequence[Row]) -> str:
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
 
-def render_summary(rows: Sequence[Row]) -> str:
-    """The README's table: tk in bf16, on the default inputs, against the best baseline of its run."""
-    plain = [row for row in rows if row["dtype"] == "bf16" and is_plain(row) and row["op"] != MODEL]
-    found = {
-        (pair.shown["op"], pair.shown["pass"], shape_of(pair.shown)): pair
-        for pair in pairs(plain)
-        if pair.speed_up is not None
-    }
-    chosen = [found[entry] for entry in SUMMARY if entry in found][:SUMMARY_LINES]
+def render_summary(rows: Sequence[Row], more: Sequence[Row] = ()) -> str:
+    """The README's table: tk in bf16, on the default inputs, against the best baseline of its run.
+
+    Args:
+        more: the results of another GPU, which are shown where there are any.
+    """
+    found: dict[tuple[str, str, Shape], Pair] = {}
+    for record in (rows, more):
+        plain = [row for row in record if row["dtype"] == "bf16" and is_plain(row) and row["op"] != MODEL]
+        for pair in pairs(plain):
+            if pair.speed_up is not None:
+                found[pair.shown["op"], pair.shown["pass"], shape_of(pair.shown)] = pair
+    chosen = [found[entry] for entry in SUMMARY if entry in found]
     if not chosen:
         return "No results are on record yet."
-    header = ("Operator", "pass", "Shape", "tk ms", "baseline ms", "best baseline", "speed-up", "roofline")
+    times = ("tk ms", "baseline ms", "best baseline", "speed-up")
+    header = ("Operator", "pass", "Shape", "GPU", *times, "roofline")
     lines = []
     for pair in chosen:
         row, share = pair.shown, pair.shown["roofline"]
-        named = (TITLES[row["op"]], PASS_TITLES[row["pass"]], problem_title(row))
+        gpu = (row["gpu"] or "-").removeprefix("NVIDIA ").partition(" ")[0]
+        named = (TITLES[row["op"]], PASS_TITLES[row["pass"]], problem_title(row), gpu)
         lines.append([*named, *_times(pair), "-" if share is None else f"{share:.0%}"])
     return f"{_markdown(header, lines)}\n\nbf16; {_origin(chosen)}"
 
 
-def update(path: Path, rows: Sequence[Row]) -> bool:
+def update(path: Path, rows: Sequence[Row], more: Sequence[Row] = ()) -> bool:
     """Replace what stands between each pair of markers of a file; returns whether the file changed.
+
+    Args:
+        more: the results of another GPU, for the summary alone.
 
     Raises:
         ValueError: no marker is there, or one is repeated, without its other one or before it.
     """
     text = new = path.read_text(encoding="utf-8")
-    regions = ((BEGIN, END, render), (SUMMARY_BEGIN, SUMMARY_END, render_summary))
+    regions = (
+        (BEGIN, END, render),
+        (SUMMARY_BEGIN, SUMMARY_END, lambda rows: render_summary(rows, more)),
+    )
     if not any(marker in text for *markers, _ in regions for marker in markers):
         raise ValueError(f"{path}: expected {BEGIN} or {SUMMARY_BEGIN}, and its end after it")
     for opening, closing, write in regions:
