@@ -206,30 +206,44 @@ def test_a_command_of_bench_is_run_and_its_status_returned(
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("command", ["compare", "gradcheck"])
+# by "compare" and "gradcheck"; by the former alone
+WRONG = [
+    (("--backends", "cuda"), "--backends: expected tk, triton, "),
+    (
+        ("--backends", "reference:foo"),
+        "--backends: expected a variant such as reference:recurrent, reference:parallel, "
+        "reference:chunkwise, got 'reference:foo'",
+    ),
+    (("--backends", "triton:xl"), "--backends: expected a variant such as triton:limit_chunk_64, "),
+    (
+        ("--backends", "tk:pingpong"),
+        "--op: expected any of mlstm_exp, mlstm_sig, simple_gla, retention, lightning for the backend "
+        "tk:pingpong, got gla",
+    ),
+    (
+        ("--schedules", "pingpong,auto"),
+        "--schedules: expected any of auto, sequential, overlapped for gla, got pingpong",
+    ),
+    (("--shapes", "1x64x2x16x16xHV4"), "--shapes: shape HV: expected 2, gla has no more value heads"),
+]
+WRONG_OF_COMPARE = [
+    (("--layout", "bsnd"), "--layout: expected bnsd for gla"),
+    (("--plot", "rows.xyz"), "--plot: expected a file name with one of"),
+    (
+        ("--backends", "tilelang"),
+        "--op: expected any of gated_delta_rule for the backend tilelang, got gla",
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "options", "message"),
     [
-        (("--backends", "cuda"), "--backends: expected tk, triton, "),
-        (
-            ("--backends", "reference:foo"),
-            "--backends: expected a variant such as reference:recurrent, reference:parallel, "
-            "reference:chunkwise, got 'reference:foo'",
-        ),
-        (("--backends", "triton:xl"), "--backends: expected a variant such as triton:limit_chunk_64, "),
-        (
-            ("--backends", "tk:pingpong"),
-            "--op: expected any of mlstm_exp, mlstm_sig, simple_gla, retention, lightning for the backend "
-            "tk:pingpong, got gla",
-        ),
-        (
-            ("--schedules", "pingpong,auto"),
-            "--schedules: expected any of auto, sequential, overlapped for gla, got pingpong",
-        ),
-        (("--shapes", "1x64x2x16x16xHV4"), "--shapes: shape HV: expected 2, gla has no more value heads"),
+        *((command, *wrong) for command in ("compare", "gradcheck") for wrong in WRONG),
+        *(("compare", *wrong) for wrong in WRONG_OF_COMPARE),
     ],
 )
-def test_what_no_operator_of_the_command_has_exits_with_2(
+def test_wrong_options_exit_with_2_before_anything_runs(
     command: str,
     options: tuple[str, ...],
     message: str,
@@ -239,28 +253,6 @@ def test_what_no_operator_of_the_command_has_exits_with_2(
     monkeypatch.setattr(compare, "run_contest", pytest.fail)
     monkeypatch.setattr(gradcheck, "run_case", pytest.fail)
     assert main([command, "--op", "gla", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--layout", "bsnd"), "--layout: expected bnsd for gla"),
-        (("--plot", "rows.xyz"), "--plot: expected a file name with one of"),
-        (
-            ("--backends", "tilelang"),
-            "--op: expected any of gated_delta_rule for the backend tilelang, got gla",
-        ),
-    ],
-)
-def test_wrong_options_of_compare_exit_with_2(
-    options: tuple[str, ...],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(compare, "run_contest", pytest.fail)
-    assert main(["compare", "--op", "gla", *options]) == 2
     assert message in capsys.readouterr().err
 
 
