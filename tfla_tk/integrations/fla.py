@@ -238,10 +238,8 @@ def _serve(name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     ours = getattr(tfla_tk, name)
     given, options = _with_flags(name, args, kwargs)
     if _is_on_cpu(args, kwargs):
-        _tell(name, "reference", _ON_A_CPU)
-        result = ours(*given, **options, backend="reference")
-        _record(name, "reference", _ON_A_CPU)
-        return result
+        call = functools.partial(ours, *given, **options, backend="reference")
+        return _by(name, "reference", _ON_A_CPU, call)
     refused = _refused[name]
     if not compiling and len(refused):
         reason = refused.get(_signature(args, kwargs))
@@ -266,11 +264,8 @@ def _by_fla(
     name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
 ) -> Any:
     """A call that the kernels refuse, by fla's own function."""
-    _tell(name, "fla", reason)
     with fla_own.on_its_own():
-        result = own(*args, **kwargs)
-    _record(name, "fla", reason)
-    return result
+        return _by(name, "fla", reason, functools.partial(own, *args, **kwargs))
 
 
 _ON_A_CPU = "the tensors are on a CPU"
@@ -316,10 +311,9 @@ def _register() -> None:
         def chunk_gated_delta_rule(self, *args: Any, **kwargs: Any) -> Any:
             given, options = _with_flags(_DISPATCHED, args, kwargs)
             backend, reason = ("reference", _ON_A_CPU) if _is_on_cpu(args, kwargs) else ("tk", "")
-            _tell(_DISPATCHED, backend, reason)
-            result = tfla_tk.chunk_gated_delta_rule(*given, **options, backend=backend)
-            _record(_DISPATCHED, backend, reason)
-            return result
+            ours = tfla_tk.chunk_gated_delta_rule
+            call = functools.partial(ours, *given, **options, backend=backend)
+            return _by(_DISPATCHED, backend, reason, call)
 
     backends.register(_OPERATION)(TflaTkBackend)
     _backend = TflaTkBackend
@@ -358,6 +352,14 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether fla's own function could not run: on meta tensors, too."""
     q = args[0] if args else kwargs.get("q")
     return isinstance(q, Tensor) and q.device.type in ("cpu", "meta") and not installation.INTERPRETED
+
+
+def _by(name: str, backend: str, reason: str, call: Callable[[], Any]) -> Any:
+    """What a call by a backend returns, with the log before it and the record behind it."""
+    _tell(name, backend, reason)
+    result = call()
+    _record(name, backend, reason)
+    return result
 
 
 def _record(name: str, backend: str, reason: str) -> None:

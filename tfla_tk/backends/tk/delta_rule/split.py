@@ -145,10 +145,6 @@ class _Chunks(NamedTuple):
         of_mirror = max(of_walkers, walked * self.moved(2, keep=True))
         return chunks * (of_mirror + self.machine.bytes_in(tiles * _OF_RIGHT)) + 2 * _LAUNCH
 
-    def more_waves(self, walkers: int, segments: int) -> float:
-        """The start of a walk's waves behind the first one."""
-        return (self.waves(walkers, segments) - 1) * _WAVE
-
 
 def mirror_makes_right(pairs: int, dims: tuple[int, int], multiprocessors: int) -> bool:
     """Whether the mirror makes the right part of dk, so that there is no right walk. It pays where memory
@@ -255,31 +251,40 @@ def segment_chunks(
     of_values, of_both = (-(-count // _WALKERS) for count in (slices.values, sum(slices)))
     with_backward = trains and _mirror_can_make_right(dims)
 
-    def split(length: int, carried: int) -> float:
-        """The time with segments of so many chunks, where so many heads are carried."""
-        segments, lead = -(-chunks // length), longest_lead(length, decays)
-        share = (length + min(lead, SEGMENT_CHUNKS)) / chunks
-        carrying = _CARRIED * waves_of(carried * slices.values, multiprocessors) * (segments - 2)
-        more_waves = of_all.more_waves(_WALKERS, segments)
+    def later_waves(waves: int) -> float:
+        """The start of all waves but the first one, which a launch counts."""
+        return max(waves - 1, 0) * _WAVE
+
+    def walked(length: int) -> float:
+        """The time with segments of so many chunks, where no head is carried."""
+        segments = -(-chunks // length)
+        share = (length + min(longest_lead(length, decays), SEGMENT_CHUNKS)) / chunks
+        more = later_waves(of_all.waves(_WALKERS, segments))
+        walk = functools.partial(of_all.in_two_launches, segments=segments, share=share, keep=with_backward)
+        time = chunks * min(map(walk, _WALKED)) + more + 4 * _LAUNCH
+        if with_backward:
+            time += of_all.backward(chunks, segments=segments, share=share) + more + 2 * _LAUNCH
+        return time
+
+    def carried(length: int, heads: int) -> float:
+        """What the states between segments take, of so many heads that are carried."""
+        segments = -(-chunks // length)
+        carrying = _CARRIED * waves_of(heads * slices.values, multiprocessors) * (segments - 2)
 
         def mapped(ctas: int, of_chunk: float) -> float:
-            """The states between segments, by so many CTAs for each head: two launches."""
-            waves = waves_of(carried * ctas, multiprocessors)
-            return waves * length * of_chunk + max(waves - 1, 0) * _WAVE + carrying + 2 * _LAUNCH
+            """By so many CTAs for each head."""
+            waves = waves_of(heads * ctas, multiprocessors)
+            return waves * length * of_chunk + later_waves(waves) + carrying
 
-        walk = functools.partial(of_all.in_two_launches, segments=segments, share=share, keep=with_backward)
-        walked = chunks * min(map(walk, _WALKED)) + more_waves + 2 * _LAUNCH
-        time = mapped((segments - 2) * of_both + of_values, _MAPPED) + walked
-        if with_backward:
-            mirrored = of_all.backward(chunks, segments=segments, share=share) + more_waves
-            time += mapped((segments - 1) * of_values, _MAPPED_BACK) + mirrored
-        return time
+        time = mapped((segments - 2) * of_both + of_values, _MAPPED)
+        return time + mapped((segments - 1) * of_values, _MAPPED_BACK) if with_backward else time
 
     def times(length: int) -> tuple[float, float]:
         """With no head carried and with every second one; twice with all where there are no leads."""
+        least = walked(length)
         if longest_lead(length, decays) == 0:
-            return (split(length, pairs),) * 2
-        return split(length, 0), split(length, -(-pairs // 2))
+            return (least + carried(length, pairs),) * 2
+        return least, least + carried(length, -(-pairs // 2))
 
     unsplit = forward(pairs, chunks, dims, group, tuple(_WALKED), machine)
     whole = unsplit.time + _LAUNCH
