@@ -39,6 +39,10 @@ XDG_CACHE_HOME = Variable("XDG_CACHE_HOME", "replaces ~/.cache in the default ca
 NVCC_CCBIN = Variable("NVCC_CCBIN", "the host compiler, read by nvcc itself (default g++)")
 NVCC_PREPEND_FLAGS = Variable("NVCC_PREPEND_FLAGS", "read by nvcc itself; part of the cache key")
 NVCC_APPEND_FLAGS = Variable("NVCC_APPEND_FLAGS", "read by nvcc itself; part of the cache key")
+PTXAS_GATE = Variable(
+    "TFLA_TK_PTXAS_GATE",
+    "off: kernels that serialise or spill are built, too, as racecheck needs; part of the cache key",
+)
 TRITON_INTERPRET = Variable("TRITON_INTERPRET", "1: Triton kernels run on the CPU, read by Triton itself")
 
 VARIABLES = (
@@ -52,6 +56,7 @@ VARIABLES = (
     NVCC_CCBIN,
     NVCC_PREPEND_FLAGS,
     NVCC_APPEND_FLAGS,
+    PTXAS_GATE,
     TRITON_INTERPRET,
 )
 
@@ -73,6 +78,18 @@ def cache_dir() -> Path:
         raise RuntimeError(
             "there is no home directory for the cache: HOME is not set and the user has no passwd entry"
         ) from error
+
+
+def refuses_slow_kernels() -> bool:
+    """Whether a kernel that serialises or spills is an error (TFLA_TK_PTXAS_GATE).
+
+    Raises:
+        ValueError: TFLA_TK_PTXAS_GATE is neither on nor off.
+    """
+    value = PTXAS_GATE.get() or "on"
+    if value not in ("on", "off"):
+        raise ValueError(f"{PTXAS_GATE.name}: expected on or off, got {value!r}")
+    return value == "on"
 
 
 def build_jobs() -> int:

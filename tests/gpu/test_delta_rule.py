@@ -46,7 +46,7 @@ BETAS = ["usual", "zero", "small", "half", "one", "up to two", "half zero"]
 
 def shape_of(x: Tensors) -> Shape:
     """Sizes of a call."""
-    options: dict[str, Any] = {"cu_seqlens": None, "batch_invariant": False}
+    options: dict[str, Any] = {"g": None, "cu_seqlens": None, "batch_invariant": False}
     return Shape.of(cast(DeltaRuleCore, SimpleNamespace(**{**options, **x})))
 
 

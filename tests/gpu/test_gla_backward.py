@@ -19,7 +19,15 @@ from .memory import LENGTHS, uninitialised_memory_is_nan
 from .test_gla import GATES, PADDED, draw, draw_beside_mild
 
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 256)]
-WIDE = [(256, 128), (192, 256), (128, 384), (256, 512), (96, 320), (144, 272)]  # slices of K, of V, of both
+WIDE = [  # slices of K, of V, of both
+    (256, 128),
+    (192, 256),
+    (128, 384),
+    (256, 512),
+    (96, 320),
+    (144, 272),
+    (208, 320),
+]
 
 run = partial(run_function, function=chunk_gla)
 train = partial(train_function, function=chunk_gla)
@@ -37,16 +45,18 @@ def test_all_dims(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> No
     check(draw(dims=dims, dtype=dtype, states=states))
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (128, 64), (96, 80)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize(
+    "dims", [(128, 128), (128, 64), (96, 80), (128, 256), (256, 384)], ids="{0[0]}_{0[1]}".format
+)
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
 def test_many_heads(dims: tuple[int, int], of_gates: torch.dtype) -> None:
-    """Two walkers in a CTA."""
+    """More CTAs than run at once, with two walkers each."""
     x = draw(3, 130, 48, dims)
     x["g"] = x["g"].to(of_gates)
     check(x)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 256), (256, 256)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 320, 1000, 2048])
 def test_any_length(seq: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(draw(1, seq, dims=dims, dtype=dtype))

@@ -89,8 +89,8 @@ def cache_key(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens)
     """The key of an instance: 32 hexadecimal digits.
 
     It changes with the instance (name, source, defines), with its source, its bindings and whatever file of
-    ``kernels/`` they include, with ThunderKittens, with the flags (nvcc's own environment variables too),
-    with the compilers, with pybind11 and with Python's ABI.
+    ``kernels/`` they include, with ThunderKittens, with the flags (nvcc's own environment variables too) and
+    whether ptxas's complaints count, with the compilers, with pybind11 and with Python's ABI.
 
     Raises:
         BuildError: A source cannot be read, or includes what a macro names.
@@ -99,6 +99,7 @@ def cache_key(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens)
         *_sources_of(instance, kittens),
         [COMMON_FLAGS, DEVICE_FLAGS, LINK_FLAGS],
         [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)],
+        env.refuses_slow_kernels(),
         toolchain.identity,
         pybind11.__version__,
         sysconfig.get_config_var("SOABI"),

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/store_rows.cuh"
-#include "delta_rule/backward/sums.cuh"
+#include "delta_rule/backward/mirror_sums.cuh"
 #include "delta_rule/scores.cuh"
 #include "delta_rule/walk.cuh"
 
@@ -34,6 +34,9 @@ struct MirrorConfig {
                   65536 / kThreads / 8 * 8 * kWarpgroups);
 
     static constexpr int kAnchorUnits = anchor_units_of(kDimV);
+    // The producer adds up the sums of a walker's warps. NOTES: two wide walkers leave no room for them.
+    static constexpr bool kAddsUpSums = !kStatesAlone && !kIsWide;
+    static constexpr int kStrengthColumns = kAddsUpSums ? kWalkerColumns : 16;  // of V, of a sum for dbeta
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Values = PanelTile<T, kChunk, kDimV>;  // of all walkers
@@ -44,7 +47,7 @@ struct MirrorConfig {
 // Of a walk that makes the right part of dk; fields as in bindings/params_states.h.
 struct RightGlobals {
     ResultMaps dk;             // a head for every slice
-    int slices, part_count;    // of V; of the sums, over 16 columns of K each, in a slice
+    int slices, part_count;    // of V; of an anchor, over 16 columns of K each, in a slice
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
     float* whole;
@@ -57,15 +60,23 @@ struct RightGlobals {
 struct MirrorGlobals : WalkGlobals {
     TensorMap dout, writes;  // boxes of a chunk
     ResultMaps dv;
-    float* dbeta;
-    int64_t dbeta_part;  // elements from one part's to the next one's
+    float* dbeta;        // sums for it
+    int64_t dbeta_part;  // elements from one part of these to the next one
     RightGlobals right;
 };
+
+// Where the sums for dbeta go that begin with a column of V, of a chunk's first token.
+template <class C>
+__device__ inline float* strengths_of(const MirrorGlobals& g, const WalkTask& task, int chunk, int column) {
+    const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
+    return g.dbeta + column / C::kStrengthColumns * g.dbeta_part + head * g.seq + task.first_row +
+           chunk * kChunk;
+}
 
 // The task of a walk that makes the right part of dk, and where the sums of its head go; null where none are
 // wanted.
 struct RightTask : WalkTask {
-    int slice, first_part;          // of V; of the sums
+    int slice, first_part;          // of V; of an anchor
     int first_anchor, last_anchor;  // chunks that may have an anchor before them
     float* whole;                   // of its first token
     FlowSum* inter;                 // of its first chunk
@@ -112,6 +123,12 @@ template <class C, bool kStatesAlone = C::kStatesAlone> struct MirrorWrites {
 };
 template <class C> struct MirrorWrites<C, true> {};
 
+// Sums for dbeta, of each walker.
+template <class C, bool kIsThere = C::kAddsUpSums> struct MirrorStrengths {};
+template <class C> struct MirrorStrengths<C, true> {
+    WalkerSums strengths[C::kWalkers];
+};
+
 // The scores of the reads, of a walk that makes the right part of dk; made by the scorer.
 template <class C, bool kMakesRight = C::kMakesRight> struct MirrorReads {};
 template <class C> struct MirrorReads<C, true> {
@@ -119,11 +136,18 @@ template <class C> struct MirrorReads<C, true> {
 };
 
 // All of a chunk but its gates, which arrive on the same barrier.
-template <class C> struct MirrorStage : MirrorWrites<C>, MirrorReads<C> {
+template <class C> struct MirrorStage : MirrorWrites<C>, MirrorReads<C>, MirrorStrengths<C> {
     typename C::Tile keys;
     typename C::Tile queries;  // then the right part of dk, until it is stored
-    typename C::Square a, p;
+    typename C::Square a, p;   // p: then the sums of the right part, until the producer has read them
     typename C::Columns douts[C::kWalkers];  // dO, then dV, until it is stored
+
+    // Of each walker, once both have met behind the GEMM that reads P. NOTES: the scorer writes P again
+    // behind the loads of dO, which wait until the producer has read what the walkers leave.
+    __device__ inline RightSums* right_sums() {
+        static_assert(sizeof(p) >= C::kWalkers * sizeof(RightSums));
+        return reinterpret_cast<RightSums*>(&p);
+    }
 };
 
 // What the walkers of a walk that makes the right part of dk hand to each other.

@@ -77,6 +77,23 @@ template <class C> __device__ inline void scan_gates(const MirrorGlobals& g, Mir
     }
 }
 
+// The sums of a walker's warps for dbeta, and those of its right part of dk, added up.
+template <class C>
+__device__ inline void store_walker_sums(const MirrorGlobals& g, MirrorMemory<C>& smem, MirrorStage<C>& stage,
+                                         int walker, int chunk) {
+    const auto& task = smem.task;
+    const int lane = fresh_laneid(), tokens = task.tokens - chunk * kChunk;
+    const int column = column_of_walker(task, walker);
+    if (const int warps = warps_with_columns(column, g.dim_v); warps > 0)
+        stage.strengths[walker].total(lane, warps).store(strengths_of<C>(g, task, chunk, column), tokens);
+    if constexpr (C::kMakesSums) {
+        const int warps = warps_with_columns(walker * kWalkerColumns, g.dim_k);
+        const RightSums& sums = stage.right_sums()[walker];
+        store_sums(g.right, task, chunk, task.slice * C::kWalkers + walker, sums.total_through(warps),
+                   sums.whole.total(lane, warps));
+    }
+}
+
 // One warp per walker: the results out of a stage.
 template <class C>
 __device__ inline void store_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
@@ -100,6 +117,7 @@ __device__ inline void store_gradients(const MirrorGlobals& g, MirrorMemory<C>& 
                                 map.store_panel(from, walker * kWalkerColumns, row, head, task.batch);
                             });
             }
+            if constexpr (C::kAddsUpSums) store_walker_sums(g, smem, stage, walker, chunk);
         }
         wait_stores_read();
         arrive_warp(smem.out_read[slot]);

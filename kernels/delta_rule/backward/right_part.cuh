@@ -7,7 +7,8 @@
 //      writes^T.
 //   3. Gate and round the walker's half of E. Meet: both halves are there.
 //   4. Wait for dS writes^T; scale it by rest e^{b_L - b}. Issue right^T += Q^T R + K^T E.
-//   5. Wait for right; its sums per token. Then right in the place of the queries.
+//   5. Wait for right; its sums per token, which the producer adds up. Then right in the place of the
+//      queries.
 // The scorer has made the scores of the reads, R. dS is updated by the walk itself.
 #pragma once
 
@@ -90,13 +91,14 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
         W::scale(right, gates.right);
     W::add_columns(right, queries, stage.reads, true);
     W::add_columns(right, keys, smem.erasures, false);
-    SumsOfPart sums;
-    if (C::kMakesSums && column() < g.dim_k && task.owns(chunk))
-        sums = SumsOfPart::of(g.right, task, chunk, part(), fresh_laneid(), through);
-    sums.pin();
+    RightSums& sums = stage.right_sums()[walker()];
+    if constexpr (C::kMakesSums) {
+        const auto of_warp = WarpThroughState::of(through);
+        if (fresh_laneid() == 0) sums.through[warp()] = of_warp;
+    }
     warpgroup::mma_async_wait<0>();  // 5
     pin(right), pin_all(queries), pin_all(keys);
-    if (sums.whole) sums.store(fresh_laneid(), of_keys);
+    if constexpr (C::kMakesSums) sums.whole.write(warp(), token_sums(fresh_laneid(), of_keys));
     W::store(columns_of(stage.queries), right);
     fence_async_proxy();
 }

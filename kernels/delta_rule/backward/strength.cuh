@@ -1,34 +1,56 @@
-// dbeta from the sums that the mirror leaves, one for every 16 columns of V.
+// dbeta from the sums over columns of V that the mirror leaves.
 #pragma once
 
 #include "delta_rule/inputs/common.cuh"
 
 namespace tfla_tk::delta_rule {
 
-constexpr int kStrengthThreads = 256;
+// Of a CTA. Sums lie by tokens, dbeta by heads. So that both are read and written in neighbouring lanes, they
+// are transposed in shared memory.
+constexpr int kStrengthThreads = 256, kStrengthTokens = 32, kStrengthHeads = 16;
 
-// A thread has a token of a head, and adds up its sums in their order.
+// First a lane has a token and a warp some heads, then neighbouring lanes have a token's heads.
 static __global__ __launch_bounds__(kStrengthThreads) void delta_strength_kernel(
     const __grid_constant__ DeltaStrengthParams p) {
+    __shared__ float found[kStrengthTokens][kStrengthHeads + 1];  // one more: other banks for every token
     const DeltaShape& s = p.shape;
-    const int tiles = (s.seq + kStrengthThreads - 1) / kStrengthThreads;
-    const int token = blockIdx.x % tiles * kStrengthThreads + threadIdx.x;
-    if (token >= s.seq) return;
-    const int batch_head = blockIdx.x / tiles, head = batch_head % s.heads, batch = batch_head / s.heads;
-    const int64_t all = static_cast<int64_t>(s.batch) * s.heads * s.seq;
-    const float* const sums = p.sums + static_cast<int64_t>(batch_head) * s.seq + token;
-    float sum = sums[0];
+    const int head_tiles = (s.heads + kStrengthHeads - 1) / kStrengthHeads;
+    const int token_tiles = (s.seq + kStrengthTokens - 1) / kStrengthTokens, tile = blockIdx.x / head_tiles;
+    const int first_head = blockIdx.x % head_tiles * kStrengthHeads, batch = tile / token_tiles;
+    const int first_token = tile % token_tiles * kStrengthTokens, thread = threadIdx.x;
+    const int heads = min(s.heads - first_head, kStrengthHeads);
+    const int tokens = min(s.seq - first_token, kStrengthTokens);
+    const int64_t part_size = static_cast<int64_t>(s.batch) * s.heads * s.seq;
+    const int lane = thread % 32;
+#pragma unroll
+    for (int head = thread / 32; head < kStrengthHeads; head += kStrengthThreads / 32) {
+        if (head >= heads || lane >= tokens) continue;
+        const int64_t row = static_cast<int64_t>(batch) * s.heads + first_head + head;
+        const float* const sums = p.sums + row * s.seq + first_token + lane;
+        float sum = sums[0];
 #pragma unroll 8
-    for (int part = 1; part < p.parts; part++) sum += sums[part * all];
-    store_gate(p.dbeta,
-               batch * p.dbeta.batch_stride + head * p.dbeta.head_stride + token * p.dbeta.row_stride, sum);
+        for (int part = 1; part < p.parts; part++) sum += sums[part * part_size];
+        found[lane][head] = sum;
+    }
+    __syncthreads();
+    const int head = thread % kStrengthHeads;
+    if (head >= heads) return;
+#pragma unroll
+    for (int token = thread / kStrengthHeads; token < kStrengthTokens;
+         token += kStrengthThreads / kStrengthHeads) {
+        if (token >= tokens) continue;
+        const Gate& to = p.dbeta;
+        const int64_t offset = batch * to.batch_stride + (first_head + head) * to.head_stride +
+                               (first_token + token) * to.row_stride;
+        store_gate(to, offset, found[token][head]);
+    }
 }
 
 inline void launch_strength(const DeltaStrengthParams& p, cudaStream_t stream) {
     const DeltaShape& s = p.shape;
     const DeviceGuard guard(s.device, "delta_strength");
-    const std::int64_t tiles = (s.seq + kStrengthThreads - 1) / kStrengthThreads;
-    const std::int64_t ctas = tiles * s.batch * s.heads;
+    auto tiles = [](std::int64_t x, int of) { return (x + of - 1) / of; };
+    const std::int64_t ctas = tiles(s.seq, kStrengthTokens) * s.batch * tiles(s.heads, kStrengthHeads);
     launch<delta_strength_kernel>(p, grid_of(ctas, 1, "delta_strength"), kStrengthThreads, s.device, stream,
                                   "delta_strength");
 }

@@ -33,38 +33,29 @@ template <bool kExact> struct ThroughState {
     __device__ inline void pin() { asm volatile("" : "+f"(value), "+f"(squares), "+f"(exact)::"memory"); }
 };
 
-// A chunk's sums of one warp, which are those of a part of 16 columns of K. The gates' kernel adds this
-// chunk's sum through the state to a flow and subtracts the tokens' sums from it, beginning with the last
-// token. The first has rounded operands, the others exact ones. The last token's sum gets the difference, so
-// that it cancels.
-struct SumsOfPart {
-    float* whole = nullptr;  // of the chunk's first token; null: no sums are wanted
-    int tokens = 0;
-    float rounding = 0.f;  // that difference
+// A warp's sums through the state.
+struct WarpThroughState {
+    FlowSum rounded;
+    float rounding;  // of `rounded`: what the sum of exact operands is less
 
-    // Stores the sum through the state. Globals, Task: of the walks over the states, or of the mirror's right
-    // part.
-    template <bool kExact, class Globals, class Task>
-    __device__ static inline SumsOfPart of(const Globals& g, const Task& task, int chunk, int part, int lane,
-                                           const ThroughState<kExact>& through) {
-        const float value = warp_sum(through.value), squares = warp_sum(through.squares);
-        if (lane == 0) task.inter[part * g.chunk_sums + chunk] = {value, squares};
-        float rounding = 0.f;
-        if constexpr (kExact) rounding = value - warp_sum(through.exact);
-        return {task.whole + part * g.rows + chunk * kChunk, task.tokens - chunk * kChunk, rounding};
+    template <bool kExact> __device__ static inline WarpThroughState of(const ThroughState<kExact>& lane) {
+        const FlowSum rounded{warp_sum(lane.value), warp_sum(lane.squares)};
+        return {rounded, kExact ? rounded.value - warp_sum(lane.exact) : 0.f};
     }
-    // Stores the sums of tokens: product() as store_token_sums has it.
-    template <class Product> __device__ inline void store(int lane, Product product) const {
-        store_token_sums(whole, tokens, lane, product, [&](int token, float x) {
-            return token == min(tokens, kChunk) - 1 ? x + rounding : x;
-        });
-    }
-    __device__ inline void pin() { asm volatile("" : "+l"(whole), "+r"(tokens), "+f"(rounding)::"memory"); }
 };
-template <bool kExact, class Globals, class Task, class Product>
-__device__ inline void store_sums(const Globals& g, const Task& task, int chunk, int part, int lane,
-                                  const ThroughState<kExact>& through, Product product) {
-    SumsOfPart::of(g, task, chunk, part, lane, through).store(lane, product);
+
+// Stores a chunk's sums over a part of the columns of K, by one warp. sums: of the lane's tokens. The gates'
+// kernel adds the sum through the state to a flow and subtracts the tokens' sums from it, beginning with the
+// last token. The first has rounded operands, the others exact ones. The last token's sum gets the
+// difference, so that it cancels. Globals, Task: of the walks over the states, or of the mirror's right part.
+template <class Globals, class Task>
+__device__ inline void store_sums(const Globals& g, const Task& task, int chunk, int part,
+                                  const WarpThroughState& through, const TwoSums& sums) {
+    if (fresh_laneid() == 0) task.inter[part * g.chunk_sums + chunk] = through.rounded;
+    const int tokens = task.tokens - chunk * kChunk, last = min(tokens, kChunk) - 1;
+    auto corrected = [&](int token, float x) { return token == last ? x + through.rounding : x; };
+    const float2 x{corrected(sums.token, sums.of.x), corrected(sums.token + 1, sums.of.y)};
+    TwoSums{sums.token, x}.store(task.whole + part * g.rows + chunk * kChunk, tokens);
 }
 
 // Whether sums are wanted and there is an anchor before a chunk of the segment, or before the next segment.

@@ -6,11 +6,21 @@
 
 namespace tfla_tk::delta_rule {
 
-// Sums of a value per token over the 16 rows of a warp's transposed tile, stored for tokens below `tokens`.
-// product(j, k): of the pair of tokens that this lane has in data[k] of the j-th 16. finish(token, sum): what
-// is stored of a sum.
-template <class Product, class Finish>
-__device__ inline void store_token_sums(float* sums, int tokens, int lane, Product product, Finish finish) {
+// A lane's sums of two tokens of a chunk, `token` and the next one.
+struct TwoSums {
+    int token;
+    float2 of;
+
+    // Where the chunk has so many tokens.
+    __device__ inline void store(float* to, int tokens) const {
+        if (token < tokens) to[token] = of.x;
+        if (token + 1 < tokens) to[token + 1] = of.y;
+    }
+};
+
+// Sums of a value per token over the 16 rows of a warp's transposed tile. product(j, k): of the pair of
+// tokens that this lane has in data[k] of the j-th 16.
+template <class Product> __device__ inline TwoSums token_sums(int lane, Product product) {
     float x[kChunk / 4];  // pairs of tokens of 16 j + 8 half: place 4 j + 2 half
 #pragma unroll
     for (int j = 0; j < kChunk / 16; j++)
@@ -32,9 +42,7 @@ __device__ inline void store_token_sums(float* sums, int tokens, int lane, Produ
     fold.template operator()<4>(8);
     fold.template operator()<2>(4);
     // lane / 4 in binary: which half of j, which j of the two, which half of 16 tokens
-    const int token = lane / 4 * 8 + 2 * (lane % 4);
-    if (token < tokens) sums[token] = finish(token, x[0]);
-    if (token + 1 < tokens) sums[token + 1] = finish(token + 1, x[1]);
+    return {lane / 4 * 8 + 2 * (lane % 4), {x[0], x[1]}};
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -9,7 +9,7 @@
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
 //   8. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
-//      `written`, are dbeta's.
+//      `written`, are dbeta's. The producer adds up those of the walker.
 //   9. Wait for dS; hand the stage over.
 // A walk that leaves states alone has no step 8. One that makes the right part of dk hands on dS^T in step 1
 // and makes it before step 9 (right_part.cuh). If it leaves the sums for dg, step 7 also adds what rounding
@@ -19,7 +19,6 @@
 
 #include "delta_rule/backward/config.cuh"
 #include "delta_rule/backward/right_part.cuh"
-#include "delta_rule/backward/token_sums.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -41,7 +40,11 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     const int chunks = task.chunks;
     // NOTES: recomputed, to save registers
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
-    const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
+    // NOTES: the sequential schedule has no register to keep it
+    const uint32_t kept_offset = transposed_lane_offset(warpgroup::warpid());
+    auto lane_offset = [&] {
+        return kSequential ? transposed_lane_offset(fresh_thread() / 32 % 4) : kept_offset;
+    };
 
     // Until no more than the last kSteps of all issued ones run.
     auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
@@ -67,12 +70,12 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     };
     auto token = [&](int j) -> Fragment& { return tokens[j]; };
     auto load_tokens = [&](auto& to, const typename C::Columns& tile) {
-        const uint32_t address = shared_address(&tile) + lane_offset;
+        const uint32_t address = shared_address(&tile) + lane_offset();
         each<0, kTokenSteps>(
             [&](int j) { load_transposed(to[j], address + 16 * j * kPanelColumns * sizeof(T)); });
     };
     auto store_tokens = [&](typename C::Columns& tile, const rt_fl<16, kChunk>& values) {
-        store_transposed<T>(shared_address(&tile) + lane_offset, values);
+        store_transposed<T>(shared_address(&tile) + lane_offset(), values);
     };
     auto scale_tokens = [&](auto& values, const auto& by, auto part) {
         each<0, kTokenSteps>([&](int j) {
@@ -134,14 +137,6 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
             pin_all(rest);
         }
         const LaneFactors minus_read(gates.minus_read, fresh_laneid());
-        float* sums = nullptr;  // where those of this chunk and warp go
-        if constexpr (!C::kStatesAlone) {
-            if (column() < g.dim_v && task.owns(chunk))
-                sums = g.dbeta + column() / 16 * g.dbeta_part +
-                       (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq + task.first_row +
-                       chunk * kChunk;
-            pin(sums);
-        }
         warpgroup::mma_async_wait<0>();  // 6
         pin(x), pin(state), pin_all(tokens), pin_rounded();
         each<0, kTokenSteps>([&](int j) {  // 7
@@ -159,14 +154,11 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         };
         if constexpr (!C::kStatesAlone) {
             load_tokens(tokens, stage.writes[walker]);  // 8
-            if (sums)
-                store_token_sums(
-                    sums, task.tokens - chunk * kChunk, fresh_laneid(),
-                    [&](int j, int k) {
-                        const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
-                        return float2{u.x * dy.x, u.y * dy.y};
-                    },
-                    [&](int token, float sum) { return 1.f / written_part(gates.beta.of(token)) * sum; });
+            const TwoSums sums = strength_sums(gates.beta, [&](int j, int k) {
+                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
+                return float2{u.x * dy.x, u.y * dy.y};
+            });
+            stage.strengths[fresh_thread() / 128 - 1].write(fresh_thread() / 32 % 4, sums);
             each<0, kTokenSteps>([&](int j) {
                 const auto factors = gates.beta.columns(j, fresh_laneid());
                 each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });

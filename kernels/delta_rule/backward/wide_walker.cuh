@@ -14,7 +14,6 @@
 #pragma once
 
 #include "delta_rule/backward/config.cuh"
-#include "delta_rule/backward/token_sums.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -131,18 +130,13 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         warpgroup::mma_async_wait<kSequential ? 0 : kTokenSteps>();  // 5
         pin_each(tokens);
         load_tokens(stage.writes[walker]);
-        const int64_t part = column() / 16 * g.dbeta_part;
-        float* const sums = g.dbeta + part +
-                            (static_cast<int64_t>(task.batch) * g.heads + task.head) * g.seq +
-                            task.first_row + chunk * kChunk;
-        if (column() < g.dim_v)
-            store_token_sums(
-                sums, task.tokens - chunk * kChunk, fresh_laneid(),
-                [&](int j, int k) {
-                    const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
-                    return float2{u.x * dy.x, u.y * dy.y};
-                },
-                [&](int token, float sum) { return 1.f / written_part(gates.beta.of(token)) * sum; });
+        if (column() < g.dim_v) {
+            const TwoSums sums = strength_sums(gates.beta, [&](int j, int k) {
+                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
+                return float2{u.x * dy.x, u.y * dy.y};
+            });
+            sums.store(strengths_of<C>(g, task, chunk, column()), task.tokens - chunk * kChunk);
+        }
         each<0, kTokenSteps>([&](int j) {
             const auto factors = gates.beta.columns(j, fresh_laneid());
             each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });

@@ -102,7 +102,8 @@ struct DeltaForwardParams {
 // walkers, 64 < K <= 128 and whole sequences. dk.data null: not made.
 struct RightPart {
     Operand dk;  // of every head of v and slice of V, [B, S, heads * slices, K]
-    // as the right walk leaves them, but in `anchors` dS; null: no sums are wanted
+    // as the right walk leaves them, but a part is for 64 columns of K, and in `anchors` there is dS; null:
+    // no sums are wanted
     float* whole;
     FlowSum* inter;
     void* anchors;
@@ -117,7 +118,7 @@ struct DeltaMirrorParams {
     Operand dv;                  // written
     Gate g, beta;
     void *a, *p;   // p: not read by a walk that makes it
-    float* dbeta;  // [parts, batch, heads, seq]: sums over 16 columns of V each
+    float* dbeta;  // [parts, batch, heads, seq]: sums over 64 columns of V each, over 16 where K > 128
     const float* d_last;
     float* d_initial;  // [N, heads, K, V], null where there is none
     float* carried;    // dS that leaves every segment but the last; null where no sequence is cut

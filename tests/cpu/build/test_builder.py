@@ -97,6 +97,24 @@ def test_a_kernel_with_a_stack_frame_is_refused(nvcc: None, kernel_sources: Path
     assert [path.suffix for path in cache.modules_dir().iterdir()] == [".lock"]
 
 
+def test_such_a_kernel_is_built_where_the_gate_is_off(
+    nvcc: None, kernel_sources: Path, toy: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kernel_sources / "toy/toy.cu").write_text(SPILL)
+    monkeypatch.setenv(env.PTXAS_GATE.name, "off")
+    assert build.load(toy).answer() == 1
+    monkeypatch.delenv(env.PTXAS_GATE.name)
+    monkeypatch.setattr(builder, "_loaded", {})
+    with pytest.raises(BuildError, match="stack frame"):
+        build.load(toy)
+
+
+def test_the_gate_is_on_or_off(toy: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.PTXAS_GATE.name, "0")
+    with pytest.raises(ValueError, match="TFLA_TK_PTXAS_GATE: expected on or off, got '0'"):
+        env.refuses_slow_kernels()
+
+
 def test_a_compiler_error_is_quoted_and_the_rest_goes_on(
     nvcc: None, kernel_sources: Path, toy: Instance
 ) -> None:

@@ -74,13 +74,14 @@ EDITS: dict[str, Callable[[dict[str, Any], Path, pytest.MonkeyPatch], None]] = {
     ),
     "flags": lambda a, root, mp: mp.setattr(cache, "DEVICE_FLAGS", (*cache.DEVICE_FLAGS, "-G")),
     "nvcc's environment": lambda a, root, mp: mp.setenv("NVCC_APPEND_FLAGS", "-G"),
+    "ptxas gate": lambda a, root, mp: mp.setenv("TFLA_TK_PTXAS_GATE", "off"),
     "Python's ABI": lambda a, root, mp: mp.setattr(sysconfig, "get_config_var", lambda name: "cpython-999"),
     "pybind11": lambda a, root, mp: mp.setattr(cache.pybind11, "__version__", "0"),
 }
 
 
 # not in the key of the sources
-OF_THE_MACHINE = {"compiler", "nvcc's environment", "Python's ABI", "pybind11"}
+OF_THE_MACHINE = {"compiler", "nvcc's environment", "ptxas gate", "Python's ABI", "pybind11"}
 
 
 @pytest.mark.parametrize("edit", EDITS)

@@ -204,7 +204,7 @@ template <class C> struct StatesMemory {
 
     __device__ inline void init_barriers() {
         for (int i = 0; i < kStages; i++) {
-            init_semaphore(columns_arrived[i], 1), init_semaphore(values_arrived[i], 1);
+            init_warp_barrier(columns_arrived[i], 1), init_warp_barrier(values_arrived[i], 1);
             for (auto& of_strip : written[i]) init_warp_barrier(of_strip, 1);
             init_warp_barrier(read[i], 4 * C::kWalkers);
             init_warp_barrier(free[i], 5 * C::kWalkers);  // a gate warp and four of the walker each

@@ -7,6 +7,7 @@ namespace tfla_tk::channel_gate {
 
 // Loads columns or values of a step's block, whose place is free: `load(landed, row)` by one thread, of
 // `bytes`. Rows that belong to the next packed sequence are zeroed by `zero(first)`; only one block has some.
+// All lanes may have used the place before, so in racecheck's build all arrive (common/sync.cuh).
 template <class C, class Load, class Zero>
 __device__ inline void load_tiles(const StatesGlobals& g, StatesMemory<C>& smem, int step, uint32_t bytes,
                                   semaphore& arrived, semaphore& of_tail, Load load, Zero zero) {
@@ -17,14 +18,15 @@ __device__ inline void load_tiles(const StatesGlobals& g, StatesMemory<C>& smem,
         semaphore& landed = tail ? of_tail : arrived;
         kittens::tma::expect_bytes(landed, bytes);
         load(landed, task.row_of(block));
+    } else if (kArrivalsPerWarp == 32 && !tail) {
+        kittens::arrive(arrived);
     }
     __syncwarp();
     if (!tail) return;
     wait(of_tail, 0);
     zero(tokens);
     fence_async_proxy();
-    __syncwarp();
-    if (fresh_laneid() == 0) kittens::arrive(arrived);
+    arrive_warp(arrived);
 }
 
 __device__ inline void zero_bytes(void* rows, uint32_t row_bytes, int first) {

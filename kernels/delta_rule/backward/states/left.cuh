@@ -119,12 +119,13 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         W::template wait_but<kTokenSteps>();
         pin(first), pin(second);
         if (sums && column() < g.dim_k)
-            store_sums(g, task, chunk, part(), fresh_laneid(), through, [&](int j, int k) {
-                if (k == 0) first_factor(j), second_factor(j);
-                const float2 x = W::product(of_first, first, j, k);
-                const float2 y = W::product(C::kPaired ? of_second : keys[j], second, j, k);
-                return float2{x.x + y.x, x.y + y.y};
-            });
+            store_sums(g, task, chunk, part(), WarpThroughState::of(through),
+                       token_sums(fresh_laneid(), [&](int j, int k) {
+                           if (k == 0) first_factor(j), second_factor(j);
+                           const float2 x = W::product(of_first, first, j, k);
+                           const float2 y = W::product(C::kPaired ? of_second : keys[j], second, j, k);
+                           return float2{x.x + y.x, x.y + y.y};
+                       }));
         if constexpr (C::kPaired) {
             const Pair<C> pair(smem, walker());
             if (has_right<C>(g) && dq_first) wait_earlier(), pair.add_right(second);

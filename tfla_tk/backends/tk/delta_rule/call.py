@@ -25,7 +25,7 @@ from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor,
 # parts of dq and dk, of heads of v and slices of V, that are added up in turns: more turns would round the
 # sum too often. Slices take turns in any case
 MOST_TURNS = 4
-SUM_COLUMNS = 16  # of V that a part of dbeta is summed over; of K for the sums of dg
+_WARP_COLUMNS = 16  # of V or K that a warp's sums are over
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
 # of the forward and of its mirror, and of those over the states, of which a lone walker makes all scores
 _CYCLES = {1: 1830, 2: 2770}
@@ -155,8 +155,20 @@ class Shape(NamedTuple):
 
     @property
     def sum_parts(self) -> int:
-        """Of the sums over K."""
-        return self.states_slices * -(-self.dim_k // SUM_COLUMNS)
+        """Of the sums over K that a walk over the states leaves for dg, and of an anchor."""
+        return self.states_slices * -(-self.dim_k // _WARP_COLUMNS)
+
+    @property
+    def right_sum_parts(self) -> int:
+        """The same of what makes the right part of dk. The mirror adds up the sums of a walker's warps."""
+        if not self.makes_right:
+            return self.sum_parts
+        return self.states_slices * -(-self.dim_k // WALKER_COLUMNS)
+
+    @property
+    def strength_parts(self) -> int:
+        """Of the sums over V that the mirror leaves for dbeta."""
+        return -(-self.dim_v // (_WARP_COLUMNS if self.is_wide else WALKER_COLUMNS))
 
     @property
     def states_slices(self) -> int:

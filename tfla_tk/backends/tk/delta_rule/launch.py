@@ -34,7 +34,6 @@ from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule import inputs
 from tfla_tk.backends.tk.delta_rule.call import (
     NO_OPERAND,
-    SUM_COLUMNS,
     Left,
     Shape,
     gate_at,
@@ -305,7 +304,7 @@ class Walks:
         scratch = Scratch(addresses.next())
         dout = operand_at(do_at, do)
         writes = operand_at(left.writes, torch.empty(core.v.shape, device="meta"))
-        parts = -(-shape.dim_v // SUM_COLUMNS)
+        parts = shape.strength_parts
         parts_at = scratch.take(parts * shape.batch * shape.heads * shape.seq * _FLOAT)
         d_borders = 0 if shape.makes_right else shape.borders  # a right walk begins there
         d_borders_at = scratch.take(shape.states_bytes(d_borders, shape.dim_v))

@@ -57,10 +57,12 @@ class Sums(NamedTuple):
     @staticmethod
     def of(shape: Shape, anchor_bytes: int, workspace_bytes: int) -> Sums:
         """The offsets."""
-        parts, heads = shape.sum_parts, shape.batch * shape.heads
-        flows = heads * (shape.slots // DELTA_ANCHOR_CHUNKS + 1) * parts * FLOAT
-        whole, inter = parts * heads * shape.seq * FLOAT, parts * heads * shape.slots * 2 * FLOAT
-        sizes = (workspace_bytes, anchor_bytes, 2 * flows, whole, whole, inter, inter)
+        parts, right_parts = (x * shape.batch * shape.heads for x in (shape.sum_parts, shape.right_sum_parts))
+        flows = parts * (shape.slots // DELTA_ANCHOR_CHUNKS + 1) * FLOAT
+        whole, inter = (
+            [x * y for x in (parts, right_parts)] for y in (shape.seq * FLOAT, shape.slots * 2 * FLOAT)
+        )
+        sizes = (workspace_bytes, anchor_bytes, 2 * flows, *whole, *inter)
         at = [0]
         for size in sizes:
             at.append(at[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
@@ -141,7 +143,7 @@ def launch_states(
         launches.append(
             around.mlstm_bwd_gates(
                 (sums.whole[0], sums.inter[0], shape.sum_parts),
-                (sums.whole[1], sums.inter[1], shape.sum_parts),
+                (sums.whole[1], sums.inter[1], shape.right_sum_parts),
                 (sums.flows, sums.flows + sums.flow_bytes, shape.sum_parts, DELTA_ANCHOR_CHUNKS),
                 NO_GATE, gate_at(at.g, core.g), NO_GATE, dg,
                 0, (at.initial_state, dh0_at, 0, 0), (last_at, through.dht, 0, 0), sums.workspace, of[:3],

@@ -1,0 +1,58 @@
+// Sums per token that the mirror leaves: for dbeta over columns of V, for dg over columns of K.
+#pragma once
+
+#include "delta_rule/backward/sums.cuh"
+#include "delta_rule/gates.cuh"
+#include "delta_rule/walk.cuh"
+
+namespace tfla_tk::delta_rule {
+
+// Of a warp, for dbeta. product(j, k): of dY and the writes, as token_sums has it. The writes are U' times
+// written_part(beta).
+template <class Product> __device__ inline TwoSums strength_sums(const TokenFactors& beta, Product product) {
+    const TwoSums sums = token_sums(fresh_laneid(), product);
+    auto divisor = [&](int token) { return written_part(beta.of(token)); };
+    return {sums.token, {1.f / divisor(sums.token) * sums.of.x, 1.f / divisor(sums.token + 1) * sums.of.y}};
+}
+
+// Sums of a walker's warps, which have 16 of its columns each, for a warp of the producer to add up.
+struct WalkerSums {
+    float of[4][kChunk];
+
+    __device__ inline void write(int warp, const TwoSums& sums) { write_pair(of[warp], sums.token, sums.of); }
+    // A lane's sums over the first `warps` warps, in their order.
+    __device__ inline TwoSums total(int lane, int warps) const {
+        TwoSums sum{2 * lane, {0.f, 0.f}};
+#pragma unroll 1
+        for (int warp = 0; warp < warps; warp++) {
+            const float2 x = *reinterpret_cast<const float2*>(&of[warp][sum.token]);
+            sum.of.x += x.x, sum.of.y += x.y;
+        }
+        return sum;
+    }
+};
+
+// Of the right part of dk.
+struct RightSums {
+    WalkerSums whole;
+    WarpThroughState through[4];
+
+    // The same.
+    __device__ inline WarpThroughState total_through(int warps) const {
+        WarpThroughState sum{};
+#pragma unroll 1
+        for (int warp = 0; warp < warps; warp++) {
+            const auto& [x, rounding] = through[warp];
+            sum.rounded.value += x.value, sum.rounded.squares += x.squares, sum.rounding += rounding;
+        }
+        return sum;
+    }
+};
+
+// How many warps of a walker have columns; none has where it is not above 0. first: the walker's first one of
+// `columns`.
+__device__ inline int warps_with_columns(int first, int columns) {
+    return min((columns - first + 15) / 16, 4);
+}
+
+}  // namespace tfla_tk::delta_rule
