@@ -11,10 +11,10 @@ namespace tfla_tk::delta_rule {
 using namespace kittens;
 
 // Whether a walk with head dim kDimK of q and k has a warpgroup that makes the scores P of its chunks
-// (scorer.cuh), or a maker of A in its place, when walkers make P
-// (chunk_matrices/in_walk.cuh). Else P is made with A. NOTES: a scorer pays where memory bounds the speed: P
-// is not stored and loaded, nor q loaded twice. Elsewhere its use of shared memory makes a walk of K = 128 up
-// to 15 % slower. A wide state leaves no registers for it. matrices_before in split.py repeats this rule.
+// (scorer.cuh), or a maker of A in its place; then walkers make P (chunk_matrices/in_walk.cuh). Else P is
+// made with A. A scorer pays where memory bounds the speed: P is not stored and loaded, nor q loaded twice.
+// Elsewhere its use of shared memory makes a walk of K = 128 up to 15 % slower. A wide state leaves no
+// registers for it. matrices_before in split.py repeats this rule.
 template <int kDimK, int kWalkers, int kMakerWarpgroups>
 constexpr bool kMakesScores = kDimK <= 64 || (kDimK <= 128 && kWalkers == 2 && kMakerWarpgroups == 0);
 

@@ -63,6 +63,10 @@ struct Task {
     int first_border, first_carried;    // slots of the sequence's first border, and of a split's first state
     int64_t state;                      // sequence * heads + head
 
+    // Segment of its sequence.
+    __device__ inline bool is_first() const { return number == 0; }
+    __device__ inline bool is_last() const { return number == segments - 1; }
+
     // Called by whole warps.
     template <class C, class Globals> __device__ static inline Task of_block(const Globals& g, int block) {
         const int pair = block / g.ctas, head = pair % g.heads;
@@ -106,9 +110,8 @@ struct WalkTask : Task {
     __device__ static inline WalkTask of_block(const Globals& g, int block) {
         Task task = Task::of_block<C>(g, block);
         if (task.tokens < 0) return {task, nullptr, nullptr, 0, -1};
-        const bool first = task.number == 0, last = task.number == task.segments - 1;
-        const bool ends = C::kBackward ? first : last;
-        bool begins = C::kBackward ? last : first;
+        const bool ends = C::kBackward ? task.is_first() : task.is_last();
+        bool begins = C::kBackward ? task.is_last() : task.is_first();
         const int64_t size = static_cast<int64_t>(g.dim_k) * g.dim_v;
         // that enters a segment of the sequence
         auto carried = [&](int number) {

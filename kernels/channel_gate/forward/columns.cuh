@@ -18,8 +18,8 @@ template <class C>
 __device__ inline void store_columns(const ForwardGlobals& g, ForwardMemory<C>& smem, int walker, int step) {
     const Task& task = smem.task;
     if (g.leaves_part<C>()) return;
-    store_chunk(task, g.packed(), g.o, g.o_box, g.o_row, &smem.values[C::out_of(step)][walker],
-                task.template chunk_of<C>(step), [&](const TensorMap& map, uint32_t from, int row) {
+    store_chunk(task, g.packed(), g.o, &smem.values[C::out_of(step)][walker], task.template chunk_of<C>(step),
+                [&](const TensorMap& map, uint32_t from, int row) {
                     const int column = task.column + walker * kWalkerColumns;
                     map.store_panel(from, column, row, task.head, task.batch);
                 });

@@ -4,6 +4,7 @@
 #include "channel_gate/middle.cuh"
 #include "channel_gate/walk.cuh"
 #include "common/cluster.cuh"
+#include "common/store_rows.cuh"
 
 namespace tfla_tk::channel_gate {
 
@@ -86,7 +87,7 @@ template <class C> struct alignas(16) Factors {
 struct ForwardGlobals {
     TensorMap q, k, v;  // boxes of a chunk
     LogGates gates;
-    TensorMap o, o_box, o_row;  // boxes of a chunk, of 16 rows and of one
+    ResultMaps o;
     Cut cut;
     int heads, seq, dim_k, dim_v;
     int ctas;                // per sequence and head

@@ -21,7 +21,7 @@ __global__ __launch_bounds__(C::kThreads, 1) void gla_walk_kernel(const __grid_c
     const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
     smem.init_tiles();
     if (!begin_task<C>(g, smem, blockIdx.x, [&] {
-            g.q.prefetch(), g.k.prefetch(), g.gates.map.prefetch(), g.v.prefetch(), g.o.prefetch();
+            g.q.prefetch(), g.k.prefetch(), g.gates.map.prefetch(), g.v.prefetch(), g.o.chunk.prefetch();
         }))
         return;
     if constexpr (C::kShares) cluster_sync();  // the other CTA has initialised its barriers
@@ -79,9 +79,7 @@ template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stre
         map(p.k, s.dim_k, kChunk),
         map(p.v, s.dim_v, kChunk),
         {TensorMap::rows(p.g, s.batch, s.heads, s.seq, s.dim_k, gate_rows, p.g_dtype), p.g_dtype},
-        map(p.o, s.dim_v, kChunk),
-        map(p.o, s.dim_v, kBoxRows),
-        map(p.o, s.dim_v, 1),
+        ResultMaps::of([&](int rows) { return map(p.o, s.dim_v, rows); }),
         s.cut,
         s.heads,
         s.seq,

@@ -4,7 +4,7 @@
 //   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
 //                   columns of V):
 //     producer      loads q, k, dO, the writes, A and, without a scorer, P; scans the gates; stores dV
-//                   and the right part of dk
+//                   and the right part of dk; adds up the walkers' sums for dbeta and dg and stores them
 //     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
 //                   With two walkers and 64 < K <= 128 these may also make the right part of dk
 //                   (right_part.cuh); then there is no right walk

@@ -34,9 +34,11 @@ struct MirrorConfig {
                   65536 / kThreads / 8 * 8 * kWarpgroups);
 
     static constexpr int kAnchorUnits = anchor_units_of(kDimV);
-    // The producer adds up the sums of a walker's warps. NOTES: two wide walkers leave no room for them.
+    // Whether the producer adds up the sums of a walker's warps. NOTES: two wide walkers leave no room for
+    // them; one has it, but the parts shall not depend on the walkers.
     static constexpr bool kAddsUpSums = !kStatesAlone && !kIsWide;
-    static constexpr int kStrengthColumns = kAddsUpSums ? kWalkerColumns : 16;  // of V, of a sum for dbeta
+    // of V, of a sum for dbeta; Shape.strength_parts in call.py repeats this rule
+    static constexpr int kStrengthColumns = kAddsUpSums ? kWalkerColumns : 16;
 
     using Tile = PanelTile<T, kChunk, kDimK>;
     using Values = PanelTile<T, kChunk, kDimV>;  // of all walkers
@@ -44,17 +46,18 @@ struct MirrorConfig {
     using Columns = PanelTile<T, kChunk, kWalkerColumns>;  // of V, of one walker
 };
 
-// Of a walk that makes the right part of dk; fields as in bindings/params_states.h.
+// Of a walk that makes the right part of dk; fields as in RightPart of bindings/params.h.
 struct RightGlobals {
     ResultMaps dk;             // a head for every slice
-    int slices, part_count;    // of V; of an anchor, over 16 columns of K each, in a slice
+    int slices;                // of V
+    int anchor_parts;          // in a slice, of 16 columns of K each
     int anchor_slots;          // per head
     int64_t rows, chunk_sums;  // elements of a part of `whole`, of `inter`
     float* whole;
     FlowSum* inter;
     uint4* anchors;
 
-    __device__ inline int parts() const { return slices * part_count; }
+    __device__ inline int parts() const { return slices * anchor_parts; }  // of an anchor
 };
 
 struct MirrorGlobals : WalkGlobals {
@@ -76,7 +79,8 @@ __device__ inline float* strengths_of(const MirrorGlobals& g, const WalkTask& ta
 // The task of a walk that makes the right part of dk, and where the sums of its head go; null where none are
 // wanted.
 struct RightTask : WalkTask {
-    int slice, first_part;          // of V; of an anchor
+    int slice;                      // of V
+    int first_part;                 // of an anchor, in this slice
     int first_anchor, last_anchor;  // chunks that may have an anchor before them
     float* whole;                   // of its first token
     FlowSum* inter;                 // of its first chunk
@@ -87,12 +91,11 @@ struct RightTask : WalkTask {
         const RightGlobals& right = g.right;
         const WalkTask task = WalkTask::of_block<C>(g, block);
         const int slice = task.column / C::kDimV;
-        RightTask found{task, slice, slice * right.part_count, 0, -1, nullptr, nullptr, nullptr};
+        RightTask found{task, slice, slice * right.anchor_parts, 0, -1, nullptr, nullptr, nullptr};
         if constexpr (!C::kMakesSums) return found;
         const int64_t head = static_cast<int64_t>(task.batch) * g.heads + task.head;
         // before each chunk of the sequence behind its first one
-        const bool is_last = task.number == task.segments - 1;
-        found.first_anchor = 1, found.last_anchor = task.last_own + !is_last;
+        found.first_anchor = 1, found.last_anchor = task.last_own + !task.is_last();
         found.whole = right.whole + head * g.seq + task.first_row;
         found.inter = right.inter + head * g.slots + task.first_slot;
         found.anchors = right.anchors + head * right.anchor_slots * right.parts() * C::kAnchorUnits;
@@ -145,6 +148,7 @@ template <class C> struct MirrorStage : MirrorWrites<C>, MirrorReads<C>, MirrorS
     // Of each walker, once both have met behind the GEMM that reads P. NOTES: the scorer writes P again
     // behind the loads of dO, which wait until the producer has read what the walkers leave.
     __device__ inline RightSums* right_sums() {
+        static_assert(C::kMakesRight && C::kHasScorer);
         static_assert(sizeof(p) >= C::kWalkers * sizeof(RightSums));
         return reinterpret_cast<RightSums*>(&p);
     }
@@ -164,7 +168,7 @@ template <class C> struct MirrorMemory : RightTiles<C> {
     semaphore for_scorer[C::kStages];  // what the scorer reads
     semaphore free[C::kStages];        // but for what results take the place of
     semaphore out_ready[C::kWalkers][C::kStages];
-    semaphore out_read[C::kStages];  // by the stores of all walkers
+    semaphore out_read[C::kStages];  // results and sums, by the warps that store those of each walker
     semaphore tail_landed;
     std::conditional_t<C::kMakesRight, RightTask, WalkTask> task;
     GateRingIf<C::kHasGateRing> gate_ring;

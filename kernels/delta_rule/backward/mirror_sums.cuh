@@ -35,11 +35,11 @@ struct WalkerSums {
 // Of the right part of dk.
 struct RightSums {
     WalkerSums whole;
-    WarpThroughState through[4];
+    SumsThroughState through[4];
 
-    // The same.
-    __device__ inline WarpThroughState total_through(int warps) const {
-        WarpThroughState sum{};
+    // Over the first `warps` warps, in their order.
+    __device__ inline SumsThroughState total_through(int warps) const {
+        SumsThroughState sum{};
 #pragma unroll 1
         for (int warp = 0; warp < warps; warp++) {
             const auto& [x, rounding] = through[warp];

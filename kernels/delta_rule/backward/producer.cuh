@@ -94,7 +94,7 @@ __device__ inline void store_walker_sums(const MirrorGlobals& g, MirrorMemory<C>
     }
 }
 
-// One warp per walker: the results out of a stage.
+// One warp per walker: the results and the sums out of a stage.
 template <class C>
 __device__ inline void store_gradients(const MirrorGlobals& g, MirrorMemory<C>& smem, int walker) {
     const Task& task = smem.task;

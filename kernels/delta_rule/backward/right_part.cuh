@@ -93,7 +93,7 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     W::add_columns(right, keys, smem.erasures, false);
     RightSums& sums = stage.right_sums()[walker()];
     if constexpr (C::kMakesSums) {
-        const auto of_warp = WarpThroughState::of(through);
+        const auto of_warp = SumsThroughState::of(through);
         if (fresh_laneid() == 0) sums.through[warp()] = of_warp;
     }
     warpgroup::mma_async_wait<0>();  // 5

@@ -33,12 +33,12 @@ template <bool kExact> struct ThroughState {
     __device__ inline void pin() { asm volatile("" : "+f"(value), "+f"(squares), "+f"(exact)::"memory"); }
 };
 
-// A warp's sums through the state.
-struct WarpThroughState {
+// Sums through the state, of a warp or of more.
+struct SumsThroughState {
     FlowSum rounded;
-    float rounding;  // of `rounded`: what the sum of exact operands is less
+    float rounding;  // rounded.value minus the same sum with exact operands
 
-    template <bool kExact> __device__ static inline WarpThroughState of(const ThroughState<kExact>& lane) {
+    template <bool kExact> __device__ static inline SumsThroughState of(const ThroughState<kExact>& lane) {
         const FlowSum rounded{warp_sum(lane.value), warp_sum(lane.squares)};
         return {rounded, kExact ? rounded.value - warp_sum(lane.exact) : 0.f};
     }
@@ -50,7 +50,7 @@ struct WarpThroughState {
 // difference, so that it cancels. Globals, Task: of the walks over the states, or of the mirror's right part.
 template <class Globals, class Task>
 __device__ inline void store_sums(const Globals& g, const Task& task, int chunk, int part,
-                                  const WarpThroughState& through, const TwoSums& sums) {
+                                  const SumsThroughState& through, const TwoSums& sums) {
     if (fresh_laneid() == 0) task.inter[part * g.chunk_sums + chunk] = through.rounded;
     const int tokens = task.tokens - chunk * kChunk, last = min(tokens, kChunk) - 1;
     auto corrected = [&](int token, float x) { return token == last ? x + through.rounding : x; };

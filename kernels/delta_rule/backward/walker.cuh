@@ -158,7 +158,9 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
                 const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
                 return float2{u.x * dy.x, u.y * dy.y};
             });
-            stage.strengths[fresh_thread() / 128 - 1].write(fresh_thread() / 32 % 4, sums);
+            // NOTES: recomputed, to save registers
+            const int own_walker = fresh_thread() / 128 - 1, own_warp = fresh_thread() / 32 % 4;
+            stage.strengths[own_walker].write(own_warp, sums);
             each<0, kTokenSteps>([&](int j) {
                 const auto factors = gates.beta.columns(j, fresh_laneid());
                 each<0, 4>([&](int k) { scale_in_place(x.tiles[0][j].data[k], factors.of[k / 2]); });

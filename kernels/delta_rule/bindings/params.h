@@ -99,7 +99,7 @@ struct DeltaForwardParams {
 };
 
 // The right part of dk (params_states.h), which the mirror makes in the place of the right walk: with two
-// walkers, 64 < K <= 128 and whole sequences. dk.data null: not made.
+// walkers and 64 < K <= 128. dk.data null: not made.
 struct RightPart {
     Operand dk;  // of every head of v and slice of V, [B, S, heads * slices, K]
     // as the right walk leaves them, but a part is for 64 columns of K, and in `anchors` there is dS; null:

@@ -102,7 +102,7 @@ struct StatesTask : Task {
         const int part = slice * g.parts_of_slice();
         const Task task = Task::of_block<C>(g, block / g.ctas / g.slices * g.ctas + block % g.ctas);
         int* const written = g.written ? g.written + 1 + block : nullptr;
-        const bool first = task.number == 0, last = task.number == task.segments - 1;
+        const bool first = task.is_first(), last = task.is_last();
         const bool begins = C::kIsLeft ? first : last, ends = C::kIsLeft ? last : first;
         const int64_t state = task.state * g.dim_k * g.dim_v;
         const float* entering = g.entering ? g.entering + state : nullptr;

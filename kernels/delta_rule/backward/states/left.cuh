@@ -119,7 +119,7 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
         W::template wait_but<kTokenSteps>();
         pin(first), pin(second);
         if (sums && column() < g.dim_k)
-            store_sums(g, task, chunk, part(), WarpThroughState::of(through),
+            store_sums(g, task, chunk, part(), SumsThroughState::of(through),
                        token_sums(fresh_laneid(), [&](int j, int k) {
                            if (k == 0) first_factor(j), second_factor(j);
                            const float2 x = W::product(of_first, first, j, k);

@@ -75,7 +75,7 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         W::template wait_but<2 * kTokenSteps>();  // 6
         pin(right), pin_all(queries), pin_all(keys);
         if (sums && column() < g.dim_k)
-            store_sums(g, task, chunk, part(), WarpThroughState::of(through),
+            store_sums(g, task, chunk, part(), SumsThroughState::of(through),
                        token_sums(fresh_laneid(), of_keys));
         wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(step).phase);
         W::add(right, queries, columns.earlier);

@@ -160,14 +160,15 @@ class Shape(NamedTuple):
 
     @property
     def right_sum_parts(self) -> int:
-        """The same of what makes the right part of dk. The mirror adds up the sums of a walker's warps."""
+        """Of those that the right walk leaves, or the mirror in its place, which adds up the sums of a
+        walker's warps."""
         if not self.makes_right:
             return self.sum_parts
         return self.states_slices * -(-self.dim_k // WALKER_COLUMNS)
 
     @property
     def strength_parts(self) -> int:
-        """Of the sums over V that the mirror leaves for dbeta."""
+        """Of the sums over V that the mirror leaves for dbeta, as kStrengthColumns of backward/config.cuh."""
         return -(-self.dim_v // (_WARP_COLUMNS if self.is_wide else WALKER_COLUMNS))
 
     @property

@@ -57,11 +57,10 @@ class Sums(NamedTuple):
     @staticmethod
     def of(shape: Shape, anchor_bytes: int, workspace_bytes: int) -> Sums:
         """The offsets."""
-        parts, right_parts = (x * shape.batch * shape.heads for x in (shape.sum_parts, shape.right_sum_parts))
-        flows = parts * (shape.slots // DELTA_ANCHOR_CHUNKS + 1) * FLOAT
-        whole, inter = (
-            [x * y for x in (parts, right_parts)] for y in (shape.seq * FLOAT, shape.slots * 2 * FLOAT)
-        )
+        heads = shape.batch * shape.heads
+        parts = heads * shape.sum_parts, heads * shape.right_sum_parts  # of each walk
+        flows = parts[0] * (shape.slots // DELTA_ANCHOR_CHUNKS + 1) * FLOAT
+        whole, inter = ([x * size for x in parts] for size in (shape.seq * FLOAT, shape.slots * 2 * FLOAT))
         sizes = (workspace_bytes, anchor_bytes, 2 * flows, *whole, *inter)
         at = [0]
         for size in sizes:
