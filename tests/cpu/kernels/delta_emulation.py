@@ -27,7 +27,7 @@ from .delta_arguments import (
 )
 from .delta_before_walks import BeforeWalks, HeadsOfLead
 
-PART = 16  # columns of a part of the sums
+WARP, WALKER = 16, 64  # columns that a warp's sums are over, and those that the mirror's producer adds up
 ANCHOR_BYTES = 1000
 
 
@@ -43,18 +43,19 @@ class SumsOfWalk:
     Args:
         sums: whole, inter, anchors, and flows where the launch has a place for them.
         is_first: the walk leaves the states at anchors. The other one looks at them and leaves the flows.
+        columns: of K, of a part of the sums.
     """
 
     FILL = 7  # of what is not computed
 
-    def __init__(self, x: Arguments, sums: tuple[int, ...], *, is_first: bool) -> None:
-        self._parts = -(-x.dim_k // PART)
+    def __init__(self, x: Arguments, sums: tuple[int, ...], *, is_first: bool, columns: int = WARP) -> None:
+        self._columns = columns
         self._whole: Tensor | None = None
         assert all(sums) or not any(sums)
         if not any(sums):
             return
         whole, inter, at_anchors, *others = sums
-        heads = x.slices * self._parts, x.batch, x.heads
+        heads = x.slices * -(-x.dim_k // columns), x.batch, x.heads
         self._whole = x.floats(whole, *heads, x.seq).zero_()
         x.floats(inter, *heads, x.slots, 2).fill_(torch.nan)
         anchors = x.tensor(at_anchors, torch.uint8, (ANCHOR_BYTES,))
@@ -62,14 +63,14 @@ class SumsOfWalk:
             anchors.fill_(self.FILL)
             return
         assert (anchors == self.FILL).all()
-        size = (x.batch, x.heads, x.slots // DELTA_ANCHOR_CHUNKS + 1, x.slices * self._parts)
+        size = (x.batch, x.heads, x.slots // DELTA_ANCHOR_CHUNKS + 1, x.slices * -(-x.dim_k // WARP))
         after = x.floats(others[0], *size).fill_(self.FILL)
         x.floats(others[0] + after.numel() * after.itemsize, *size).fill_(self.FILL)
 
     def add(self, row: int, t: int, products: Tensor, heads: Tensor | slice = slice(None)) -> None:
         """The products [heads, K] of a token."""
         if self._whole is not None:
-            for part, columns in enumerate(products.split(PART, -1)):
+            for part, columns in enumerate(products.split(self._columns, -1)):
                 self._whole[part, row, heads, t] = columns.sum(-1)
 
 
@@ -208,18 +209,18 @@ class Kernel(BeforeWalks):
         assert x.of.matrices[1] != 0 or makes_scores(x)
         self.check_cut(x)
         q, k, g, beta = x.keys(x.of.q), x.keys(x.of.k), x.gate(x.of.g), x.gate(x.of.beta)
-        dout, parts = x.operand(x.of.dout, x.dim_v), -(-x.dim_v // PART)
+        dout, columns = x.operand(x.of.dout, x.dim_v), WALKER if x.dim_k <= 128 else WARP
         results = (x.of.writes[0], x.of.dv[0], x.of.dbeta, x.of.d_initial, x.of.borders)
         if x.of.states_alone:
             assert not any(results)
         else:
             writes, dv = x.operand(x.of.writes, x.dim_v), x.operand(x.of.dv, x.dim_v)
-            dbeta = x.floats(x.of.dbeta, parts, x.batch, x.heads, x.seq)
+            dbeta = x.floats(x.of.dbeta, -(-x.dim_v // columns), x.batch, x.heads, x.seq)
         right = x.right_parts(x.of.right_dk)
         if right is not None:
             assert x.of.walkers == 2 and 64 < x.dim_k <= 128 and not x.of.states_alone
         assert right is not None or not any(x.of.right_sums)
-        sums = SumsOfWalk(x, x.of.right_sums, is_first=True)
+        sums = SumsOfWalk(x, x.of.right_sums, is_first=True, columns=WALKER)
         d_last, d_initial = x.states(x.of.d_last, x.cut[2]), x.states(x.of.d_initial, x.cut[2])
         carried = x.states(x.of.carried, x.carried)
         leads, before = self.leads_of(x, behind=True), None
@@ -248,9 +249,8 @@ class Kernel(BeforeWalks):
                     if not x.of.states_alone and t in piece.tokens:
                         dv[row, t, heads] = (by * du).to(dv.dtype)
                         products = du * writes[row, t, heads]
-                        for part in range(parts):
-                            columns = products[:, PART * part : PART * (part + 1)]
-                            dbeta[part, row, heads, t] = columns.sum(-1)
+                        for part, of_part in enumerate(products.split(columns, -1)):
+                            dbeta[part, row, heads, t] = of_part.sum(-1)
                     if right is not None and t in piece.tokens:
                         products = state * (by * writes[row, t, heads])[:, None]
                         of_slices = torch.stack([y.sum(-1) for y in products.split(STATES_SLICE, -1)], 1)
