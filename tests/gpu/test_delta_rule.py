@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
 
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
@@ -422,6 +423,24 @@ def test_torch_compile() -> None:
     expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
     found = run(x, function=compiled) | train(x, function=compiled)
     assert all(torch.equal(found[name], t) for name, t in expected.items())
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
+def test_no_backward_makes_the_forward_again(how: str) -> None:
+    x = {name: t.requires_grad_() for name, t in draw(2, 500).items()}
+    expected = train(x, function=chunk_gated_delta_rule)
+
+    def again(**arguments: Any) -> Any:
+        return checkpoint(lambda: chunk_gated_delta_rule(**arguments), use_reentrant=False)
+
+    function = again if how == "checkpointed" else torch.compile(chunk_gated_delta_rule, fullgraph=True)
+    train(x, function=function)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = train(x, function=function)
+        torch.cuda.synchronize()
+    assert_equal(found, expected)
+    forwards = sum("delta_forward_kernel" in event.name for event in profile.events())
+    assert forwards == (2 if how == "checkpointed" else 1)  # a checkpoint makes it once more for its backward
 
 
 def test_auto_takes_the_kernels() -> None:

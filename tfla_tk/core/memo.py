@@ -254,6 +254,13 @@ def are_saved_tensors_hooked() -> bool:
     return _top_saved_tensors_default_hooks(False) is not None
 
 
+def is_checkpointing() -> bool:
+    """Whether these hooks are those of activation checkpointing, which makes what is saved again for the
+    backward; others may move it to a slower memory."""
+    hooks = _top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def _is_watched() -> bool:
     """Whether something traces, transforms or intercepts torch operations, or may do so unseen."""
     return (

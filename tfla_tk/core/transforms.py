@@ -79,7 +79,7 @@ def is_transformed(x: Tensor) -> bool:
     return _KNOWN and not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(x)
 
 
-def _are_active() -> bool:
+def are_active() -> bool:
     """Whether an op that is called now is called by a transform."""
     return _KNOWN and peek_interpreter_stack() is not None
 
@@ -90,7 +90,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     torch.autograd.Function.apply goes through all transforms by itself, which needs rules for each of them.
     A kernel of the dispatcher is called by one transform after the other, and records on that one's level.
     """
-    if not _are_active():
+    if not are_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
@@ -126,7 +126,7 @@ def below_function() -> Iterator[None]:
 
     Forwards run without grad mode, but the transforms around the one that applies this still have to record.
     """
-    recording = _are_active()
+    recording = are_active()
     with (
         torch.set_grad_enabled(recording or torch.is_grad_enabled()),
         forward_ad._set_fwd_grad_enabled(True) if recording else nullcontext(),

@@ -11,6 +11,9 @@ tfla_tk::<name>_bwd takes the inputs, the gradients of both outputs (dht None fo
     needs_gates. It returns the gradient of every input but cu_seqlens, each like its input; an empty tensor
     [0] for inputs that there are not, and for gates without needs_gates.
 schedule: how the CUDA kernels overlap their steps; the result does not depend on it beyond rounding.
+tfla_tk::<name>_fwd_kept and <name>_bwd_kept are the same beside autograd: the first one also returns what the
+    kernels have kept, which the second one takes behind dht. <name>_fwd records them where the kernels say
+    how much they keep (kept_size) and all sizes are known, so that no backward makes the forward again.
 
 tfla_tk::packed_<name>(_bwd): the reference over packed sequences, on any device, for traced calls. The
     reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
@@ -23,10 +26,14 @@ The kernels of a family are a module with
     prepare(core, *, output_final_state, keep) -> a function of the inputs, which returns what forward does
     backward(core, kept, do, dht, *, needs_gates) -> gradients
 
+and where the registered ops shall keep something, too,
+
+    kept_size(core) -> how many elements of v's dtype a forward with `keep` leaves, in one tensor, whose
+                       layout is None
+
 core is the family's NamedTuple: the inputs, the options and the schedule. What `prepare` returns is for all
 inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
-return what its backward can use (`layout.Kept`); the registered ops keep nothing, so kept is None there and
-the backward computes it again.
+return what its backward can use (`layout.Kept`); without it kept is None, and the backward computes it again.
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
 inputs but cu_seqlens in their order, each like its input; None for what was not asked for.
 """
@@ -43,7 +50,7 @@ from torch import Tensor
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, present, state_dtype
-from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
+from tfla_tk.core.memo import are_saved_tensors_hooked, is_checkpointing, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 
@@ -90,7 +97,7 @@ class LinearOps:
     """The registered ops of a family.
 
     Attributes:
-        fwd, bwd, packed, packed_bwd: the ops.
+        fwd, bwd, fwd_kept, bwd_kept, packed, packed_bwd: the ops.
         direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
             arguments are the inputs, and in one tuple the prepared forward, its module, the options with the
             schedule, output_final_state, and whether gates have a gradient.
@@ -103,10 +110,12 @@ class LinearOps:
         self._gates = [self._place[name] for name in family.gates]
         name = family.name
         self._define()
-        ops = torch.ops.tfla_tk
-        self.fwd, self.bwd, self.packed, self.packed_bwd = (
-            getattr(ops, each).default
-            for each in (f"{name}_fwd", f"{name}_bwd", f"packed_{name}", f"packed_{name}_bwd")
+        self.fwd, self.bwd, self.fwd_kept, self.bwd_kept, self.packed, self.packed_bwd = (
+            getattr(torch.ops.tfla_tk, each).default
+            for each in (
+                *(f"{name}_fwd", f"{name}_bwd", f"{name}_fwd_kept", f"{name}_bwd_kept"),
+                *(f"packed_{name}", f"packed_{name}_bwd"),
+            )
         )
         self.direct = autograd.direct_apply(
             autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
@@ -181,10 +190,12 @@ class LinearOps:
         grads = ", ".join(f"Tensor d{name}" for name in family.names[:-1])
         outputs = "(Tensor o, Tensor final_state)"
         given = "Tensor do, Tensor? dht"
-        define(f"{family.name}_fwd({inputs}, {options}, str schedule, bool output_final_state) -> {outputs}")
-        define(
-            f"{family.name}_bwd({inputs}, {given}, {options}, str schedule, bool needs_gates) -> ({grads})"
-        )
+        of_fwd = f"{inputs}, {options}, str schedule, bool output_final_state"
+        of_bwd = f"{options}, str schedule, bool needs_gates"
+        define(f"{family.name}_fwd({of_fwd}) -> {outputs}")
+        define(f"{family.name}_fwd_kept({of_fwd}) -> {outputs[:-1]}, Tensor kept)")
+        define(f"{family.name}_bwd({inputs}, {given}, {of_bwd}) -> ({grads})")
+        define(f"{family.name}_bwd_kept({inputs}, {given}, Tensor kept, {of_bwd}) -> ({grads})")
         define(
             f"packed_{family.name}({inputs}, {options}, str form, int chunk_size, bool output_final_state)"
             f" -> {outputs}"
@@ -200,6 +211,10 @@ class LinearOps:
         impl(f"{name}_bwd", self._bwd_cpu, "CPU")
         impl(f"{name}_fwd", self._fwd_cuda, "CUDA")
         impl(f"{name}_bwd", self._bwd_cuda, "CUDA")
+        impl(f"{name}_fwd_kept", self._fwd_kept_cpu, "CPU")
+        impl(f"{name}_bwd_kept", self._bwd_kept_cpu, "CPU")
+        impl(f"{name}_fwd_kept", self._fwd_kept_cuda, "CUDA")
+        impl(f"{name}_bwd_kept", self._bwd_kept_cuda, "CUDA")
         impl(f"packed_{name}", self._packed, "CompositeExplicitAutograd")
         impl(f"packed_{name}_bwd", self._packed_bwd, "CompositeExplicitAutograd")
         refusal = (
@@ -208,6 +223,11 @@ class LinearOps:
         for op_name, op, function in (
             (f"{name}_fwd", self.fwd, autograd.function(name, self._record, self._differentiate)),
             (f"{name}_bwd", self.bwd, autograd.refusing(f"{name}_backward", self.bwd, refusal)),
+            (
+                f"{name}_bwd_kept",
+                self.bwd_kept,
+                autograd.refusing(f"{name}_backward_kept", self.bwd_kept, refusal),
+            ),
             (
                 f"packed_{name}",
                 self.packed,
@@ -220,15 +240,19 @@ class LinearOps:
             ),
         ):
             impl(op_name, autograd.recording(op_name, op, function), "Autograd")
+        kept = f"{name}_fwd_kept"
+        impl(kept, autograd.without_gradients(kept, self.fwd_kept, self._count), "Autograd")
 
     def _register(self) -> None:
         name, heads, our_library = self.family.name, self.family.heads, library.get()
         for forward in (f"{name}_fwd", f"packed_{name}"):
             our_library.register_fake(forward, self._fwd_fake)
             flops.register(forward, self.family.flops[0])
-        for backward in (f"{name}_bwd", f"packed_{name}_bwd"):
+        for backward in (f"{name}_bwd", f"{name}_bwd_kept", f"packed_{name}_bwd"):
             our_library.register_fake(backward, self._bwd_fake)
             flops.register(backward, self.family.flops[1])
+        our_library.register_fake(f"{name}_fwd_kept", self._fwd_kept_fake)
+        flops.register(f"{name}_fwd_kept", self.family.flops[0])
         common: dict[str, Any] = {
             "cu_seqlens": self._count - 1,
             # tensors [HV], and cu_seqlens, which is not one of them
@@ -238,10 +262,16 @@ class LinearOps:
             f"{name}_fwd",
             transforms.merge_into_batch(self.fwd, heads=heads, result_heads=(2, 1), **common),
         )
-        our_library.register_vmap(
-            f"{name}_bwd",
-            transforms.merge_into_batch(self.bwd, heads=(*heads, 2, 1), result_heads=heads[:-1], **common),
+        of_backward = transforms.merge_into_batch(
+            self.bwd, heads=(*heads, 2, 1), result_heads=heads[:-1], **common
         )
+        our_library.register_vmap(f"{name}_bwd", of_backward)
+
+        # what is kept is of one call, not of one that is as many times as large
+        def without_kept(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+            return of_backward(info, self._split_kept(in_dims)[1], *self._split_kept(args)[1])
+
+        our_library.register_vmap(f"{name}_bwd_kept", without_kept)
 
     # What the ops compute
 
@@ -289,13 +319,40 @@ class LinearOps:
         return o, present(last, o)
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
+        return self._bwd_of_kept(None, args)
+
+    def _bwd_of_kept(self, kept: Kept | None, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         inputs, do, dht, (*options, needs_gates) = self._split_backward(args)
         core = self.family.core(*inputs, *options)
-        found = self.family.kernels().backward(core, None, do, dht, needs_gates=needs_gates)
+        found = self.family.kernels().backward(core, kept, do, dht, needs_gates=needs_gates)
         return tuple(present(x, do) for x in found)
+
+    def _fwd_kept_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return *self._fwd_cpu(*args), args[2].new_empty(self.kept_size(args))
+
+    def _bwd_kept_cpu(self, *args: Any) -> tuple[Tensor, ...]:
+        _, rest = self._split_kept(args)
+        return self._bwd_cpu(*rest)
+
+    def _fwd_kept_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        core, (output_final_state,) = self._split(args)
+        o, last, kept = self.family.kernels().forward(core, output_final_state=output_final_state, keep=True)
+        return o, present(last, o), kept.tensors[0]
+
+    def _bwd_kept_cuda(self, *args: Any) -> tuple[Tensor, ...]:
+        kept, rest = self._split_kept(args)
+        return self._bwd_of_kept(Kept((kept,)), rest)
+
+    def _split_kept(self, args: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        """What was kept, and the arguments of <name>_bwd."""
+        place = self._count + 2
+        return args[place], (*args[:place], *args[place + 1 :])
 
     def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         return self._outputs_like(args, args[-1])
+
+    def _fwd_kept_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return *self._outputs_like(args, args[-1]), args[2].new_empty(self.kept_size(args))
 
     def _bwd_fake(self, *args: Any) -> tuple[Tensor, ...]:
         return self._grads_like(args[: self._count], args[-1])
@@ -326,27 +383,55 @@ class LinearOps:
 
     # Autograd
 
+    def kept_size(self, args: Sequence[Any]) -> int:
+        """Elements of v's dtype that the kernels keep of a call with these arguments of <name>_fwd; 0 where
+        they keep nothing that an op could return."""
+        size_of = getattr(self.family.kernels(), "kept_size", None) if args[0].device.type == "cuda" else None
+        return 0 if size_of is None else size_of(self._split(tuple(args))[0])
+
+    def _keeps(self, args: Sequence[Any]) -> bool:
+        """Whether a recorded call of <name>_fwd keeps something: not where a transform of torch.func would
+        batch it, hooks would move it, or sizes are not known yet."""
+        sizes = [size for x in args[: self._count] if x is not None for size in x.shape]
+        if transforms.are_active() or not all(isinstance(size, int) for size in sizes):
+            return False
+        if are_saved_tensors_hooked() and not is_checkpointing():
+            return False
+        return self.kept_size(args) > 0
+
     def _record(self, *args: Any) -> Recorded:
         """<name>_fwd with what its backward op takes."""
         inputs, (*options, output_final_state) = args[: self._count], args[self._count :]
+        kept = None
         with transforms.below_function():
-            o, last = self.fwd(*args)
+            if self._keeps(args):
+                o, last, kept = self.fwd_kept(*args)
+            else:
+                o, last = self.fwd(*args)
             needs = self._needs_gates(inputs)
-            saved = _saved(inputs)
+            saved = *_saved(inputs), kept
         return Recorded((o, last), () if output_final_state else (last,), saved, (*options, needs))
 
     def _differentiate(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
-        found: Sequence[Tensor] = self.bwd(*_with_grads(saved, *grads), *options)
+        *inputs, kept = saved
+        return self._differentiate_by_op(_with_grads(inputs, *grads), kept, options)
+
+    def _differentiate_by_op(
+        self, tensors: tuple[Any, ...], kept: MaybeTensor, options: tuple[Any, ...]
+    ) -> Sequence[MaybeTensor]:
+        """Args: tensors: the inputs, do and dht."""
+        found: Sequence[Tensor]
+        found = self.bwd(*tensors, *options) if kept is None else self.bwd_kept(*tensors, kept, *options)
         return found
 
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
         *inputs, (forward, kernels, options, output_final_state, needs) = args
-        if are_saved_tensors_hooked():
-            # checkpointing wants the call and its recomputation to save alike, and the op, which one of them
-            # may take, keeps nothing
+        if are_saved_tensors_hooked() and not (hasattr(kernels, "kept_size") and is_checkpointing()):
+            # checkpointing wants the call and its recomputation to save alike, also where one of them takes
+            # the op; other hooks may move what is saved, which takes longer than to make it again
             core = self.family.core(*inputs, *options)
             o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
         else:
@@ -365,10 +450,10 @@ class LinearOps:
         saved, kept = saved[: self._count], tuple(saved[self._count :])
         tensors = _with_grads(saved, *grads)
         if not autograd.is_plain_backward((*tensors, *kept), grads):
-            found: Sequence[MaybeTensor] = self.bwd(*tensors, *options_of_core, needs)
-            return found
+            of_op = kept[0] if kept and hasattr(kernels, "kept_size") else None
+            return self._differentiate_by_op(tensors, of_op, (*options_of_core, needs))
         inputs, do, dht, _ = self._split_backward(tensors)
-        found = named_in_profiles(self.bwd.name(), kernels.backward)(
+        found: Sequence[MaybeTensor] = named_in_profiles(self.bwd.name(), kernels.backward)(
             self.family.core(*inputs, *options_of_core),
             None if left is None else Kept(kept, left.layout),
             do,

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tfla_tk import reference
 from tfla_tk.backends.tk.delta_rule import call, launch
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import CHUNK
+from tfla_tk.core.layout import CHUNK, Kept
 
 from .addresses import at_odd_address
 from .delta_emulation import Kernel, launch_delta_instead
@@ -86,11 +87,18 @@ def cotangents(*outputs: Tensor | None) -> list[Tensor]:
     return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs if x is not None]
 
 
+def size_of(kept: Kept) -> int:
+    (left,) = kept.tensors
+    assert left is not None and left.dim() == 1
+    return left.numel()
+
+
 def check(core: DeltaRuleCore, keep: bool = True, *, needs_gates: bool = True) -> None:
     """Both directions; without `keep` the backward makes the forward again."""
     g = core.beta.new_zeros(core.beta.shape) if core.g is None else core.g
     o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
     assert (kept is None) == (not keep)
+    assert kept is None or (kept.layout is None and size_of(kept) == launch.kept_size(core))
     inputs = (core.q, core.k, core.v, g, core.beta)
     options: dict[str, Any] = {
         "scale": SCALE,
@@ -242,6 +250,7 @@ def raw(core: DeltaRuleCore, norm: bool, strength: bool, decay: bool) -> DeltaRu
 def check_raw(core: DeltaRuleCore, keep: bool = True) -> None:
     """Both directions against the op on a CPU, which is the reference."""
     o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
+    assert kept is None or size_of(kept) == launch.kept_size(core)
     expected = torch.ops.tfla_tk.delta_rule_fwd(*core, True)
     assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 5e-3
     given = cotangents(o, expected[1])
@@ -366,6 +375,29 @@ def test_a_backward_of_tensors_that_begin_anywhere(group: int, kernel: Kernel) -
         for found in (launch.backward(x, kept, *grads, needs_gates=True) for x, *grads in order):
             for x, y in zip(found, first, strict=True):
                 assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("move", [at_odd_address, lambda x: x.repeat_interleave(2)[::2]])
+def test_what_is_kept_may_lie_elsewhere(move: Any, kernel: Kernel) -> None:
+    """Where a hook on saved tensors has put it."""
+    core = draw(tokens=70)
+    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    assert kept is not None
+    grads = cotangents(o, last)
+    expected = launch.backward(core, kept, *grads, needs_gates=True)
+    found = launch.backward(core, Kept((move(kept.tensors[0]),)), *grads, needs_gates=True)
+    for x, y in zip(found, expected, strict=True):
+        assert (x is None and y is None) or torch.equal(x, y)
+
+
+def test_the_size_of_what_is_kept_is_known_of_fake_tensors(kernel: Kernel) -> None:
+    """Of a GPU, on any machine: what torch.compile asks."""
+    core = draw((128, 128), group=2, packed=True)
+    expected = launch.kept_size(core)
+    with FakeTensorMode():
+        fake = (None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in core[:9])
+        *_, kept = torch.ops.tfla_tk.delta_rule_fwd_kept(*fake, *core[9:], True)
+    assert kept.shape == (expected,) and kept.device.type == "cuda" and kept.dtype == core.v.dtype
 
 
 def test_the_gradient_of_a_state_lies_like_it(kernel: Kernel) -> None:

@@ -107,6 +107,13 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
     return run
 
 
+def kept_size(core: DeltaRuleCore) -> int:
+    """Elements of v's dtype of what the forward of a call leaves with `keep`."""
+    of_backward = Scratch(0)
+    Left.of(Shape.of(core, trains=True), of_backward)
+    return of_backward.bytes // core.v.itemsize
+
+
 def backward(
     core: DeltaRuleCore,
     kept: Kept | None,
@@ -204,9 +211,15 @@ class Backward:
         if kept is None:
             _, _, kept = forward(made, output_final_state=False, keep=True)
         assert kept is not None
+        (left,) = kept.tensors
+        assert left is not None
+        left_at = starts(left)
+        if left_at[0] % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
+            left = left.clone(memory_format=torch.contiguous_format)
+            left_at = starts(left)
         if self._walks is None:
             self._walks = Walks(given, made, do, dht, needs_dg=self._needs_dg)
-        at += starts(*kept.tensors)
+        at += left_at
         found = self._walks(given, made, at)
         if not any(self._wanted):
             return found

@@ -1,0 +1,197 @@
+"""What the registered ops of the delta rule keep of a forward for its backward, with stand-ins as kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from tfla_tk import chunk_gated_delta_rule, delta_rule, reference
+from tfla_tk.backends.tk import delta
+from tfla_tk.backends.tk import delta_rule as package
+from tfla_tk.core.layout import Kept
+from tfla_tk.core.support import SUPPORTED
+from tfla_tk.ops import delta_rule as ops
+
+from .delta_rule import draw
+from .linear import Kernels, assert_same, gradients, leaves
+
+PLAIN = ["forward, kept", "backward, kept"]
+
+
+class KeepingKernels(Kernels):
+    """Kernels that say how much they keep, which the ops then return."""
+
+    def kept_size(self, core: Any) -> int:
+        return self.left.numel()
+
+    def forward(
+        self, core: Any, *, output_final_state: bool, keep: bool
+    ) -> tuple[Tensor, Tensor | None, Kept | None]:
+        o, last, kept = super().forward(core, output_final_state=output_final_state, keep=keep)
+        return o, last, kept and Kept((self.left.to(core.v.dtype),))
+
+    def backward(self, core: Any, kept: Kept | None, do: Tensor, dht: Any, *, needs_gates: bool) -> Any:
+        if kept is not None:
+            assert kept.layout is None and torch.equal(*kept.tensors, self.left.to(core.v.dtype))
+            kept = Kept((self.left, None), "a layout")
+        return super().backward(core, kept, do, dht, needs_gates=needs_gates)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
+    """The tk backend serves every call, on the CPU, and the ops call its kernels, as they do on a GPU."""
+    delta_rule._path.plans.clear()
+    module = KeepingKernels(ops, f"{package.__name__}.launch")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(package, "launch", module, raising=False)
+    monkeypatch.setattr(delta, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
+    monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
+    registered = ops._ops
+    monkeypatch.setattr(registered, "kept_size", lambda args: module.kept_size(None))
+    with torch.library._scoped_library("tfla_tk", "IMPL") as library:
+        for name in ("fwd", "bwd", "fwd_kept", "bwd_kept"):
+            function = getattr(registered, f"_{name}_cuda")
+            library.impl(f"delta_rule_{name}", function, "CPU", allow_override=True)
+        yield module
+    torch._dynamo.reset()
+
+
+class Watching(TorchDispatchMode):
+    """Calls under it go through the ops, not to the kernels themselves."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def expected_of(x: dict[str, Any]) -> dict[str, Tensor]:
+    return gradients(reference.gated_delta_rule_recurrent, x)
+
+
+def test_compiled_training_runs_the_forward_once(kernels: KeepingKernels) -> None:
+    graphs: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    x = draw()
+    compiled = torch.compile(chunk_gated_delta_rule, backend=backend, fullgraph=True)
+    kernels.calls.clear()
+    found = gradients(compiled, x)
+    assert kernels.calls == PLAIN
+    assert_same(found, expected_of(x))
+    forward, backward = graphs
+    assert "delta_rule_fwd_kept" in forward and "delta_rule_bwd_kept" in backward
+    assert "delta_rule_fwd" not in backward
+
+
+def test_sizes_as_symbols_keep_nothing(kernels: KeepingKernels) -> None:
+    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seq in (40, 56):
+        x = draw(seq=seq)
+        kernels.calls.clear()
+        assert_same(gradients(compiled, x), expected_of(x))
+        assert kernels.calls == ["forward", "backward"]
+
+
+def test_inference_keeps_nothing(kernels: KeepingKernels) -> None:
+    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
+    compiled(**draw())
+    assert kernels.calls == ["forward"]
+
+
+@pytest.mark.parametrize("watched", ["neither", "forward", "backward", "both"])
+def test_checkpointing(kernels: KeepingKernels, watched: str) -> None:
+    """The backward reads what the recomputation keeps; both save alike, watched or not."""
+    x = leaves(draw())
+    expected = torch.autograd.grad(chunk_gated_delta_rule(**x)[0].square().sum(), list(x.values()))
+    kernels.calls.clear()
+
+    def maybe(where: str) -> Any:
+        return Watching() if watched in (where, "both") else torch.enable_grad()
+
+    with maybe("forward"):
+        o, _ = checkpoint(lambda: chunk_gated_delta_rule(**x), use_reentrant=False)
+        loss = o.square().sum()
+    with maybe("backward"):
+        found = torch.autograd.grad(loss, list(x.values()))
+    assert kernels.calls == ["forward, kept", *PLAIN]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_hooks_that_may_move_what_is_saved(kernels: KeepingKernels, watched: bool) -> None:
+    """To make it again is faster than to move it."""
+    x = draw()
+    expected = gradients(chunk_gated_delta_rule, x)
+    kernels.calls.clear()
+    with torch.autograd.graph.save_on_cpu(), Watching() if watched else torch.enable_grad():
+        found = gradients(chunk_gated_delta_rule, x)
+    assert kernels.calls == ["forward", "backward"]
+    assert_same(found, expected)
+
+
+def test_transforms_keep_nothing(kernels: KeepingKernels) -> None:
+    x = draw()
+
+    def run(q: Tensor) -> Tensor:
+        return chunk_gated_delta_rule(**x | {"q": q})[0].square().sum()
+
+    q = torch.stack([x["q"], -x["q"]])
+    found = torch.func.vmap(torch.func.grad(run))(q)
+    assert kernels.calls == ["forward", "backward"]
+    for j in range(2):
+        alone = q[j].clone().requires_grad_()
+        torch.testing.assert_close(found[j], *torch.autograd.grad(run(alone), alone))
+
+
+def test_a_batch_of_cotangents(kernels: KeepingKernels) -> None:
+    """What is kept is of one call, so one backward of several cotangents makes the forward again."""
+    x = leaves(draw())
+    o, _ = chunk_gated_delta_rule(**x)
+
+    def dq_of(cotangent: Tensor) -> Tensor:
+        (dq,) = torch.autograd.grad(o, x["q"], cotangent, retain_graph=True)
+        return dq
+
+    cotangents = torch.stack([torch.ones_like(o), -2 * torch.ones_like(o)])
+    kernels.calls.clear()
+    found = torch.func.vmap(dq_of)(cotangents)
+    assert kernels.calls == ["backward"]
+    assert torch.allclose(found, torch.stack([dq_of(x) for x in cotangents]))
+
+
+def test_double_backward_is_refused(kernels: KeepingKernels) -> None:
+    x = leaves(draw())
+    (dq,) = torch.autograd.grad(chunk_gated_delta_rule(**x)[0].square().sum(), x["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward of the delta rule .* backend='reference'"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed: bool) -> None:
+    x = draw(batch=1 if packed else 2, seq=20, rows=3 if packed else None, dtype=torch.float32)
+    offsets = torch.tensor([0, 5, 5, 20]) if packed else None
+    inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, x["initial_state"], offsets
+    options = (0.25, False, False, False, False, "auto")
+    registered = torch.ops.tfla_tk
+    torch.library.opcheck(registered.delta_rule_fwd_kept, (*inputs, *options, True))
+    o, state, kept = registered.delta_rule_fwd_kept(*inputs, *options, True)
+    given = torch.randn_like(o), torch.randn_like(state), kept
+    torch.library.opcheck(registered.delta_rule_bwd_kept, (*inputs, *given, *options, True))
+
+
+def test_the_forward_that_keeps_has_no_gradients() -> None:
+    x = leaves(draw(seq=10))
+    inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, None
+    with pytest.raises(RuntimeError, match=r"tfla_tk::delta_rule_fwd_kept has no gradients"):
+        torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, False, False, False, False, "auto", True)
