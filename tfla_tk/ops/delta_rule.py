@@ -172,5 +172,6 @@ _ops = LinearOps(
         gradients=_gradients,
         kernels=_kernels,
         flops=(flops.delta_rule, flops.delta_rule_backward),
+        keeps=True,
     )
 )

@@ -11,9 +11,9 @@ tfla_tk::<name>_bwd takes the inputs, the gradients of both outputs (dht None fo
     needs_gates. It returns the gradient of every input but cu_seqlens, each like its input; an empty tensor
     [0] for inputs that there are not, and for gates without needs_gates.
 schedule: how the CUDA kernels overlap their steps; the result does not depend on it beyond rounding.
-tfla_tk::<name>_fwd_kept and <name>_bwd_kept are the same beside autograd: the first one also returns what the
-    kernels have kept, which the second one takes behind dht. <name>_fwd records them where the kernels say
-    how much they keep (kept_size) and all sizes are known, so that no backward makes the forward again.
+tfla_tk::<name>_fwd_kept and <name>_bwd_kept, of a family that keeps, are the same beside autograd: the first
+    one also returns what the kernels have kept, which the second one takes behind dht. <name>_fwd records
+    them where all sizes are known, so that no backward makes the forward again.
 
 tfla_tk::packed_<name>(_bwd): the reference over packed sequences, on any device, for traced calls. The
     reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
@@ -26,7 +26,7 @@ The kernels of a family are a module with
     prepare(core, *, output_final_state, keep) -> a function of the inputs, which returns what forward does
     backward(core, kept, do, dht, *, needs_gates) -> gradients
 
-and where the registered ops shall keep something, too,
+and of a family that keeps
 
     kept_size(core) -> how many elements of v's dtype a forward with `keep` leaves, in one tensor, whose
                        layout is None
@@ -73,6 +73,7 @@ class Family:
         gradients: the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input.
         kernels: finds the module of the kernels.
         flops: of forward and backward per token and head of v, from K and V.
+        keeps: the registered ops return what the kernels keep for the backward.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Family:
     gradients: Callable[..., Sequence[MaybeTensor]]
     kernels: Callable[[], Any]
     flops: tuple[Callable[[int, int], int], Callable[[int, int], int]]
+    keeps: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,7 +99,8 @@ class LinearOps:
     """The registered ops of a family.
 
     Attributes:
-        fwd, bwd, fwd_kept, bwd_kept, packed, packed_bwd: the ops.
+        fwd, bwd, packed, packed_bwd: the ops.
+        fwd_kept, bwd_kept: those of a family that keeps, else the two above.
         direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
             arguments are the inputs, and in one tuple the prepared forward, its module, the options with the
             schedule, output_final_state, and whether gates have a gradient.
@@ -110,18 +113,24 @@ class LinearOps:
         self._gates = [self._place[name] for name in family.gates]
         name = family.name
         self._define()
-        self.fwd, self.bwd, self.fwd_kept, self.bwd_kept, self.packed, self.packed_bwd = (
-            getattr(torch.ops.tfla_tk, each).default
-            for each in (
-                *(f"{name}_fwd", f"{name}_bwd", f"{name}_fwd_kept", f"{name}_bwd_kept"),
-                *(f"packed_{name}", f"packed_{name}_bwd"),
-            )
+        ops = torch.ops.tfla_tk
+        self.fwd, self.bwd, self.packed, self.packed_bwd = (
+            getattr(ops, each).default
+            for each in (f"{name}_fwd", f"{name}_bwd", f"packed_{name}", f"packed_{name}_bwd")
         )
+        self.fwd_kept, self.bwd_kept = self.fwd, self.bwd
+        if family.keeps:
+            self._define_kept()
+            self.fwd_kept, self.bwd_kept = (
+                getattr(ops, f"{name}_{each}").default for each in ("fwd_kept", "bwd_kept")
+            )
         self.direct = autograd.direct_apply(
             autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
         )
         self._implement()
         self._register()
+        if family.keeps:
+            self._implement_kept()
 
     # What backends call, with a core and a description of the call
 
@@ -183,19 +192,13 @@ class LinearOps:
 
     def _define(self) -> None:
         family, define = self.family, library.get().define
-        inputs = ", ".join(
-            f"Tensor? {name[:-1]}" if name.endswith("?") else f"Tensor {name}" for name in family.inputs
-        )
-        options = ", ".join(family.options)
-        grads = ", ".join(f"Tensor d{name}" for name in family.names[:-1])
+        inputs, options, grads = self._arguments()
         outputs = "(Tensor o, Tensor final_state)"
         given = "Tensor do, Tensor? dht"
-        of_fwd = f"{inputs}, {options}, str schedule, bool output_final_state"
-        of_bwd = f"{options}, str schedule, bool needs_gates"
-        define(f"{family.name}_fwd({of_fwd}) -> {outputs}")
-        define(f"{family.name}_fwd_kept({of_fwd}) -> {outputs[:-1]}, Tensor kept)")
-        define(f"{family.name}_bwd({inputs}, {given}, {of_bwd}) -> ({grads})")
-        define(f"{family.name}_bwd_kept({inputs}, {given}, Tensor kept, {of_bwd}) -> ({grads})")
+        define(f"{family.name}_fwd({inputs}, {options}, str schedule, bool output_final_state) -> {outputs}")
+        define(
+            f"{family.name}_bwd({inputs}, {given}, {options}, str schedule, bool needs_gates) -> ({grads})"
+        )
         define(
             f"packed_{family.name}({inputs}, {options}, str form, int chunk_size, bool output_final_state)"
             f" -> {outputs}"
@@ -205,29 +208,39 @@ class LinearOps:
             f" -> ({grads})"
         )
 
+    def _define_kept(self) -> None:
+        name, define = self.family.name, library.get().define
+        inputs, options, grads = self._arguments()
+        define(
+            f"{name}_fwd_kept({inputs}, {options}, str schedule, bool output_final_state)"
+            " -> (Tensor o, Tensor final_state, Tensor kept)"
+        )
+        define(
+            f"{name}_bwd_kept({inputs}, Tensor do, Tensor? dht, Tensor kept, {options}, str schedule,"
+            f" bool needs_gates) -> ({grads})"
+        )
+
+    def _arguments(self) -> tuple[str, str, str]:
+        """The inputs, options and gradients of a schema."""
+        family = self.family
+        inputs = (
+            f"Tensor? {name[:-1]}" if name.endswith("?") else f"Tensor {name}" for name in family.inputs
+        )
+        grads = (f"Tensor d{name}" for name in family.names[:-1])
+        return ", ".join(inputs), ", ".join(family.options), ", ".join(grads)
+
     def _implement(self) -> None:
         name, title, impl = self.family.name, self.family.title, library.get().impl
         impl(f"{name}_fwd", self._fwd_cpu, "CPU")
         impl(f"{name}_bwd", self._bwd_cpu, "CPU")
         impl(f"{name}_fwd", self._fwd_cuda, "CUDA")
         impl(f"{name}_bwd", self._bwd_cuda, "CUDA")
-        impl(f"{name}_fwd_kept", self._fwd_kept_cpu, "CPU")
-        impl(f"{name}_bwd_kept", self._bwd_kept_cpu, "CPU")
-        impl(f"{name}_fwd_kept", self._fwd_kept_cuda, "CUDA")
-        impl(f"{name}_bwd_kept", self._bwd_kept_cuda, "CUDA")
         impl(f"packed_{name}", self._packed, "CompositeExplicitAutograd")
         impl(f"packed_{name}_bwd", self._packed_bwd, "CompositeExplicitAutograd")
-        refusal = (
-            f"double backward of {title} is not implemented; backend='reference' is plain autograd and has it"
-        )
+        refusal = _refusal(title)
         for op_name, op, function in (
             (f"{name}_fwd", self.fwd, autograd.function(name, self._record, self._differentiate)),
             (f"{name}_bwd", self.bwd, autograd.refusing(f"{name}_backward", self.bwd, refusal)),
-            (
-                f"{name}_bwd_kept",
-                self.bwd_kept,
-                autograd.refusing(f"{name}_backward_kept", self.bwd_kept, refusal),
-            ),
             (
                 f"packed_{name}",
                 self.packed,
@@ -240,19 +253,37 @@ class LinearOps:
             ),
         ):
             impl(op_name, autograd.recording(op_name, op, function), "Autograd")
-        kept = f"{name}_fwd_kept"
-        impl(kept, autograd.without_gradients(kept, self.fwd_kept, self._count), "Autograd")
+
+    def _implement_kept(self) -> None:
+        name, our_library = self.family.name, library.get()
+        forward, backward = f"{name}_fwd_kept", f"{name}_bwd_kept"
+        our_library.impl(forward, self._fwd_kept_cpu, "CPU")
+        our_library.impl(backward, self._bwd_kept_cpu, "CPU")
+        our_library.impl(forward, self._fwd_kept_cuda, "CUDA")
+        our_library.impl(backward, self._bwd_kept_cuda, "CUDA")
+        our_library.impl(forward, autograd.without_gradients(forward, self.fwd_kept, self._count), "Autograd")
+        refusing = autograd.refusing(f"{name}_backward_kept", self.bwd_kept, _refusal(self.family.title))
+        our_library.impl(backward, autograd.recording(backward, self.bwd_kept, refusing), "Autograd")
+        our_library.register_fake(forward, self._fwd_kept_fake)
+        our_library.register_fake(backward, self._bwd_fake)
+        flops.register(forward, self.family.flops[0])
+        flops.register(backward, self.family.flops[1])
+        # what is kept is of one call, not of one that is as many times as large
+        our_library.register_vmap(
+            backward,
+            lambda info, in_dims, *args: self._bwd_vmap(
+                info, self._split_kept(in_dims)[1], *self._split_kept(args)[1]
+            ),
+        )
 
     def _register(self) -> None:
         name, heads, our_library = self.family.name, self.family.heads, library.get()
         for forward in (f"{name}_fwd", f"packed_{name}"):
             our_library.register_fake(forward, self._fwd_fake)
             flops.register(forward, self.family.flops[0])
-        for backward in (f"{name}_bwd", f"{name}_bwd_kept", f"packed_{name}_bwd"):
+        for backward in (f"{name}_bwd", f"packed_{name}_bwd"):
             our_library.register_fake(backward, self._bwd_fake)
             flops.register(backward, self.family.flops[1])
-        our_library.register_fake(f"{name}_fwd_kept", self._fwd_kept_fake)
-        flops.register(f"{name}_fwd_kept", self.family.flops[0])
         common: dict[str, Any] = {
             "cu_seqlens": self._count - 1,
             # tensors [HV], and cu_seqlens, which is not one of them
@@ -262,16 +293,10 @@ class LinearOps:
             f"{name}_fwd",
             transforms.merge_into_batch(self.fwd, heads=heads, result_heads=(2, 1), **common),
         )
-        of_backward = transforms.merge_into_batch(
+        self._bwd_vmap = transforms.merge_into_batch(
             self.bwd, heads=(*heads, 2, 1), result_heads=heads[:-1], **common
         )
-        our_library.register_vmap(f"{name}_bwd", of_backward)
-
-        # what is kept is of one call, not of one that is as many times as large
-        def without_kept(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-            return of_backward(info, self._split_kept(in_dims)[1], *self._split_kept(args)[1])
-
-        our_library.register_vmap(f"{name}_bwd_kept", without_kept)
+        our_library.register_vmap(f"{name}_bwd", self._bwd_vmap)
 
     # What the ops compute
 
@@ -385,13 +410,17 @@ class LinearOps:
 
     def kept_size(self, args: Sequence[Any]) -> int:
         """Elements of v's dtype that the kernels keep of a call with these arguments of <name>_fwd; 0 where
-        they keep nothing that an op could return."""
-        size_of = getattr(self.family.kernels(), "kept_size", None) if args[0].device.type == "cuda" else None
-        return 0 if size_of is None else size_of(self._split(tuple(args))[0])
+        it is not theirs."""
+        if args[0].device.type != "cuda":
+            return 0
+        size: int = self.family.kernels().kept_size(self._split(tuple(args))[0])
+        return size
 
     def _keeps(self, args: Sequence[Any]) -> bool:
         """Whether a recorded call of <name>_fwd keeps something: not where a transform of torch.func would
         batch it, hooks would move it, or sizes are not known yet."""
+        if not self.family.keeps:
+            return False
         sizes = [size for x in args[: self._count] if x is not None for size in x.shape]
         if transforms.are_active() or not all(isinstance(size, int) for size in sizes):
             return False
@@ -429,7 +458,7 @@ class LinearOps:
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
         *inputs, (forward, kernels, options, output_final_state, needs) = args
-        if are_saved_tensors_hooked() and not (hasattr(kernels, "kept_size") and is_checkpointing()):
+        if are_saved_tensors_hooked() and not (self.family.keeps and is_checkpointing()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
             # the op; other hooks may move what is saved, which takes longer than to make it again
             core = self.family.core(*inputs, *options)
@@ -450,7 +479,7 @@ class LinearOps:
         saved, kept = saved[: self._count], tuple(saved[self._count :])
         tensors = _with_grads(saved, *grads)
         if not autograd.is_plain_backward((*tensors, *kept), grads):
-            of_op = kept[0] if kept and hasattr(kernels, "kept_size") else None
+            of_op = kept[0] if kept and self.family.keeps else None
             return self._differentiate_by_op(tensors, of_op, (*options_of_core, needs))
         inputs, do, dht, _ = self._split_backward(tensors)
         found: Sequence[MaybeTensor] = named_in_profiles(self.bwd.name(), kernels.backward)(
@@ -494,6 +523,10 @@ def _saved(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:
     must not change the gradient."""
     *others, initial_state, cu_seqlens = inputs
     return *others, None if initial_state is None else initial_state.clone(), cu_seqlens
+
+
+def _refusal(title: str) -> str:
+    return f"double backward of {title} is not implemented; backend='reference' is plain autograd and has it"
 
 
 def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:
