@@ -11,9 +11,6 @@ tfla_tk::<name>_bwd takes the inputs, the gradients of both outputs (dht None fo
     needs_gates. It returns the gradient of every input but cu_seqlens, each like its input; an empty tensor
     [0] for inputs that there are not, and for gates without needs_gates.
 schedule: how the CUDA kernels overlap their steps; the result does not depend on it beyond rounding.
-tfla_tk::<name>_fwd_kept and <name>_bwd_kept, of a family that keeps, are the same beside autograd: the first
-    one also returns what the kernels have kept, which the second one takes behind dht. <name>_fwd records
-    them where all sizes are known, so that no backward makes the forward again.
 
 tfla_tk::packed_<name>(_bwd): the reference over packed sequences, on any device, for traced calls. The
     reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
@@ -26,14 +23,10 @@ The kernels of a family are a module with
     prepare(core, *, output_final_state, keep) -> a function of the inputs, which returns what forward does
     backward(core, kept, do, dht, *, needs_gates) -> gradients
 
-and of a family that keeps
-
-    kept_size(core) -> how many elements of v's dtype a forward with `keep` leaves, in one tensor, whose
-                       layout is None
-
 core is the family's NamedTuple: the inputs, the options and the schedule. What `prepare` returns is for all
 inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
-return what its backward can use (`layout.Kept`); without it kept is None, and the backward computes it again.
+return what its backward can use (`layout.Kept`). Without it kept is None, and the backward computes it again:
+so it is in the registered ops, but for a family that keeps (`ops.kept`).
 do is like o, dht [N, HV, K, V] or None for zeros, both with any strides. The gradients are those of the
 inputs but cu_seqlens in their order, each like its input; None for what was not asked for.
 """
@@ -53,6 +46,7 @@ from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, 
 from tfla_tk.core.memo import are_saved_tensors_hooked, is_checkpointing, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
+from tfla_tk.ops.kept import KeepingOps
 
 Result: TypeAlias = tuple[Tensor, MaybeTensor]
 
@@ -73,7 +67,7 @@ class Family:
         gradients: the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input.
         kernels: finds the module of the kernels.
         flops: of forward and backward per token and head of v, from K and V.
-        keeps: the registered ops return what the kernels keep for the backward.
+        keeps: its registered ops keep what the kernels leave for the backward (`ops.kept`).
     """
 
     name: str
@@ -100,7 +94,7 @@ class LinearOps:
 
     Attributes:
         fwd, bwd, packed, packed_bwd: the ops.
-        fwd_kept, bwd_kept: those of a family that keeps, else the two above.
+        keeping: those of a family that keeps; None for others.
         direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
             arguments are the inputs, and in one tuple the prepared forward, its module, the options with the
             schedule, output_final_state, and whether gates have a gradient.
@@ -118,19 +112,12 @@ class LinearOps:
             getattr(ops, each).default
             for each in (f"{name}_fwd", f"{name}_bwd", f"packed_{name}", f"packed_{name}_bwd")
         )
-        self.fwd_kept, self.bwd_kept = self.fwd, self.bwd
-        if family.keeps:
-            self._define_kept()
-            self.fwd_kept, self.bwd_kept = (
-                getattr(ops, f"{name}_{each}").default for each in ("fwd_kept", "bwd_kept")
-            )
         self.direct = autograd.direct_apply(
             autograd.function(f"Direct_{name}", self._record_directly, self._differentiate_directly)
         )
         self._implement()
         self._register()
-        if family.keeps:
-            self._implement_kept()
+        self.keeping = KeepingOps(self) if family.keeps else None
 
     # What backends call, with a core and a description of the call
 
@@ -192,7 +179,7 @@ class LinearOps:
 
     def _define(self) -> None:
         family, define = self.family, library.get().define
-        inputs, options, grads = self._arguments()
+        inputs, options, grads = self.arguments()
         outputs = "(Tensor o, Tensor final_state)"
         given = "Tensor do, Tensor? dht"
         define(f"{family.name}_fwd({inputs}, {options}, str schedule, bool output_final_state) -> {outputs}")
@@ -208,19 +195,7 @@ class LinearOps:
             f" -> ({grads})"
         )
 
-    def _define_kept(self) -> None:
-        name, define = self.family.name, library.get().define
-        inputs, options, grads = self._arguments()
-        define(
-            f"{name}_fwd_kept({inputs}, {options}, str schedule, bool output_final_state)"
-            " -> (Tensor o, Tensor final_state, Tensor kept)"
-        )
-        define(
-            f"{name}_bwd_kept({inputs}, Tensor do, Tensor? dht, Tensor kept, {options}, str schedule,"
-            f" bool needs_gates) -> ({grads})"
-        )
-
-    def _arguments(self) -> tuple[str, str, str]:
+    def arguments(self) -> tuple[str, str, str]:
         """The inputs, options and gradients of a schema."""
         family = self.family
         inputs = (
@@ -229,15 +204,22 @@ class LinearOps:
         grads = (f"Tensor d{name}" for name in family.names[:-1])
         return ", ".join(inputs), ", ".join(family.options), ", ".join(grads)
 
+    @property
+    def refusal(self) -> str:
+        """What a second derivative is answered with."""
+        title = self.family.title
+        return (
+            f"double backward of {title} is not implemented; backend='reference' is plain autograd and has it"
+        )
+
     def _implement(self) -> None:
-        name, title, impl = self.family.name, self.family.title, library.get().impl
+        name, refusal, impl = self.family.name, self.refusal, library.get().impl
         impl(f"{name}_fwd", self._fwd_cpu, "CPU")
         impl(f"{name}_bwd", self._bwd_cpu, "CPU")
         impl(f"{name}_fwd", self._fwd_cuda, "CUDA")
         impl(f"{name}_bwd", self._bwd_cuda, "CUDA")
         impl(f"packed_{name}", self._packed, "CompositeExplicitAutograd")
         impl(f"packed_{name}_bwd", self._packed_bwd, "CompositeExplicitAutograd")
-        refusal = _refusal(title)
         for op_name, op, function in (
             (f"{name}_fwd", self.fwd, autograd.function(name, self._record, self._differentiate)),
             (f"{name}_bwd", self.bwd, autograd.refusing(f"{name}_backward", self.bwd, refusal)),
@@ -254,35 +236,13 @@ class LinearOps:
         ):
             impl(op_name, autograd.recording(op_name, op, function), "Autograd")
 
-    def _implement_kept(self) -> None:
-        name, our_library = self.family.name, library.get()
-        forward, backward = f"{name}_fwd_kept", f"{name}_bwd_kept"
-        our_library.impl(forward, self._fwd_kept_cpu, "CPU")
-        our_library.impl(backward, self._bwd_kept_cpu, "CPU")
-        our_library.impl(forward, self._fwd_kept_cuda, "CUDA")
-        our_library.impl(backward, self._bwd_kept_cuda, "CUDA")
-        our_library.impl(forward, autograd.without_gradients(forward, self.fwd_kept, self._count), "Autograd")
-        refusing = autograd.refusing(f"{name}_backward_kept", self.bwd_kept, _refusal(self.family.title))
-        our_library.impl(backward, autograd.recording(backward, self.bwd_kept, refusing), "Autograd")
-        our_library.register_fake(forward, self._fwd_kept_fake)
-        our_library.register_fake(backward, self._bwd_fake)
-        flops.register(forward, self.family.flops[0])
-        flops.register(backward, self.family.flops[1])
-        # what is kept is of one call, not of one that is as many times as large
-        our_library.register_vmap(
-            backward,
-            lambda info, in_dims, *args: self._bwd_vmap(
-                info, self._split_kept(in_dims)[1], *self._split_kept(args)[1]
-            ),
-        )
-
     def _register(self) -> None:
         name, heads, our_library = self.family.name, self.family.heads, library.get()
         for forward in (f"{name}_fwd", f"packed_{name}"):
-            our_library.register_fake(forward, self._fwd_fake)
+            our_library.register_fake(forward, self.fwd_fake)
             flops.register(forward, self.family.flops[0])
         for backward in (f"{name}_bwd", f"packed_{name}_bwd"):
-            our_library.register_fake(backward, self._bwd_fake)
+            our_library.register_fake(backward, self.bwd_fake)
             flops.register(backward, self.family.flops[1])
         common: dict[str, Any] = {
             "cu_seqlens": self._count - 1,
@@ -293,15 +253,15 @@ class LinearOps:
             f"{name}_fwd",
             transforms.merge_into_batch(self.fwd, heads=heads, result_heads=(2, 1), **common),
         )
-        self._bwd_vmap = transforms.merge_into_batch(
+        self.bwd_vmap = transforms.merge_into_batch(
             self.bwd, heads=(*heads, 2, 1), result_heads=heads[:-1], **common
         )
-        our_library.register_vmap(f"{name}_bwd", self._bwd_vmap)
+        our_library.register_vmap(f"{name}_bwd", self.bwd_vmap)
 
     # What the ops compute
 
     def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor]:
-        core, (output_final_state,) = self._split(args)
+        core, (output_final_state,) = self.split(args)
         return self._reference(core, "chunkwise", CHUNK, output_final_state)
 
     def _packed(self, *args: Any) -> tuple[Tensor, Tensor]:
@@ -339,47 +299,24 @@ class LinearOps:
         return out
 
     def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor]:
-        core, (output_final_state,) = self._split(args)
+        core, (output_final_state,) = self.split(args)
         o, last, _ = self.family.kernels().forward(core, output_final_state=output_final_state, keep=False)
         return o, present(last, o)
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
-        return self._bwd_of_kept(None, args)
+        return self.differentiate(None, args)
 
-    def _bwd_of_kept(self, kept: Kept | None, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def differentiate(self, kept: Kept | None, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """What <name>_bwd returns on a GPU, from its arguments and what the forward has kept."""
         inputs, do, dht, (*options, needs_gates) = self._split_backward(args)
         core = self.family.core(*inputs, *options)
         found = self.family.kernels().backward(core, kept, do, dht, needs_gates=needs_gates)
         return tuple(present(x, do) for x in found)
 
-    def _fwd_kept_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return *self._fwd_cpu(*args), args[2].new_empty(self.kept_size(args))
-
-    def _bwd_kept_cpu(self, *args: Any) -> tuple[Tensor, ...]:
-        _, rest = self._split_kept(args)
-        return self._bwd_cpu(*rest)
-
-    def _fwd_kept_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        core, (output_final_state,) = self._split(args)
-        o, last, kept = self.family.kernels().forward(core, output_final_state=output_final_state, keep=True)
-        return o, present(last, o), kept.tensors[0]
-
-    def _bwd_kept_cuda(self, *args: Any) -> tuple[Tensor, ...]:
-        kept, rest = self._split_kept(args)
-        return self._bwd_of_kept(Kept((kept,)), rest)
-
-    def _split_kept(self, args: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        """What was kept, and the arguments of <name>_bwd."""
-        place = self._count + 2
-        return args[place], (*args[:place], *args[place + 1 :])
-
-    def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor]:
         return self._outputs_like(args, args[-1])
 
-    def _fwd_kept_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return *self._outputs_like(args, args[-1]), args[2].new_empty(self.kept_size(args))
-
-    def _bwd_fake(self, *args: Any) -> tuple[Tensor, ...]:
+    def bwd_fake(self, *args: Any) -> tuple[Tensor, ...]:
         return self._grads_like(args[: self._count], args[-1])
 
     def _outputs_like(self, args: Sequence[Any], output_final_state: bool) -> tuple[Tensor, Tensor]:
@@ -396,7 +333,7 @@ class LinearOps:
         ]
         return tuple(present(x, inputs[0]) for x in grads_like(*wanted))
 
-    def _split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The core of an op's arguments, and what follows it."""
         count = self._count + len(self.family.options) + 1
         return self.family.core(*args[:count]), args[count:]
@@ -408,33 +345,13 @@ class LinearOps:
 
     # Autograd
 
-    def kept_size(self, args: Sequence[Any]) -> int:
-        """Elements of v's dtype that the kernels keep of a call with these arguments of <name>_fwd; 0 where
-        it is not theirs."""
-        if args[0].device.type != "cuda":
-            return 0
-        size: int = self.family.kernels().kept_size(self._split(tuple(args))[0])
-        return size
-
-    def _keeps(self, args: Sequence[Any]) -> bool:
-        """Whether a recorded call of <name>_fwd keeps something: not where a transform of torch.func would
-        batch it, hooks would move it, or sizes are not known yet."""
-        if not self.family.keeps:
-            return False
-        sizes = [size for x in args[: self._count] if x is not None for size in x.shape]
-        if transforms.are_active() or not all(isinstance(size, int) for size in sizes):
-            return False
-        if are_saved_tensors_hooked() and not is_checkpointing():
-            return False
-        return self.kept_size(args) > 0
-
     def _record(self, *args: Any) -> Recorded:
         """<name>_fwd with what its backward op takes."""
         inputs, (*options, output_final_state) = args[: self._count], args[self._count :]
         kept = None
         with transforms.below_function():
-            if self._keeps(args):
-                o, last, kept = self.fwd_kept(*args)
+            if self.keeping is not None and self.keeping.serves(args):
+                o, last, kept = self.keeping.fwd(*args)
             else:
                 o, last = self.fwd(*args)
             needs = self._needs_gates(inputs)
@@ -450,15 +367,18 @@ class LinearOps:
     def _differentiate_by_op(
         self, tensors: tuple[Any, ...], kept: MaybeTensor, options: tuple[Any, ...]
     ) -> Sequence[MaybeTensor]:
-        """Args: tensors: the inputs, do and dht."""
+        """Args: tensors: the inputs, do and dht. kept: by the forward, as the op takes it."""
         found: Sequence[Tensor]
-        found = self.bwd(*tensors, *options) if kept is None else self.bwd_kept(*tensors, kept, *options)
+        if self.keeping is None or kept is None:
+            found = self.bwd(*tensors, *options)
+        else:
+            found = self.keeping.bwd(*tensors, kept, *options)
         return found
 
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
         *inputs, (forward, kernels, options, output_final_state, needs) = args
-        if are_saved_tensors_hooked() and not (self.family.keeps and is_checkpointing()):
+        if are_saved_tensors_hooked() and not (self.keeping is not None and is_checkpointing()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
             # the op; other hooks may move what is saved, which takes longer than to make it again
             core = self.family.core(*inputs, *options)
@@ -479,8 +399,7 @@ class LinearOps:
         saved, kept = saved[: self._count], tuple(saved[self._count :])
         tensors = _with_grads(saved, *grads)
         if not autograd.is_plain_backward((*tensors, *kept), grads):
-            of_op = kept[0] if kept and self.family.keeps else None
-            return self._differentiate_by_op(tensors, of_op, (*options_of_core, needs))
+            return self._differentiate_by_op(tensors, kept[0] if kept else None, (*options_of_core, needs))
         inputs, do, dht, _ = self._split_backward(tensors)
         found: Sequence[MaybeTensor] = named_in_profiles(self.bwd.name(), kernels.backward)(
             self.family.core(*inputs, *options_of_core),
@@ -523,10 +442,6 @@ def _saved(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:
     must not change the gradient."""
     *others, initial_state, cu_seqlens = inputs
     return *others, None if initial_state is None else initial_state.clone(), cu_seqlens
-
-
-def _refusal(title: str) -> str:
-    return f"double backward of {title} is not implemented; backend='reference' is plain autograd and has it"
 
 
 def _with_grads(saved: Sequence[Any], do: MaybeTensor, dht: MaybeTensor) -> tuple[Any, ...]:

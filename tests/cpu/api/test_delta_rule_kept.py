@@ -54,12 +54,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
     monkeypatch.setattr(package, "launch", module, raising=False)
     monkeypatch.setattr(delta, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
     monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
-    registered = ops._ops
-    monkeypatch.setattr(registered, "kept_size", lambda args: module.kept_size(None))
+    keeping = ops._ops.keeping
+    assert keeping is not None
+    monkeypatch.setattr(keeping, "size", lambda args: module.kept_size(None))
+    of_cuda = {
+        "delta_rule_fwd": ops._ops._fwd_cuda,
+        "delta_rule_bwd": ops._ops._bwd_cuda,
+        "delta_rule_fwd_kept": keeping._fwd_cuda,
+        "delta_rule_bwd_kept": keeping._bwd_cuda,
+    }
     with torch.library._scoped_library("tfla_tk", "IMPL") as library:
-        for name in ("fwd", "bwd", "fwd_kept", "bwd_kept"):
-            function = getattr(registered, f"_{name}_cuda")
-            library.impl(f"delta_rule_{name}", function, "CPU", allow_override=True)
+        for name, function in of_cuda.items():
+            library.impl(name, function, "CPU", allow_override=True)
         yield module
     torch._dynamo.reset()
 

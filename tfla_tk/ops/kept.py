@@ -1,0 +1,120 @@
+"""The registered ops of a family that keep what its kernels leave of a forward for the backward.
+
+tfla_tk::<name>_fwd_kept and <name>_bwd_kept are <name>_fwd and <name>_bwd (`ops.linear`) beside autograd: the
+first one also returns what the kernels have kept, one tensor of v's dtype, which the second one takes behind
+dht. <name>_fwd records them where it can, so that no backward makes the forward again under torch.compile and
+activation checkpointing. The kernels of such a family also have
+
+    kept_size(core) -> how many elements of v's dtype a forward with `keep` leaves, in one tensor, whose
+                       layout is None
+
+which follows from the metadata of core alone. On a CPU nothing is kept: the tensor is empty [0].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tfla_tk.core import flops, library, transforms
+from tfla_tk.core.layout import Kept, present
+from tfla_tk.core.memo import are_saved_tensors_hooked, is_checkpointing
+from tfla_tk.ops import autograd
+
+if TYPE_CHECKING:
+    from tfla_tk.ops.linear import LinearOps
+
+
+class KeepingOps:
+    """These ops of a family.
+
+    Attributes:
+        fwd, bwd: the ops.
+    """
+
+    def __init__(self, ops: LinearOps) -> None:
+        self._ops = ops
+        self._place = len(ops.family.inputs) + 2  # of what is kept, among the arguments of bwd
+        self._names = f"{ops.family.name}_fwd_kept", f"{ops.family.name}_bwd_kept"
+        self._define()
+        self.fwd, self.bwd = (getattr(torch.ops.tfla_tk, name).default for name in self._names)
+        self._implement()
+        self._register()
+
+    def serves(self, args: Sequence[Any]) -> bool:
+        """Whether a recorded call of <name>_fwd with these arguments keeps something: not where a transform
+        of torch.func would batch it, hooks would move it, or sizes are not known yet."""
+        sizes = [size for x in args[: self._place - 2] if x is not None for size in x.shape]
+        if transforms.are_active() or not all(isinstance(size, int) for size in sizes):
+            return False
+        if are_saved_tensors_hooked() and not is_checkpointing():
+            return False
+        return self.size(args) > 0
+
+    def size(self, args: Sequence[Any]) -> int:
+        """Elements of what the kernels keep of a call of <name>_fwd with these arguments; 0 where it is not
+        theirs."""
+        if args[0].device.type != "cuda":
+            return 0
+        core, _ = self._ops.split(tuple(args))
+        size: int = self._ops.family.kernels().kept_size(core)
+        return size
+
+    def without(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of <name>_bwd."""
+        return *args[: self._place], *args[self._place + 1 :]
+
+    def _define(self) -> None:
+        forward, backward = self._names
+        inputs, options, grads = self._ops.arguments()
+        define = library.get().define
+        define(
+            f"{forward}({inputs}, {options}, str schedule, bool output_final_state)"
+            " -> (Tensor o, Tensor final_state, Tensor kept)"
+        )
+        define(
+            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, {options}, str schedule,"
+            f" bool needs_gates) -> ({grads})"
+        )
+
+    def _implement(self) -> None:
+        forward, backward = self._names
+        impl, count = library.get().impl, self._place - 2
+        impl(forward, self._fwd_cpu, "CPU")
+        impl(forward, self._fwd_cuda, "CUDA")
+        impl(forward, autograd.without_gradients(forward, self.fwd, count), "Autograd")
+        impl(backward, lambda *args: self._ops.bwd(*self.without(args)), "CPU")
+        impl(backward, self._bwd_cuda, "CUDA")
+        refusing = autograd.refusing(backward, self.bwd, self._ops.refusal)
+        impl(backward, autograd.recording(backward, self.bwd, refusing), "Autograd")
+
+    def _register(self) -> None:
+        forward, backward = self._names
+        our_library = library.get()
+        our_library.register_fake(forward, self._fwd_fake)
+        our_library.register_fake(backward, lambda *args: self._ops.bwd_fake(*self.without(args)))
+        # what is kept is of one call, not of one that is as many times as large
+        our_library.register_vmap(
+            backward,
+            lambda info, in_dims, *args: self._ops.bwd_vmap(info, self.without(in_dims), *self.without(args)),
+        )
+        for name, count in zip(self._names, self._ops.family.flops, strict=True):
+            flops.register(name, count)
+
+    def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return *self._ops.fwd(*args), args[2].new_empty(0)
+
+    def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return *self._ops.fwd_fake(*args), args[2].new_empty(self.size(args))
+
+    def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        core, (output_final_state,) = self._ops.split(args)
+        forward = self._ops.family.kernels().forward
+        o, last, kept = forward(core, output_final_state=output_final_state, keep=True)
+        return o, present(last, o), kept.tensors[0]
+
+    def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
+        return self._ops.differentiate(Kept((args[self._place],)), self.without(args))
