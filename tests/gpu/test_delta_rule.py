@@ -439,7 +439,7 @@ def test_no_backward_makes_the_forward_again(how: str) -> None:
         found = train(x, function=function)
         torch.cuda.synchronize()
     assert_equal(found, expected)
-    forwards = sum("delta_forward_kernel" in event.name for event in profile.events())
+    forwards = sum("delta_forward_" in event.name for event in profile.events())  # with makers or without
     assert forwards == (2 if how == "checkpointed" else 1)  # a checkpoint makes it once more for its backward
 
 

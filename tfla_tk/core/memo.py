@@ -24,6 +24,12 @@ LIMIT = 1024
 # Names that torch keeps to itself and may drop. Without one of them nothing tells a plain eager call from
 # another one, so that no call counts as such and every call goes through the ops, which need none of them.
 try:
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+except ImportError:
+    _KNOWS_HOOKS = False
+else:
+    _KNOWS_HOOKS = True
+try:
     from torch._C import (
         _any_requires_grad,
         _dispatch_keys,
@@ -32,14 +38,13 @@ try:
         _len_torch_dispatch_stack,
         _len_torch_function_stack,
     )
-    from torch._C._autograd import _top_saved_tensors_default_hooks
     from torch._C._dynamo.guards import TensorGuards
     from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch.autograd import _profiler_enabled
 except ImportError:
     KNOWS_EAGER_CALLS = False
 else:
-    KNOWS_EAGER_CALLS = True
+    KNOWS_EAGER_CALLS = _KNOWS_HOOKS
 
 
 _TENSOR_TYPES = {Tensor, torch.nn.Parameter, type(None)}
@@ -254,11 +259,20 @@ def are_saved_tensors_hooked() -> bool:
     return _top_saved_tensors_default_hooks(False) is not None
 
 
-def is_checkpointing() -> bool:
-    """Whether these hooks are those of activation checkpointing, which makes what is saved again for the
-    backward; others may move it to a slower memory."""
-    hooks = _top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+def may_keep() -> bool:
+    """Whether a forward should keep for its backward what hooks on saved tensors will see.
+
+    Not where they may move it to a slower memory: those of activation checkpointing make it again instead.
+    Nor where they surround a trace, which does not see them: between a call and its recomputation the graph
+    may be replaced by one that keeps nothing.
+    """
+    if not _KNOWS_HOOKS:
+        return False
+    around = _top_saved_tensors_default_hooks(True)  # also those that a trace does not see
+    if around is None:
+        return True
+    is_tracing = _top_saved_tensors_default_hooks(False) is None
+    return not is_tracing and getattr(around[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def _is_watched() -> bool:

@@ -8,7 +8,9 @@ activation checkpointing. The kernels of such a family also have
     kept_size(core) -> how many elements of v's dtype a forward with `keep` leaves, in one tensor, whose
                        layout is None
 
-which follows from the metadata of core alone. On a CPU nothing is kept: the tensor is empty [0].
+which follows from the metadata of core alone. It is an argument of <name>_fwd_kept. A graph from torch's
+cache on disk may have the size of other kernels. Then what is returned is of that size, with nothing in it,
+and the backward of the kernels, which wants another size, makes the forward again.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import Kept, present
-from tfla_tk.core.memo import are_saved_tensors_hooked, is_checkpointing
+from tfla_tk.core.memo import may_keep
 from tfla_tk.ops import autograd
 
 if TYPE_CHECKING:
@@ -44,24 +46,21 @@ class KeepingOps:
         self._implement()
         self._register()
 
-    def serves(self, args: Sequence[Any]) -> bool:
-        """Whether a recorded call of <name>_fwd with these arguments keeps something: not where a transform
-        of torch.func would batch it, hooks would move it, or sizes are not known yet."""
-        sizes = [size for x in args[: self._place - 2] if x is not None for size in x.shape]
-        if transforms.are_active() or not all(isinstance(size, int) for size in sizes):
-            return False
-        if are_saved_tensors_hooked() and not is_checkpointing():
-            return False
-        return self.size(args) > 0
-
     def size(self, args: Sequence[Any]) -> int:
-        """Elements of what the kernels keep of a call of <name>_fwd with these arguments; 0 where it is not
-        theirs."""
-        if args[0].device.type != "cuda":
+        """Elements of what a recorded call of <name>_fwd with these arguments should keep. 0 where no kernels
+        run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
+        if not self._has_kernels(args[0]) or transforms.are_active() or not may_keep():
+            return 0
+        sizes = [size for x in args[: self._place - 2] if x is not None for size in x.shape]
+        if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:
             return 0
         core, _ = self._ops.split(tuple(args))
         size: int = self._ops.family.kernels().kept_size(core)
         return size
+
+    def _has_kernels(self, q: Tensor) -> bool:
+        # fake tensors of a GPU are also on machines without one
+        return q.device.type == "cuda" and torch.cuda.is_available()
 
     def without(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of <name>_bwd."""
@@ -72,7 +71,7 @@ class KeepingOps:
         inputs, options, grads = self._ops.arguments()
         define = library.get().define
         define(
-            f"{forward}({inputs}, {options}, str schedule, bool output_final_state)"
+            f"{forward}({inputs}, {options}, str schedule, bool output_final_state, int size)"
             " -> (Tensor o, Tensor final_state, Tensor kept)"
         )
         define(
@@ -82,14 +81,18 @@ class KeepingOps:
 
     def _implement(self) -> None:
         forward, backward = self._names
-        impl, count = library.get().impl, self._place - 2
+        impl = library.get().impl
         impl(forward, self._fwd_cpu, "CPU")
         impl(forward, self._fwd_cuda, "CUDA")
-        impl(forward, autograd.without_gradients(forward, self.fwd, count), "Autograd")
         impl(backward, lambda *args: self._ops.bwd(*self.without(args)), "CPU")
         impl(backward, self._bwd_cuda, "CUDA")
-        refusing = autograd.refusing(backward, self.bwd, self._ops.refusal)
-        impl(backward, autograd.recording(backward, self.bwd, refusing), "Autograd")
+        no_gradients = f"tfla_tk::{forward} records nothing; {forward.removesuffix('_kept')} does"
+        for name, op, refusal in (
+            (forward, self.fwd, no_gradients),
+            (backward, self.bwd, self._ops.refusal),
+        ):
+            refusing = autograd.refusing(name, op, refusal)
+            impl(name, autograd.recording(name, op, refusing), "Autograd")
 
     def _register(self) -> None:
         forward, backward = self._names
@@ -105,16 +108,21 @@ class KeepingOps:
             flops.register(name, count)
 
     def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return *self._ops.fwd(*args), args[2].new_empty(0)
+        *of_fwd, size = args
+        return *self._ops.fwd(*of_fwd), args[2].new_zeros(size)
 
     def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return *self._ops.fwd_fake(*args), args[2].new_empty(self.size(args))
+        *of_fwd, size = args
+        return *self._ops.fwd_fake(*of_fwd), args[2].new_empty(size)
 
     def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        core, (output_final_state,) = self._ops.split(args)
+        core, (output_final_state, size) = self._ops.split(args)
         forward = self._ops.family.kernels().forward
         o, last, kept = forward(core, output_final_state=output_final_state, keep=True)
-        return o, present(last, o), kept.tensors[0]
+        left = None if kept is None else kept.tensors[0]
+        if left is None or left.numel() != size:
+            left = o.new_empty(size)
+        return o, present(last, o), left
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
         return self._ops.differentiate(Kept((args[self._place],)), self.without(args))

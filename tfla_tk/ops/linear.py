@@ -43,7 +43,7 @@ from torch import Tensor
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core import flops, library, transforms
 from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, present, state_dtype
-from tfla_tk.core.memo import are_saved_tensors_hooked, is_checkpointing, named_in_profiles, records
+from tfla_tk.core.memo import are_saved_tensors_hooked, may_keep, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
 from tfla_tk.ops.kept import KeepingOps
@@ -348,10 +348,10 @@ class LinearOps:
     def _record(self, *args: Any) -> Recorded:
         """<name>_fwd with what its backward op takes."""
         inputs, (*options, output_final_state) = args[: self._count], args[self._count :]
-        kept = None
+        size, kept = 0 if self.keeping is None else self.keeping.size(args), None
         with transforms.below_function():
-            if self.keeping is not None and self.keeping.serves(args):
-                o, last, kept = self.keeping.fwd(*args)
+            if self.keeping is not None and size > 0:
+                o, last, kept = self.keeping.fwd(*args, size)
             else:
                 o, last = self.fwd(*args)
             needs = self._needs_gates(inputs)
@@ -378,9 +378,9 @@ class LinearOps:
     def _record_directly(self, *args: Any) -> Recorded:
         """`_record` of a plain eager call: the kernels themselves."""
         *inputs, (forward, kernels, options, output_final_state, needs) = args
-        if are_saved_tensors_hooked() and not (self.keeping is not None and is_checkpointing()):
+        if are_saved_tensors_hooked() and (self.keeping is None or not may_keep()):
             # checkpointing wants the call and its recomputation to save alike, also where one of them takes
-            # the op; other hooks may move what is saved, which takes longer than to make it again
+            # the op
             core = self.family.core(*inputs, *options)
             o, last, kept = kernels.forward(core, output_final_state=output_final_state, keep=False)
         else:

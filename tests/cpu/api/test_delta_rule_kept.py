@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -56,7 +57,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
     monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
     keeping = ops._ops.keeping
     assert keeping is not None
-    monkeypatch.setattr(keeping, "size", lambda args: module.kept_size(None))
+    monkeypatch.setattr(keeping, "_has_kernels", lambda q: True)
     of_cuda = {
         "delta_rule_fwd": ops._ops._fwd_cuda,
         "delta_rule_bwd": ops._ops._bwd_cuda,
@@ -107,6 +108,68 @@ def test_sizes_as_symbols_keep_nothing(kernels: KeepingKernels) -> None:
         kernels.calls.clear()
         assert_same(gradients(compiled, x), expected_of(x))
         assert kernels.calls == ["forward", "backward"]
+
+
+def test_a_checkpoint_around_what_is_compiled(kernels: KeepingKernels) -> None:
+    """Nothing is kept: between a call and its recomputation another length may make its graph one of sizes
+    as symbols, which would save otherwise."""
+    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
+    calls = [leaves(draw(seq=seq)) for seq in (40, 56)]
+    outputs = [checkpoint(lambda x=x: compiled(**x)[0], use_reentrant=False) for x in calls]
+    for x, o in zip(calls, outputs, strict=True):
+        found = torch.autograd.grad(o.square().sum(), list(x.values()))
+        expected = torch.autograd.grad(chunk_gated_delta_rule(**x)[0].square().sum(), list(x.values()))
+        for actual, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(actual, want)
+
+
+def test_a_checkpoint_in_what_is_compiled(kernels: KeepingKernels) -> None:
+    """Nothing is kept: while it is traced it looks like the one above."""
+
+    def run(**x: Any) -> Any:
+        return checkpoint(lambda: chunk_gated_delta_rule(**x, output_final_state=True), use_reentrant=False)
+
+    x = draw()
+    kernels.calls.clear()
+    found = gradients(lambda output_final_state, **x: torch.compile(run, backend="aot_eager")(**x), x)
+    assert_same(found, expected_of(x))
+    assert kernels.calls[-1] == "backward"
+
+
+def test_compiled_under_hooks_that_may_move_what_is_saved(kernels: KeepingKernels) -> None:
+    compiled = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)
+    x = draw()
+    with torch.autograd.graph.save_on_cpu():
+        found = gradients(compiled, x)
+    assert kernels.calls == ["forward", "backward"]
+    assert_same(found, expected_of(x))
+
+
+def test_a_traced_training_step(kernels: KeepingKernels) -> None:
+    x = leaves(draw())
+    names = ("q", "k", "v", "g", "beta")
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        o, _ = chunk_gated_delta_rule(**dict(zip(names, tensors, strict=True)))
+        return torch.autograd.grad(o.square().sum(), tensors)
+
+    given = [x[name] for name in names]
+    traced = make_fx(step)(*given)
+    assert "delta_rule_bwd_kept" in traced.code
+    for actual, want in zip(traced(*given), step(*given), strict=True):
+        torch.testing.assert_close(actual, want)
+
+
+def test_a_graph_of_other_kernels(kernels: KeepingKernels) -> None:
+    """From a cache on disk: what it keeps has the size that the graph has, and nothing in it."""
+    x = draw()
+    inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, None
+    found = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, "auto", True, 5)
+    assert found[2].shape == (5,)
+    x["initial_state"] = None
+    expected = chunk_gated_delta_rule(**x, scale=0.25, output_final_state=True)
+    for actual, want in zip(found[:2], expected, strict=True):
+        torch.testing.assert_close(actual, want)
 
 
 def test_inference_keeps_nothing(kernels: KeepingKernels) -> None:
@@ -190,8 +253,9 @@ def test_opcheck(packed: bool) -> None:
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, x["initial_state"], offsets
     options = (0.25, False, False, False, False, "auto")
     registered = torch.ops.tfla_tk
-    torch.library.opcheck(registered.delta_rule_fwd_kept, (*inputs, *options, True))
-    o, state, kept = registered.delta_rule_fwd_kept(*inputs, *options, True)
+    torch.library.opcheck(registered.delta_rule_fwd_kept, (*inputs, *options, True, 7))
+    o, state, kept = registered.delta_rule_fwd_kept(*inputs, *options, True, 7)
+    assert kept.shape == (7,)
     given = torch.randn_like(o), torch.randn_like(state), kept
     torch.library.opcheck(registered.delta_rule_bwd_kept, (*inputs, *given, *options, True))
 
@@ -199,5 +263,6 @@ def test_opcheck(packed: bool) -> None:
 def test_the_forward_that_keeps_has_no_gradients() -> None:
     x = leaves(draw(seq=10))
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, None
-    with pytest.raises(RuntimeError, match=r"tfla_tk::delta_rule_fwd_kept has no gradients"):
-        torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, False, False, False, False, "auto", True)
+    o, *_ = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, "auto", True, 0)
+    with pytest.raises(RuntimeError, match=r"delta_rule_fwd_kept records nothing; delta_rule_fwd does"):
+        o.sum().backward()

@@ -39,10 +39,11 @@ if had:
 import tfla_tk
 from tfla_tk import Support, ops
 from tfla_tk.core import memo
-from tfla_tk.backends.tk import mlstm as tk
+from tfla_tk.backends.tk import delta, mlstm as tk
 
-tk.supports_mlstm = lambda call, variant=None: Support(True)
-tk.load = lambda kernel, call, variant=None: Support(True)
+tk.supports_mlstm = delta.supports_delta_rule = lambda call, variant=None: Support(True)
+tk.load = delta.load = lambda kernel, call, variant=None: Support(True)
+delta.NATIVE = frozenset()
 torch.manual_seed(0)
 x = [torch.randn(1, 2, 80, 16) for _ in range(3)] + [torch.randn(1, 2, 80) for _ in range(2)]
 for t in x:
@@ -54,6 +55,8 @@ for backend in ("tk", "reference"):
         memo.KNOWS_EAGER_CALLS = False
     h = tfla_tk.mlstm_chunkwise(*x, backend=backend)
     found.append((h, *torch.autograd.grad(h.square().sum(), x)))
+    o, _ = tfla_tk.chunk_delta_rule(*(0.1 * t for t in x[:3]), x[2][..., 0], backend=backend)
+    found[-1] += torch.autograd.grad(o.square().sum(), x[:3])
 with torch.no_grad():
     found[0] += (tfla_tk.mlstm_chunkwise(*x, backend="tk"),)
     found[1] += (tfla_tk.mlstm_chunkwise(*x, backend="reference"),)

@@ -393,11 +393,22 @@ def test_what_is_kept_may_lie_elsewhere(move: Any, kernel: Kernel) -> None:
 def test_the_size_of_what_is_kept_is_known_of_fake_tensors(kernel: Kernel) -> None:
     """Of a GPU, on any machine: what torch.compile asks."""
     core = draw((128, 128), group=2, packed=True)
-    expected = launch.kept_size(core)
     with FakeTensorMode():
-        fake = (None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in core[:9])
-        *_, kept = torch.ops.tfla_tk.delta_rule_fwd_kept(*fake, *core[9:], True)
-    assert kept.shape == (expected,) and kept.device.type == "cuda" and kept.dtype == core.v.dtype
+        fake = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in core[:9]]
+        size = launch.kept_size(DeltaRuleCore._make((*fake, *core[9:])))
+        *_, kept = torch.ops.tfla_tk.delta_rule_fwd_kept(*fake, *core[9:], True, size)
+    assert size == launch.kept_size(core) and kept.shape == (size,)
+    assert kept.device.type == "cuda" and kept.dtype == core.v.dtype
+
+
+def test_what_is_kept_of_another_size_is_made_again(kernel: Kernel) -> None:
+    core = draw(tokens=70)
+    o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    grads = cotangents(o, last)
+    expected = launch.backward(core, kept, *grads, needs_gates=True)
+    other = Kept((torch.full((launch.kept_size(core) - 128,), torch.nan).bfloat16(),))
+    for x, y in zip(launch.backward(core, other, *grads, needs_gates=True), expected, strict=True):
+        assert (x is None and y is None) or torch.equal(x, y)
 
 
 def test_the_gradient_of_a_state_lies_like_it(kernel: Kernel) -> None:

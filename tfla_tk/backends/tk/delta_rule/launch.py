@@ -124,6 +124,9 @@ def backward(
 ) -> Gradients:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
 
+    Args:
+        kept: by the forward of such a call; where it has another size than theirs it is made again.
+
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
         RuntimeError: A launch was refused.
@@ -192,6 +195,7 @@ class Backward:
         self._inputs = Inputs(core, read, wanted) if any(wanted) else None
         self._wanted = wanted._replace(decay=wanted.decay and needs_gates)  # gradients
         self._needs_dg = needs_gates and core.g is not None
+        self._kept_size = kept_size(read)
         self._walks: Walks | None = None
         self._gradients: inputs.Gradients | None = None
 
@@ -208,10 +212,11 @@ class Backward:
             made = self._inputs(core, read)
             given = made if read is core else self._inputs.given(core, made)
             at[:9] = starts(*made[:9])
-        if kept is None:
+        left = None if kept is None else kept.tensors[0]
+        if left is None or left.numel() != self._kept_size:
             _, _, kept = forward(made, output_final_state=False, keep=True)
-        assert kept is not None
-        (left,) = kept.tensors
+            assert kept is not None
+            (left,) = kept.tensors
         assert left is not None
         left_at = starts(left)
         if left_at[0] % ADDRESS_ALIGNMENT or not left.is_contiguous():  # by a hook on saved tensors
