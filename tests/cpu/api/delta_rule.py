@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from tfla_tk import reference
+from tfla_tk import delta_rule, reference
+from tfla_tk.backends.tk import delta
+from tfla_tk.backends.tk import delta_rule as package
+from tfla_tk.core.support import SUPPORTED
 
 from .linear import Inputs
 
@@ -18,6 +24,19 @@ FLAGS = {
     "use_beta_sigmoid_in_kernel": True,
     "allow_neg_eigval": True,
 }
+
+
+LAUNCH = f"{package.__name__}.launch"  # the module of the kernels
+
+
+def serve_by(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tk backend serves every call, on the CPU, by these kernels, which make nothing of raw inputs."""
+    delta_rule._path.plans.clear()
+    monkeypatch.setitem(sys.modules, LAUNCH, kernels)
+    monkeypatch.setattr(package, "launch", kernels, raising=False)
+    monkeypatch.setattr(delta, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
+    monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
+    monkeypatch.setattr(delta, "NATIVE", frozenset())
 
 
 def draw(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,14 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tfla_tk import chunk_gated_delta_rule, delta_rule, reference
-from tfla_tk.backends.tk import delta
-from tfla_tk.backends.tk import delta_rule as package
+from tfla_tk import chunk_gated_delta_rule, reference
 from tfla_tk.core.layout import Kept
-from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import delta_rule as ops
 
-from .delta_rule import draw
+from .delta_rule import LAUNCH, draw, serve_by
 from .linear import Kernels, assert_same, gradients, leaves
 
 PLAIN = ["forward, kept", "backward, kept"]
@@ -48,13 +44,9 @@ class KeepingKernels(Kernels):
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
-    """The tk backend serves every call, on the CPU, and the ops call its kernels, as they do on a GPU."""
-    delta_rule._path.plans.clear()
-    module = KeepingKernels(ops, f"{package.__name__}.launch")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(package, "launch", module, raising=False)
-    monkeypatch.setattr(delta, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
-    monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
+    """Those of the tk backend, which the ops call, too, as they do on a GPU."""
+    module = KeepingKernels(ops, LAUNCH)
+    serve_by(module, monkeypatch)
     keeping = ops._ops.keeping
     assert keeping is not None
     monkeypatch.setattr(keeping, "_has_kernels", lambda q: True)

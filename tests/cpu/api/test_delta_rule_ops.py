@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule, doctor, reference
 from tfla_tk.backends.tk import delta
-from tfla_tk.backends.tk import delta_rule as package
 from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.support import SUPPORTED
 from tfla_tk.ops import delta_rule as ops
 
-from .delta_rule import FLAGS, draw, draw_raw, from_raw
+from .delta_rule import FLAGS, LAUNCH, draw, draw_raw, from_raw, serve_by
 from .linear import Inputs, Kernels, assert_same, gradients, leaves
 from .linear_checks import assert_final_state_may_change, assert_profiles_show_what_runs
 
@@ -27,14 +24,8 @@ INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """The tk backend serves every call, on the CPU; its kernels make nothing of raw inputs."""
-    delta_rule._path.plans.clear()
-    module = Kernels(ops, f"{package.__name__}.launch")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(package, "launch", module, raising=False)
-    monkeypatch.setattr(delta, "supports_delta_rule", lambda call, variant=None: SUPPORTED)
-    monkeypatch.setattr(delta, "load", lambda kernel, call, variant=None: SUPPORTED)
-    monkeypatch.setattr(delta, "NATIVE", frozenset())
+    module = Kernels(ops, LAUNCH)
+    serve_by(module, monkeypatch)
     return module
 
 
