@@ -218,7 +218,7 @@ def _hosts(op: str, rows: Sequence[Row]) -> str:
     ]
     caption = "Beyond them: the host's time for a call less that of as many launches of an empty kernel"
     origin = _origin_of(list(latest.values()))
-    return f"### {TITLES[op]}, host\n\n{_markdown(header, lines)}\n\n{caption}; {origin}"
+    return f"### {TITLES[op]}, host\n\n{_markdown(header, lines)}\n\n{caption}.\n\n{origin}"
 
 
 def _steps(rows: Sequence[Row]) -> str:

@@ -39,7 +39,8 @@ class KeepingOps:
 
     def __init__(self, ops: LinearOps) -> None:
         self._ops = ops
-        self._place = len(ops.family.inputs) + 2  # of what is kept, among the arguments of bwd
+        self._inputs = len(ops.family.inputs)
+        self._place = self._inputs + 2  # of what is kept, among the arguments of bwd
         self._names = f"{ops.family.name}_fwd_kept", f"{ops.family.name}_bwd_kept"
         self._define()
         self.fwd, self.bwd = (getattr(torch.ops.tfla_tk, name).default for name in self._names)
@@ -51,7 +52,7 @@ class KeepingOps:
         run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
         if not self._has_kernels(args[0]) or transforms.are_active() or not may_keep():
             return 0
-        sizes = [size for x in args[: self._place - 2] if x is not None for size in x.shape]
+        sizes = [size for x in args[: self._inputs] if x is not None for size in x.shape]
         if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:
             return 0
         core, _ = self._ops.split(tuple(args))
@@ -62,7 +63,7 @@ class KeepingOps:
         # fake tensors of a GPU are also on machines without one
         return q.device.type == "cuda" and torch.cuda.is_available()
 
-    def without(self, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _without(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of <name>_bwd."""
         return *args[: self._place], *args[self._place + 1 :]
 
@@ -84,7 +85,7 @@ class KeepingOps:
         impl = library.get().impl
         impl(forward, self._fwd_cpu, "CPU")
         impl(forward, self._fwd_cuda, "CUDA")
-        impl(backward, lambda *args: self._ops.bwd(*self.without(args)), "CPU")
+        impl(backward, lambda *args: self._ops.bwd(*self._without(args)), "CPU")
         impl(backward, self._bwd_cuda, "CUDA")
         no_gradients = f"tfla_tk::{forward} records nothing; {forward.removesuffix('_kept')} does"
         for name, op, refusal in (
@@ -98,11 +99,13 @@ class KeepingOps:
         forward, backward = self._names
         our_library = library.get()
         our_library.register_fake(forward, self._fwd_fake)
-        our_library.register_fake(backward, lambda *args: self._ops.bwd_fake(*self.without(args)))
+        our_library.register_fake(backward, lambda *args: self._ops.bwd_fake(*self._without(args)))
         # what is kept is of one call, not of one that is as many times as large
         our_library.register_vmap(
             backward,
-            lambda info, in_dims, *args: self._ops.bwd_vmap(info, self.without(in_dims), *self.without(args)),
+            lambda info, in_dims, *args: self._ops.bwd_vmap(
+                info, self._without(in_dims), *self._without(args)
+            ),
         )
         for name, count in zip(self._names, self._ops.family.flops, strict=True):
             flops.register(name, count)
@@ -125,4 +128,4 @@ class KeepingOps:
         return o, present(last, o), left
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
-        return self._ops.differentiate(Kept((args[self._place],)), self.without(args))
+        return self._ops.differentiate(Kept((args[self._place],)), self._without(args))

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "delta_rule/backward/config.cuh"
+#include "delta_rule/backward/key_steps.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -131,10 +132,8 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         pin_each(tokens);
         load_tokens(stage.writes[walker]);
         if (column() < g.dim_v) {
-            const TwoSums sums = strength_sums(gates.beta, [&](int j, int k) {
-                const float2 u = to_float2(tokens[j].tiles[0][0].data[k]), dy = x.tiles[0][j].data[k];
-                return float2{u.x * dy.x, u.y * dy.y};
-            });
+            const TwoSums sums = strength_sums(
+                gates.beta, [&](int j, int k) { return KeySteps<C>::product(tokens[j], x, j, k); });
             sums.store(strengths_of<C>(g, task, chunk, column()), task.tokens - chunk * kChunk);
         }
         each<0, kTokenSteps>([&](int j) {

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tfla_tk import chunk_gated_delta_rule, reference
@@ -19,6 +18,7 @@ from tfla_tk.ops import delta_rule as ops
 
 from .delta_rule import LAUNCH, draw, serve_by
 from .linear import Kernels, assert_same, gradients, leaves
+from .served import Operators
 
 PLAIN = ["forward, kept", "backward, kept"]
 
@@ -61,13 +61,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeepingKernels]:
             library.impl(name, function, "CPU", allow_override=True)
         yield module
     torch._dynamo.reset()
-
-
-class Watching(TorchDispatchMode):
-    """Calls under it go through the ops, not to the kernels themselves."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **kwargs or {})
 
 
 def expected_of(x: dict[str, Any]) -> dict[str, Tensor]:
@@ -178,7 +171,7 @@ def test_checkpointing(kernels: KeepingKernels, watched: str) -> None:
     kernels.calls.clear()
 
     def maybe(where: str) -> Any:
-        return Watching() if watched in (where, "both") else torch.enable_grad()
+        return Operators() if watched in (where, "both") else torch.enable_grad()
 
     with maybe("forward"):
         o, _ = checkpoint(lambda: chunk_gated_delta_rule(**x), use_reentrant=False)
@@ -195,7 +188,7 @@ def test_hooks_that_may_move_what_is_saved(kernels: KeepingKernels, watched: boo
     x = draw()
     expected = gradients(chunk_gated_delta_rule, x)
     kernels.calls.clear()
-    with torch.autograd.graph.save_on_cpu(), Watching() if watched else torch.enable_grad():
+    with torch.autograd.graph.save_on_cpu(), Operators() if watched else torch.enable_grad():
         found = gradients(chunk_gated_delta_rule, x)
     assert kernels.calls == ["forward", "backward"]
     assert_same(found, expected)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise
 from tfla_tk.core import memo
 from tfla_tk.ops import mlstm as ops
+
+from .served import Operators
 
 Make = Callable[..., dict[str, Any]]
 STATES = ("c_initial", "n_initial", "m_initial")
@@ -162,13 +163,6 @@ def test_an_input_must_not_be_changed_after_the_forward(calls: Calls, make_input
 
 
 # where the backward is not plain
-
-
-class Operators(TorchDispatchMode):
-    """Changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("last", [False, True])
