@@ -151,7 +151,7 @@ def chunk_gated_delta_rule(
     Gradients reach q, k, v, g, beta, A_log, dt_bias and initial_state as they were given. The state is stable
     for keys of norm 1 and beta from 0 to 2: give normalised keys or set use_qk_l2norm_in_kernel. Other keys,
     and positive log decays, are computed as given; the state may grow and overflow. The tk kernels take bf16
-    and fp16, K up to 256 and V up to 512 in multiples of 16.
+    and fp16, K up to 256 and V up to 512.
 
     Args:
         q, k: queries and keys [B, T, H, K], any view, of one dtype: float16, bfloat16, float32 or float64.

@@ -44,7 +44,7 @@ def chunk_gla(
     Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (2024).
 
     Log decays are computed as given: positive ones let the state grow, and it may overflow. -inf forgets a
-    channel of the state. The tk kernels take bf16 and fp16, K up to 256 and V up to 512 in multiples of 16.
+    channel of the state. The tk kernels take bf16 and fp16, K up to 256 and V up to 512.
 
     Args:
         q, k: queries and keys [B, T, H, K], any view, of one dtype: float16, bfloat16, float32 or float64.

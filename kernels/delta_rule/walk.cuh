@@ -3,8 +3,8 @@
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
-// memory, and walkers never wait for each other, but in a mirror that makes the right part of dk and in a
-// forward whose walkers make P.
+// memory. Walkers wait for each other in two cases alone: in a mirror that makes the right part of dk, and in
+// a forward whose walkers make P.
 #pragma once
 
 #include <algorithm>
@@ -161,10 +161,15 @@ struct WalkTask : Task {
 // (chunk_matrices/in_walk.cuh).
 template <class C> constexpr bool kMakesMatrices = requires { requires C::kMakesMatrices; };
 
-// Barriers of a stage of a walk: `arrived` stands for all of a chunk, `for_scorer` for what the scorer reads:
-// q, k and the gates, in a mirror that makes the right part of dk also dO and the writes. Without a scorer
-// these arrive on `arrived`, with one the scorer's warps do, after it has waited for them. So does a maker in
-// its place; then `arrived` does not stand for P, and walkers that make it wait for `for_scorer`, too.
+// Barriers of a stage of a walk, and what arrives on them. `inputs`: q, k and the gates; in a mirror that
+// makes the right part of dk also dO and the writes.
+//
+//                                          for_scorer   arrived: all that walkers wait for
+//   without a scorer                       -            inputs; the other tiles; A and P
+//   with a scorer, which makes P           inputs       the scorer, behind the inputs and P; the others; A
+//   with a maker, which makes A            inputs       the maker, behind the inputs and A; the others
+//
+// Walkers beside a maker make P themselves; for that they wait for `for_scorer`.
 template <class C, class Memory> __device__ inline semaphore& tiles_arrived(Memory& smem, int slot) {
     return C::kHasScorer ? smem.for_scorer[slot] : smem.arrived[slot];
 }

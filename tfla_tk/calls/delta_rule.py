@@ -119,6 +119,8 @@ def check_delta_rule(
     if neg_eigval and not beta_sigmoid:
         expected = "False without use_beta_sigmoid_in_kernel (multiply beta by 2 instead)"
         fail("allow_neg_eigval", expected, neg_eigval)
+    if not gated and isinstance(scale, Tensor):
+        fail("scale", "a number or None (chunk_gated_delta_rule takes a gate)", "a tensor", TypeError)
     frame = check_frame(
         q,
         operands,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tfla_tk.calls.linear import LinearCall, check_frame, check_operands, check_transforms
-from tfla_tk.core.checks import check_device, check_shape, check_tensor, counted, fail
+from tfla_tk.core.checks import check_device, check_shape, check_tensor
 from tfla_tk.core.layout import MaybeTensor
 
 
@@ -58,10 +58,7 @@ def check_gla(
         TypeError: not a tensor, a wrong dtype, mixed dtypes, wrong Python type.
         ValueError: wrong rank, shape, device or value.
     """
-    operands = check_operands(q, k, v)
-    if operands.value_heads != operands.heads:
-        expected = f"the {counted(operands.heads, 'head')} of q"
-        fail("v", expected, f"{operands.value_heads} with shape {tuple(v.shape)}")
+    operands = check_operands(q, k, v, grouped=False)
     check_tensor("g", g, 4, "[B, T, H, K]")
     check_shape("g", g, tuple(q.shape), "[B, T, H, K] of q")
     check_device("g", g, q.device)

@@ -138,8 +138,8 @@ class Operands(NamedTuple):
         return self.batch, self.seq, self.value_heads
 
 
-def check_operands(q: Any, k: Any, v: Any) -> Operands:
-    """Check q, k [B, T, H, K] and v [B, T, HV, V], HV a multiple of H."""
+def check_operands(q: Any, k: Any, v: Any, *, grouped: bool = True) -> Operands:
+    """Check q, k [B, T, H, K] and v [B, T, HV, V], HV a multiple of H; grouped=False: HV is H."""
     check_tensor("q", q, 4, "[B, T, H, K]")
     batch, seq, heads, dim_qk = q.shape
     check_tensor("k", k, 4, "[B, T, H, K]")
@@ -147,8 +147,11 @@ def check_operands(q: Any, k: Any, v: Any) -> Operands:
     check_tensor("v", v, 4, "[B, T, HV, V]")
     value_heads, dim_v = v.shape[2:]
     check_shape("v", v, (batch, seq, value_heads, dim_v), "[B, T] of q and [HV, V]")
+    found = f"{value_heads} with shape {tuple(v.shape)}"
+    if value_heads != heads and not grouped:
+        fail("v", f"the {counted(heads, 'head')} of q (repeat q, k and their gates for more)", found)
     if value_heads != heads and (heads == 0 or value_heads == 0 or value_heads % heads != 0):
-        fail("v", f"a multiple of q's {counted(heads, 'head')}", f"{value_heads} with shape {tuple(v.shape)}")
+        fail("v", f"a multiple of q's {counted(heads, 'head')}", found)
     check_head_dim("q", q)
     check_head_dim("v", v)
     for name, value in (("k", k), ("v", v)):

@@ -146,7 +146,8 @@ def check_cu_seqlens(value: Any, q: Tensor) -> None:
         fail(name, "at least 2 entries", value.shape[0])
     check_device(name, value, q.device)
     if q.shape[0] != 1:
-        fail(name, "a batch of 1 in q (packed sequences)", f"a batch of {q.shape[0]}")
+        expected = "a batch of 1 in q (packed sequences: x.flatten(0, 1)[None])"
+        fail(name, expected, f"a batch of {q.shape[0]}")
 
 
 def check_optional_dtype(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -107,7 +107,8 @@ def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
 
     Args:
         op: a public function of this package or its name, for example "mlstm_chunkwise".
-        args, kwargs: the arguments of that call; tensors on the meta device or fake tensors serve as well.
+        args, kwargs: the arguments of that call; fake tensors of a device serve as well. The kernels refuse
+            tensors on the meta device, as they do calls with them.
 
     Returns:
         The choice with a verdict per backend; `print` it to read it.

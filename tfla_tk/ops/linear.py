@@ -46,6 +46,7 @@ from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, 
 from tfla_tk.core.memo import are_saved_tensors_hooked, may_keep, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
+from tfla_tk.ops.head_dims import as_asked, padded
 from tfla_tk.ops.kept import KeepingOps
 
 Result: TypeAlias = tuple[Tensor, MaybeTensor]
@@ -123,8 +124,8 @@ class LinearOps:
 
     def serve(self, call: LinearCall, core: Any) -> Result:
         """<name>_fwd: o, and the final state as the call wants it."""
-        o, last = self.fwd(*core, call.output_final_state)
-        return o, as_asked(call, last)
+        o, last = self.fwd(*self._padded(core), call.output_final_state)
+        return as_asked(call, o, last)
 
     def prepare(
         self, call: LinearCall, read: Callable[..., Any], tensors: Sequence[Any]
@@ -135,7 +136,7 @@ class LinearOps:
             read: makes the core of the tensors of a call.
             tensors: those of the family's inputs first, in their order.
         """
-        core, count = read(*tensors), self._count
+        core, count = self._padded(read(*tensors)), self._count
         recorded = records(tuple(tensors))
         kernels = self.family.kernels()
         forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
@@ -144,25 +145,25 @@ class LinearOps:
         reads_as_given = all(x is y for x, y in zip(core[:count], tensors[:count], strict=True))
 
         def run(*tensors: Any) -> Result:
-            inputs = tensors[:count] if reads_as_given else read(*tensors)[:count]
+            inputs = tensors[:count] if reads_as_given else self._padded(read(*tensors))[:count]
             if recorded:
                 o, last = self.direct(*inputs, constants)
             else:
                 o, last, _ = forward(*inputs)
-            return o, as_asked(call, last)
+            return as_asked(call, o, last)
 
         return named_in_profiles(self.fwd.name(), run)
 
     def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
         """packed_<name>: as `serve`, by a form of the reference."""
         o, last = self.packed(*self.as_read(core)[:-1], form, call.chunk_size, call.output_final_state)
-        return o, as_asked(call, last)
+        return as_asked(call, o, last)
 
     def serve_reference(self, call: LinearCall, core: Any, form: str) -> Result:
         """A form of the reference in plain autograd."""
         o, last = self.family.reference(core, form, call.chunk_size, call.output_final_state)
         # computed in the widest dtype of the inputs
-        return o, as_asked(call, as_dtype(last, state_dtype(core.q)))
+        return as_asked(call, o, as_dtype(last, state_dtype(core.q)))
 
     def as_read(self, core: Any) -> Any:
         """The core as the ops take it: no fp64 beside operands of less, the initial state as states are."""
@@ -174,6 +175,12 @@ class LinearOps:
             if x is not None and x.dtype.itemsize > dtype.itemsize
         }
         return core._replace(**narrowed, initial_state=as_dtype(core.initial_state, dtype))
+
+    def _padded(self, core: Any) -> Any:
+        """The core with head dims that the kernels have."""
+        names = "q", "k", "v", "initial_state", *self.family.gates
+        tensors = padded(*(getattr(core, name) for name in names))
+        return core._replace(**dict(zip(names, tensors, strict=True)))
 
     # Registration
 
@@ -428,13 +435,6 @@ class LinearOps:
     def _needs_gates(self, inputs: Sequence[Any]) -> bool:
         """Whether gates have a gradient."""
         return any(inputs[place] is not None and inputs[place].requires_grad for place in self._gates)
-
-
-def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
-    """The final state as the call wants it."""
-    if not call.output_final_state or last is None:
-        return None
-    return last.mT if call.state_v_first else last
 
 
 def _saved(inputs: Sequence[Any]) -> tuple[MaybeTensor, ...]:

@@ -38,6 +38,7 @@ from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, grads_
 from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
+from tfla_tk.ops.head_dims import as_asked, padded
 
 Output: TypeAlias = tuple[Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -80,10 +81,8 @@ def simple_gla(call: LinearCall, schedule: str, *tensors: Any) -> Result:
     Returns:
         (o, final state or None), the state as the call wants it.
     """
-    o, last = _fwd(
-        *as_read(call, tensors), call.scale, call.output_final_state, schedule, call.batch_invariant
-    )
-    return o, _as_asked(call, last)
+    options = call.scale, call.output_final_state, schedule, call.batch_invariant
+    return as_asked(call, *_fwd(*_padded(as_read(call, tensors)), *options))
 
 
 def prepare_simple_gla(
@@ -93,7 +92,7 @@ def prepare_simple_gla(
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
-    read = _as_read(call, tensors)
+    read = _padded(_as_read(call, tensors))
     recorded = records(read)
     options = call.scale, call.output_final_state, schedule, call.batch_invariant
     prepared = _kernels().prepare_simple_gla_fwd(*read, *options, recorded)
@@ -106,12 +105,12 @@ def prepare_simple_gla(
             q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
             read = q, k, v, g_gamma if g is None else g, initial_state, cu_seqlens
         else:
-            read = _as_read(call, tensors)
+            read = _padded(_as_read(call, tensors))
         if recorded:
             o, last = _direct_simple_gla(*read, (prepared, options))
         else:
             o, last, _ = prepared(*read)
-        return o, _as_asked(call, last)
+        return as_asked(call, o, last)
 
     return named_in_profiles("tfla_tk::simple_gla_fwd", run)
 
@@ -119,7 +118,7 @@ def prepare_simple_gla(
 def packed_simple_gla(call: LinearCall, form: str, *tensors: Any) -> Result:
     """tfla_tk::packed_simple_gla; tensors and result as of `simple_gla`."""
     o, last = _packed(*as_read(call, tensors), call.scale, call.output_final_state, form, call.chunk_size)
-    return o, _as_asked(call, last)
+    return as_asked(call, o, last)
 
 
 def as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:
@@ -147,11 +146,11 @@ def _as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:
     return q, k, v, g, initial_state, cu_seqlens
 
 
-def _as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
-    """The final state as the call wants it."""
-    if not call.output_final_state or last is None:
-        return None
-    return last.mT if call.state_v_first else last
+def _padded(read: tuple[Any, ...]) -> tuple[Any, ...]:
+    """These with head dims that the kernels have."""
+    q, k, v, g, initial_state, cu_seqlens = read
+    q, k, v, initial_state = padded(q, k, v, initial_state)
+    return q, k, v, g, initial_state, cu_seqlens
 
 
 # The reference

@@ -49,8 +49,7 @@ struct RightSums {
     }
 };
 
-// How many warps of a walker have columns; none has where it is not above 0. first: the walker's first one of
-// `columns`.
+// How many warps of a walker have columns, of those from `first` up to `columns`; 0 or less: none has.
 __device__ inline int warps_with_columns(int first, int columns) {
     return min((columns - first + 15) / 16, 4);
 }

@@ -3,8 +3,8 @@
 // K:
 //   1. Meet: dS^T and dV of both walkers are there.
 //   2. Issue half of the products dV writes^T, the scores of the erasures E. Load dS, of the walker's columns
-//      of K, as A operands; with sums leave it where the chunk's end is an anchor. Issue right^T = dS
-//      writes^T.
+//      of K, as A operands; if sums for dg are wanted and the chunk's end is an anchor, store it there. Issue
+//      right^T = dS writes^T.
 //   3. Gate and round the walker's half of E. Meet: both halves are there.
 //   4. Wait for dS writes^T; scale it by rest e^{b_L - b}. Issue right^T += Q^T R + K^T E.
 //   5. Wait for right; its sums per token, which the producer adds up. Then right in the place of the

@@ -46,8 +46,9 @@ struct SumsThroughState {
 
 // Stores a chunk's sums over a part of the columns of K, by one warp. sums: of the lane's tokens. The gates'
 // kernel adds the sum through the state to a flow and subtracts the tokens' sums from it, beginning with the
-// last token. The first has rounded operands, the others exact ones. The last token's sum gets the
-// difference, so that it cancels. Globals, Task: of the walks over the states, or of the mirror's right part.
+// last token. The sum through the state has rounded operands, those of tokens have exact ones; the
+// difference is added to the last token's sum, so that it cancels. Globals, Task: of the walks over the
+// states, or of the mirror's right part.
 template <class Globals, class Task>
 __device__ inline void store_sums(const Globals& g, const Task& task, int chunk, int part,
                                   const SumsThroughState& through, const TwoSums& sums) {

@@ -8,13 +8,13 @@
 //   5. Issue dY^T = dU^T + (beta dU^T) A.
 //   6. Wait for dY and dS.
 //   7. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   8. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
-//      `written`, are dbeta's. The producer adds up those of the walker.
+//   8. Under it put dV = beta dY in the place of dO. Leave sums for dbeta: dY . writes over the warp's 16
+//      columns of V, divided by `written`. The producer adds up those of the walker.
 //   9. Wait for dS; hand the stage over.
-// A walk that leaves states alone has no step 8. One that makes the right part of dk hands on dS^T in step 1
-// and makes it before step 9 (right_part.cuh). If it leaves the sums for dg, step 7 also adds what rounding
-// has dropped of s e^b dO^T: the left walk sums products with exact factors (sums.cuh). It is made under the
-// GEMMs of step 5.
+// A walk that leaves states alone has no step 8. One that makes the right part of dk (right_part.cuh) hands
+// on dS^T in step 1 and makes that part before step 9. If it leaves the sums for dg, step 7 also adds what
+// rounding has dropped of s e^b dO^T, since the left walk sums products with exact factors (sums.cuh). What
+// was dropped is found under the GEMMs of step 5.
 #pragma once
 
 #include "delta_rule/backward/config.cuh"

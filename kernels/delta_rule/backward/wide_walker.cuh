@@ -6,8 +6,8 @@
 //   3. Round beta dU^T to A operands and issue dY^T = dU^T + (beta dU^T) A. Scale dO^T by s e^b and
 //      issue dS^T += dO^T Q.
 //   4. Wait for dY. Round -e^b beta dY^T to A operands and issue dS^T += dY^T K.
-//   5. Under it dV = beta dY in the place of dO; sums of dY . writes over the warp's 16 columns of V, over
-//      `written`, are dbeta's.
+//   5. Under it put dV = beta dY in the place of dO. Store sums for dbeta: dY . writes over the warp's 16
+//      columns of V, divided by `written`.
 //   6. Wait for dS; hand the stage over.
 // NOTES: the loop's edge is after step 2, where no GEMM is in flight, and dS^T is read in the iteration of
 // the GEMM that has made it: else ptxas waits for all GEMMs before each read (C7517).

@@ -30,8 +30,8 @@ constexpr int kSegmentChunks = 16;
 // A head that forgets soon needs no M: the walk of a segment begins some chunks before it, its lead, with a
 // state of zero, and leaves nothing of the lead but the state behind it. The lead is so long that all that is
 // left out has less than 2^kForgotten of its norm in any chunk of the segment (ChunkBounds), or it begins
-// where the sequence does. The mirror's lead is behind its segment. Where a segment would have a longer lead
-// than `longest`, its head has none over its sequence and is carried.
+// where the sequence does. The mirror's lead is behind its segment. If one segment of a head in a sequence
+// would need a longer lead than `longest`, none of these has a lead, and the head is carried by M.
 constexpr float kForgotten = -100.f;
 constexpr int kCarried = -1;
 

@@ -59,8 +59,8 @@ template <class Of> __device__ inline int lead_of(int available, int longest, fl
         }
         const float nearer = __shfl_up_sync(0xffffffff, sum, 1);
         const float left = between + (lane == 0 ? 0.f : nearer) + own.stretch;
-        // NOTES: NaN is no less than anything, so that nothing is left out then. Behind the last chunk there
-        // is the state that the sequence begins with
+        // NOTES: no comparison with NaN holds, so a bound of NaN leaves nothing out. Behind the last chunk
+        // there is the state that the sequence begins with
         const unsigned reaching = __ballot_sync(0xffffffff, !(left < kForgotten));
         if (reaching != 0) lead = first + 32 - __clz(reaching);
         between += __shfl_sync(0xffffffff, sum, 31);

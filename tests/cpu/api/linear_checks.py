@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from tfla_tk import which
 
@@ -139,3 +140,41 @@ def assert_profiles_show_what_runs(
     names = {event.key for event in profile.key_averages() if "tfla_tk" in event.key}
     assert names == {f"tfla_tk::{op}_fwd", f"tfla_tk::{op}_bwd"}
     assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def assert_pads_head_dims(
+    function: Callable[..., Any], x: Inputs, read: Callable[[], tuple[Tensor, ...]], *, compiled: bool
+) -> None:
+    """That kernels get multiples of 16, and that nobody who calls them notices.
+
+    Args:
+        x: inputs of other head dims.
+        read: q, k, v and the initial state that the kernels have read last.
+        compiled: the function is compiled, so that its op gets them.
+    """
+    whole = [dim + -dim % 16 for dim in (x["q"].shape[-1], x["v"].shape[-1])]
+    graphs = EagerAndRecordGraphs()
+    called = torch.compile(function, backend=graphs, fullgraph=True) if compiled else function
+    for v_first in (False, True):
+        if v_first:
+            x = x | {"initial_state": x["initial_state"].mT.contiguous()}
+        expected = gradients(function, x, state_v_first=v_first, backend="reference")
+        found = gradients(called, x, state_v_first=v_first, backend="tk")
+        assert_same(found, expected)
+        q, k, v, state = _read_by_op(graphs.graphs[-1]) if compiled else read()
+        assert q.shape == k.shape
+        assert [q.shape[-1], v.shape[-1]] == list(state.shape[-2:]) == whole
+        o, last = called(**x, state_v_first=v_first, output_final_state=True, backend="tk")
+        assert o.is_contiguous() and o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+        o, last = called(**x, state_v_first=v_first, backend="tk")
+        assert last is None and torch.equal(o, found["o"])
+    torch._dynamo.reset()
+
+
+def _read_by_op(graph: torch.fx.GraphModule) -> tuple[Tensor, ...]:
+    """q, k, v and the initial state, without data, of a registered op in a graph."""
+    (node,) = (n for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "tfla_tk")
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False))
+    q, k, v, state = (given[name].meta["example_value"] for name in ("q", "k", "v", "initial_state"))
+    return q, k, v, state

@@ -238,6 +238,8 @@ def test_without_gate_there_are_no_gate_arguments() -> None:
             chunk_delta_rule(**x, **{name: None})
     with pytest.raises(ValueError, match=r"beta: expected shape \[B, T, HV\]"):
         chunk_delta_rule(**x | {"beta": x["beta"][:, :-1]})
+    with pytest.raises(TypeError, match=r"scale: expected a number or None \(chunk_gated_delta_rule takes"):
+        chunk_delta_rule(x["q"], x["k"], x["v"], -x["beta"], x["beta"])
 
 
 # Backends

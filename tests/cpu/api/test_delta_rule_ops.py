@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from tfla_tk.ops import delta_rule as ops
 
 from .delta_rule import FLAGS, LAUNCH, draw, draw_raw, from_raw, serve_by
 from .linear import Inputs, Kernels, assert_same, gradients, leaves
-from .linear_checks import assert_final_state_may_change, assert_profiles_show_what_runs
+from .linear_checks import (
+    assert_final_state_may_change,
+    assert_pads_head_dims,
+    assert_profiles_show_what_runs,
+)
 
 ALL = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
 INTRA, STATE = (64 + 64) * (16 + 32), 16 * 32  # FLOPs per token and head
@@ -55,6 +60,20 @@ def test_kernels_get_what_they_read(kernels: Kernels, v_first: bool, packed: boo
     assert kernels.calls == ["forward, kept", "backward, kept"]
     assert_same(found, expected)
     assert kernels.core.initial_state.shape == (3 if packed else 1, 4, 16, 32)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dims", [(20, 25), (16, 9), (60, 32)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("raw", [False, True])
+def test_other_head_dims_are_padded(
+    kernels: Kernels, raw: bool, dims: tuple[int, int], compiled: bool
+) -> None:
+    def read() -> tuple[Tensor, ...]:
+        return kernels.core.q, kernels.core.k, kernels.core.v, kernels.core.initial_state
+
+    x, flags = (draw_raw(dims=dims), FLAGS) if raw else (draw(dims=dims), {})
+    function = functools.partial(chunk_gated_delta_rule, **flags)
+    assert_pads_head_dims(function, x, read, compiled=compiled)
 
 
 @pytest.mark.parametrize("native", [frozenset(), ALL, frozenset({"gate"}), frozenset({"qk_l2norm"})])

@@ -28,6 +28,7 @@ from .linear_checks import (
     assert_final_state_is_a_copy,
     assert_final_state_may_change,
     assert_packs_sequences,
+    assert_pads_head_dims,
     assert_profiles_show_what_runs,
     assert_refused,
     bad,
@@ -139,7 +140,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 BAD = [
     bad("q", lambda x: None, r"q: expected a tensor \[B, T, H, K\], got NoneType", TypeError),
     bad("k", lambda x: x["k"].float(), "k: expected dtype torch.float64, the dtype of q", TypeError),
-    bad("v", lambda x: x["v"][:, :, [0, 1, 0, 1]], "v: expected the 2 heads of q, got 4 with shape"),
+    bad("v", lambda x: x["v"][:, :, [0, 1, 0, 1]], r"v: expected the 2 heads of q \(repeat .* got 4"),
     bad("g", lambda x: x["g"][..., :2], r"g: expected shape \[B, T, H, K\] of q = \(2, 40, 2, 16\)"),
     bad("g", lambda x: x["g"][..., 0], r"g: expected 4 dimensions \[B, T, H, K\], got 3"),
     bad("g", lambda x: x["g"].long(), "g: expected dtype float16", TypeError),
@@ -179,7 +180,7 @@ def test_bad_packing() -> None:
 
 def test_one_head_is_not_called_heads() -> None:
     x = {name: t[:, :1] if name == "initial_state" else t[:, :, :1] for name, t in draw().items()}
-    with pytest.raises(ValueError, match="v: expected the 1 head of q, got 2 with shape"):
+    with pytest.raises(ValueError, match=r"v: expected the 1 head of q \(repeat"):
         chunk_gla(**x | {"v": x["v"].repeat(1, 1, 2, 1)})
 
 
@@ -231,6 +232,17 @@ def test_kernels_get_what_they_read(kernels: Kernels, v_first: bool, packed: boo
     assert kernels.calls == ["forward, kept", "backward, kept"]
     assert_same(found, expected)
     assert kernels.core.initial_state.shape == (3 if packed else 1, 2, 16, 32)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dims", [(20, 25), (16, 9), (60, 32)], ids="{0[0]}_{0[1]}".format)
+def test_other_head_dims_are_padded(kernels: Kernels, dims: tuple[int, int], compiled: bool) -> None:
+    def read() -> tuple[Tensor, ...]:
+        core = kernels.core
+        assert core.g.shape == core.k.shape
+        return core.q, core.k, core.v, core.initial_state
+
+    assert_pads_head_dims(chunk_gla, draw(dims=dims), read, compiled=compiled)
 
 
 def test_the_core_has_the_arguments_of_the_op() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tfla_tk import (
@@ -16,6 +17,7 @@ from tfla_tk import (
 )
 
 from .linear import assert_same, gradients, leaves
+from .linear_checks import assert_pads_head_dims
 from .simple_gla_calls import Kernels, draw
 
 
@@ -46,6 +48,16 @@ def test_kernels_get_what_they_read(kernels: Kernels, v_first: bool, packed: boo
     assert kernels.calls == ["forward, kept", "backward, kept"]
     assert_same(found, expected)
     assert kernels.tensors[4].shape == (3 if packed else 1, 4, 16, 32)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dims", [(20, 25), (16, 9), (60, 32)], ids="{0[0]}_{0[1]}".format)
+def test_other_head_dims_are_padded(kernels: Kernels, dims: tuple[int, int], compiled: bool) -> None:
+    def read() -> tuple[Tensor, ...]:
+        q, k, v, _, initial_state, _ = kernels.tensors
+        return q, k, v, initial_state
+
+    assert_pads_head_dims(chunk_simple_gla, draw(dims=dims), read, compiled=compiled)
 
 
 def test_a_decay_per_head_comes_with_strides_of_zero(kernels: Kernels) -> None:

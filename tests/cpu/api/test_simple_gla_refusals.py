@@ -185,7 +185,6 @@ def test_description() -> None:
         ({"dtype": torch.float32}, "q, k, v are torch.float32"),
         ({"dim_qk": 272}, "head dims are K = 272, V = 32"),
         ({"dim_v": 528}, "head dims are K = 16, V = 528"),
-        ({"dim_qk": 20}, "head dims are K = 20, V = 32"),
         ({"scale": 0.0}, "scale = 0.0, the kernels take positive ones"),
         ({"sequences": 2**30, "value_heads": 4}, "sequences x value heads = 4,294,967,296"),
     ],

@@ -20,10 +20,14 @@ from tfla_tk.bench import intra
 from tfla_tk.build import builder
 from tfla_tk.build.disassembly import cubin_of_module
 from tfla_tk.build.instances import (
+    DELTA_DIRECTIONS,
+    DELTA_SCHEDULES,
+    DELTA_TILES,
     GLA_DIRECTIONS,
     GLA_SCHEDULES,
     GLA_TILES,
     SCHEDULES,
+    delta_rule,
     for_scalar_decay,
     gla,
     mlstm_bwd,
@@ -49,10 +53,11 @@ IMPORTED = (
     mlstm_step(),
     mlstm_sequence(8),
 )
-# the forward in every schedule, at a head dim of 128 and of 256
+# every schedule: of mLSTM's forward at a head dim of 128 and of 256, of GLA and the delta rule
 SCHEDULED = [
     *(mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES),
     *(gla(*kind) for kind in itertools.product(GLA_DIRECTIONS, GLA_TILES, GLA_SCHEDULES)),
+    *(delta_rule(*kind) for kind in itertools.product(DELTA_DIRECTIONS, DELTA_TILES, DELTA_SCHEDULES)),
 ]
 # whatever the compile gate looks at
 GATED = list(dict.fromkeys([*shipped_instances(), *SCHEDULED, *intra.all_instances()]))

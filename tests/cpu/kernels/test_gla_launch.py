@@ -362,7 +362,7 @@ def test_slices_of_v_have_anchors_of_their_own(kernel: Kernel) -> None:
     assert len({x.slice[1] for x in (*of_left, *of_right)}) == 1  # the sums
 
 
-@pytest.mark.parametrize("dims", [(256, 512), (144, 272)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(256, 512), (144, 272), (100, 250)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_gradients_are_served_for_all_heads_of_the_forward(
     dims: tuple[int, int], requires_grad: bool, monkeypatch: pytest.MonkeyPatch
@@ -380,7 +380,7 @@ def test_gradients_are_served_for_all_heads_of_the_forward(
     assert names == ["gla_forward_k128_overlapped", "gla_segments", *states]
 
 
-@pytest.mark.parametrize("dims", [(272, 64), (64, 528), (72, 64)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(272, 64), (64, 528), (257, 64)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_other_head_dims_are_refused(dims: tuple[int, int], requires_grad: bool) -> None:
     of_call: Any = SimpleNamespace(

@@ -32,19 +32,12 @@ def of_operands(call: MLSTMCall | LinearCall) -> Support | None:
     return None
 
 
-def has_tiles(call: MLSTMCall | LinearCall, max_k: int, max_v: int) -> bool:
-    """Whether tiles up to these head dims hold those of the call."""
-    return call.dim_qk <= max_k and call.dim_v <= max_v and not (call.dim_qk % 16 or call.dim_v % 16)
-
-
 def of_head_dims(call: LinearCall, max_k: int, max_v: int) -> Support | None:
-    """Why no tile holds the head dims, or None."""
-    if has_tiles(call, max_k, max_v):
+    """Why no tile holds the head dims, or None. Any below the largest are held (`ops.head_dims`)."""
+    if call.dim_qk <= max_k and call.dim_v <= max_v:
         return None
     return Support(
-        False,
-        f"head dims are K = {call.dim_qk}, V = {call.dim_v}",
-        f"use multiples of 16 up to {max_k} and {max_v}",
+        False, f"head dims are K = {call.dim_qk}, V = {call.dim_v}", f"use up to {max_k} and {max_v}"
     )
 
 

@@ -25,7 +25,8 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
     refusal = refusals.of_operands(call)
     if refusal is not None:
         return refusal
-    if not refusals.has_tiles(call, instances.MAX_DIM_QK, instances.MAX_DIM_V):
+    too_large = call.dim_qk > instances.MAX_DIM_QK or call.dim_v > instances.MAX_DIM_V
+    if too_large or call.dim_qk % 16 or call.dim_v % 16:
         return Support(
             False,
             f"head dims are {call.dim_qk}/{call.dim_v}",

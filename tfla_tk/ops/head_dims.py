@@ -1,0 +1,44 @@
+"""Head dims that the kernels lack: q, k, v and states with zeros up to multiples of 16, results without them.
+
+Channels of zeros change nothing in the others, forward or backward. torch's operations copy the tensors, and
+autograd cuts the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core.layout import MaybeTensor
+
+STEP = 16
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: MaybeTensor) -> Any:
+    """The same with head dims that are multiples of 16; as they are where these are.
+
+    Args:
+        q, k: [B, T, H, K]. v: [B, T, HV, V]. initial_state: [N, HV, K, V].
+        gates: those per key channel [B, T, H, K] are padded; others have no head dim.
+    """
+    more_k, more_v = -q.shape[-1] % STEP, -v.shape[-1] % STEP
+    if not (more_k or more_v):
+        return q, k, v, initial_state, *gates
+    if initial_state is not None:
+        initial_state = pad(initial_state, (0, more_v, 0, more_k))
+    gates = tuple(pad(x, (0, more_k)) if x is not None and x.dim() == 4 else x for x in gates)
+    return pad(q, (0, more_k)), pad(k, (0, more_k)), pad(v, (0, more_v)), initial_state, *gates
+
+
+def as_asked(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
+    """o and the final state as the call wants them, without the zeros."""
+    if o.shape[-1] != call.dim_v:
+        o = o[..., : call.dim_v].contiguous()
+    if not call.output_final_state or last is None:
+        return o, None
+    if last.shape[-2:] != (call.dim_qk, call.dim_v):
+        last = last[..., : call.dim_qk, : call.dim_v].contiguous()
+    return o, last.mT if call.state_v_first else last
