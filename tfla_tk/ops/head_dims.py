@@ -35,10 +35,11 @@ def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: 
 
 def as_asked(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
     """o and the final state as the call wants them, without the zeros."""
-    if o.shape[-1] != call.dim_v:
-        o = o[..., : call.dim_v].contiguous()
+    dim_k, dim_v = call.dim_qk, call.dim_v
+    if dim_v % STEP:
+        o = o[..., :dim_v].contiguous()
     if not call.output_final_state or last is None:
         return o, None
-    if last.shape[-2:] != (call.dim_qk, call.dim_v):
-        last = last[..., : call.dim_qk, : call.dim_v].contiguous()
+    if dim_k % STEP or dim_v % STEP:
+        last = last[..., :dim_k, :dim_v].contiguous()
     return o, last.mT if call.state_v_first else last
