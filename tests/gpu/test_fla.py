@@ -16,14 +16,14 @@ from tfla_tk.integrations import fla as integration
 
 pytest.importorskip("fla.layers", reason="flash-linear-attention is not installed")
 
-# fla's module, the function that the layer calls, and options of the layer
-LAYERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "SimpleGatedLinearAttention": ("simple_gla", "chunk_simple_gla", {}),
-    "MultiScaleRetention": ("multiscale_retention", "chunk_retention", {}),
-    "DeltaNet": ("delta_net", "chunk_delta_rule", {}),
-    "GatedDeltaNet": ("gated_deltanet", "chunk_gated_delta_rule", {"head_dim": 64}),
-    "GatedLinearAttention": ("gla", "chunk_gla", {}),
-    "HGRN2Attention": ("hgrn2", "chunk_gla", {}),
+# fla's module, the function that the layer calls, options of the layer, and a learning rate for its training
+LAYERS: dict[str, tuple[str, str, dict[str, Any], float]] = {
+    "SimpleGatedLinearAttention": ("simple_gla", "chunk_simple_gla", {}, 0.5),
+    "MultiScaleRetention": ("multiscale_retention", "chunk_retention", {}, 0.5),
+    "DeltaNet": ("delta_net", "chunk_delta_rule", {}, 0.5),
+    "GatedDeltaNet": ("gated_deltanet", "chunk_gated_delta_rule", {"head_dim": 64}, 0.5),
+    "GatedLinearAttention": ("gla", "chunk_gla", {}, 8.0),
+    "HGRN2Attention": ("hgrn2", "chunk_gla", {}, 8.0),
 }
 OF_LOSSES = 2e-3  # that are to be the same, relative
 
@@ -38,12 +38,12 @@ def restored() -> Iterator[None]:
 def losses(name: str, **options: Any) -> list[float]:
     """Of a few steps of training a layer in bf16, from the same start."""
     torch.manual_seed(0)
-    module, _, of_layer = LAYERS[name]
+    module, _, of_layer, rate = LAYERS[name]
     layer_class = getattr(importlib.import_module(f"fla.layers.{module}"), name)
     layer = layer_class(hidden_size=256, num_heads=2, **of_layer)
     layer = layer.to("cuda", torch.bfloat16)
     x, target = (torch.randn(1, 512, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
     found = []
     for _ in range(5):
         optimizer.zero_grad()
@@ -58,7 +58,7 @@ def losses(name: str, **options: Any) -> list[float]:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_train_to_the_same_loss(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, function, _ = LAYERS[name]
+    module, function, *_ = LAYERS[name]
     offsets = torch.tensor([0, 100, 101, 512], device="cuda")
     options = {"cu_seqlens": offsets} if packed else {}
     with fla.lifted_guard(function) as lifted:
