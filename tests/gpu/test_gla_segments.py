@@ -15,12 +15,13 @@ from tfla_tk.backends.tk.channel_gate.call import Shape
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core import memo
 
-from .conftest import relative_error
-from .linear import Tensors, assert_accurate, assert_equal, exact, pack
+from .conftest import DEVICE, relative_error
+from .linear import REPEATS, Tensors, assert_accurate, assert_equal, exact, pack
 from .linear import run as run_function
 from .linear import train as train_function
 from .memory import LENGTHS, uninitialised_memory_is_nan
 from .test_gla import GATES, draw
+from .test_mlstm_offsets import BAD, offsets_of
 
 run = partial(run_function, function=chunk_gla)
 train = partial(train_function, function=chunk_gla)
@@ -103,6 +104,30 @@ def test_packed_sequences(chunks: int, heads: int, offsets: torch.dtype, cut_eve
     check(pack(draw(1, sum(LENGTHS), heads, sequences=len(LENGTHS)), offsets))
 
 
+@pytest.mark.parametrize("chunks", [2, 1000], ids=["cut", "whole"])
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("dims", [(64, 64), (256, 512)], ids="{0[0]}_{0[1]}".format)
+def test_bad_offsets_leave_other_memory_alone(
+    dims: tuple[int, int], bad: str, offsets: torch.dtype, chunks: int, cut_every: CutEvery
+) -> None:
+    """All free memory around the call's own is filled with a pattern, which is still there behind it."""
+    tokens, fractions = 1024, BAD[bad]
+    cut_every(chunks)
+    x = draw(1, tokens, 3, dims, sequences=len(fractions) - 1)
+    good = {**x, "cu_seqlens": torch.linspace(0, tokens, len(fractions), device=DEVICE).to(offsets)}
+    expected = train(good)
+    x["cu_seqlens"] = offsets_of(fractions, tokens, offsets)
+    guards = [torch.full((1 << 20,), 0x5A, dtype=torch.uint8, device=DEVICE) for _ in range(64)]
+    for guard in guards[::2]:  # what the call allocates lies among the others
+        guard.set_()
+    found = train(x)
+    torch.cuda.synchronize()
+    assert all(bool((guard == 0x5A).all()) for guard in guards[1::2])
+    assert all(found[f"d{name}"].shape == t.shape for name, t in x.items() if name != "cu_seqlens")
+    assert_equal(train(good), expected)
+
+
 def test_long_sequences(cut_every: CutEvery) -> None:
     """Mild gates, so that much of a state crosses every border."""
     x = draw(1, 8192, 4, states=False)
@@ -125,11 +150,13 @@ def test_what_a_forward_keeps_is_what_the_backward_makes(
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (192, 384)], ids=str)
-def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], cut_every: CutEvery) -> None:
+def test_every_repeat_is_bitwise_equal(
+    dims: tuple[int, int], dtype: torch.dtype, cut_every: CutEvery
+) -> None:
     cut_every(2)
-    x = draw(2, 700, 8, dims, gates="mixed")
+    x = draw(2, 700, 8, dims, dtype, "mixed")
     first, first_outputs = train(x), run(x)
-    for _ in range(50):
+    for _ in range(REPEATS):
         assert_equal(train(x), first)
         assert_equal(run(x), first_outputs)
 
@@ -194,3 +221,12 @@ def test_few_heads_are_cut(new_calls: None) -> None:
         invariant = run(x)
     assert_accurate(run(x), {n: t.double() for n, t in invariant.items()}, torch.bfloat16)
     assert segments.INVARIANT_CHUNKS * 64 < 8192
+
+
+@pytest.mark.sanitize
+def test_a_small_launch(cut_every: CutEvery) -> None:
+    """Of training for compute-sanitizer: three segments."""
+    cut_every(3)
+    found = train(draw(1, 570, 1, (128, 256)))
+    torch.cuda.synchronize()
+    assert all(t.isfinite().all() for t in found.values())

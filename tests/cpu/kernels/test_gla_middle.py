@@ -277,6 +277,36 @@ def test_small_and_large_operands_keep_their_digits(size: float) -> None:
     assert max(errors.values()) < 1.3 * errors["levels"], errors
 
 
+LARGEST_KEY = 2.0**11  # of fp16, that the form around the middle of a chunk is for
+
+
+def error_of_large_keys(size: float, kind: str, form: str) -> float:
+    """Of o, from fp16 keys of half this size to all of it, and the most that counts as mild."""
+    rng, shape = torch.Generator().manual_seed(7), (256, 64)
+    q, k, v = (torch.randn(shape, generator=rng) for _ in range(3))
+    k = k.sign() * torch.rand(shape, generator=rng).add(1.0) * size / 2
+    k[::7, ::5] = size
+    q, k, v = (x.half().double() for x in (2.0**-9 * q, k, 2.0**-9 * v))
+    g = gates(kind, MILD_BITS["fp16"] * float(np.log(2.0)) / 2, 16, shape)
+    truth = walk(q, k, v, g, None, "levels")[0]
+    return float((walk(q, k, v, g, torch.float16, form)[0] - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize("kind", ["alike", "random", "one token", "half"])
+@pytest.mark.parametrize(
+    ("form", "size"), [("chunk", 1.0), ("chunk", LARGEST_KEY), ("blocks", 2.0**15), ("levels", 2.0**15)]
+)
+def test_large_keys_of_fp16(form: str, size: float, kind: str) -> None:
+    """Where gates are not mild they may be as large as fp16 has them."""
+    assert error_of_large_keys(size, kind, form) < ERRORS["fp16"]
+
+
+@pytest.mark.parametrize("kind", ["alike", "one token"])
+def test_larger_keys_of_fp16_overflow_around_the_middle(kind: str) -> None:
+    """From twice the largest ones on."""
+    assert not np.isfinite(error_of_large_keys(2 * LARGEST_KEY, kind, "chunk"))
+
+
 @pytest.mark.parametrize("shift", [0.0, 2.0, 6.0], ids=["fast", "usual", "slow"])
 @pytest.mark.parametrize("name", list(DTYPES))
 def test_the_last_state_has_the_error_of_rounded_keys(name: str, shift: float) -> None:
