@@ -79,7 +79,7 @@ def results(model: nn.Module, length: int = 70) -> dict[str, Tensor]:
 
 
 def assert_packed_is_alone(
-    kind: str, path: integration.Path, device: str, dtype: torch.dtype, **tolerance: float
+    kind: str, path: integration.Path, device: str, dtype: torch.dtype, **tolerance: Any
 ) -> None:
     """The delta rule of packed sequences is that of each alone, as the model's module calls it.
 
