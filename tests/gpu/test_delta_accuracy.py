@@ -95,7 +95,7 @@ def test_gradients_are_no_less_accurate_than_triton(dims: tuple[int, int], forge
         (None, (128, 256), "up to two", torch.bfloat16),
         (None, (256, 512), "half", torch.float16),
         ("none", (128, 128), "up to two", torch.bfloat16),
-        ("none", (128, 256), "small", torch.float16),
+        ("none", (128, 256), "half", torch.float16),
         ("-10", (64, 64), "one", torch.bfloat16),
         ("-10", (256, 512), "up to two", torch.float16),
         ("mixed", (64, 64), "up to two", torch.float16),
