@@ -34,18 +34,35 @@ class Case:
     states: tuple[str, ...] = ("initial_state",)
     trains: bool = True
     group: int = 1  # heads of v that share one of q and k
+    flags: tuple[str, ...] = ()  # that make inputs of raw ones
 
     @property
     def is_mlstm(self) -> bool:
         return self.function.startswith("mlstm")
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The flags, and the parameters of a gate that is made in the kernels, without gradients: these are
+        sums over all sequences."""
+        found: dict[str, Any] = dict.fromkeys(self.flags, True)
+        if "use_gate_in_kernel" in self.flags:
+            ends = {"A_log": (-1.0, 0.5), "dt_bias": (0.5, -2.0)}
+            heads = HEADS * self.group
+            found |= {name: torch.linspace(*of, heads, device=DEVICE) for name, of in ends.items()}
+        return found
 
+
+RAW = ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "use_gate_in_kernel")
 CASES = {
     "mlstm_exp": Case("mlstm_chunkwise", (128, 256), ("i", "f"), STATES[:3]),
     "mlstm_sig": Case("mlstm_siging_chunkwise", (128, 128), ("i", "f"), STATES[:2]),
     "mlstm_exp_parts": Case("mlstm_chunkwise", (64, 512), ("i", "f"), STATES[:3]),
     "simple_gla": Case("chunk_simple_gla", (128, 128), ("g",)),
     "retention": Case("chunk_retention", (128, 256)),
+    "delta": Case("chunk_delta_rule", (128, 128), ("beta",)),
+    "delta_raw": Case("chunk_delta_rule", (64, 64), ("beta",), flags=RAW[:1]),
+    "gated_delta_64": Case("chunk_gated_delta_rule", (64, 64), ("g", "beta")),
+    "gated_delta_raw": Case("chunk_gated_delta_rule", (128, 128), ("g", "beta"), group=2, flags=RAW),
     "gated_delta_128": Case("chunk_gated_delta_rule", (128, 128), ("g", "beta")),
     "gated_delta_256": Case("chunk_gated_delta_rule", (128, 256), ("g", "beta")),
     "gated_delta_wide": Case("chunk_gated_delta_rule", (192, 320), ("g", "beta")),
@@ -66,12 +83,13 @@ def on() -> Iterator[None]:
 def draw(case: Case, batch: int, seq: int, seed: int) -> Tensors:
     """Inputs [B, T, H, D] and [B, H, ..], and do and dlast, the gradients of the outputs."""
     normal, heads, (dim_k, dim_v) = Normal(seed), HEADS * case.group, case.dims
-    unit = case.function == "chunk_gated_delta_rule"
+    unit = "delta_rule" in case.function and not case.flags
     x = draw_operands(normal, batch, seq, HEADS, heads, case.dims, DTYPE, unit=unit)
     for name in case.gates:
         shape = (batch, seq, heads, dim_k) if case.function == "chunk_gla" else (batch, seq, heads)
         gate = normal(*shape)
-        x[name] = {"i": gate, "f": gate + 3, "g": logsigmoid(gate + 3), "beta": torch.sigmoid(gate)}[name]
+        made = {"i": gate, "f": gate + 3, "g": logsigmoid(gate + 3), "beta": torch.sigmoid(gate)}
+        x[name] = gate if case.flags == RAW else made[name]
     for name in case.states:
         shape = {"n_initial": (dim_k,), "m_initial": (1,)}.get(name, case.dims)
         x[name] = normal(batch, heads, *shape)
@@ -87,7 +105,7 @@ def compute(case: Case, x: Tensors, offsets: Tensor | None = None) -> Tensors:
     inputs = {
         name: t.transpose(1, 2) if case.is_mlstm and name not in STATES else t for name, t in leaves.items()
     }
-    options: dict[str, Any] = {"cu_seqlens": offsets, "backend": BACKEND}
+    options: dict[str, Any] = {"cu_seqlens": offsets, "backend": BACKEND, **case.options}
     function = getattr(tfla_tk, case.function)
     if case.is_mlstm:
         h, last = function(**inputs, **options, return_last_states=True)
@@ -160,7 +178,9 @@ def test_bits(case: str, seq: int, batch: int) -> None:
     check(CASES[case], batch, seq)
 
 
-@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla", "gated_delta_256", "gla"])
+@pytest.mark.parametrize(
+    "case", ["mlstm_exp", "simple_gla", "delta", "gated_delta_256", "gated_delta_raw", "gla"]
+)
 def test_bits_of_the_ops(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which keep no states for their backward."""
     monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
@@ -174,7 +194,9 @@ def test_one_token_of_one_head(case: str, monkeypatch: pytest.MonkeyPatch) -> No
     check(CASES[case], 3, 1)
 
 
-@pytest.mark.parametrize("case", ["mlstm_exp", "mlstm_sig", "simple_gla", "gated_delta_256", "gla"])
+@pytest.mark.parametrize(
+    "case", ["mlstm_exp", "mlstm_sig", "simple_gla", "delta", "gated_delta_256", "gated_delta_raw", "gla"]
+)
 def test_inference_has_the_bits_of_training(case: str) -> None:
     x = draw(CASES[case], 2, 5000, 0)
     trained = compute(CASES[case], x)
@@ -182,7 +204,9 @@ def test_inference_has_the_bits_of_training(case: str) -> None:
     assert_same(without, {name: trained[name] for name in without}, "inference")
 
 
-@pytest.mark.parametrize("case", ["mlstm_exp", "simple_gla", "gla"])
+@pytest.mark.parametrize(
+    "case", ["mlstm_exp", "simple_gla", "delta", "gated_delta_128", "gated_delta_raw", "gla"]
+)
 def test_a_graph_keeps_what_was_on_at_its_capture(case: str) -> None:
     x, of_case = draw(CASES[case], 1, 5000, 0), CASES[case]
     expected = compute(of_case, x)

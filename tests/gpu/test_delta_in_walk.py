@@ -34,10 +34,9 @@ from .test_delta_right_part import (
     draw_kind,
     draw_lengths,
     draw_packed,
-    function_of,
     gradients,
 )
-from .test_delta_rule import BETAS, GATES, check, draw, shape_of
+from .test_delta_rule import BETAS, GATES, check, draw, function_of, of_both_functions, shape_of, ungated
 
 DIMS = [(128, 128), (96, 192), (80, 80), (112, 128), (128, 256)]
 LEAST = [1, 0, 15, 16, 17, 1, 0, 31, 33, 48, 49]  # of packed sequences: about blocks of 16 tokens
@@ -75,13 +74,9 @@ def both(x: Tensors, backend: str = "tk", given: list[Tensor] | None = None) -> 
     return run(x, backend, function_of(x)) | gradients(x, backend=backend, given=given)
 
 
-def ungated(x: Tensors) -> Tensors:
-    return {name: t for name, t in x.items() if name != "g"}
-
-
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-@pytest.mark.parametrize("gated", [False, True], ids=["without gate", "gated"])
+@of_both_functions
 @pytest.mark.usefixtures("in_walk")
 def test_all_dims(gated: bool, states: bool, dims: tuple[int, int], dtype: torch.dtype) -> None:
     x = draw(dims=dims, dtype=dtype, states=states)
@@ -90,13 +85,27 @@ def test_all_dims(gated: bool, states: bool, dims: tuple[int, int], dtype: torch
 
 
 @pytest.mark.parametrize("seq", [1, 15, 16, 17, 63, 64, 65, 127, 129, 192, 200, 384, 1000])
-@pytest.mark.parametrize("gated", [False, True], ids=["without gate", "gated"])
+@of_both_functions
 @pytest.mark.usefixtures("in_walk")
 def test_any_length(gated: bool, seq: int, dtype: torch.dtype) -> None:
     # of few tokens many heads: sums such as dbeta may nearly cancel where there are only two
     x = draw(1, seq, max(2, 32 // seq), dims=(128, 128), dtype=dtype)
     x = x if gated else ungated(x)
     check(x, function_of(x))
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.3])
+@of_both_functions
+@pytest.mark.usefixtures("in_walk")
+def test_keys_of_other_norms(gated: bool, norm: float, dtype: torch.dtype) -> None:
+    test_delta_rule.test_keys_of_other_norms(gated, (128, 128), norm, dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.3])
+@of_both_functions
+@pytest.mark.usefixtures("in_walk")
+def test_scale(gated: bool, scale: float, dtype: torch.dtype) -> None:
+    test_delta_rule.test_scale(gated, scale, dtype)
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (96, 192)], ids="{0[0]}_{0[1]}".format)

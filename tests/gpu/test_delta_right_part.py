@@ -27,7 +27,7 @@ from .linear import (
     train,
 )
 from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed
-from .test_delta_rule import BETAS, GATES, check, draw, shape_of
+from .test_delta_rule import BETAS, GATES, check, draw, function_of, of_both_functions, shape_of, ungated
 
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 LONG = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]  # around segments of the walks over the states
@@ -55,10 +55,6 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
 @pytest.fixture
 def right_made(force: Force) -> None:
     force(True)
-
-
-def function_of(x: Tensors) -> Any:
-    return chunk_gated_delta_rule if "g" in x else chunk_delta_rule
 
 
 def gradients(x: Tensors, **options: Any) -> Tensors:
@@ -95,13 +91,26 @@ def cotangents(x: Tensors) -> list[Tensor]:
 
 @pytest.mark.parametrize("dims", DIMS, ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("states", [False, True], ids=["zeros", "states"])
-@pytest.mark.parametrize("gated", [False, True], ids=["without gate", "gated"])
+@of_both_functions
 @pytest.mark.usefixtures("right_made")
 def test_all_dims(gated: bool, states: bool, dims: tuple[int, int], dtype: torch.dtype) -> None:
     x = draw(dims=dims, dtype=dtype, states=states)
-    if not gated:
-        del x["g"]
+    x = x if gated else ungated(x)
     check(x, function_of(x))
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.3])
+@of_both_functions
+@pytest.mark.usefixtures("right_made")
+def test_keys_of_other_norms(gated: bool, norm: float, dtype: torch.dtype) -> None:
+    test_delta_rule.test_keys_of_other_norms(gated, (128, 128), norm, dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.3])
+@of_both_functions
+@pytest.mark.usefixtures("right_made")
+def test_scale(gated: bool, scale: float, dtype: torch.dtype) -> None:
+    test_delta_rule.test_scale(gated, scale, dtype)
 
 
 @pytest.mark.parametrize("seq", [1, 2, 63, 64, 65, 127, 128, 129, 192, 193, 1024, 1025, 2048, 2049])
@@ -277,12 +286,11 @@ def test_gradients_are_no_less_accurate_than_triton() -> None:
     test_delta_accuracy.test_gradients_are_no_less_accurate_than_triton((128, 128), 3.0)
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["without gate", "gated"])
+@of_both_functions
 def test_a_call_that_fills_the_gpu(gated: bool) -> None:
     """As the rule itself chooses."""
     x = draw(8, 1024, 16)
-    if not gated:
-        del x["g"]
+    x = x if gated else ungated(x)
     shape = shape_of(x)
     if multiprocessors(shape.device) != 132:
         pytest.skip("other GPUs are filled by other calls")

@@ -30,7 +30,7 @@ from .linear import (
     train,
 )
 from .memory import uninitialised_memory_is_nan
-from .test_delta_rule import check, draw
+from .test_delta_rule import OF_WRITTEN, check, draw, function_of, of_both_functions, ungated, with_keys_of
 
 DIMS = [(64, 64), (128, 128), (96, 48), (128, 64), (64, 192), (128, 256)]
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
@@ -122,7 +122,7 @@ def test_any_length(by_mirror: bool, longest: int, more: int, borders: int, spli
         check(draw(1, count * borders * SEGMENT_TOKENS + more, 2))
 
 
-@pytest.mark.parametrize("gates", ["none", "slow", "-10", "closed", "half closed"])
+@pytest.mark.parametrize("gates", ["none", "slow", "-10", "mixed", "closed", "half closed"])
 @pytest.mark.parametrize("betas", ["usual", "up to two"])
 @with_leads
 @of_both_kinds
@@ -174,9 +174,32 @@ def test_packed_sequences(
 @of_both_kinds
 def test_without_gate(by_mirror: bool, split_every: Split) -> None:
     split_every(1, by_mirror=by_mirror)
-    x = draw(1, 2 * SEGMENT_TOKENS + 500)
-    del x["g"]
-    check(x, chunk_delta_rule)
+    check(ungated(draw(1, 2 * SEGMENT_TOKENS + 500)), chunk_delta_rule)
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.3])
+@of_both_functions
+@with_leads
+@of_both_kinds
+def test_keys_of_other_norms(
+    by_mirror: bool, longest: int, gated: bool, norm: float, split_every: Split
+) -> None:
+    """Of which the bounds on what is left of a state take account."""
+    split_every(1, longest, by_mirror=by_mirror)
+    x = with_keys_of(norm, draw(1, 3 * SEGMENT_TOKENS + 100, 4))
+    x["initial_state"] *= OF_WRITTEN
+    x = x if gated else ungated(x)
+    check(x, function_of(x))
+
+
+@of_both_functions
+@of_both_kinds
+def test_scale(by_mirror: bool, gated: bool, split_every: Split) -> None:
+    split_every(1, by_mirror=by_mirror)
+    x = draw(1, 2 * SEGMENT_TOKENS + 500, 4)
+    x["initial_state"] *= OF_WRITTEN
+    x = x if gated else ungated(x)
+    check(x, function_of(x), scale=-0.3)
 
 
 @of_both_kinds
@@ -201,7 +224,7 @@ def test_every_repeat_is_bitwise_equal(by_mirror: bool, longest: int, split_ever
     split_every(1, longest, by_mirror=by_mirror)
     for x in (draw(1, 3 * SEGMENT_TOKENS + 77, 2, 4), packed(), mixed(packed(2))):
         first = both(x)
-        for _ in range(REPEATS // 4):
+        for _ in range(REPEATS):
             assert_equal(both(x), first)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +23,11 @@ pytestmark = [
 ON_A_CPU = integration.Path("chunk_gated_delta_rule", "reference", "the tensors are on a CPU")
 
 
-def make_model(kind: str) -> tuple[nn.Module, Any]:
+NAMES = {"qwen3_next": "Qwen3Next", "qwen3_5": "Qwen3_5", "olmo_hybrid": "OlmoHybrid"}
+MODELS = list(NAMES)
+
+
+def make_model(kind: str, **sizes: Any) -> tuple[nn.Module, Any]:
     """A small model of its own configuration, and the module of its code."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -31,25 +37,36 @@ def make_model(kind: str) -> tuple[nn.Module, Any]:
         "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0, "eos_token_id": 1,
     }  # fmt: skip
-    if kind == "qwen3_next":
-        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-        config = transformers.Qwen3NextConfig(
-            **common, **experts, head_dim=16, shared_expert_intermediate_size=16
-        )
-        model = transformers.Qwen3NextForCausalLM(config)
-    else:
-        heads = {"linear_num_value_heads": 2, "linear_value_head_dim": 32}
-        config = transformers.OlmoHybridConfig(**common | heads)
-        model = transformers.OlmoHybridForCausalLM(config)
+    experts = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    own = {
+        "qwen3_next": {**experts, "head_dim": 16, "shared_expert_intermediate_size": 16},
+        "qwen3_5": {"head_dim": 16},
+        "olmo_hybrid": {"linear_num_value_heads": 2, "linear_value_head_dim": 32},
+    }[kind]
+    text = "Text" if kind == "qwen3_5" else ""
+    config = getattr(transformers, f"{NAMES[kind]}{text}Config")(**common | own | sizes)
+    model = getattr(transformers, f"{NAMES[kind]}ForCausalLM")(config)
     return model, importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
-MODELS = ["qwen3_next", "olmo_hybrid"]
+@contextmanager
+def its_own_loop(module: Any) -> Iterator[None]:
+    """Hugging Face's loop in torch in the place of fla's function, which its module has in a closure, taken
+    on import."""
+    name = "torch_chunk_gated_delta_rule"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+        yield
 
 
-def results(model: nn.Module) -> dict[str, Tensor]:
+def draw_tokens(model: Any, length: int = 70) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(2, 64, (2, length), generator=generator).to(model.device)
+
+
+def results(model: nn.Module, length: int = 70) -> dict[str, Tensor]:
     """Loss, logits and gradients of a step of training; logits of a prefill in two parts with a cache."""
-    tokens = torch.randint(2, 64, (2, 70), generator=torch.Generator().manual_seed(2))
+    tokens = draw_tokens(model, length)
     model.zero_grad()
     out = model(input_ids=tokens, labels=tokens, use_cache=False)
     out.loss.backward()
@@ -61,13 +78,37 @@ def results(model: nn.Module) -> dict[str, Tensor]:
     return found | {"prefill": torch.cat([first.logits, second.logits], dim=1)}
 
 
+def assert_packed_is_alone(
+    kind: str, path: integration.Path, device: str, dtype: torch.dtype, **tolerance: Any
+) -> None:
+    """The delta rule of packed sequences is that of each alone, as the model's module calls it.
+
+    Args:
+        path: what serves the calls.
+        tolerance: of torch.testing.assert_close.
+    """
+    _, module = make_model(kind)
+    integration.accelerate()
+    shapes = [(1, 70, 2, 16), (1, 70, 2, 16), (1, 70, 4, 32), (1, 70, 4), (1, 70, 4)]
+    q, k, v, g, beta = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    tokens = q, k, v, g, beta = q, k, v, -g.float().abs(), beta.sigmoid()
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "initial_state": None}
+    offsets = torch.tensor([0, 25, 70], dtype=torch.int32)
+    run = module.torch_chunk_gated_delta_rule
+    o, last = run(q, k, v, g=g, beta=beta, cu_seqlens=offsets.to(device), **options)
+    assert integration.last_path() == path and last.shape == (2, 4, 16, 32)
+    for j, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        q, k, v, g, beta = (t[:, start:end] for t in tokens)
+        alone, alone_last = run(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)
+        torch.testing.assert_close(o[:, start:end], alone, **tolerance)
+        torch.testing.assert_close(last[j : j + 1], alone_last, **tolerance)
+
+
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_of_hugging_face(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against its own loop in torch. Its module has fla's function in a closure, taken on import."""
+def test_models_of_hugging_face(kind: str) -> None:
+    """Against its own loop in torch."""
     model, module = make_model(kind)
-    with monkeypatch.context() as patch:
-        name = "torch_chunk_gated_delta_rule"
-        patch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+    with its_own_loop(module):
         expected = results(model)
     integration.accelerate()
     found = results(model)
@@ -80,19 +121,5 @@ def test_models_of_hugging_face(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_packed_input_of_hugging_face(kind: str) -> None:
-    """The delta rule of packed sequences is that of each alone; its own loop in torch refuses them."""
-    _, module = make_model(kind)
-    integration.accelerate()
-    shapes = [(1, 70, 2, 16), (1, 70, 2, 16), (1, 70, 4, 32), (1, 70, 4), (1, 70, 4)]
-    q, k, v, g, beta = (torch.randn(shape) for shape in shapes)
-    tokens = q, k, v, g, beta = q, k, v, -g.abs(), beta.sigmoid()
-    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True, "initial_state": None}
-    offsets = torch.tensor([0, 25, 70], dtype=torch.int32)
-    run = module.torch_chunk_gated_delta_rule
-    o, last = run(q, k, v, g=g, beta=beta, cu_seqlens=offsets, **options)
-    assert integration.last_path() == ON_A_CPU and last.shape == (2, 4, 16, 32)
-    for j, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        q, k, v, g, beta = (t[:, start:end] for t in tokens)
-        alone, alone_last = run(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)
-        torch.testing.assert_close(o[:, start:end], alone)
-        torch.testing.assert_close(last[j : j + 1], alone_last)
+    """Which its own loop in torch refuses."""
+    assert_packed_is_alone(kind, ON_A_CPU, "cpu", torch.float32)
