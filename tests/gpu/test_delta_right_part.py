@@ -106,7 +106,7 @@ def test_keys_of_other_norms(gated: bool, norm: float, dtype: torch.dtype) -> No
     test_delta_rule.test_keys_of_other_norms(gated, (128, 128), norm, dtype)
 
 
-@pytest.mark.parametrize("scale", [1.0, -0.3])
+@pytest.mark.parametrize("scale", [1.0, 0.02])
 @of_both_functions
 @pytest.mark.usefixtures("right_made")
 def test_scale(gated: bool, scale: float, dtype: torch.dtype) -> None:

@@ -274,7 +274,7 @@ def test_keys_of_other_norms(gated: bool, dims: tuple[int, int], norm: float, dt
     check(x, function_of(x))
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.02, -0.3, 0.0])
+@pytest.mark.parametrize("scale", [1.0, 0.02])
 @of_both_functions
 def test_scale(gated: bool, scale: float, dtype: torch.dtype) -> None:
     x = draw(1, 500, 4, dtype=dtype)
