@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -33,13 +34,18 @@ def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: 
     return pad(q, (0, more_k)), pad(k, (0, more_k)), pad(v, (0, more_v)), initial_state, *gates
 
 
-def as_asked(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
-    """o and the final state as the call wants them, without the zeros."""
+def unpadded(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
+    """o and the final state of padded tensors without the zeros, as tensors of their own."""
     dim_k, dim_v = call.dim_qk, call.dim_v
     if dim_v % STEP:
-        o = o[..., :dim_v].contiguous()
+        o = o.narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
+    if call.output_final_state and last is not None and (dim_k % STEP or dim_v % STEP):
+        last = last.narrow(-2, 0, dim_k).narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
+    return o, last
+
+
+def as_asked(call: LinearCall, last: MaybeTensor) -> MaybeTensor:
+    """The final state as the call wants it."""
     if not call.output_final_state or last is None:
-        return o, None
-    if dim_k % STEP or dim_v % STEP:
-        last = last[..., :dim_k, :dim_v].contiguous()
-    return o, last.mT if call.state_v_first else last
+        return None
+    return last.mT if call.state_v_first else last

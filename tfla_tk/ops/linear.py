@@ -46,7 +46,7 @@ from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, 
 from tfla_tk.core.memo import are_saved_tensors_hooked, may_keep, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
-from tfla_tk.ops.head_dims import as_asked, padded
+from tfla_tk.ops.head_dims import as_asked, padded, unpadded
 from tfla_tk.ops.kept import KeepingOps
 
 Result: TypeAlias = tuple[Tensor, MaybeTensor]
@@ -124,8 +124,8 @@ class LinearOps:
 
     def serve(self, call: LinearCall, core: Any) -> Result:
         """<name>_fwd: o, and the final state as the call wants it."""
-        o, last = self.fwd(*self._padded(core), call.output_final_state)
-        return as_asked(call, o, last)
+        o, last = unpadded(call, *self.fwd(*self._padded(core), call.output_final_state))
+        return o, as_asked(call, last)
 
     def prepare(
         self, call: LinearCall, read: Callable[..., Any], tensors: Sequence[Any]
@@ -150,20 +150,21 @@ class LinearOps:
                 o, last = self.direct(*inputs, constants)
             else:
                 o, last, _ = forward(*inputs)
-            return as_asked(call, o, last)
+            o, last = unpadded(call, o, last)
+            return o, as_asked(call, last)
 
         return named_in_profiles(self.fwd.name(), run)
 
     def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
         """packed_<name>: as `serve`, by a form of the reference."""
         o, last = self.packed(*self.as_read(core)[:-1], form, call.chunk_size, call.output_final_state)
-        return as_asked(call, o, last)
+        return o, as_asked(call, last)
 
     def serve_reference(self, call: LinearCall, core: Any, form: str) -> Result:
         """A form of the reference in plain autograd."""
         o, last = self.family.reference(core, form, call.chunk_size, call.output_final_state)
         # computed in the widest dtype of the inputs
-        return as_asked(call, o, as_dtype(last, state_dtype(core.q)))
+        return o, as_asked(call, as_dtype(last, state_dtype(core.q)))
 
     def as_read(self, core: Any) -> Any:
         """The core as the ops take it: no fp64 beside operands of less, the initial state as states are."""

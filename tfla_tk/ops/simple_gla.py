@@ -38,7 +38,7 @@ from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, grads_
 from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
-from tfla_tk.ops.head_dims import as_asked, padded
+from tfla_tk.ops.head_dims import as_asked, padded, unpadded
 
 Output: TypeAlias = tuple[Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -82,7 +82,8 @@ def simple_gla(call: LinearCall, schedule: str, *tensors: Any) -> Result:
         (o, final state or None), the state as the call wants it.
     """
     options = call.scale, call.output_final_state, schedule, call.batch_invariant
-    return as_asked(call, *_fwd(*_padded(as_read(call, tensors)), *options))
+    o, last = unpadded(call, *_fwd(*_padded(as_read(call, tensors)), *options))
+    return o, as_asked(call, last)
 
 
 def prepare_simple_gla(
@@ -110,7 +111,8 @@ def prepare_simple_gla(
             o, last = _direct_simple_gla(*read, (prepared, options))
         else:
             o, last, _ = prepared(*read)
-        return as_asked(call, o, last)
+        o, last = unpadded(call, o, last)
+        return o, as_asked(call, last)
 
     return named_in_profiles("tfla_tk::simple_gla_fwd", run)
 
@@ -118,7 +120,7 @@ def prepare_simple_gla(
 def packed_simple_gla(call: LinearCall, form: str, *tensors: Any) -> Result:
     """tfla_tk::packed_simple_gla; tensors and result as of `simple_gla`."""
     o, last = _packed(*as_read(call, tensors), call.scale, call.output_final_state, form, call.chunk_size)
-    return as_asked(call, o, last)
+    return o, as_asked(call, last)
 
 
 def as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:

@@ -166,6 +166,7 @@ def assert_pads_head_dims(
         assert [q.shape[-1], v.shape[-1]] == list(state.shape[-2:]) == whole
         o, last = called(**x, state_v_first=v_first, output_final_state=True, backend="tk")
         assert o.is_contiguous() and o.shape == x["v"].shape and last.shape == x["initial_state"].shape
+        assert o.untyped_storage().nbytes() == o.nbytes and last.untyped_storage().nbytes() == last.nbytes
         o, last = called(**x, state_v_first=v_first, backend="tk")
         assert last is None and torch.equal(o, found["o"])
     torch._dynamo.reset()
