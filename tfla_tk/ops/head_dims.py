@@ -18,16 +18,19 @@ from tfla_tk.core.layout import MaybeTensor
 STEP = 16
 
 
+def fits(call: LinearCall) -> bool:
+    """Whether the kernels have the call's head dims; asked by every call, so of numbers, not of tensors."""
+    return not (call.dim_qk % STEP or call.dim_v % STEP)
+
+
 def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: MaybeTensor) -> Any:
-    """The same with head dims that are multiples of 16; as they are where these are.
+    """The same with head dims that are multiples of 16.
 
     Args:
         q, k: [B, T, H, K]. v: [B, T, HV, V]. initial_state: [N, HV, K, V].
         gates: those per key channel [B, T, H, K] are padded; others have no head dim.
     """
     more_k, more_v = -q.shape[-1] % STEP, -v.shape[-1] % STEP
-    if not (more_k or more_v):
-        return q, k, v, initial_state, *gates
     if initial_state is not None:
         initial_state = pad(initial_state, (0, more_v, 0, more_k))
     gates = tuple(pad(x, (0, more_k)) if x is not None and x.dim() == 4 else x for x in gates)
@@ -35,11 +38,13 @@ def padded(q: Tensor, k: Tensor, v: Tensor, initial_state: MaybeTensor, *gates: 
 
 
 def unpadded(call: LinearCall, o: Tensor, last: MaybeTensor) -> tuple[Tensor, MaybeTensor]:
-    """o and the final state of padded tensors without the zeros, as tensors of their own."""
+    """o and the final state without the zeros, as tensors of their own; as they are where the dims fit."""
     dim_k, dim_v = call.dim_qk, call.dim_v
+    if fits(call):
+        return o, last
     if dim_v % STEP:
         o = o.narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
-    if call.output_final_state and last is not None and (dim_k % STEP or dim_v % STEP):
+    if call.output_final_state and last is not None:
         last = last.narrow(-2, 0, dim_k).narrow(-1, 0, dim_v).clone(memory_format=torch.contiguous_format)
     return o, last
 

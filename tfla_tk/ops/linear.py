@@ -46,7 +46,7 @@ from tfla_tk.core.layout import CHUNK, Kept, MaybeTensor, as_dtype, grads_like, 
 from tfla_tk.core.memo import are_saved_tensors_hooked, may_keep, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
-from tfla_tk.ops.head_dims import as_asked, padded, unpadded
+from tfla_tk.ops.head_dims import as_asked, fits, padded, unpadded
 from tfla_tk.ops.kept import KeepingOps
 
 Result: TypeAlias = tuple[Tensor, MaybeTensor]
@@ -124,7 +124,7 @@ class LinearOps:
 
     def serve(self, call: LinearCall, core: Any) -> Result:
         """<name>_fwd: o, and the final state as the call wants it."""
-        o, last = unpadded(call, *self.fwd(*self._padded(core), call.output_final_state))
+        o, last = unpadded(call, *self.fwd(*self._padded(call, core), call.output_final_state))
         return o, as_asked(call, last)
 
     def prepare(
@@ -136,7 +136,7 @@ class LinearOps:
             read: makes the core of the tensors of a call.
             tensors: those of the family's inputs first, in their order.
         """
-        core, count = self._padded(read(*tensors)), self._count
+        core, count = self._padded(call, read(*tensors)), self._count
         recorded = records(tuple(tensors))
         kernels = self.family.kernels()
         forward = kernels.prepare(core, output_final_state=call.output_final_state, keep=recorded)
@@ -145,7 +145,7 @@ class LinearOps:
         reads_as_given = all(x is y for x, y in zip(core[:count], tensors[:count], strict=True))
 
         def run(*tensors: Any) -> Result:
-            inputs = tensors[:count] if reads_as_given else self._padded(read(*tensors))[:count]
+            inputs = tensors[:count] if reads_as_given else self._padded(call, read(*tensors))[:count]
             if recorded:
                 o, last = self.direct(*inputs, constants)
             else:
@@ -177,8 +177,10 @@ class LinearOps:
         }
         return core._replace(**narrowed, initial_state=as_dtype(core.initial_state, dtype))
 
-    def _padded(self, core: Any) -> Any:
+    def _padded(self, call: LinearCall, core: Any) -> Any:
         """The core with head dims that the kernels have."""
+        if fits(call):
+            return core
         names = "q", "k", "v", "initial_state", *self.family.gates
         tensors = padded(*(getattr(core, name) for name in names))
         return core._replace(**dict(zip(names, tensors, strict=True)))

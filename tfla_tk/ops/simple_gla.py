@@ -38,7 +38,7 @@ from tfla_tk.core.layout import CHUNK, KeptStates, MaybeTensor, as_dtype, grads_
 from tfla_tk.core.memo import are_saved_tensors_hooked, named_in_profiles, records
 from tfla_tk.ops import autograd
 from tfla_tk.ops.autograd import Recorded
-from tfla_tk.ops.head_dims import as_asked, padded, unpadded
+from tfla_tk.ops.head_dims import as_asked, fits, padded, unpadded
 
 Output: TypeAlias = tuple[Tensor, Tensor]
 Grads: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -82,7 +82,7 @@ def simple_gla(call: LinearCall, schedule: str, *tensors: Any) -> Result:
         (o, final state or None), the state as the call wants it.
     """
     options = call.scale, call.output_final_state, schedule, call.batch_invariant
-    o, last = unpadded(call, *_fwd(*_padded(as_read(call, tensors)), *options))
+    o, last = unpadded(call, *_fwd(*_padded(call, as_read(call, tensors)), *options))
     return o, as_asked(call, last)
 
 
@@ -93,7 +93,7 @@ def prepare_simple_gla(
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
-    read = _padded(_as_read(call, tensors))
+    read = _padded(call, _as_read(call, tensors))
     recorded = records(read)
     options = call.scale, call.output_final_state, schedule, call.batch_invariant
     prepared = _kernels().prepare_simple_gla_fwd(*read, *options, recorded)
@@ -106,7 +106,7 @@ def prepare_simple_gla(
             q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
             read = q, k, v, g_gamma if g is None else g, initial_state, cu_seqlens
         else:
-            read = _padded(_as_read(call, tensors))
+            read = _padded(call, _as_read(call, tensors))
         if recorded:
             o, last = _direct_simple_gla(*read, (prepared, options))
         else:
@@ -148,8 +148,10 @@ def _as_read(call: LinearCall, tensors: Sequence[Any]) -> tuple[Any, ...]:
     return q, k, v, g, initial_state, cu_seqlens
 
 
-def _padded(read: tuple[Any, ...]) -> tuple[Any, ...]:
-    """These with head dims that the kernels have."""
+def _padded(call: LinearCall, read: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What is read, with head dims that the kernels have."""
+    if fits(call):
+        return read
     q, k, v, g, initial_state, cu_seqlens = read
     q, k, v, initial_state = padded(q, k, v, initial_state)
     return q, k, v, g, initial_state, cu_seqlens
