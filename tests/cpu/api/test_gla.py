@@ -318,6 +318,17 @@ def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("backend", ["reference", "tk"])
+def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
+    """Tokens, heads, head dims and the scale: one graph serves another size."""
+    compiled = torch.compile(chunk_gla, backend="aot_eager", fullgraph=True, dynamic=True)
+    for seq, heads, dims, scale in ((40, 2, (16, 32), 0.3), (56, 3, (24, 8), 0.7)):
+        x = draw(seq=seq, heads=heads, dims=dims)
+        expected = gradients(reference.gla_recurrent, x, scale=scale)
+        assert_same(gradients(compiled, x, scale=scale, backend=backend), expected)
+    torch._dynamo.reset()
+
+
 def test_fake_and_meta_tensors() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 

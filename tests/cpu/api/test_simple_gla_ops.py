@@ -62,12 +62,12 @@ def test_compile(kernels: Kernels, packed: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "tk"])
 def test_compile_with_sizes_as_symbols(kernels: Kernels, backend: str) -> None:
-    """Tokens, heads, groups and head dims: one graph serves another size."""
+    """Tokens, heads, groups, head dims and the scale: one graph serves another size."""
     compiled = torch.compile(chunk_simple_gla, backend="aot_eager", fullgraph=True, dynamic=True)
-    for seq, heads, dims in ((40, (2, 4), (16, 32)), (56, (3, 9), (24, 8))):
+    for seq, heads, dims, scale in ((40, (2, 4), (16, 32), 0.3), (56, (3, 9), (24, 8), 0.7)):
         x = draw(seq=seq, heads=heads, dims=dims)
-        expected = gradients(reference.simple_gla_recurrent, x)
-        assert_same(gradients(compiled, x, backend=backend), expected)
+        expected = gradients(reference.simple_gla_recurrent, x, scale=scale)
+        assert_same(gradients(compiled, x, scale=scale, backend=backend), expected)
     torch._dynamo.reset()
 
 
