@@ -59,11 +59,11 @@ def draw_operands(
     return {name: t.to(dtype) for name, t in found.items()}
 
 
-def draw_cotangents(outputs: Tensors, dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of o, of numbers that the operands' dtype holds, and of the last state."""
+def draw_cotangents(outputs: Tensors) -> list[Tensor]:
+    """Gradients of o, of numbers that all dtypes of operands hold, and of the last state."""
     normal = Normal(9)
     o, state = (normal(*t.shape) for t in outputs.values())
-    return [o.to(dtype).to(outputs["o"].dtype), state.to(outputs["final_state"].dtype)]
+    return [o.bfloat16().half().to(outputs["o"].dtype), state.to(outputs["final_state"].dtype)]
 
 
 def pack(x: Tensors, offsets: torch.dtype = torch.int64) -> Tensors:
@@ -94,7 +94,7 @@ def train(
     names = [name for name, t in x.items() if t.is_floating_point() and name != "g_gamma"]
     leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
     found = run(leaves, backend, function, **options)
-    given = draw_cotangents(found, x["q"].dtype) if given is None else given
+    given = draw_cotangents(found) if given is None else given
     outputs = list(found.values())
     grads = torch.autograd.grad(outputs, [leaves[name] for name in names], given)
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}

@@ -179,7 +179,7 @@ def test_no_host_synchronisation(packed: bool) -> None:
 def test_gates_without_gradients() -> None:
     x = draw_raw(2, 300)
     expected = train(x, function=chunk_gated_delta_rule, **options_of(ALL))
-    given = draw_cotangents(run(x, function=chunk_gated_delta_rule, **options_of(ALL)), x["q"].dtype)
+    given = draw_cotangents(run(x, function=chunk_gated_delta_rule, **options_of(ALL)))
     names = ("q", "k", "v", "beta")
     leaves = {name: t.detach().requires_grad_(name in names) for name, t in x.items()}
     outputs = chunk_gated_delta_rule(**leaves, output_final_state=True, **options_of(ALL))
@@ -206,6 +206,7 @@ def test_training_adds_no_memory_but_that_of_normalised_rows() -> None:
         if not options:
             del x["A_log"], x["dt_bias"]
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a block of an earlier call may be larger than what it is taken for
         before = torch.cuda.memory_allocated()
         o, _ = chunk_gated_delta_rule(**x, **options, backend="tk")
         found = torch.cuda.memory_allocated() - before

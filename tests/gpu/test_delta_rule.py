@@ -127,7 +127,7 @@ def check(
 
 def assert_no_host_synchronisation(x: Tensors, function: Any, **options: Any) -> None:
     """Neither in a forward nor in a training step like those before it."""
-    given = draw_cotangents(run(x, function=function, **options), x["q"].dtype)
+    given = draw_cotangents(run(x, function=function, **options))
 
     def call() -> None:
         run(x, function=function, **options)

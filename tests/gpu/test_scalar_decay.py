@@ -212,7 +212,7 @@ def test_cuda_graph_of_training() -> None:
     x = draw(1, 450, 2, 4)
     x["cu_seqlens"] = torch.tensor([0, 100, 450], device="cuda")
     x["initial_state"] = x["initial_state"].repeat(2, 1, 1, 1)
-    given = draw_cotangents(run(x), x["q"].dtype)
+    given = draw_cotangents(run(x))
     train(x, given=given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
