@@ -53,6 +53,18 @@ def test_dg_is_no_less_accurate_than_what_is_on_record(
     assert relative_error(found, truth) <= 1.02 * of_fla
 
 
+@pytest.mark.parametrize("dim_v", [256, 384, 512])
+def test_slices_of_v_are_added_up_in_fp32(dim_v: int) -> None:
+    """The sum of two, three and four is rounded once, as the result of one slice is."""
+    errors = []
+    for columns in (128, dim_v):
+        x, given = draw_as_measured(1000, 8, (256, columns))
+        found = train(x, function=chunk_gated_delta_rule, given=given)
+        truth = train(exact(x), "reference", chunk_gated_delta_rule, [t.double() for t in given])
+        errors.append({name: relative_error(found[name], truth[name]) for name in ("dq", "dk")})
+    assert all(error <= 1.1 * errors[0][name] for name, error in errors[1].items()), errors
+
+
 def assert_no_less_accurate_than_fla(x: Tensors, given: list[Tensor], but: tuple[str, ...] = ()) -> None:
     """Results and gradients, but those of these names and those that have vanished."""
     function = function_of(x)

@@ -90,7 +90,7 @@ def test_makers_on_several_streams(make_beside: Callable[[bool], None]) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 192)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 192), (128, 384)], ids="{0[0]}_{0[1]}".format)
 @pytest.mark.parametrize("beside", [False, True])
 def test_small_launches(dims: tuple[int, int], beside: bool, make_beside: Callable[[bool], None]) -> None:
     """Of every kind of tile for compute-sanitizer: every place of every ring is used twice."""

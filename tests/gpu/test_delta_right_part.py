@@ -33,7 +33,7 @@ SEGMENT = SEGMENT_CHUNKS * CHUNK
 LONG = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]  # around segments of the walks over the states
 DIMS = [(80, 128), (80, 80), (96, 128), (128, 80), (128, 128)]
 DIMS += [(80, 256), (96, 192), (128, 192), (128, 256), (128, 512)]  # V of several slices
-# of heads of v and slices of V that take turns at dq and dk; the last of both
+# of heads of v and slices of V that add up dq and dk; the last of both
 KINDS = ["plain", "grouped", "sliced", "both", "without gate"]
 Force = Callable[[bool], None]
 
@@ -43,7 +43,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     """Has the mirror, of two walkers and whole sequences, make the right part of dk, or a right walk."""
 
     def force(made: bool) -> None:
-        monkeypatch.setattr(Shape, "makes_right", made)
+        monkeypatch.setattr(Shape, "makes_right", property(lambda shape: made and shape.adds_right))
         monkeypatch.setattr(Shape, "walkers", 2)
         monkeypatch.setattr(Shape, "split", None)
         forget_calls()
@@ -63,7 +63,7 @@ def gradients(x: Tensors, **options: Any) -> Tensors:
 
 def draw_kind(kind: str, seq: int, batch: int = 2, **options: Any) -> Tensors:
     """Of KINDS."""
-    value_heads = {"plain": 2, "grouped": 8, "sliced": 2}.get(kind, 4)
+    value_heads = {"plain": 2, "grouped": 8, "sliced": 2}.get(kind, 6)
     dims = {"plain": (128, 128), "grouped": (96, 128), "sliced": (128, 192)}.get(kind, (128, 256))
     x = draw(batch, seq, 2, value_heads, dims, **options)
     if kind == "without gate":

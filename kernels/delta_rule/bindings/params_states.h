@@ -46,6 +46,7 @@ struct DeltaStatesParams {
     // flow with dS in fp32 is for the chunks behind, that with S in fp32 for those before
     float* flows;
     int* written;  // workspace of delta_written_bytes, where several CTAs share a result
+    void* low;     // workspace of delta_low_bytes, where slices of V take turns (turns.cuh)
     float scale;   // s
     int walkers;   // warpgroups of a CTA that own 64 columns of K each: 1 or 2
     int shared;    // neighbouring heads of v that share a head of dq, left and dk; it divides the group
@@ -53,6 +54,7 @@ struct DeltaStatesParams {
 
 std::int64_t delta_anchor_bytes(const DeltaShape& shape);
 std::int64_t delta_written_bytes(const DeltaShape& shape, int shared);  // 0 where no CTAs share a result
+std::int64_t delta_low_bytes(const DeltaShape& shape, int shared);      // 0 where V is one slice
 
 // Both throw std::runtime_error on a refused launch.
 void delta_left(const DeltaStatesParams& params, void* stream);

@@ -7,7 +7,8 @@ namespace tfla_tk {
 
 void place(DeltaStatesParams& x, const Addresses& at) {
     at.all(x.shape.cut.offsets, x.q, x.k, x.writes, x.dout, x.dv, x.dq, x.left, x.dk, x.right);
-    at.all(x.g, x.beta, x.entering, x.leaving, x.borders, x.whole, x.inter, x.anchors, x.flows, x.written);
+    at.all(x.g, x.beta, x.entering, x.leaving, x.borders, x.whole, x.inter, x.anchors, x.flows, x.written,
+           x.low);
 }
 
 }  // namespace tfla_tk
@@ -28,7 +29,7 @@ void def_walk(pybind11::module_& m, const char* name) {
            const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& dq, const OperandTuple& left,
            const OperandTuple& dk, const OperandTuple& right, const GateTuple& g, const GateTuple& beta,
            std::int64_t entering, std::int64_t leaving, std::int64_t borders, const SumsTuple& sums,
-           std::int64_t written, float scale, int walkers, int shared) {
+           std::int64_t written, std::int64_t low, float scale, int walkers, int shared) {
             return prepared<kWalk>(DeltaStatesParams{shape(of),
                                                      operand(q),
                                                      operand(k),
@@ -49,6 +50,7 @@ void def_walk(pybind11::module_& m, const char* name) {
                                                      pointer(sums[2]),
                                                      pointer(sums[3]),
                                                      reinterpret_cast<int*>(written),
+                                                     pointer(low),
                                                      scale,
                                                      walkers,
                                                      shared});
@@ -56,12 +58,12 @@ void def_walk(pybind11::module_& m, const char* name) {
         py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("writes"), py::arg("dout"), py::arg("dv"),
         py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("right"), py::arg("g"), py::arg("beta"),
         py::arg("entering"), py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("written"),
-        py::arg("scale"), py::arg("walkers"), py::arg("shared"),
+        py::arg("low"), py::arg("scale"), py::arg("walkers"), py::arg("shared"),
         "Prepares a walk; right: the right parts of dk, address 0 where the mirror does not make them; "
         "entering, leaving: the states that sequences begin and end with, borders: those of "
         "the segments between, 0 for none; sums: whole, "
-        "inter, anchors, flows; written: workspace of written_bytes; shared: heads of v that share a head of "
-        "the results.");
+        "inter, anchors, flows; written, low: workspaces of written_bytes and low_bytes; shared: heads of v "
+        "that share a head of the results.");
 }
 
 }  // namespace
@@ -82,4 +84,10 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
         py::arg("shape"), py::arg("shared"),
         "Bytes of the workspace by which heads of v and slices of V take turns; 0 where none share a "
         "result.");
+    m.def(
+        "low_bytes", [](const ShapeTuple& of, int shared) { return delta_low_bytes(shape(of), shared); },
+        py::arg("shape"), py::arg("shared"),
+        "Bytes of the workspace for the low bytes of what slices of V leave for each other's turns; 0 where "
+        "V "
+        "is one slice.");
 }

@@ -45,7 +45,7 @@ ARGUMENTS = {
     "strength": ("shape", "sums", "parts", "dbeta"),
     "left": (
         *("shape", "q", "k", "writes", "dout", "dv", "dq", "left", "dk", "right", *GATES),
-        *("entering", "leaving", "borders", "sums", "written", "scale", "walkers", "shared"),
+        *("entering", "leaving", "borders", "sums", "written", "low", "scale", "walkers", "shared"),
     ),
     "mlstm_bwd_gates": (
         *("q_dq", "k_dk", "anchors", "i", "f", "di", "df", "chunk_m", "initial", "last", "workspace"),

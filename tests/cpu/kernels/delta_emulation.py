@@ -29,6 +29,7 @@ from .delta_before_walks import BeforeWalks, HeadsOfLead
 
 WARP, WALKER = 16, 64  # columns that a warp's sums are over, and those that the mirror's producer adds up
 ANCHOR_BYTES = 1000
+LOW_BYTES = WALKER * CHUNK  # of a walker's result in a chunk, one of each number
 
 
 def makes_scores(x: Arguments) -> bool:
@@ -102,6 +103,21 @@ class Kernel(BeforeWalks):
     def written_bytes(self, shape: tuple[int, ...], shared: int) -> int:
         slices, segments, heads = -(-shape[9] // STATES_SLICE), shape[3], shape[6]
         return 4 * (1 + segments * heads * slices * 2) if slices * shared > 1 else 0
+
+    def low_bytes(self, shape: tuple[int, ...], shared: int) -> int:
+        slices, (batch, heads, seq, dim_k) = -(-shape[9] // STATES_SLICE), shape[5:9]
+        if slices == 1:
+            return 0
+        results = 1 if slices * shared == 2 else 2
+        return (
+            results
+            * LOW_BYTES
+            * batch
+            * (heads // shared)
+            * -(-dim_k // (2 * WALKER))
+            * 2
+            * chunk_slots(shape, seq)
+        )
 
     def mlstm_bwd_gates_workspace_bytes(self, heads: int, sequences: int) -> int:
         return 128 * heads * sequences
@@ -307,6 +323,10 @@ class Kernel(BeforeWalks):
             x.tensor(x.of.written, torch.int32, (1 + x.cut[3] * x.heads * x.slices * 2,)).zero_()
         else:
             assert x.of.written == 0
+        low = self.low_bytes(x.of.shape, shared) if right is None else 0
+        assert bool(x.of.low) == bool(low)
+        if low:
+            x.tensor(x.of.low, torch.uint8, (low,)).fill_(SumsOfWalk.FILL)
         sums = SumsOfWalk(x, x.of.sums, is_first=forward and right is None)
         leaving = x.states(x.of.leaving, x.cut[2])
 

@@ -23,9 +23,9 @@ from .test_delta_launch import check, cotangents, draw, split_into
 
 @pytest.fixture(params=[True, False], ids=["made", "walked"])
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the mirror makes it."""
+    """Whether the mirror makes it, where the left walk can add it."""
     found: bool = request.param
-    monkeypatch.setattr(Shape, "makes_right", found)
+    monkeypatch.setattr(Shape, "makes_right", property(lambda shape: found and shape.adds_right))
     return found
 
 
@@ -55,23 +55,26 @@ def test_one_head_per_key(
 
 
 @pytest.mark.parametrize(
-    ("dims", "group"),
+    ("dims", "group", "adds"),
     [
-        ((128, 96), 2),  # heads take turns
-        ((128, 272), 1),  # slices of V do
-        ((80, 144), 2),  # heads and slices do
-        ((80, 80), 5),  # parts of every head, which another launch adds up
-        ((80, 144), 6),  # and of two heads each
+        ((128, 96), 2, True),  # heads take turns
+        ((128, 256), 1, True),  # slices of V are a pair
+        ((128, 272), 1, False),  # slices take turns
+        ((80, 144), 2, False),  # heads and slices do
+        ((80, 80), 5, True),  # parts of every head, which another launch adds up
+        ((80, 144), 3, True),  # and of slices, a pair each
+        ((80, 144), 6, False),  # and of two heads each
     ],
     ids=str,
 )
 @pytest.mark.parametrize("gate", [False, True], ids=["ungated", "gated"])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_results_that_are_added_up(
-    dims: tuple[int, int], group: int, gate: bool, packed: bool, made: bool, kernel: Kernel
+    dims: tuple[int, int], group: int, adds: bool, gate: bool, packed: bool, made: bool, kernel: Kernel
 ) -> None:
+    """adds: the left walk can add the right part of dk."""
     check(draw(dims, group=group, gate=gate, packed=packed, tokens=70))
-    assert names_of(kernel) == walks(made)
+    assert names_of(kernel) == walks(made and adds)
 
 
 @pytest.mark.parametrize("longest", [0, 1], ids=["carried", "leads"])

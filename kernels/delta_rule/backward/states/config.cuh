@@ -1,6 +1,8 @@
 // Tiles, warpgroup roles and shared memory of the walks for the gradients of q and k.
 #pragma once
 
+#include <type_traits>
+
 #include "common/store_rows.cuh"
 #include "delta_rule/backward/sums.cuh"
 #include "delta_rule/walk.cuh"
@@ -33,6 +35,13 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich, bool kInPairs 
     struct Sent {
         float4 units[kChunk * kWalkerColumns / 4 / 128][128];
     };
+    // Slices of V that take turns leave sums in 24 bits for each other (turns.cuh).
+    static constexpr bool kKeepsLow = kDimV == 128 && !kPaired;
+};
+
+// The third byte of each number of a walker's result, as the walker's threads have them: of 16 tokens each.
+struct LowBytes {
+    uint2 of_tokens[kChunk / 16][128];
 };
 
 // Fields as in bindings/params_states.h.
@@ -55,7 +64,9 @@ struct StatesGlobals {
     FlowSum* inter;
     uint4* anchors;
     float* flows;
-    int* written;  // a ticket, then per CTA
+    int* written;   // a ticket, then per CTA
+    LowBytes* low;  // [results, batch, heads / shared, walkers' columns, slots]; null where none are kept
+    int64_t low_of_result;  // of these, per result
     float scale;
     bool right_made;  // by the mirror: the left walk is the last one
     int at_once;      // shared results that the GPU serves at once
@@ -69,6 +80,11 @@ struct StatesGlobals {
 // Whether the mirror has made the right part of dk, so that the left walk is the last one.
 template <class C> __device__ inline bool has_right(const StatesGlobals& g) {
     return C::kIsLeft && C::kDimV == 128 && g.right_made;
+}
+
+// Whether the turns leave sums in 24 bits for each other.
+template <class C> __device__ inline bool keeps_low(const StatesGlobals& g) {
+    return C::kKeepsLow && g.low != nullptr;
 }
 
 // Of a chunk's tokens.
@@ -141,10 +157,14 @@ template <class C> struct StatesStage {
 };
 
 // What each walker adds its results to: those of the turn before, or of the other CTA of a pair; the right
-// part of dk that the mirror has made, which it makes with this tile of V alone.
+// part of dk that the mirror has made, which it makes with this tile of V alone. Calls with that part keep no
+// low bytes.
 template <class C, bool kHasRight = C::kDimV == 128> struct RightResults {};
 template <class C> struct RightResults<C, true> {
-    typename C::Columns right[C::kWalkers];
+    union {
+        typename C::Columns right[C::kWalkers];
+        LowBytes low[C::kWalkers][2];  // of dq and of left
+    };
 };
 template <class C, bool kIsLeft = C::kIsLeft, bool kPaired = C::kPaired>
 struct EarlierResults : RightResults<C> {
@@ -153,7 +173,12 @@ struct EarlierResults : RightResults<C> {
 template <class C> struct EarlierResults<C, true, true> : RightResults<C> {
     typename C::Sent sent[C::kWalkers];  // by the other CTA
 };
-template <class C> struct EarlierResults<C, false, false> {};  // in the stages
+template <class C, bool kKeepsLow = C::kKeepsLow> struct EarlierLowBytes {};
+template <class C> struct EarlierLowBytes<C, true> {
+    LowBytes low[C::kWalkers][1];
+};
+template <class C>
+struct EarlierResults<C, false, false> : EarlierLowBytes<C> {};  // the results are in the stages
 
 // Barriers of a pair: what the other CTA has sent is there; it has read what this one has sent.
 template <class C> struct PairBarriers {
@@ -171,7 +196,9 @@ template <class C> struct ChunkScores {
 };
 
 template <class C> struct StatesMemory {
-    static constexpr int kEarlier = C::kIsLeft ? sizeof(EarlierResults<C>) : 0;
+    static constexpr int kEarlier = std::is_empty_v<EarlierResults<C>> ? 0 : sizeof(EarlierResults<C>);
+    // results of the turn before, and their low bytes or the right part of dk
+    static constexpr int kEarlierArrivals = C::kPaired ? 1 : C::kIsLeft ? 3 : 2;
     static constexpr bool kHasGateRing = !(C::kIsLeft && C::kDimV == 128 && C::kWalkers == 2);  // no room
     static constexpr int kOthers = sizeof(ChunkScores<C>) + kEarlier + (kHasGateRing ? sizeof(GateRing) : 0) +
                                    512;  // 512: barriers, the task
@@ -200,7 +227,7 @@ template <class C> struct StatesMemory {
             init_warp_barrier(free[i], 4 * C::kWalkers);
         }
         for (auto& of_walker : earlier_arrived)
-            for (auto& arrived : of_walker) init_semaphore(arrived, C::kIsLeft && !C::kPaired ? 3 : 1);
+            for (auto& arrived : of_walker) init_semaphore(arrived, kEarlierArrivals);
         for (auto& of_walker : out_ready)
             for (auto& ready : of_walker) init_warp_barrier(ready, 4);
         for (auto& read : out_read) init_warp_barrier(read, 1);

@@ -19,6 +19,7 @@
 #pragma once
 
 #include "delta_rule/backward/states/pair.cuh"
+#include "delta_rule/backward/states/turns.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -138,14 +139,14 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
                 wait_earlier();
                 typename W::Factors unpacked;
                 if (task.turn > 0) {
-                    W::add(first, unpacked, smem.earlier.dq[walker()]);
-                    W::add(second, unpacked, smem.earlier.left[walker()]);
+                    Turns<C>::add(g, first, unpacked, smem.earlier.dq[walker()], smem, walker(), 0);
+                    Turns<C>::add(g, second, unpacked, smem.earlier.left[walker()], smem, walker(), 1);
                 }
                 if constexpr (C::kDimV == 128)
                     if (has_right<C>(g)) W::add(second, unpacked, smem.earlier.right[walker()]);
             }
-            W::store(columns.queries, first);
-            W::store(columns.keys, second);
+            Turns<C>::store(g, task, columns.queries, first, chunk, walker(), 0);
+            Turns<C>::store(g, task, columns.keys, second, chunk, walker(), 1);
             fence_async_proxy();
         }
         arrive_warp(smem.out_ready[walker()][slot]);

@@ -1,7 +1,7 @@
 // Producer warps of the walks for the gradients of q and k: loads, factors of the gates, stores.
 #pragma once
 
-#include "delta_rule/backward/states/config.cuh"
+#include "delta_rule/backward/states/turns.cuh"
 
 namespace tfla_tk::delta_rule {
 
@@ -144,6 +144,7 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
     const StatesTask& task = smem.task;
     const bool first = C::kPaired || task.turn == 0;  // there are no earlier results in device memory
     if (C::kIsLeft && first && !has_right<C>(g)) return;
+    const bool adds_low = !first && keeps_low<C>(g);
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
     int written = 0;
 #pragma unroll 1
@@ -155,14 +156,26 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
 #pragma unroll 1
         for (int walker = 0; walker < C::kWalkers; walker++) {
             semaphore& arrived = smem.earlier_arrived[walker][slot];
+            const int chunk = chunk_of_step<C>(task, step);
             auto load_result = [&](auto& tile, const TensorMap& from, int head) {
-                load(tile, from, arrived, column_of_walker(task, walker), head, chunk_of_step<C>(task, step));
+                load(tile, from, arrived, column_of_walker(task, walker), head, chunk);
+            };
+            auto wait_walker = [&] {  // until it has read the results before these
+                if (step == 0) return;
+                const Use<kStages> before(step - 1);
+                wait(smem.out_ready[walker][before.slot], before.phase);
+            };
+            auto load_low = [&] {
+                if constexpr (C::kKeepsLow)
+                    if (fresh_laneid() == 0) {
+                        auto& to = smem.earlier.low[walker];
+                        kittens::tma::expect_bytes(arrived, sizeof(to));
+                        for (int result = 0; result < (C::kIsLeft ? 2 : 1); result++)
+                            load_low_bytes(to[result], low_place<C>(g, task, chunk, walker, result), arrived);
+                    }
             };
             if constexpr (C::kIsLeft) {
-                if (step > 0) {
-                    const Use<kStages> before(step - 1);
-                    wait(smem.out_ready[walker][before.slot], before.phase);
-                }
+                wait_walker();
                 if constexpr (!C::kPaired) {
                     if (!first) {
                         load_result(smem.earlier.dq[walker], g.dq.chunk, task.result_head);
@@ -174,12 +187,20 @@ template <class C> __device__ inline void load_earlier(const StatesGlobals& g, S
                 if (has_right<C>(g)) {
                     if constexpr (C::kDimV == 128)
                         load_result(smem.earlier.right[walker], g.right, task.right_head);
+                } else if (adds_low) {
+                    load_low();
                 } else if (fresh_laneid() == 0) {
                     arrive(arrived);
                 }
             } else {
                 load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk,
                             task.result_head);
+                if (adds_low) {
+                    wait_walker();
+                    load_low();
+                } else if (fresh_laneid() == 0) {
+                    arrive(arrived);
+                }
             }
         }
     }

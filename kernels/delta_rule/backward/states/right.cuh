@@ -10,6 +10,7 @@
 //   7. Wait for dS; hand the stage over.
 #pragma once
 
+#include "delta_rule/backward/states/turns.cuh"
 #include "delta_rule/backward/states/walker.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -78,8 +79,11 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
             store_sums(g, task, chunk, part(), SumsThroughState::of(through),
                        token_sums(fresh_laneid(), of_keys));
         wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(step).phase);
-        W::add(right, queries, columns.earlier);
-        W::store(columns.earlier, right);
+        if (task.turn > 0)
+            Turns<C>::add(g, right, queries, columns.earlier, smem, walker(), 0);
+        else
+            W::add(right, queries, columns.earlier);
+        Turns<C>::store(g, task, columns.earlier, right, chunk, walker(), 0);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
         if (chunk > 0 && is_anchor(task, chunk) && column() < g.dim_k)  // of the next step

@@ -89,6 +89,12 @@ inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
 // Of V, one for a CTA.
 inline int slices_of(const DeltaShape& s) { return (s.dim_v + TFLA_DIM_V - 1) / TFLA_DIM_V; }
 
+// Of one result, of all walkers.
+inline std::int64_t low_of_result(const DeltaShape& s, int shared) {
+    const std::int64_t columns = (s.dim_k + 2 * kWalkerColumns - 1) / (2 * kWalkerColumns) * 2;
+    return columns * s.batch * (s.heads / shared) * slots_of(s);
+}
+
 // Shared results that the GPU serves at once, with CTAs for all turns.
 inline int served_at_once(int ctas, int device, const char* name) {
     return std::max(multiprocessors_of(device, name) / ctas, 1);
@@ -139,6 +145,8 @@ template <class C> StatesGlobals states_globals(const DeltaStatesParams& p) {
         static_cast<uint4*>(p.anchors),
         p.flows,
         slices * p.shared > 1 && !C::kPaired ? p.written : nullptr,
+        C::kKeepsLow ? static_cast<LowBytes*>(p.low) : nullptr,
+        low_of_result(s, p.shared),
         p.scale,
         right_made,
     };
@@ -150,6 +158,8 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
         throw std::runtime_error(std::string(kName) + ": segments of another length than the borders'");
     if (p.right.data && (!C::kIsLeft || C::kDimV != 128))
         throw std::runtime_error(std::string(kName) + ": the right parts of dk are not wanted");
+    if (p.right.data && p.low && C::kKeepsLow)
+        throw std::runtime_error(std::string(kName) + ": no room for both right parts and low bytes");
     const DeviceGuard guard(p.shape.device, kName);
     StatesGlobals g = states_globals<C>(p);
     const std::int64_t ctas = static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices * g.ctas;
@@ -192,6 +202,13 @@ std::int64_t delta_written_bytes(const DeltaShape& s, int shared) {
     const std::int64_t slices = delta_rule::slices_of(s);
     const std::int64_t most_ctas = (s.dim_k + delta_rule::kWalkerColumns - 1) / delta_rule::kWalkerColumns;
     return slices * shared == 1 ? 0 : sizeof(int) * (1 + slices * most_ctas * s.cut.segments * s.heads);
+}
+
+std::int64_t delta_low_bytes(const DeltaShape& s, int shared) {
+    const int slices = delta_rule::slices_of(s), turns = slices * shared;
+    if (slices == 1) return 0;
+    // two turns of the left walk are a pair, which needs none
+    return (turns > 2 ? 2 : 1) * delta_rule::low_of_result(s, shared) * sizeof(delta_rule::LowBytes);
 }
 
 void delta_left(const DeltaStatesParams& params, void* stream) {

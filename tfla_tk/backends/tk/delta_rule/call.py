@@ -22,8 +22,8 @@ from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
-# parts of dq and dk, of heads of v and slices of V, that are added up in turns: more turns would round the
-# sum too often. Slices take turns in any case
+# parts of dq and dk, of heads of v and slices of V, that are added up in turns: those of heads are rounded in
+# each, so more turns would round too often. Slices take turns in any case
 MOST_TURNS = 4
 _WARP_COLUMNS = 16  # of V or K that a warp's sums are over
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
@@ -184,6 +184,18 @@ class Shape(NamedTuple):
         return max(heads for heads in range(1, most + 1) if self.group % heads == 0)
 
     @property
+    def turns(self) -> int:
+        """CTAs of the walks over the states that add up a result: in turns, or in the left walk two as a
+        pair."""
+        return self.shared * self.states_slices
+
+    @property
+    def adds_right(self) -> bool:
+        """Whether a left walk could add the right part of dk to its own. Where slices of V take turns, there
+        is no room for it beside the low bytes of their sums."""
+        return self.states_slices == 1 or self.turns == 2
+
+    @property
     def partial(self) -> tuple[int, int, int, int]:
         """Of what the walks over the states leave of dq and dk, [B, T, HV / shared, K]."""
         return self.batch, self.seq, self.heads // self.shared, self.dim_k
@@ -256,7 +268,7 @@ class Shape(NamedTuple):
     def makes_right(self) -> bool:
         """Whether the mirror makes the right part of dk, so that there is no right walk. Packed sequences are
         taken to have tokens, all alike."""
-        if self.batch_invariant:
+        if self.batch_invariant or not self.adds_right:
             return False
         pairs = (self.split or self.uncut).segments * self.heads
         return costs.mirror_makes_right(pairs, (self.dim_k, self.dim_v), multiprocessors(self.device))

@@ -158,9 +158,9 @@ def mirror_makes_right(pairs: int, dims: tuple[int, int], multiprocessors: int) 
 
 
 def _mirror_can_make_right(dims: tuple[int, int]) -> bool:
-    """Whether kernels can, with two walkers."""
+    """Whether kernels can, with two walkers, and the left walk adds up no more than two slices of V."""
     dim_k, dim_v = dims
-    return WALKER_COLUMNS < dim_k <= MOST_NARROW_K and dim_v > WALKER_COLUMNS
+    return WALKER_COLUMNS < dim_k <= MOST_NARROW_K and WALKER_COLUMNS < dim_v <= 4 * WALKER_COLUMNS
 
 
 @functools.lru_cache(maxsize=4096)

@@ -101,17 +101,18 @@ def launch_states(
     """
     kernel = build.load(instances.delta_states(shape.dim_v))
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
-    makes_right, turns = shape.makes_right, shape.shared * shape.states_slices
+    makes_right = shape.makes_right
     # parts of dk for the last walk: the left one, or those of every head and slice of V that the mirror makes
     if not makes_right:
         left, right = scratch.take_dense(shape.partial, core.q.itemsize), NO_OPERAND
-    elif turns == 1:
+    elif shape.turns == 1:
         left = right = dk
     else:
         heads = shape.heads * shape.states_slices
         parts = (shape.batch, shape.seq, heads, shape.dim_k)
         left, right = dk, scratch.take_dense(parts, core.q.itemsize)
     written_at = scratch.take(kernel.written_bytes(of, shape.shared))
+    low_at = 0 if makes_right else scratch.take(kernel.low_bytes(of, shape.shared))
     operands = (
         *(operand_at(at.q, core.q), operand_at(at.k, core.k), through.writes, through.do, through.dv),
         *(dq, left, dk, right, gate_at(at.g, core.g), gate_at(at.beta, core.beta)),
@@ -131,7 +132,7 @@ def launch_states(
         if at.initial_state and not makes_right:
             dh0_at = scratch.take(state_bytes)
     of_left, of_right = of_walks
-    options = written_at, core.scale, shape.states_walkers, shape.shared
+    options = written_at, low_at, core.scale, shape.states_walkers, shape.shared
     left_walk = kernel.left(of, *operands, at.initial_state, last_at, through.borders, of_left, *options)
     if makes_right:
         launches = [mirror(right, of_right[:3]), left_walk]
