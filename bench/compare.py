@@ -30,6 +30,7 @@ from .operators import FUNCTIONS, OPERATORS, Operator
 from .runner import FAILED, RECORD_REPEATS, UNSUPPORTED, Outcome, Settings, run_contest, steps_of, unserved
 from .shapes import PASSES, SETS, Shape, parse_shapes
 from .timing import CpuStopwatch, CudaStopwatch, Plan
+from .tuning import configs_compiled_by
 from .usage import UsageError, check_outputs
 from .variants import COMPARED, FAMILIES, SCHEDULES, Variant, check_named, find_variants
 
@@ -140,6 +141,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is measured, recorded in the rows where this is no git checkout",
     )
     add("--seed", type=int, default=0, help="of the random inputs (default: 0)")
+    add(
+        "--tuning-threads",
+        type=argument(positive),
+        default=1,
+        metavar="N",
+        help="that compile the configurations of a Triton autotuner before it times them (default: 1)",
+    )
     add("--quick", action="store_true", help="the first of the shapes only, and fewer repeats")
 
 
@@ -218,7 +226,8 @@ def carry_out(args: argparse.Namespace, contests: Sequence[Contest], *, on_gpu: 
         if record is not None:
             results.write(record, results.merge(earlier, _rows(outcomes)))
 
-    outcomes = _run_all(contests, settings, console, keep)
+    with configs_compiled_by(args.tuning_threads):
+        outcomes = _run_all(contests, settings, console, keep)
     rows = _rows(outcomes)
     if record is not None:
         console.print(f"{len(rows)} rows merged into {record.name}")
@@ -357,6 +366,12 @@ def finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"expected a finite number, got {text}")
     return number
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"expected a positive number, got {text}")
+    return int(text)
 
 
 def names(allowed: Collection[str], others: Mapping[str, str] | None = None) -> Callable[[str], list[str]]:

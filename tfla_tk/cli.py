@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--jobs",
-        type=compare.argument(_positive),
+        type=compare.argument(compare.positive),
         help="compiler processes at a time (default: the CPU cores)",
     )
     command.add_argument("--list", action="store_true", help="print the names and compile nothing")
@@ -83,12 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     gradcheck.add_arguments(command)
     command.set_defaults(run=gradcheck.run)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"expected a positive number, got {text}")
-    return int(text)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
