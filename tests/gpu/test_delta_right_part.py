@@ -260,7 +260,7 @@ def test_a_graph_replays_the_backward(kind: str) -> None:
 @pytest.mark.usefixtures("right_made")
 def test_turns() -> None:
     """Of more CTAs than the GPU has room for, and of several calls at once."""
-    test_delta_rule.test_value_heads_in_many_waves()
+    test_delta_rule.test_turns_in_many_waves(16, 48, (128, 128))
     test_delta_rule.test_turns_on_several_streams()
 
 

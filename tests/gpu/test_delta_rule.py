@@ -314,9 +314,14 @@ def test_value_heads_of_segments(packed: bool, dims: tuple[int, int], group: int
     assert_whole_and_repeated(lambda: train(x, function=chunk_gated_delta_rule))
 
 
-def test_value_heads_in_many_waves() -> None:
+@pytest.mark.parametrize(
+    ("heads", "value_heads", "dims"),
+    [(16, 48, (128, 128)), (8, 16, (128, 256)), (8, 8, (128, 512))],
+    ids=["heads", "heads and slices", "slices"],
+)
+def test_turns_in_many_waves(heads: int, value_heads: int, dims: tuple[int, int]) -> None:
     """Of more CTAs than the GPU has room for."""
-    x = draw(1, 8 * SEGMENT + 100, 16, 48)
+    x = draw(1, 8 * SEGMENT + 100, heads, value_heads, dims)
     expected = train(x, function=chunk_gated_delta_rule)
     for _ in range(20):
         assert_equal(train(x, function=chunk_gated_delta_rule), expected)
@@ -344,7 +349,7 @@ def test_turns_on_several_streams() -> None:
 
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("value_heads", [2, 4])
-@pytest.mark.parametrize("dims", [(128, 128), (256, 320)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("dims", [(128, 128), (128, 256), (256, 320)], ids="{0[0]}_{0[1]}".format)
 def test_packed_sequences(dims: tuple[int, int], value_heads: int, offsets: torch.dtype) -> None:
     x = draw(1, sum(LENGTHS), 2, value_heads, dims, sequences=len(LENGTHS))
     x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", offsets)

@@ -46,10 +46,12 @@ struct DeltaStatesParams {
     // flow with dS in fp32 is for the chunks behind, that with S in fp32 for those before
     float* flows;
     int* written;  // workspace of delta_written_bytes, where several CTAs share a result
-    void* low;     // workspace of delta_low_bytes, where slices of V take turns (turns.cuh)
-    float scale;   // s
-    int walkers;   // warpgroups of a CTA that own 64 columns of K each: 1 or 2
-    int shared;    // neighbouring heads of v that share a head of dq, left and dk; it divides the group
+    // workspace of delta_low_bytes, where slices of V take turns (states/turns.cuh); null: each turn rounds.
+    // There is none beside `right` where more than two CTAs share a result
+    void* low;
+    float scale;  // s
+    int walkers;  // warpgroups of a CTA that own 64 columns of K each: 1 or 2
+    int shared;   // neighbouring heads of v that share a head of dq, left and dk; it divides the group
 };
 
 std::int64_t delta_anchor_bytes(const DeltaShape& shape);

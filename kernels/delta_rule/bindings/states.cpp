@@ -87,7 +87,6 @@ PYBIND11_MODULE(TFLA_MODULE, m) {
     m.def(
         "low_bytes", [](const ShapeTuple& of, int shared) { return delta_low_bytes(shape(of), shared); },
         py::arg("shape"), py::arg("shared"),
-        "Bytes of the workspace for the low bytes of what slices of V leave for each other's turns; 0 where "
-        "V "
-        "is one slice.");
+        "Bytes of the workspace for the low bytes of what slices of V leave for each other; 0 for one "
+        "slice.");
 }

@@ -60,10 +60,10 @@ def test_one_head_per_key(
         ((128, 96), 2, True),  # heads take turns
         ((128, 256), 1, True),  # slices of V are a pair
         ((128, 272), 1, False),  # slices take turns
-        ((80, 144), 2, False),  # heads and slices do
+        ((80, 144), 2, True),  # heads and slices do
         ((80, 80), 5, True),  # parts of every head, which another launch adds up
         ((80, 144), 3, True),  # and of slices, a pair each
-        ((80, 144), 6, False),  # and of two heads each
+        ((80, 144), 6, True),  # and of two heads each
     ],
     ids=str,
 )

@@ -35,11 +35,13 @@ template <class Type, int kTileOfV, int kCount, StateWalk kWhich, bool kInPairs 
     struct Sent {
         float4 units[kChunk * kWalkerColumns / 4 / 128][128];
     };
-    // Slices of V that take turns leave sums in 24 bits for each other (turns.cuh).
+    // Slices of V that take turns leave sums in 24 bits for each other (turns.cuh). With a smaller tile V is
+    // one slice.
     static constexpr bool kKeepsLow = kDimV == 128 && !kPaired;
 };
 
-// The third byte of each number of a walker's result, as the walker's threads have them: of 16 tokens each.
+// Eight bits of each number of a walker's result, those below its upper half, as the walker's threads have
+// them: of 16 tokens each.
 struct LowBytes {
     uint2 of_tokens[kChunk / 16][128];
 };
@@ -197,7 +199,8 @@ template <class C> struct ChunkScores {
 
 template <class C> struct StatesMemory {
     static constexpr int kEarlier = std::is_empty_v<EarlierResults<C>> ? 0 : sizeof(EarlierResults<C>);
-    // results of the turn before, and their low bytes or the right part of dk
+    // left walk: of dq, of left, and of their low bytes or the right part of dk; right walk: of dk or the
+    // left part, and of low bytes
     static constexpr int kEarlierArrivals = C::kPaired ? 1 : C::kIsLeft ? 3 : 2;
     static constexpr bool kHasGateRing = !(C::kIsLeft && C::kDimV == 128 && C::kWalkers == 2);  // no room
     static constexpr int kOthers = sizeof(ChunkScores<C>) + kEarlier + (kHasGateRing ? sizeof(GateRing) : 0) +

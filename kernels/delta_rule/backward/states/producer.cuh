@@ -66,8 +66,8 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
 
 // CTAs that share results and are no pair write those of a chunk in turn, the slices of V of one head and
 // then those of the next. So the order of the sums is always the same. Each turn adds what the one before has
-// stored to its own results in fp32, so that only what it stores is rounded. `written` counts the chunks of a
-// CTA that are in device memory. Returns how many that are, at least `chunks`.
+// stored to its own results in fp32 (turns.cuh). `written` counts the chunks of a CTA that are in device
+// memory. Returns how many that are, at least `chunks`.
 __device__ inline int wait_written(const int* written, int chunks) {
     while (peek_from_device(written) < chunks) __nanosleep(32);
     const int found = acquire_from_device(written);
@@ -137,8 +137,9 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
 
 // One warp: what the walkers add their results to. Those are the results of the turn before. The right
 // walk begins with the left part of dk; in the left walk every CTA adds the right part that the mirror has
-// made for it, in a pair nothing else. NOTES: a warp of its own, since it waits for another CTA while results
-// of this one may be ready to be stored and published.
+// made for it, in a pair nothing else. Low bytes have one place per walker, free once the walker is done with
+// the chunk before. NOTES: a warp of its own, since it waits for another CTA while results of this one may be
+// ready to be stored and published.
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;

@@ -1,7 +1,8 @@
 // What a turn leaves for the next one, where CTAs take turns to add up dq, left or dk. Parts from slices of V
 // are added up in fp32, of which a turn leaves 24 bits: the upper 16 in the result's own place, the eight
 // below them in `low`. The last turn rounds to the operands' type. So a result is rounded once, whatever the
-// number of slices. Parts from heads of v that share a head of q and k are rounded in each turn: fewer bytes.
+// number of slices. Without low bytes each turn rounds. That takes fewer bytes: where V is one slice and
+// heads of v share a head of q and k, or where the mirror has made the right part of dk.
 #pragma once
 
 #include "delta_rule/backward/states/walker.cuh"
@@ -51,8 +52,8 @@ template <class C> struct Turns {
     }
 
   private:
-    // A number whose upper half is one of `pair`. The last byte is the third once more: on average that is
-    // the half of a unit that store() cuts off.
+    // A number whose upper half is one of `pair` and whose third byte, counted from the top, is one of `low`.
+    // The last byte is the third once more: on average that is the half of a unit that store() cuts off.
     template <int kThird, int kHalf> __device__ static inline float joined(uint32_t pair, uint32_t low) {
         return __uint_as_float(__byte_perm(low, pair, 0x5400 + kHalf * 0x2200 + kThird * 0x11));
     }

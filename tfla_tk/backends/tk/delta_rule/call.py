@@ -22,8 +22,8 @@ from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import CHUNK, DTYPES, SEGMENT_CHUNKS, Cut, MaybeTensor, chunk_slots
 
-# parts of dq and dk, of heads of v and slices of V, that are added up in turns: those of heads are rounded in
-# each, so more turns would round too often. Slices take turns in any case
+# parts of dq and dk, of heads of v and slices of V, that are added up in turns: parts of heads are rounded in
+# each where V is one slice, so more turns would round too often. Slices take turns in any case
 MOST_TURNS = 4
 _WARP_COLUMNS = 16  # of V or K that a warp's sums are over
 # cycles of a chunk with one walker on a multiprocessor and with two, from the log of 2026-11-26: of the walks
@@ -191,9 +191,9 @@ class Shape(NamedTuple):
 
     @property
     def adds_right(self) -> bool:
-        """Whether a left walk could add the right part of dk to its own. Where slices of V take turns, there
-        is no room for it beside the low bytes of their sums."""
-        return self.states_slices == 1 or self.turns == 2
+        """Whether the left walk adds the right part of dk where the mirror has made it. With more than two
+        slices of V the low bytes of their sums take its place in shared memory."""
+        return self.dim_v <= costs.MOST_V_WITH_RIGHT
 
     @property
     def partial(self) -> tuple[int, int, int, int]:
@@ -268,7 +268,7 @@ class Shape(NamedTuple):
     def makes_right(self) -> bool:
         """Whether the mirror makes the right part of dk, so that there is no right walk. Packed sequences are
         taken to have tokens, all alike."""
-        if self.batch_invariant or not self.adds_right:
+        if self.batch_invariant:
             return False
         pairs = (self.split or self.uncut).segments * self.heads
         return costs.mirror_makes_right(pairs, (self.dim_k, self.dim_v), multiprocessors(self.device))

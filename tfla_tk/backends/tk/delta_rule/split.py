@@ -23,6 +23,7 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
+MOST_V_WITH_RIGHT = 256  # two slices: with more of them the left walk has no room for the right part of dk
 
 # microseconds per chunk, K = V = 128 (log of 2026-11-27). By walkers of a CTA: the walk alone, with makers
 # beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
@@ -158,9 +159,9 @@ def mirror_makes_right(pairs: int, dims: tuple[int, int], multiprocessors: int) 
 
 
 def _mirror_can_make_right(dims: tuple[int, int]) -> bool:
-    """Whether kernels can, with two walkers, and the left walk adds up no more than two slices of V."""
+    """Whether kernels can, with two walkers, and the left walk has room for that part."""
     dim_k, dim_v = dims
-    return WALKER_COLUMNS < dim_k <= MOST_NARROW_K and WALKER_COLUMNS < dim_v <= 4 * WALKER_COLUMNS
+    return WALKER_COLUMNS < dim_k <= MOST_NARROW_K and WALKER_COLUMNS < dim_v <= MOST_V_WITH_RIGHT
 
 
 @functools.lru_cache(maxsize=4096)
