@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule.call import Shape
+from tfla_tk.backends.tk.delta_rule.split import MOST_V_WITH_RIGHT
 from tfla_tk.backends.tk.operands import multiprocessors
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
@@ -43,7 +44,9 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     """Has the mirror, of two walkers and whole sequences, make the right part of dk, or a right walk."""
 
     def force(made: bool) -> None:
-        monkeypatch.setattr(Shape, "makes_right", property(lambda shape: made and shape.adds_right))
+        monkeypatch.setattr(
+            Shape, "makes_right", property(lambda shape: made and shape.dim_v <= MOST_V_WITH_RIGHT)
+        )
         monkeypatch.setattr(Shape, "walkers", 2)
         monkeypatch.setattr(Shape, "split", None)
         forget_calls()

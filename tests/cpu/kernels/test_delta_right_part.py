@@ -12,6 +12,7 @@ import torch
 
 from tfla_tk.backends.tk.delta_rule import launch
 from tfla_tk.backends.tk.delta_rule.call import Shape
+from tfla_tk.backends.tk.delta_rule.split import MOST_V_WITH_RIGHT
 from tfla_tk.backends.tk.prepared import Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ADDRESS_BITS
@@ -25,7 +26,9 @@ from .test_delta_launch import check, cotangents, draw, split_into
 def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the mirror makes it, where the left walk can add it."""
     found: bool = request.param
-    monkeypatch.setattr(Shape, "makes_right", property(lambda shape: found and shape.adds_right))
+    monkeypatch.setattr(
+        Shape, "makes_right", property(lambda shape: found and shape.dim_v <= MOST_V_WITH_RIGHT)
+    )
     return found
 
 

@@ -190,12 +190,6 @@ class Shape(NamedTuple):
         return self.shared * self.states_slices
 
     @property
-    def adds_right(self) -> bool:
-        """Whether the left walk adds the right part of dk where the mirror has made it. With more than two
-        slices of V the low bytes of their sums take its place in shared memory."""
-        return self.dim_v <= costs.MOST_V_WITH_RIGHT
-
-    @property
     def partial(self) -> tuple[int, int, int, int]:
         """Of what the walks over the states leave of dq and dk, [B, T, HV / shared, K]."""
         return self.batch, self.seq, self.heads // self.shared, self.dim_k

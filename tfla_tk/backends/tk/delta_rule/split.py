@@ -23,7 +23,8 @@ from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
-MOST_V_WITH_RIGHT = 256  # two slices: with more of them the left walk has no room for the right part of dk
+# two slices: with more of them low bytes of sums take the place of the right part of dk in the left walk
+MOST_V_WITH_RIGHT = 256
 
 # microseconds per chunk, K = V = 128 (log of 2026-11-27). By walkers of a CTA: the walk alone, with makers
 # beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
