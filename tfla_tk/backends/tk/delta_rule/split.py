@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from tfla_tk.backends.tk.segments import waves_of
+from tfla_tk.build.instances import DELTA_STATES_TILES
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
 WALKER_COLUMNS = 64  # of V that a walker owns; of K in the walks for dq and dk
 MOST_NARROW_K = 128  # of walks that can have makers beside them, or be split
 # two slices: with more of them low bytes of sums take the place of the right part of dk in the left walk
-MOST_V_WITH_RIGHT = 256
+MOST_V_WITH_RIGHT = 2 * max(DELTA_STATES_TILES)
 
 # microseconds per chunk, K = V = 128 (log of 2026-11-27). By walkers of a CTA: the walk alone, with makers
 # beside it. By matrices on a multiprocessor (1: A, 2: A and P): made before the walk, beside it (1: measured
