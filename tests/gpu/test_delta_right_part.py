@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.backends.tk.delta_rule.split import MOST_V_WITH_RIGHT
 from tfla_tk.backends.tk.operands import multiprocessors
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
@@ -33,7 +32,7 @@ from .test_delta_rule import BETAS, GATES, check, draw, function_of, of_both_fun
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 LONG = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]  # around segments of the walks over the states
 DIMS = [(80, 128), (80, 80), (96, 128), (128, 80), (128, 128)]
-DIMS += [(80, 256), (96, 192), (128, 192), (128, 256), (128, 512)]  # V of several slices
+DIMS += [(80, 256), (96, 192), (128, 192), (128, 256)]  # V of several slices
 # of heads of v and slices of V that add up dq and dk; the last of both
 KINDS = ["plain", "grouped", "sliced", "both", "without gate"]
 Force = Callable[[bool], None]
@@ -44,9 +43,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     """Has the mirror, of two walkers and whole sequences, make the right part of dk, or a right walk."""
 
     def force(made: bool) -> None:
-        monkeypatch.setattr(
-            Shape, "makes_right", property(lambda shape: made and shape.dim_v <= MOST_V_WITH_RIGHT)
-        )
+        monkeypatch.setattr(Shape, "makes_right", made)
         monkeypatch.setattr(Shape, "walkers", 2)
         monkeypatch.setattr(Shape, "split", None)
         forget_calls()

@@ -46,6 +46,11 @@ struct LowBytes {
     uint2 of_tokens[kChunk / 16][128];
 };
 
+// Walkers' columns per head, as many as the CTAs with the most walkers have.
+__host__ __device__ inline int low_columns(int dim_k) {
+    return (dim_k + 2 * kWalkerColumns - 1) / (2 * kWalkerColumns) * 2;
+}
+
 // Fields as in bindings/params_states.h.
 struct StatesGlobals {
     TensorMap q, k, writes, dout, dv, left, right;  // boxes of a chunk
@@ -82,11 +87,6 @@ struct StatesGlobals {
 // Whether the mirror has made the right part of dk, so that the left walk is the last one.
 template <class C> __device__ inline bool has_right(const StatesGlobals& g) {
     return C::kIsLeft && C::kDimV == 128 && g.right_made;
-}
-
-// Whether the turns leave sums in 24 bits for each other.
-template <class C> __device__ inline bool keeps_low(const StatesGlobals& g) {
-    return C::kKeepsLow && g.low != nullptr;
 }
 
 // Of a chunk's tokens.

@@ -135,18 +135,19 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
             fence_async_proxy();
             pair.free_sent();
         } else {
+            const Turns<C> turns{g, smem, walker()};
             if (task.turn > 0 || has_right<C>(g)) {
                 wait_earlier();
                 typename W::Factors unpacked;
                 if (task.turn > 0) {
-                    Turns<C>::add(g, first, unpacked, smem.earlier.dq[walker()], smem, walker(), 0);
-                    Turns<C>::add(g, second, unpacked, smem.earlier.left[walker()], smem, walker(), 1);
+                    turns.add(first, unpacked, smem.earlier.dq[walker()], 0);
+                    turns.add(second, unpacked, smem.earlier.left[walker()], 1);
                 }
                 if constexpr (C::kDimV == 128)
                     if (has_right<C>(g)) W::add(second, unpacked, smem.earlier.right[walker()]);
             }
-            Turns<C>::store(g, task, columns.queries, first, chunk, walker(), 0);
-            Turns<C>::store(g, task, columns.keys, second, chunk, walker(), 1);
+            turns.store(columns.queries, first, chunk, 0);
+            turns.store(columns.keys, second, chunk, 1);
             fence_async_proxy();
         }
         arrive_warp(smem.out_ready[walker()][slot]);

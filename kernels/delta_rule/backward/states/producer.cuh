@@ -137,71 +137,77 @@ __device__ inline void load_columns_and_store_results(const StatesGlobals& g, St
 
 // One warp: what the walkers add their results to. Those are the results of the turn before. The right
 // walk begins with the left part of dk; in the left walk every CTA adds the right part that the mirror has
-// made for it, in a pair nothing else. Low bytes have one place per walker, free once the walker is done with
-// the chunk before. NOTES: a warp of its own, since it waits for another CTA while results of this one may be
-// ready to be stored and published.
+// made for it, in a pair nothing else. What has one place per walker is asked for once the walker is done
+// with the chunk before: low bytes, and in the left walk all. NOTES: a warp of its own, since it waits for
+// another CTA while results of this one may be ready to be stored and published.
 template <class C> __device__ inline void load_earlier(const StatesGlobals& g, StatesMemory<C>& smem) {
     constexpr int kStages = StatesMemory<C>::kStages;
     const StatesTask& task = smem.task;
     const bool first = C::kPaired || task.turn == 0;  // there are no earlier results in device memory
     if (C::kIsLeft && first && !has_right<C>(g)) return;
-    const bool adds_low = !first && keeps_low<C>(g);
+    const bool adds_low = !first && g.low != nullptr;
     TileLoader<Task> load(task, g.packed(), smem.tail_landed[2]);
     int written = 0;
 #pragma unroll 1
     for (int step = 0; step < task.chunks; step++) {
         const auto [slot, phase] = Use<kStages>(step);
+        const int chunk = chunk_of_step<C>(task, step);
+        auto load_result = [&](auto& tile, const TensorMap& from, int walker, int head) {
+            load(tile, from, smem.earlier_arrived[walker][slot], column_of_walker(task, walker), head, chunk);
+        };
+        auto load_nothing = [&](int walker, int arrivals) {
+            if (fresh_laneid() == 0) arrive(smem.earlier_arrived[walker][slot], arrivals);
+        };
+        auto load_low = [&](int walker) {
+            if constexpr (C::kKeepsLow)
+                if (fresh_laneid() == 0) {
+                    semaphore& arrived = smem.earlier_arrived[walker][slot];
+                    auto& to = smem.earlier.low[walker];
+                    kittens::tma::expect_bytes(arrived, sizeof(to));
+                    for (int result = 0; result < (C::kIsLeft ? 2 : 1); result++)
+                        load_low_bytes(to[result], low_place<C>(g, task, chunk, walker, result), arrived);
+                }
+        };
+        auto wait_walker = [&](int walker) {  // until it has read the results before these
+            if (step == 0) return;
+            const Use<kStages> before(step - 1);
+            wait(smem.out_ready[walker][before.slot], before.phase);
+        };
         // before the wait for the place, so that the look at the other CTA's number takes no time behind it
         if (!first && written <= step) written = wait_written(task.written - g.ctas, step + 1);
-        if constexpr (!C::kIsLeft) wait_free(smem.out_read[slot], phase);
+        if constexpr (C::kIsLeft) {
 #pragma unroll 1
-        for (int walker = 0; walker < C::kWalkers; walker++) {
-            semaphore& arrived = smem.earlier_arrived[walker][slot];
-            const int chunk = chunk_of_step<C>(task, step);
-            auto load_result = [&](auto& tile, const TensorMap& from, int head) {
-                load(tile, from, arrived, column_of_walker(task, walker), head, chunk);
-            };
-            auto wait_walker = [&] {  // until it has read the results before these
-                if (step == 0) return;
-                const Use<kStages> before(step - 1);
-                wait(smem.out_ready[walker][before.slot], before.phase);
-            };
-            auto load_low = [&] {
-                if constexpr (C::kKeepsLow)
-                    if (fresh_laneid() == 0) {
-                        auto& to = smem.earlier.low[walker];
-                        kittens::tma::expect_bytes(arrived, sizeof(to));
-                        for (int result = 0; result < (C::kIsLeft ? 2 : 1); result++)
-                            load_low_bytes(to[result], low_place<C>(g, task, chunk, walker, result), arrived);
-                    }
-            };
-            if constexpr (C::kIsLeft) {
-                wait_walker();
+            for (int walker = 0; walker < C::kWalkers; walker++) {
+                wait_walker(walker);
                 if constexpr (!C::kPaired) {
                     if (!first) {
-                        load_result(smem.earlier.dq[walker], g.dq.chunk, task.result_head);
-                        load_result(smem.earlier.left[walker], g.dk.chunk, task.result_head);
-                    } else if (fresh_laneid() == 0) {
-                        arrive(arrived, 2);
+                        load_result(smem.earlier.dq[walker], g.dq.chunk, walker, task.result_head);
+                        load_result(smem.earlier.left[walker], g.dk.chunk, walker, task.result_head);
+                    } else {
+                        load_nothing(walker, 2);
                     }
                 }
                 if (has_right<C>(g)) {
                     if constexpr (C::kDimV == 128)
-                        load_result(smem.earlier.right[walker], g.right, task.right_head);
+                        load_result(smem.earlier.right[walker], g.right, walker, task.right_head);
                 } else if (adds_low) {
-                    load_low();
-                } else if (fresh_laneid() == 0) {
-                    arrive(arrived);
+                    load_low(walker);
+                } else {
+                    load_nothing(walker, 1);
                 }
-            } else {
-                load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk,
+            }
+        } else {
+            wait_free(smem.out_read[slot], phase);
+#pragma unroll 1
+            for (int walker = 0; walker < C::kWalkers; walker++)
+                load_result(smem.stages[slot].columns[walker].earlier, first ? g.left : g.dk.chunk, walker,
                             task.result_head);
-                if (adds_low) {
-                    wait_walker();
-                    load_low();
-                } else if (fresh_laneid() == 0) {
-                    arrive(arrived);
-                }
+#pragma unroll 1
+            for (int walker = 0; walker < C::kWalkers; walker++) {
+                if (adds_low)
+                    wait_walker(walker), load_low(walker);
+                else
+                    load_nothing(walker, 1);
             }
         }
     }

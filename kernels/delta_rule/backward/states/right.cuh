@@ -79,11 +79,12 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
             store_sums(g, task, chunk, part(), SumsThroughState::of(through),
                        token_sums(fresh_laneid(), of_keys));
         wait(smem.earlier_arrived[walker()][slot], Use<StatesMemory<C>::kStages>(step).phase);
+        const Turns<C> turns{g, smem, walker()};
         if (task.turn > 0)
-            Turns<C>::add(g, right, queries, columns.earlier, smem, walker(), 0);
+            turns.add(right, queries, columns.earlier, 0);
         else
             W::add(right, queries, columns.earlier);
-        Turns<C>::store(g, task, columns.earlier, right, chunk, walker(), 0);
+        turns.store(columns.earlier, right, chunk, 0);
         fence_async_proxy();
         arrive_warp(smem.out_ready[walker()][slot]);
         if (chunk > 0 && is_anchor(task, chunk) && column() < g.dim_k)  // of the next step

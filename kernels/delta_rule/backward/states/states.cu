@@ -91,8 +91,8 @@ inline int slices_of(const DeltaShape& s) { return (s.dim_v + TFLA_DIM_V - 1) / 
 
 // Of one result, of all walkers.
 inline std::int64_t low_of_result(const DeltaShape& s, int shared) {
-    const std::int64_t columns = (s.dim_k + 2 * kWalkerColumns - 1) / (2 * kWalkerColumns) * 2;
-    return columns * s.batch * (s.heads / shared) * slots_of(s);
+    const std::int64_t heads = static_cast<std::int64_t>(s.batch) * (s.heads / shared);
+    return heads * low_columns(s.dim_k) * slots_of(s);
 }
 
 // Shared results that the GPU serves at once, with CTAs for all turns.

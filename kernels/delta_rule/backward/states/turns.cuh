@@ -13,9 +13,8 @@ namespace tfla_tk::delta_rule {
 template <class C>
 __device__ inline LowBytes* low_place(const StatesGlobals& g, const StatesTask& task, int chunk, int walker,
                                       int result) {
-    const int heads = g.heads / g.shared, columns = (g.dim_k + 2 * kWalkerColumns - 1) / (2 * kWalkerColumns);
-    const int64_t head = static_cast<int64_t>(task.batch) * heads + task.result_head;
-    const int64_t column = head * (2 * columns) + task.column / kWalkerColumns + walker;
+    const int64_t head = static_cast<int64_t>(task.batch) * (g.heads / g.shared) + task.result_head;
+    const int64_t column = head * low_columns(g.dim_k) + task.column / kWalkerColumns + walker;
     return g.low + result * g.low_of_result + column * g.slots + task.first_slot + chunk;
 }
 
@@ -28,26 +27,29 @@ __device__ inline void load_low_bytes(LowBytes& to, const LowBytes* from, semaph
         : "memory");
 }
 
+// Of one walker. result: as for low_place.
 template <class C> struct Turns {
     using W = StatesWalker<C>;
     using Fragment = typename W::Fragment;
     using Tokens = typename W::Tokens;
     using Columns = typename C::Columns;
 
+    const StatesGlobals& g;
+    const StatesMemory<C>& smem;
+    int walker;
+
     // Adds what the turn before has left.
-    __device__ static inline void add(const StatesGlobals& g, Tokens& to, typename W::Factors& unpacked,
-                                      const Columns& upper, const StatesMemory<C>& smem, int walker,
-                                      int result) {
+    __device__ inline void add(Tokens& to, typename W::Factors& unpacked, const Columns& upper,
+                               int result) const {
         if constexpr (C::kKeepsLow)
             if (g.low) return add(to, upper, smem.earlier.low[walker][result]);
         W::add(to, unpacked, upper);
     }
     // In the place of a tile's columns that none but this warp has read.
-    __device__ static inline void store(const StatesGlobals& g, const StatesTask& task, Columns& upper,
-                                        const Tokens& from, int chunk, int walker, int result) {
+    __device__ inline void store(Columns& upper, const Tokens& from, int chunk, int result) const {
         if constexpr (C::kKeepsLow)
-            if (g.low && task.turn + 1 < g.turns())
-                return store(upper, *low_place<C>(g, task, chunk, walker, result), from);
+            if (g.low && smem.task.turn + 1 < g.turns())
+                return store(upper, *low_place<C>(g, smem.task, chunk, walker, result), from);
         W::store(upper, from);
     }
 
