@@ -54,13 +54,35 @@ struct Decays {
 };
 
 // beta as a product, written * rest. The forward leaves the `writes` of its chunks for the backward: written
-// U', rounded. The rest follows where beta U' is used. So what a token adds to the state is rounded but once
-// where nothing decays. A token that hardly writes leaves U' itself, since dbeta needs it.
+// U', rounded. The rest follows where beta U' is used. Of a token with the decay `kept` = e^{b_L - b} to the
+// chunk's end:
+// - Where it hardly decays, kept is in `written`. Then the left walk adds to the state what the forward has
+//   added, the same numbers rounded alike. It has to, since in the forward each token corrects the rounding
+//   errors of those before it. Where it decays faster the errors are forgotten, and kept may be too small.
+// - Where it hardly writes, beta is not in `written`, since dbeta needs U'.
+// NOTES: all kernels compute the same kept, bit for bit, so they agree on what hardly decays.
+__device__ inline bool hardly_decays(float kept) { return kept >= 1.f / 4; }
 __device__ inline bool hardly_writes(float beta) { return !(fabsf(beta) >= 1.f / 64); }
-__device__ inline float written_part(float beta) { return hardly_writes(beta) ? 1.f : beta; }
-__device__ inline float rest_part(float beta) { return hardly_writes(beta) ? beta : 1.f; }
-__device__ inline float2 written_part(float2 beta) { return {written_part(beta.x), written_part(beta.y)}; }
-__device__ inline float2 rest_part(float2 beta) { return {rest_part(beta.x), rest_part(beta.y)}; }
+
+__device__ inline float written_part(float beta, float kept) {
+    return (hardly_writes(beta) ? 1.f : beta) * (hardly_decays(kept) ? kept : 1.f);
+}
+__device__ inline float rest_part(float beta, float kept) {
+    return (hardly_writes(beta) ? beta : 1.f) / (hardly_decays(kept) ? kept : 1.f);
+}
+// rest kept: times the writes this is what a token adds to the state.
+__device__ inline float update_part(float beta, float kept) {
+    return (hardly_writes(beta) ? beta : 1.f) * (hardly_decays(kept) ? 1.f : kept);
+}
+__device__ inline float2 written_part(float2 beta, float2 kept) {
+    return {written_part(beta.x, kept.x), written_part(beta.y, kept.y)};
+}
+__device__ inline float2 rest_part(float2 beta, float2 kept) {
+    return {rest_part(beta.x, kept.x), rest_part(beta.y, kept.y)};
+}
+__device__ inline float2 update_part(float2 beta, float2 kept) {
+    return {update_part(beta.x, kept.x), update_part(beta.y, kept.y)};
+}
 
 // One number per token, in the order of an accumulator's columns: the four tokens of 16 that a lane has are
 // neighbours.

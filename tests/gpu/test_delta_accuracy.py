@@ -65,8 +65,8 @@ def test_slices_of_v_are_added_up_in_fp32(dim_v: int) -> None:
     assert all(error <= 1.1 * errors[0][name] for name, error in errors[1].items()), errors
 
 
-def assert_no_less_accurate_than_fla(x: Tensors, given: list[Tensor], but: tuple[str, ...] = ()) -> None:
-    """Results and gradients, but those of these names and those that have vanished."""
+def assert_no_less_accurate_than_fla(x: Tensors, given: list[Tensor]) -> None:
+    """Results and gradients, but those that have vanished."""
     function = function_of(x)
     of_its_name = "chunk_gated_delta_rule" if "g" in x else "chunk_delta_rule"
 
@@ -85,7 +85,7 @@ def assert_no_less_accurate_than_fla(x: Tensors, given: list[Tensor], but: tuple
     truth |= {name: t for name, t in gradients.items() if t.norm() >= least}
     errors = {name: [relative_error(y[name], t) for y in (found, theirs)] for name, t in truth.items()}
     worse = {name: e for name, e in errors.items() if not e[0] <= most.get(name, 1.02) * e[1]}
-    assert not worse.keys() - set(but), worse
+    assert not worse, worse
 
 
 @pytest.mark.usefixtures("hardly_tuned", "fla_alone")
@@ -96,8 +96,8 @@ def test_gradients_are_no_less_accurate_than_triton(dims: tuple[int, int], forge
     assert_no_less_accurate_than_fla(*draw_as_measured(2048, 16, dims, forget_bias))
 
 
-# Nearly every two of these values in some case. Of gates that are all 0 dg is left out: it is less accurate
-# than fla's (docs/delta-rule-backward.md, "The gradient of the log decay", last paragraph).
+# Nearly every two of these values in some case. Four sequences: of a single one few tokens have most of dg, so
+# that its two errors differ by some per cent either way.
 @pytest.mark.usefixtures("hardly_tuned", "fla_alone")
 @pytest.mark.parametrize(
     ("gates", "dims", "betas", "dtype"),
@@ -122,7 +122,6 @@ def test_no_less_accurate_than_fla(
 ) -> None:
     """With its own gates per step, or by the function without."""
     pytest.importorskip("fla")
-    x = draw(1, 1000, 8, dims=dims, dtype=dtype, gates=gates or "none", betas=betas, states=False)
-    given = [cotangent_like(x["v"], 0), torch.zeros(1, 8, *dims, device="cuda")]
-    x = ungated(x) if gates is None else x
-    assert_no_less_accurate_than_fla(x, given, ("dg",) if gates == "none" else ())
+    x = draw(4, 1000, 8, dims=dims, dtype=dtype, gates=gates or "none", betas=betas, states=False)
+    given = [cotangent_like(x["v"], 0), torch.zeros(4, 8, *dims, device="cuda")]
+    assert_no_less_accurate_than_fla(ungated(x) if gates is None else x, given)

@@ -7,12 +7,12 @@
 
 namespace tfla_tk::delta_rule {
 
-// Of a warp, for dbeta. product(j, k): of dY and the writes, as token_sums has it. The writes are U' times
-// written_part(beta).
-template <class Product> __device__ inline TwoSums strength_sums(const TokenFactors& beta, Product product) {
-    const TwoSums sums = token_sums(fresh_laneid(), product);
-    auto divisor = [&](int token) { return written_part(beta.of(token)); };
-    return {sums.token, {1.f / divisor(sums.token) * sums.of.x, 1.f / divisor(sums.token + 1) * sums.of.y}};
+// Of a warp, for dbeta: of dY . U'. product(j, k): of dY and the writes, as token_sums has it.
+template <class Gates, class Product>
+__device__ inline TwoSums strength_sums(const Gates& gates, Product product) {
+    const auto [token, of] = token_sums(fresh_laneid(), product);
+    auto written = [&](int token) { return written_part(gates.beta.of(token), gates.update.of(token)); };
+    return {token, {1.f / written(token) * of.x, 1.f / written(token + 1) * of.y}};
 }
 
 // Sums of a walker's warps, which have 16 of its columns each, for a warp of the producer to add up.

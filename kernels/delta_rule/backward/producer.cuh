@@ -60,9 +60,8 @@ __device__ inline void scan_gates(const MirrorGlobals& g, MirrorMemory<C>& smem,
         gates.minus_read.write(lane, {-x.x * read.x, -x.y * read.y});
         if (lane == 0) gates.decay = decays.whole;
         if constexpr (C::kMakesRight) {
-            const float2 rest = rest_part(x), kept = decays.to_end;
-            gates.right.write(lane, {rest.x * kept.x, rest.y * kept.y});
-            write_pair(gates.rest, 2 * lane, rest);
+            gates.right.write(lane, update_part(x, decays.to_end));
+            write_pair(gates.rest, 2 * lane, rest_part(x, decays.to_end));
         }
         arrive_warp(tiles_arrived<C>(smem, slot));
     }

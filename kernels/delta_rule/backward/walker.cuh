@@ -154,8 +154,8 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         };
         if constexpr (!C::kStatesAlone) {
             load_tokens(tokens, stage.writes[walker]);  // 8
-            const TwoSums sums = strength_sums(
-                gates.beta, [&](int j, int k) { return KeySteps<C>::product(tokens[j], x, j, k); });
+            const TwoSums sums =
+                strength_sums(gates, [&](int j, int k) { return KeySteps<C>::product(tokens[j], x, j, k); });
             // NOTES: recomputed, to save registers
             const int own_walker = fresh_thread() / 128 - 1, own_warp = fresh_thread() / 32 % 4;
             stage.strengths[own_walker].write(own_warp, sums);

@@ -132,8 +132,8 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
         pin_each(tokens);
         load_tokens(stage.writes[walker]);
         if (column() < g.dim_v) {
-            const TwoSums sums = strength_sums(
-                gates.beta, [&](int j, int k) { return KeySteps<C>::product(tokens[j], x, j, k); });
+            const TwoSums sums =
+                strength_sums(gates, [&](int j, int k) { return KeySteps<C>::product(tokens[j], x, j, k); });
             sums.store(strengths_of<C>(g, task, chunk, column()), task.tokens - chunk * kChunk);
         }
         each<0, kTokenSteps>([&](int j) {

@@ -52,7 +52,7 @@ template <class C> struct ForwardGates {
     TokenFactors minus_read;  // -e^b
     TokenFactors out;         // s e^b
     TokenFactors beta;
-    TokenFactors written;  // the part of beta that is in the writes (written_part)
+    TokenFactors written;  // the part of beta e^{b_L - b} that is in the writes (written_part)
     TokenFactors update;   // beta e^{b_L - b}
     float decay;           // e^{b_L}
 };

@@ -92,8 +92,8 @@ template <class C> __device__ inline bool has_right(const StatesGlobals& g) {
 // Of a chunk's tokens.
 struct StatesGates {
     TokenFactors read;    // e^b
-    TokenFactors update;  // e^{b_L - b}, times the rest of beta
-    float rest[kChunk];
+    TokenFactors update;  // update_part
+    float rest[kChunk];   // rest_part
     Log2Decay log2_decay;
     float decay;  // e^{b_L}
 };

@@ -39,15 +39,15 @@ __device__ inline void scan_gates(const StatesGlobals& g, StatesMemory<C>& smem,
         const auto [log_decay, beta] = ahead.take(step);
         const TwoPairs b = cumulative_log2_decay(log_decay);
         const Decays decays(b);
-        const float2 rest = rest_part(beta), kept = decays.to_end;
+        const float2 kept = decays.to_end;
         load(step + ahead.kSteps);
         const auto [slot, phase] = Use<StatesMemory<C>::kStages>(step);
         wait_free(smem.free[slot], phase);
         StatesGates& gates = smem.gates[slot];
         const int lane = fresh_laneid();
         gates.read.write(lane, decays.to_token);
-        gates.update.write(lane, {rest.x * kept.x, rest.y * kept.y});
-        write_pair(gates.rest, 2 * lane, rest);
+        gates.update.write(lane, update_part(beta, kept));
+        write_pair(gates.rest, 2 * lane, rest_part(beta, kept));
         gates.log2_decay.write(lane, b);
         if (lane == 0) gates.decay = decays.whole;
         arrive_warp(smem.arrived[slot]);
