@@ -96,8 +96,8 @@ def test_gradients_are_no_less_accurate_than_triton(dims: tuple[int, int], forge
     assert_no_less_accurate_than_fla(*draw_as_measured(2048, 16, dims, forget_bias))
 
 
-# Nearly every two of these values in some case. Four sequences: of a single one few tokens have most of dg, so
-# that its two errors differ by some per cent either way.
+# Nearly every two of these values in some case. Four sequences, since few tokens of a single one have most of
+# its dg: there the two errors of dg differ by some per cent either way.
 @pytest.mark.usefixtures("hardly_tuned", "fla_alone")
 @pytest.mark.parametrize(
     ("gates", "dims", "betas", "dtype"),
