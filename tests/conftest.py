@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-kernel",
         action="store_true",
-        help="compile unchanged kernels too, not a seventh of them by the day",
+        help="compile all unchanged kernels, not some of them by turns",
     )
 
 

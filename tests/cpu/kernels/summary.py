@@ -23,7 +23,7 @@ What the compiler makes of every kernel that the compile gate looks at; `make sa
 From ptxas: registers per thread, bytes of stack frame, of spills (stores and loads), of static shared memory.
 From the SASS: instructions, wgmmas, waits for them; what stands between the first wgmma of a group and the
 wait for all (u-exp2 to u-tma); how often it all stands in the program; behind the name the shapes of wgmmas.
-The key behind an instance's name is that of its sources: the tests compile what has changed, and a seventh of
+The key behind an instance's name is that of its sources: the tests compile what has changed, and some of
 the rest by turns.
 """
 _UNDER = {"u-exp2": "MUFU.EX2", "u-fmul": "FMUL", "u-stsm": "STSM", "u-tma": ("UTMASTG", "UTMAREDG")}
