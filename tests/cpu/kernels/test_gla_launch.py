@@ -57,6 +57,7 @@ def draw(
     state: bool = True,
     schedule: str = "auto",
     batch_invariant: bool = False,
+    heads: int = H,
 ) -> GLACore:
     generator = torch.Generator().manual_seed(0)
 
@@ -64,11 +65,11 @@ def draw(
         return torch.randn(*shape, generator=generator)
 
     batch, tokens, rows = (B, T, B) if offsets is None else (1, B * T, 4)
-    q, k, g = (normal(batch, tokens, H, dims[0]) for _ in range(3))
-    v = normal(batch, tokens, H, dims[1]).to(dtype)
+    q, k, g = (normal(batch, tokens, heads, dims[0]) for _ in range(3))
+    v = normal(batch, tokens, heads, dims[1]).to(dtype)
     cu_seqlens = None if offsets is None else torch.tensor([0, 70, 70, 134, B * T], dtype=offsets)
     g = torch.nn.functional.logsigmoid(g).to(of_gates)
-    initial = normal(rows, H, *dims) if state else None
+    initial = normal(rows, heads, *dims) if state else None
     return GLACore(q.to(dtype), k.to(dtype), v, g, initial, cu_seqlens, 0.3, batch_invariant, schedule)
 
 
@@ -208,7 +209,7 @@ def check_backward(
     dht = None
     if with_dht:
         rows = core.q.shape[0] if core.cu_seqlens is None else core.cu_seqlens.shape[0] - 1
-        shape = (rows, H, core.q.shape[3], core.v.shape[3])
+        shape = (rows, *core.q.shape[2:], core.v.shape[3])
         dht = torch.randn(*shape, generator=generator)
     expected = reference.gla_backward(
         *core[:4],
@@ -324,7 +325,7 @@ def test_the_backward_of_wide_heads(
     dims: tuple[int, int], offsets: torch.dtype | None, kernel: Kernel
 ) -> None:
     """dv is a sum over slices of K, all else is of sums over slices of V."""
-    check_backward(draw(dims=dims, offsets=offsets))
+    check_backward(draw(dims=dims, offsets=offsets, heads=2))
     mirrors = [(x.shape[8], x.slice_of_k) for x in kernel.launches if x.name == "mirror"]
     if dims[0] <= 128:
         assert mirrors == [(dims[0], None)]
@@ -428,7 +429,7 @@ def test_a_cut_backward_of_wide_heads(
     dims: tuple[int, int], offsets: torch.dtype | None, kernel: Kernel, cut: int
 ) -> None:
     """Every slice finds its own rows and columns of the states at borders."""
-    core = draw(dims=dims, offsets=offsets)
+    core = draw(dims=dims, offsets=offsets, heads=2)
     check_backward(core)
     check_backward(core, kept=launch.forward(core, output_final_state=False, keep=True)[2])
 
