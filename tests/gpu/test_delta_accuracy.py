@@ -14,8 +14,8 @@ from tfla_tk.bench.inputs import cotangent_like, delta_rule_inputs
 from tfla_tk.bench.shapes import Shape as BenchShape
 
 from .conftest import relative_error
+from .delta_rule import draw, function_of, ungated
 from .linear import VANISHED, Tensors, exact, run, train
-from .test_delta_rule import draw, function_of, ungated
 
 
 @pytest.mark.usefixtures("hardly_tuned")

@@ -14,8 +14,9 @@ from tfla_tk.backends.tk.delta_rule import call
 from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.operands import multiprocessors
 
-from . import test_delta_rule
+from . import test_delta_rule, test_delta_runtime
 from .conftest import forget_calls, relative_error
+from .delta_rule import BETAS, GATES, check, draw, function_of, of_both_functions, shape_of, ungated
 from .linear import (
     Tensors,
     assert_accurate,
@@ -36,7 +37,6 @@ from .test_delta_right_part import (
     draw_packed,
     gradients,
 )
-from .test_delta_rule import BETAS, GATES, check, draw, function_of, of_both_functions, shape_of, ungated
 
 DIMS = [(128, 128), (96, 192), (80, 80), (112, 128), (128, 256)]
 LEAST = [1, 0, 15, 16, 17, 1, 0, 31, 33, 48, 49]  # of packed sequences: about blocks of 16 tokens
@@ -185,7 +185,7 @@ def test_packed_sequences(kind: str, lengths: list[int], offsets: torch.dtype) -
 
 @pytest.mark.usefixtures("in_walk")
 def test_nan_stays_in_its_sequence() -> None:
-    test_delta_rule.test_nan_stays_in_its_sequence()
+    test_delta_runtime.test_nan_stays_in_its_sequence()
 
 
 @pytest.mark.usefixtures("in_walk")

@@ -12,9 +12,9 @@ from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, delta_rule
 from tfla_tk.backends.tk import delta
 from tfla_tk.backends.tk.delta_rule import support
 
+from .delta_rule import assert_no_host_synchronisation, draw
 from .linear import REPEATS, Tensors, assert_equal, check_both, draw_cotangents, pack, run, train
 from .memory import LENGTHS, uninitialised_memory_is_nan
-from .test_delta_rule import assert_no_host_synchronisation, draw
 
 FLAGS = {
     "qk_l2norm": "use_qk_l2norm_in_kernel",

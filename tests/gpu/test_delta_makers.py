@@ -11,8 +11,8 @@ from tfla_tk import chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule.call import Shape
 
 from .conftest import forget_calls
+from .delta_rule import draw, shape_of
 from .linear import REPEATS, Tensors, assert_equal, assert_equal_on_streams, assert_graph_replays, run, train
-from .test_delta_rule import draw, shape_of
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.backends.tk.operands import multiprocessors
 from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-from . import test_delta_accuracy, test_delta_rule
+from . import test_delta_accuracy, test_delta_rule, test_delta_runtime
 from .conftest import GRADIENT_TOLERANCE, TOLERANCE, forget_calls, relative_error
+from .delta_rule import BETAS, GATES, check, draw, function_of, of_both_functions, shape_of, ungated
 from .linear import (
     Tensors,
     assert_accurate,
@@ -27,7 +28,6 @@ from .linear import (
     train,
 )
 from .memory import LENGTHS, head_last, odd_rows, relayout, shifted, transposed
-from .test_delta_rule import BETAS, GATES, check, draw, function_of, of_both_functions, shape_of, ungated
 
 SEGMENT = SEGMENT_CHUNKS * CHUNK
 LONG = [0, 900, 2 * SEGMENT, SEGMENT + 1, 70, SEGMENT, 0]  # around segments of the walks over the states
@@ -261,7 +261,7 @@ def test_a_graph_replays_the_backward(kind: str) -> None:
 def test_turns() -> None:
     """Of more CTAs than the GPU has room for, and of several calls at once."""
     test_delta_rule.test_turns_in_many_waves(16, 48, (128, 128))
-    test_delta_rule.test_turns_on_several_streams()
+    test_delta_runtime.test_turns_on_several_streams()
 
 
 @pytest.mark.usefixtures("right_made")

@@ -2,143 +2,42 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
-from torch.utils.checkpoint import checkpoint
 
-import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule
-from tfla_tk.backends.tk.delta_rule.call import Shape
-from tfla_tk.calls.delta_rule import DeltaRuleCore
-from tfla_tk.core.layout import CHUNK, SEGMENT_CHUNKS
 
-from .conftest import TOLERANCE
+from .delta_rule import (
+    BETAS,
+    GATES,
+    OF_WRITTEN,
+    SEGMENT,
+    check,
+    draw,
+    function_of,
+    of_both_functions,
+    shape_of,
+    ungated,
+    with_keys_of,
+)
 from .linear import (
-    REPEATS,
-    Normal,
     Tensors,
     assert_accurate,
     assert_equal,
-    assert_equal_on_streams,
-    assert_graph_replays,
     assert_whole_and_repeated,
-    check_both,
-    draw_cotangents,
-    draw_operands,
     exact,
     pack,
     run,
     train,
 )
-from .memory import LENGTHS, uninitialised_memory_is_nan
+from .memory import LENGTHS
 
-SEGMENT = SEGMENT_CHUNKS * CHUNK
 DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
 # K whose state takes half of a walker's registers, and V in slices
 LARGE = [(256, 64), (144, 128), (192, 256), (256, 512), (128, 320)]
-GATES = ["usual", "none", "slow", "-10", "mixed", "closed", "half closed"]
 # in bf16, where the same is written and erased over and over: dg is a small difference of large sums
 OF_ERASED_STATES = {"dg": 1.25e-2}
-# a factor on initial states: of the size of what is written. dg of larger ones is a small difference
-OF_WRITTEN = 0.05
-BETAS = ["usual", "zero", "small", "half", "one", "up to two", "half zero"]
-
-
-def shape_of(x: Tensors) -> Shape:
-    """Sizes of a call."""
-    options: dict[str, Any] = {"g": None, "cu_seqlens": None, "batch_invariant": False}
-    return Shape.of(cast(DeltaRuleCore, SimpleNamespace(**{**options, **x})))
-
-
-def draw(
-    batch: int = 2,
-    seq: int = 300,
-    heads: int = 2,
-    value_heads: int | None = None,
-    dims: tuple[int, int] = (128, 128),
-    dtype: torch.dtype = torch.bfloat16,
-    gates: str = "usual",
-    betas: str = "usual",
-    states: bool = True,
-    sequences: int | None = None,
-    seed: int = 0,
-) -> Tensors:
-    """q and k of norm 1, v, g, beta and, on request, an initial state, [B, T, H, D]."""
-    normal = Normal(seed)
-    value_heads = heads if value_heads is None else value_heads
-    found = draw_operands(normal, batch, seq, heads, value_heads, dims, dtype, unit=True)
-    g, chosen = logsigmoid(normal(batch, seq, value_heads) + 2), normal(batch, seq, value_heads) > 0
-    found["g"] = {
-        "usual": g,
-        "none": torch.zeros_like(g),
-        "slow": 1e-3 * g,
-        "-10": torch.full_like(g, -10.0),
-        # half of them 0, the others of any size down to -10
-        "mixed": torch.where(chosen, 0.0, (20 * g).clamp(min=-10.0)),
-        "closed": torch.full_like(g, -torch.inf),
-        "half closed": torch.where(chosen, -torch.inf, 0.0),
-    }[gates]
-    beta = torch.sigmoid(normal(batch, seq, value_heads))
-    found["beta"] = {
-        "usual": beta,
-        "zero": torch.zeros_like(beta),
-        "small": torch.full_like(beta, 1e-3),
-        "half": torch.full_like(beta, 0.5),
-        "one": torch.ones_like(beta),
-        "up to two": 2 * beta,
-        "half zero": torch.where(chosen, 0.0, beta),
-    }[betas]
-    if states:
-        found["initial_state"] = normal(batch if sequences is None else sequences, value_heads, *dims)
-    return found
-
-
-of_both_functions = pytest.mark.parametrize("gated", [False, True], ids=["without gate", "gated"])
-
-
-def ungated(x: Tensors) -> Tensors:
-    return {name: t for name, t in x.items() if name != "g"}
-
-
-def function_of(x: Tensors) -> Any:
-    return chunk_gated_delta_rule if "g" in x else chunk_delta_rule
-
-
-def with_keys_of(norm: float, x: Tensors) -> Tensors:
-    """About this one instead of 1, token by token."""
-    norms = norm * torch.linspace(0.95, 1.05, x["k"].shape[1], device="cuda")[:, None, None]
-    return x | {"k": (norms * x["k"]).to(x["k"].dtype)}
-
-
-def check(
-    x: Tensors,
-    function: Any = chunk_gated_delta_rule,
-    wider: dict[str, float] | None = None,
-    **options: Any,
-) -> None:
-    """Forward and backward; wider: other tolerances of gradients."""
-    check_both(x, function, {"dv": TOLERANCE[x["v"].dtype]} | (wider or {}), **options)
-
-
-def assert_no_host_synchronisation(x: Tensors, function: Any, **options: Any) -> None:
-    """Neither in a forward nor in a training step like those before it."""
-    given = draw_cotangents(run(x, function=function, **options))
-
-    def call() -> None:
-        run(x, function=function, **options)
-        train(x, function=function, given=given, **options)
-
-    call()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dims", [*DIMS, *PADDED, *LARGE], ids="{0[0]}_{0[1]}".format)
@@ -327,26 +226,6 @@ def test_turns_in_many_waves(heads: int, value_heads: int, dims: tuple[int, int]
         assert_equal(train(x, function=chunk_gated_delta_rule), expected)
 
 
-@pytest.mark.parametrize("value_heads", [4, 6, 8])
-def test_a_graph_replays_turns(value_heads: int) -> None:
-    """Each time the numbers by which heads of a group take turns are cleared."""
-    x, other = draw(1, 2500, 2, value_heads), draw(1, 2500, 2, value_heads, seed=1)
-    given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
-
-    def call(of_call: Tensors) -> Tensors:
-        return train(of_call, function=chunk_gated_delta_rule, given=given)
-
-    assert_graph_replays(call, x, other, [call(other), call(x)], 6)
-
-
-def test_turns_on_several_streams() -> None:
-    """Walks of several calls at once, whose CTAs begin in any order, each with its own turns."""
-    x = draw(1, 4000, 8, 32)
-    given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
-    expected = train(x, function=chunk_gated_delta_rule, given=given)
-    assert_equal_on_streams(lambda: train(x, function=chunk_gated_delta_rule, given=given), expected, 5)
-
-
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("value_heads", [2, 4])
 @pytest.mark.parametrize("dims", [(128, 128), (128, 256), (256, 320)], ids="{0[0]}_{0[1]}".format)
@@ -408,23 +287,6 @@ def test_gradients_lie_like_the_gates(
     assert_equal(found, expected | {f"d{name}": expected[f"d{name}"].to(of_gates) for name in gates})
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-@pytest.mark.parametrize("dims", [(128, 128), (256, 64)], ids="{0[0]}_{0[1]}".format)
-def test_schedules_agree(dims: tuple[int, int], schedule: str) -> None:
-    x = draw(1, 500, dims=dims)
-    found = run(x, f"tk:{schedule}", chunk_gated_delta_rule)
-    assert all(torch.equal(found[name], t) for name, t in run(x, function=chunk_gated_delta_rule).items())
-
-
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 320)], ids="{0[0]}_{0[1]}".format)
-def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
-    x = draw(2, 700, 2, 4, dims)
-    first = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-    for _ in range(REPEATS):
-        again = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-        assert all(torch.equal(again[name], t) for name, t in first.items())
-
-
 def test_many_heads() -> None:
     """As many that two walkers share a CTA."""
     check(draw(4, 200, 80))
@@ -434,104 +296,3 @@ def test_many_heads() -> None:
 def test_many_value_heads(dims: tuple[int, int], dtype: torch.dtype) -> None:
     """The same, where heads of v, and slices of V, take turns at dq and dk."""
     check(draw(2, 200, 40, 80, dims, dtype))
-
-
-@pytest.mark.parametrize("dims", [(96, 80), (256, 320)], ids="{0[0]}_{0[1]}".format)
-def test_outputs_are_written_whole(dims: tuple[int, int]) -> None:
-    x = draw(1, sum(LENGTHS), 2, 4, dims, sequences=len(LENGTHS))
-    x["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0).cuda()
-    expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-    with uninitialised_memory_is_nan():
-        found = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
-
-
-def test_nan_stays_in_its_sequence() -> None:
-    x = draw(1, 300, sequences=3)
-    x["cu_seqlens"] = torch.tensor([0, 100, 170, 300], device="cuda")
-    expected = run(x, function=chunk_gated_delta_rule)
-    for name in ("q", "k", "v", "g", "beta"):
-        x[name] = x[name].clone()
-        x[name][:, 100:170] = torch.nan
-    found = run(x, function=chunk_gated_delta_rule)
-    for rows in (slice(0, 100), slice(170, 300)):
-        assert torch.equal(found["o"][:, rows], expected["o"][:, rows])
-    assert torch.equal(found["final_state"][::2], expected["final_state"][::2])
-
-
-def test_a_graph_replays_packed_training() -> None:
-    x = draw(1, 300, 2, 4, sequences=3)
-    x["cu_seqlens"] = torch.tensor([0, 100, 170, 300], device="cuda")
-    expected = train(x, function=chunk_gated_delta_rule)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        train(x, function=chunk_gated_delta_rule)
-    graph = torch.cuda.CUDAGraph()
-    leaves = {name: t.detach().requires_grad_(t.is_floating_point()) for name, t in x.items()}
-    given = [torch.ones_like(x["v"]), torch.ones_like(x["initial_state"])]
-    with torch.cuda.graph(graph, stream=stream):
-        found = train(leaves, function=chunk_gated_delta_rule, given=given)
-    x["v"].copy_(torch.zeros_like(x["v"]))
-    graph.replay()
-    torch.cuda.synchronize()
-    again = train(x, function=chunk_gated_delta_rule, given=given)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], t) for name, t in again.items())
-
-
-def test_on_a_second_stream() -> None:
-    x = draw()
-    expected = run(x, function=chunk_gated_delta_rule)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = run(x, function=chunk_gated_delta_rule)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
-
-
-@pytest.mark.parametrize("kind", ["batch", "packed", "split"])
-@of_both_functions
-def test_no_host_synchronisation(gated: bool, kind: str) -> None:
-    if kind == "packed":
-        x = pack(draw(1, sum(LENGTHS), sequences=len(LENGTHS)))
-    else:
-        x = draw(1, 16 * SEGMENT if kind == "split" else 500)
-    x = x if gated else ungated(x)
-    assert (shape_of(x).split is not None) == (kind == "split")
-    assert_no_host_synchronisation(x, function_of(x))
-
-
-def test_torch_compile() -> None:
-    x = draw(1, 200)
-    compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True)
-    expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-    found = run(x, function=compiled) | train(x, function=compiled)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
-
-
-@pytest.mark.parametrize("how", ["compiled", "checkpointed"])
-def test_no_backward_makes_the_forward_again(how: str) -> None:
-    torch._dynamo.reset()  # else lengths of other tests may have made this one's a symbol
-    x = {name: t.requires_grad_() for name, t in draw(2, 500).items()}
-    expected = train(x, function=chunk_gated_delta_rule)
-
-    def again(**arguments: Any) -> Any:
-        return checkpoint(lambda: chunk_gated_delta_rule(**arguments), use_reentrant=False)
-
-    function = again if how == "checkpointed" else torch.compile(chunk_gated_delta_rule, fullgraph=True)
-    train(x, function=function)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        found = train(x, function=function)
-        torch.cuda.synchronize()
-    assert_equal(found, expected)
-    forwards = sum("delta_forward_" in event.name for event in profile.events())  # with makers or without
-    assert forwards == (2 if how == "checkpointed" else 1)  # a checkpoint makes it once more for its backward
-
-
-def test_auto_takes_the_kernels() -> None:
-    x = draw()
-    assert tfla_tk.which(chunk_gated_delta_rule, **x).backend == "tk"
-    leaves = {name: t.requires_grad_() for name, t in x.items()}
-    assert tfla_tk.which(chunk_gated_delta_rule, **leaves).backend == "tk"
-    assert tfla_tk.which(chunk_gated_delta_rule, **exact(x)).backend == "reference"

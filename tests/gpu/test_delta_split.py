@@ -19,6 +19,7 @@ from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, SEGMENT_CHUNKS
 
 from .conftest import TOLERANCE, forget_calls
+from .delta_rule import OF_WRITTEN, check, draw, function_of, of_both_functions, ungated, with_keys_of
 from .linear import (
     REPEATS,
     Tensors,
@@ -30,7 +31,6 @@ from .linear import (
     train,
 )
 from .memory import uninitialised_memory_is_nan
-from .test_delta_rule import OF_WRITTEN, check, draw, function_of, of_both_functions, ungated, with_keys_of
 
 DIMS = [(64, 64), (128, 128), (96, 48), (128, 64), (64, 192), (128, 256)]
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK

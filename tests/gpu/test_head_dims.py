@@ -11,14 +11,14 @@ import torch
 import tfla_tk
 from tfla_tk import chunk_delta_rule, chunk_gated_delta_rule, chunk_gla, chunk_simple_gla
 
-from . import test_delta_rule, test_gla, test_scalar_decay
+from . import delta_rule, test_gla, test_scalar_decay
 from .linear import Tensors, assert_graph_replays, check_both, pack, run
 from .memory import LENGTHS
 
 DRAWS: dict[Any, Callable[..., Tensors]] = {
     chunk_simple_gla: test_scalar_decay.draw,
-    chunk_delta_rule: test_delta_rule.draw,
-    chunk_gated_delta_rule: test_delta_rule.draw,
+    chunk_delta_rule: delta_rule.draw,
+    chunk_gated_delta_rule: delta_rule.draw,
     chunk_gla: test_gla.draw,
 }
 of_function = pytest.mark.parametrize("function", DRAWS, ids=lambda f: f.__name__)
@@ -26,7 +26,7 @@ of_function = pytest.mark.parametrize("function", DRAWS, ids=lambda f: f.__name_
 
 def draw(function: Any, *args: Any, **options: Any) -> Tensors:
     x = DRAWS[function](*args, **options)
-    return test_delta_rule.ungated(x) if function is chunk_delta_rule else x
+    return delta_rule.ungated(x) if function is chunk_delta_rule else x
 
 
 @of_function
