@@ -56,9 +56,10 @@ struct Decays {
 // beta as a product, written * rest. The forward leaves the `writes` of its chunks for the backward: written
 // U', rounded. The rest follows where beta U' is used. Of a token with the decay `kept` = e^{b_L - b} to the
 // chunk's end:
-// - Where it hardly decays, kept is in `written`. Then the left walk adds to the state what the forward has
-//   added, the same numbers rounded alike. It has to, since in the forward each token corrects the rounding
-//   errors of those before it. Where it decays faster the errors are forgotten, and kept may be too small.
+// - Where it hardly decays, kept is in `written`. Then the writes are the operand that the forward adds to
+//   the state, and the left walk adds the same one. It has to, since in the forward each token corrects the
+//   rounding errors of those before it. Where it decays faster the errors are forgotten, and kept may be too
+//   small.
 // - Where it hardly writes, beta is not in `written`, since dbeta needs U'.
 // NOTES: all kernels compute the same kept, bit for bit, so they agree on what hardly decays.
 __device__ inline bool hardly_decays(float kept) { return kept >= 1.f / 4; }

@@ -106,8 +106,8 @@ struct RightTask : WalkTask {
 // Factors of a chunk's tokens, of a walk that makes the right part of dk.
 template <class C, bool kMakesRight = C::kMakesRight> struct RightGates {};
 template <class C> struct RightGates<C, true> {
-    TokenFactors right;  // update_part
-    float rest[kChunk];  // rest_part
+    TokenFactors right;  // rest e^{b_L - b} (update_part)
+    float rest[kChunk];  // of beta (rest_part)
 };
 
 // Factors of a chunk's tokens.

@@ -18,7 +18,7 @@ from tfla_tk.reference import gated_delta_rule_chunkwise
 Formulas = Callable[..., Any]
 HEADS, TOKENS = 4, 1280
 OPEN = 60.0  # an input gate that is 1
-LEAST_KEPT = 0.25  # hardly_decays in kernels/delta_rule/gates.cuh
+LEAST_KEPT, LEAST_WRITTEN = 1 / 4, 1 / 64  # hardly_decays, hardly_writes in kernels/delta_rule/gates.cuh
 
 
 class Inputs(NamedTuple):
@@ -99,9 +99,11 @@ class Walks:
         later = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
         self.gates = difference.masked_fill(later, -torch.inf).exp().to(kind)
         self.read, self.kept = (t.exp().to(kind)[..., None] for t in (b, b[..., -1:] - b))
-        hardly_decays = self.kept >= least_kept
-        self.in_writes = self.kept.where(hardly_decays, torch.ones_like(self.kept))
-        self.update = self.kept.where(~hardly_decays, torch.ones_like(self.kept))
+        # the parts of beta times the decay to the chunk's end: in the writes, and beside them
+        decays, writes = self.kept < least_kept, self.beta.abs() >= LEAST_WRITTEN
+        one = torch.ones_like(self.kept)
+        self.written = self.beta.where(writes, one) * one.where(decays, self.kept)
+        self.update = one.where(writes, self.beta) * self.kept.where(decays, one)
         self.decay = b[..., -1:].exp().to(kind)[..., None]
         self.state = torch.zeros(HEADS, x.q.shape[-1], x.v.shape[-1], dtype=kind)
         self.run()
@@ -113,7 +115,7 @@ class Walks:
         a, p = self.round(a), self.round(self.scale * self.q @ self.k.mT * self.gates)
         self.forward(a, p)
         self.mirror(a, p)
-        gates = self.gates / self.in_writes.mT
+        gates = self.gates * (self.beta / self.written).mT
         self.reads = self.round(self.scale * gates * (self.do @ self.writes.mT))
         self.erasures = self.round(-(gates * (self.dv @ self.writes.mT)).tril(-1))
         self.left()
@@ -127,7 +129,7 @@ class Walks:
                 self.borders[c] = state
             w = self.v[:, c] - self.read[:, c] * (self.k[:, c] @ self.round(state))
             u = w + a[:, c] @ self.round(self.beta[:, c] * w)
-            writes.append(self.round(self.beta[:, c] * self.in_writes[:, c] * u))
+            writes.append(self.round(self.written[:, c] * u))
             read = self.scale * self.read[:, c] * (self.q[:, c] @ self.round(state))
             o.append(read + p[:, c] @ self.round(self.beta[:, c] * u))
             added = self.round(self.beta[:, c] * self.kept[:, c] * u)
@@ -261,7 +263,8 @@ def test_without_rounding_dg_is_exact(
     times: float, right_made: bool, error_of_dg: Callable[..., float]
 ) -> None:
     """The flows, followed from anchors on both sides, and the sums per token are those of the recurrence."""
-    draws = [draw(16, times=times, tokens=20 * CHUNK)]
+    x = draw(16, times=times, tokens=20 * CHUNK)
+    draws = [x._replace(beta=x.beta.where(x.beta > 0.3, 0.01 * x.beta))]  # some tokens hardly write
     assert error_of_dg(draws, exact, right_made=right_made) <= 1e-6
 
 

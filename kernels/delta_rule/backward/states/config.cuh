@@ -92,8 +92,8 @@ template <class C> __device__ inline bool has_right(const StatesGlobals& g) {
 // Of a chunk's tokens.
 struct StatesGates {
     TokenFactors read;    // e^b
-    TokenFactors update;  // update_part
-    float rest[kChunk];   // rest_part
+    TokenFactors update;  // rest e^{b_L - b} (update_part)
+    float rest[kChunk];   // of beta (rest_part)
     Log2Decay log2_decay;
     float decay;  // e^{b_L}
 };

@@ -12,9 +12,9 @@
 // In a pair of CTAs (pair.cuh) the result that the other CTA keeps comes first in steps 2 to 5. In step 6 it
 // is sent as soon as it is there; what the other CTA has sent is added to the one that stays, which is put in
 // the place of k.
-// NOTES: of tokens that hardly decay step 5 adds the same rounded numbers as the forward (written_part), so
-// S is the forward's, where each token corrects the errors of those before it. Of others the decay is put on
-// the keys, not on the writes: the right walk has the keys in registers and can sum with the same rounded
+// NOTES: where tokens hardly decay the writes are what the forward has added (gates.cuh), and step 5 rounds
+// nothing, so S is the forward's, where each token corrects the errors of those before it. Else the decay is
+// on the keys, not on the writes: the right walk has the keys in registers and can sum with the same rounded
 // numbers (sums.cuh).
 #pragma once
 

@@ -4,7 +4,7 @@ The forward has two kernels: the matrices A and P of every chunk in parallel, wh
 gates alone, and the walk over the chunks. Some walks make P themselves, in the backward, too. Where the walk
 leaves multiprocessors idle, one launch has both: makers of the matrices run beside the walk. Where memory
 bounds the speed, the walk makes both matrices itself. A training call keeps the matrices, the walk's writes,
-[B, T, HV, V] (beta U'; U' where beta is near 0, docs/delta-rule-backward.md), and the states at the borders
+[B, T, HV, V] (docs/delta-rule-backward.md, "What the backward is given"), and the states at the borders
 between the segments of the backward's walks over the states.
 
 Few long sequences are split: three launches before the walk give the states with which its segments begin.
