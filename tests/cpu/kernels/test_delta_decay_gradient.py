@@ -71,7 +71,8 @@ class Walks:
         consistent: the parts through the states have the operands that the states are made of.
         right_made: the mirror makes the right part of dk, and the left walk computes the flows.
         terms: what the mirror adds of dO to dS: rounded once, or also the rest, rounded.
-        least_kept: of tokens that keep so much to the chunk's end, the writes have the decay as a factor.
+        written: what U' is multiplied by in the writes; a decay to the chunk's end is part of it from
+            `least_kept` on.
         o, dq: [H, T, D].
         q_dq, k_dk: whole and inter, as the formulas of the gates' kernel take them.
         after, before: flows at the anchors, by chunk.
