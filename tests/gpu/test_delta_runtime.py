@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import tfla_tk
 from tfla_tk import chunk_gated_delta_rule
 
 from .delta_rule import (
@@ -23,10 +22,10 @@ from .delta_rule import (
 from .linear import (
     REPEATS,
     Tensors,
+    assert_auto_takes_the_kernels,
     assert_equal,
     assert_equal_on_streams,
     assert_graph_replays,
-    exact,
     pack,
     run,
     train,
@@ -59,7 +58,7 @@ def test_turns_on_several_streams() -> None:
 def test_schedules_agree(dims: tuple[int, int], schedule: str) -> None:
     x = draw(1, 500, dims=dims)
     found = run(x, f"tk:{schedule}", chunk_gated_delta_rule)
-    assert all(torch.equal(found[name], t) for name, t in run(x, function=chunk_gated_delta_rule).items())
+    assert_equal(found, run(x, function=chunk_gated_delta_rule))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 320)], ids="{0[0]}_{0[1]}".format)
@@ -68,7 +67,7 @@ def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
     first = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
     for _ in range(REPEATS):
         again = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-        assert all(torch.equal(again[name], t) for name, t in first.items())
+        assert_equal(again, first)
 
 
 @pytest.mark.parametrize("dims", [(96, 80), (256, 320)], ids="{0[0]}_{0[1]}".format)
@@ -78,7 +77,7 @@ def test_outputs_are_written_whole(dims: tuple[int, int]) -> None:
     expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
     with uninitialised_memory_is_nan():
         found = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert_equal(found, expected)
 
 
 def test_nan_stays_in_its_sequence() -> None:
@@ -111,7 +110,7 @@ def test_a_graph_replays_packed_training() -> None:
     torch.cuda.synchronize()
     again = train(x, function=chunk_gated_delta_rule, given=given)
     assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], t) for name, t in again.items())
+    assert_equal(found, again)
 
 
 def test_on_a_second_stream() -> None:
@@ -122,7 +121,7 @@ def test_on_a_second_stream() -> None:
     with torch.cuda.stream(stream):
         found = run(x, function=chunk_gated_delta_rule)
     torch.cuda.current_stream().wait_stream(stream)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["batch", "packed", "split"])
@@ -142,7 +141,7 @@ def test_torch_compile() -> None:
     compiled = torch.compile(chunk_gated_delta_rule, fullgraph=True)
     expected = run(x, function=chunk_gated_delta_rule) | train(x, function=chunk_gated_delta_rule)
     found = run(x, function=compiled) | train(x, function=compiled)
-    assert all(torch.equal(found[name], t) for name, t in expected.items())
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("how", ["compiled", "checkpointed"])
@@ -165,8 +164,4 @@ def test_no_backward_makes_the_forward_again(how: str) -> None:
 
 
 def test_auto_takes_the_kernels() -> None:
-    x = draw()
-    assert tfla_tk.which(chunk_gated_delta_rule, **x).backend == "tk"
-    leaves = {name: t.requires_grad_() for name, t in x.items()}
-    assert tfla_tk.which(chunk_gated_delta_rule, **leaves).backend == "tk"
-    assert tfla_tk.which(chunk_gated_delta_rule, **exact(x)).backend == "reference"
+    assert_auto_takes_the_kernels(chunk_gated_delta_rule, draw())

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import tfla_tk
 from tfla_tk import chunk_lightning_attn, chunk_retention, chunk_simple_gla
 
 from .conftest import TOLERANCE, forget_calls
@@ -17,6 +16,7 @@ from .linear import (
     Normal,
     Tensors,
     assert_accurate,
+    assert_auto_takes_the_kernels,
     assert_equal,
     check_both,
     draw_cotangents,
@@ -264,11 +264,7 @@ def test_compiled(cut_every: Cut) -> None:
 
 
 def test_auto_takes_the_kernels() -> None:
-    x = draw()
-    assert tfla_tk.which(chunk_simple_gla, **x).backend == "tk"
-    leaves = {name: t.requires_grad_() for name, t in x.items()}
-    assert tfla_tk.which(chunk_simple_gla, **leaves).backend == "tk"
-    assert tfla_tk.which(chunk_simple_gla, **exact(x)).backend == "reference"
+    assert_auto_takes_the_kernels(chunk_simple_gla, draw())
 
 
 @pytest.mark.sanitize
