@@ -163,7 +163,7 @@ def kernel_compiler() -> None:
 
 CHUNK = 64
 ANCHOR_CHUNKS = 8  # kAnchorChunks
-FORGOTTEN = 24.0  # kForgotten, in log2
+FORGOTTEN, FORGOTTEN_STABILISED = 12.0, 24.0  # kForgotten, in log2
 LEAST_LOG_GATE = -2e5  # kLeastLogGate
 
 
@@ -263,7 +263,10 @@ def _dlog_f(
             value, squares = own[number].unbind(-1)
             value = torch.where(summed, value, sums.whole[:, :, x].sum(-1))
             own[number] = torch.stack([value, squares], dim=-1)
-        forgets.append(summed & (weight - (0.0 if chunk_m is None else chunk_m[:, :, number]) > FORGOTTEN))
+        if chunk_m is None:
+            forgets.append(summed & (weight > FORGOTTEN))
+        else:
+            forgets.append(summed & (weight - chunk_m[:, :, number] > FORGOTTEN_STABILISED))
 
     inside = range(1, len(pieces))
     known_left = [flow_start, *(after.get(c) for c in inside)]

@@ -282,8 +282,11 @@ def test_several_calls_on_several_streams() -> None:
 
 
 @pytest.mark.usefixtures("right_made", "hardly_tuned", "fla_alone")
-def test_gradients_are_no_less_accurate_than_triton() -> None:
-    test_delta_accuracy.test_gradients_are_no_less_accurate_than_triton((128, 128), 3.0)
+@pytest.mark.parametrize("forget_bias", [2.0, 3.0])
+@pytest.mark.parametrize("betas", ["usual", "one"])
+def test_gradients_are_no_less_accurate_than_triton(betas: str, forget_bias: float) -> None:
+    of_accuracy = test_delta_accuracy.test_gradients_are_no_less_accurate_than_triton
+    of_accuracy((128, 128), betas, forget_bias)
 
 
 @of_both_functions

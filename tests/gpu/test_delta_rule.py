@@ -36,8 +36,6 @@ DIMS = [(64, 64), (128, 128), (128, 256), (64, 128), (128, 64), (64, 512)]
 PADDED = [(16, 16), (48, 80), (96, 192), (112, 240), (128, 48)]
 # K whose state takes half of a walker's registers, and V in slices
 LARGE = [(256, 64), (144, 128), (192, 256), (256, 512), (128, 320)]
-# in bf16, where the same is written and erased over and over: dg is a small difference of large sums
-OF_ERASED_STATES = {"dg": 1.25e-2}
 
 
 @pytest.mark.parametrize("dims", [*DIMS, *PADDED, *LARGE], ids="{0[0]}_{0[1]}".format)
@@ -92,11 +90,8 @@ def test_segments(dims: tuple[int, int], states: bool, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("betas", ["usual", "up to two"])
 def test_gates_at_borders(gates: str, betas: str) -> None:
     """Flows of gradient over a border between segments, large ones and none."""
-    # over many tokens that hardly decay, rounded keys and values add up
-    of_long = OF_ERASED_STATES | {"dq": 1e-2, "dk": 1.1e-2}
-    wider = of_long if (gates, betas) == ("slow", "up to two") else None
     # many heads: dg of a few is a matter of chance where hardly anything decays
-    check(draw(1, SEGMENT + 1000, heads=16, gates=gates, betas=betas), wider=wider)
+    check(draw(1, SEGMENT + 1000, heads=16, gates=gates, betas=betas))
 
 
 def test_nothing_decays_for_long() -> None:
@@ -154,8 +149,7 @@ def test_a_sequence_has_the_same_bits_in_any_call(seq: int, dims: tuple[int, int
 @pytest.mark.parametrize("betas", ["one", "up to two"])
 def test_a_state_that_is_erased_but_not_forgotten(betas: str, dtype: torch.dtype) -> None:
     """dk is a difference of terms larger than itself."""
-    wider = OF_ERASED_STATES if dtype == torch.bfloat16 else None
-    check(draw(1, 500, dtype=dtype, gates="slow", betas=betas), wider=wider)
+    check(draw(1, 500, dtype=dtype, gates="slow", betas=betas))
 
 
 def test_without_gate(dtype: torch.dtype) -> None:
@@ -239,7 +233,7 @@ def test_repeated_keys(dtype: torch.dtype) -> None:
     """The same key over and over: what is written is erased at once."""
     x = draw(1, 300, dtype=dtype)
     x["k"] = x["k"][:, :4].repeat(1, 75, 1, 1)
-    check(x, wider=OF_ERASED_STATES if dtype == torch.bfloat16 else None)
+    check(x)
 
 
 def test_a_loss_on_the_final_state_alone() -> None:

@@ -36,8 +36,6 @@ DIMS = [(64, 64), (128, 128), (96, 48), (128, 64), (64, 192), (128, 256)]
 SEGMENT_TOKENS = SEGMENT_CHUNKS * CHUNK
 LENGTHS = [0, 900, 2 * SEGMENT_TOKENS, SEGMENT_TOKENS + 1, 70, SEGMENT_TOKENS, 3 * SEGMENT_TOKENS + 65, 0]
 CARRIED = -1  # in the place of leads
-# of gates that hardly forget anything
-OF_SLOW_GATES = {"dg": 3e-2, "dq": 1.1e-2, "dk": 1.2e-2}
 Split = Callable[..., None]
 
 with_leads = pytest.mark.parametrize("longest", [SEGMENT_CHUNKS, 0], ids=["leads", "carried"])
@@ -129,7 +127,8 @@ def test_any_length(by_mirror: bool, longest: int, more: int, borders: int, spli
 def test_gates(by_mirror: bool, longest: int, gates: str, betas: str, split_every: Split) -> None:
     """Maps that keep a state, and such that leave nothing of it, which leads take the place of."""
     split_every(1, longest, by_mirror=by_mirror)
-    wider = OF_SLOW_GATES if gates in ("none", "slow") else {}
+    # dg is a small difference of large sums where nothing is forgotten, but much is erased
+    wider = {"dg": 1.25e-2} if (gates, betas) == ("none", "up to two") else None
     check(draw(1, 3 * SEGMENT_TOKENS + 100, gates=gates, betas=betas), wider=wider)
 
 
@@ -214,7 +213,7 @@ def test_a_loss_on_the_final_state_alone(by_mirror: bool, split_every: Split) ->
     expected = train(truth, "reference", chunk_gated_delta_rule, given=of_truth)
     for name in ("dk", "dv", "dinitial_state"):
         error = (found[name].double() - expected[name]).norm() / expected[name].norm()
-        assert error < 1.1e-2, name
+        assert error < 8e-3, name
     assert found["dq"].norm() == 0
 
 
@@ -281,7 +280,7 @@ def test_a_call_that_is_split_by_itself(gates: str, heads: int) -> None:
     sizes = (16 * SEGMENT_TOKENS, 128, 128)
     shape = Shape(1, sizes[0] // 64, 1, heads, *sizes, 1, False, 0, False, False, trains=True)
     assert shape.split is not None and (shape.longest_lead == 0) == (heads == 2)
-    check(x, wider=OF_SLOW_GATES | {"dv": 8e-3} if gates == "slow" else None)
+    check(x)
     are_carried = [bool((leads == CARRIED).any()) for leads in leads_of(x)]
     assert are_carried == [gates == "slow" or shape.longest_lead == 0] * 2
     alone = run(x, function=chunk_gated_delta_rule)
@@ -354,7 +353,7 @@ def test_a_head_is_carried_or_has_leads(split_every: Split) -> None:
             assert (leads[:, ::2] > 0).all()
             # leads of two segments reach the ends
             assert ((leads[:, 1::2] == CARRIED) == (count > 2)).all()
-    check(x, wider=OF_SLOW_GATES)
+    check(x)
 
 
 @pytest.mark.parametrize("gates", ["usual", "-10", "closed", "slow"])
@@ -371,8 +370,7 @@ def test_results_are_those_of_whole_walks(
     split_every(0, by_mirror=by_mirror)
     whole = both(x)
     split_every(borders, by_mirror=by_mirror)
-    wider = {name: 3 * limit for name, limit in OF_SLOW_GATES.items()} if gates == "slow" else None
-    assert_accurate(both(x), exact(whole), dtype, x["v"].numel() ** 0.5, wider)
+    assert_accurate(both(x), exact(whole), dtype, x["v"].numel() ** 0.5)
 
 
 @of_both_kinds
@@ -394,7 +392,7 @@ def test_mixed_heads(by_mirror: bool, is_packed: bool, dtype: torch.dtype, split
     split_every(1, by_mirror=by_mirror)
     x = packed(2, dtype=dtype) if is_packed else draw(1, 4 * SEGMENT_TOKENS + 77, 2, 4, dtype=dtype)
     x = mixed(x)
-    check(x, wider=OF_SLOW_GATES)
+    check(x)
     first = both(x)
     for _ in range(20):
         assert_equal(both(x), first)
@@ -478,7 +476,7 @@ def test_heads_that_are_carried_in_one_direction(by_mirror: bool, forgets: int, 
     assert (near == SEGMENT_CHUNKS).all() and (far == CARRIED).all()
     with uninitialised_memory_is_nan():
         found = both(x)
-    truth, wider = both(exact(x), "reference"), {"dv": TOLERANCE[torch.bfloat16]} | OF_SLOW_GATES
+    truth, wider = both(exact(x), "reference"), {"dv": TOLERANCE[torch.bfloat16]}
     assert_accurate(found, truth, torch.bfloat16, x["v"].numel() ** 0.5, wider)
 
 

@@ -86,17 +86,30 @@ template <class C> struct KeySteps {
             x = {x.x + y.x, x.y + y.y};
         });
     }
-    // scaled = factors times by and `constant`, rounded
-    __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by,
-                                        float constant) {
+    // scaled = round(factors times by and `constant`), pair by pair
+    template <class Round>
+    __device__ static inline void scale_and_round(Fragment* scaled, const Factors& factors,
+                                                  const TokenFactors& by, float constant, Round round) {
         const int lane = fresh_laneid();
         each<0, kTokenSteps>([&](int j) {
             const auto of_tokens = by.columns(j, lane);
             each<0, 4>([&](int k) {
                 const float2 x = to_float2(factors[j].tiles[0][0].data[k]);
                 const float2 e = times(of_tokens.of[k / 2], constant);
-                scaled[j].tiles[0][0].data[k] = from_float2<T2>({e.x * x.x, e.y * x.y});
+                scaled[j].tiles[0][0].data[k] = round(float2{e.x * x.x, e.y * x.y});
             });
+        });
+    }
+    __device__ static inline void scale(Fragment* scaled, const Factors& factors, const TokenFactors& by,
+                                        float constant) {
+        scale_and_round(scaled, factors, by, constant, [](float2 x) { return from_float2<T2>(x); });
+    }
+    // dropped = what scale() drops when it rounds, itself rounded
+    __device__ static inline void scale_dropped(Fragment* dropped, const Factors& factors,
+                                                const TokenFactors& by, float constant) {
+        scale_and_round(dropped, factors, by, constant, [](float2 x) {
+            const float2 kept = to_float2(from_float2<T2>(x));
+            return from_float2<T2>({x.x - kept.x, x.y - kept.y});
         });
     }
     // result = result times by and `constant`

@@ -5,9 +5,10 @@
 // sends to dS. It then meets the flow at the next anchor, which is <S, dS> of the walked states. So these
 // parts are summed with the operands that the states are made of, rounded alike: q and k as the right walk
 // adds them to dS, and k as the left walk adds it to S. Else the differences of the roundings would add up.
-// The mirror that makes the right part of dk scales dO, not q, and adds it in two parts, so that s e^b dO is
-// not rounded. Then what a chunk receives is summed with exact factors. What the mirror adds of dV is
-// rounded, which is a hundredth of the noise.
+// Where the right walk adds also what rounding drops (adds_dropped), s e^b q and e^b k are not rounded. Nor
+// is s e^b dO where the mirror makes the right part of dk: it scales dO, not q, and adds it in two parts.
+// Then what a chunk receives is summed with exact factors. What the mirror adds of dV is rounded, which is a
+// hundredth of the noise.
 #pragma once
 
 #include "delta_rule/backward/token_sums.cuh"

@@ -38,13 +38,15 @@
 namespace tfla_tk::mlstm {
 
 constexpr int kStateParts = 8;  // CTAs that share the flow through one state
-// log2. The chunk's own tokens outweigh the entering state by 2^24, the precision of fp32: the state is
-// forgotten.
-constexpr float kForgotten = 24.f;
+// log2. A chunk whose own tokens outweigh the entering state by so much forgets it. through_c is then below
+// the noise of rounded operands (2^-12 in fp16, 2^-9 in bf16), and flows from other chunks would bring noise
+// alone. With a stabiliser tokens have exponential weights: a sum over a chunk may be much smaller than its
+// largest weight, so there the precision of fp32 decides.
+template <class P> constexpr float kForgotten = P::kStabilised ? 24.f : 12.f;
 
 struct ChunkFlow {
     FlowSum received, sent;
-    bool forgets;  // the chunk's own tokens outweigh the entering state by 2^24
+    bool forgets;  // the chunk's own tokens outweigh the entering state by 2^kForgotten
 };
 
 struct GatesGlobals : TileGlobals {
@@ -156,7 +158,7 @@ template <class P> __device__ inline bool forgets_all_before(float2 i, float2 f,
     const float a_low = static_cast<float>(P::log2_input(i.x)) - b_low;
     const float a_high = static_cast<float>(P::log2_input(i.y)) - b_high;
     const float a = warp_max(fmaxf(fmaxf(a_low, a_high), -INFINITY));  // of those that are no NaN
-    return a - m_in > kForgotten;
+    return a - m_in > kForgotten<P>;
 }
 
 // <dC, C> + <dn, n> of one part of one state.

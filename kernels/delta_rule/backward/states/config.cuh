@@ -98,6 +98,12 @@ struct StatesGates {
     float decay;  // e^{b_L}
 };
 
+// Whether the right walk adds to dS also what rounding drops of s e^b q and e^b k: where so little decays
+// that these errors would add up over the chunks. Not where nothing decays: e^b = 1 rounds nothing.
+__device__ inline bool adds_dropped(const StatesGates& gates) {
+    return gates.decay >= 1.f / 4 && gates.decay < 1.f;
+}
+
 // A CTA's task, its states, and where the sums of its (segment, head) go; null where none are wanted. NOTES:
 // computed once and reread from shared memory, to save registers.
 struct StatesTask : Task {

@@ -90,14 +90,14 @@ template <class C> __device__ inline void walk_left(const StatesGlobals& g, Stat
             W::load(of_second, dq_first ? columns.keys : columns.queries, j);
             return of_second;
         };
-        const bool sums = task.whole != nullptr;
+        const bool sums = task.whole != nullptr, exact = has_right<C>(g) || adds_dropped(gates);
         ThroughState<false> through;
         // NOTES: of dq without squares, which saves a register where dq is known to come first
         auto scale = [&]<bool kSquares>(auto& result, bool dq, auto factor) {
             const float constant = dq ? g.scale : -1.f;
             if (!sums)
                 W::scale(result, gates.read, constant);
-            else if (has_right<C>(g))
+            else if (exact)
                 W::template scale_and_sum<kSquares>(through, result, factor, gates.read, constant, !dq);
             else
                 W::template sum_and_scale<kSquares>(through, result, factor, gates.read, constant, !dq);

@@ -7,7 +7,8 @@
 //   5. Round s e^b Q^T and -e^b K^T to A operands and issue dS += Q^T dO + K^T dV.
 //   6. Wait for right; its sums per token. Add the left part of dk, in later turns dk of the turn before, and
 //      put the sum in its place.
-//   7. Wait for dS; hand the stage over.
+//   7. Wait for dS. Where little decays, add to it what rounding has dropped in step 5 (adds_dropped).
+//   8. Hand the results over. Wait for dS; hand the stage over.
 #pragma once
 
 #include "delta_rule/backward/states/turns.cuh"
@@ -85,11 +86,21 @@ template <class C> __device__ inline void walk_right(const StatesGlobals& g, Sta
         else
             W::add(right, queries, columns.earlier);
         turns.store(columns.earlier, right, chunk, 0);
-        fence_async_proxy();
-        arrive_warp(smem.out_ready[walker()][slot]);
+        if (adds_dropped(gates)) {  // 7
+            warpgroup::mma_async_wait<0>();
+            pin(state);
+            each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });
+            W::load(queries, columns.queries), W::load(keys, columns.keys);
+            W::scale_dropped(read, queries, gates.read, g.scale);
+            W::add_to_state(state, read, stage.dout, true);
+            W::scale_dropped(read + kTokenSteps, keys, gates.read, -1.f);
+            W::add_to_state(state, read + kTokenSteps, stage.dv, false);
+        }
+        fence_async_proxy();                          // 8
+        arrive_warp(smem.out_ready[walker()][slot]);  // q and k of a later chunk may take their places
         if (chunk > 0 && is_anchor(task, chunk) && column() < g.dim_k)  // of the next step
             prefetch_anchor<C>(task, anchor_part(g, task, chunk, part()), fresh_laneid());
-        warpgroup::mma_async_wait<0>();  // 7
+        warpgroup::mma_async_wait<0>();
         pin(state);
         each<0, 2 * kTokenSteps>([&](int j) { pin(read[j]); });
         arrive_warp(smem.free[slot]);
