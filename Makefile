@@ -58,8 +58,6 @@ FLASH_QLA = $(shell $(PY) -c "import importlib.util as u; print(',tilelang' * bo
 .PHONY: bench
 bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (ARGS="--op mlstm_exp")
 	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --shapes main,sweep,heads,tiny $(ARGS)
-	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --shapes main,heads --backends tk \
-		--schedules sequential,overlapped,pingpong $(ARGS)
 	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --layout bsnd $(ARGS)
 	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --pass fwd,fwdbwd --dtype fp16 $(ARGS)
 	@$(PY) -m tfla_tk compare $(ON_RECORD) $(MLSTM) --forget-bias 12 $(ARGS)
@@ -73,7 +71,7 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 		--backends tk,triton$(FLASH_QLA) $(ARGS)
 	@[ -n "$(findstring --op,$(ARGS))" ] || $(PY) -m tfla_tk compare $(ON_RECORD) \
 		--op delta_rule --pass fwd,fwdbwd --shapes 8x8192x16x128x128,8x8192x16x128x256 --backends tk,triton $(ARGS)
-	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD) --op mlstm_intra,gla,delta_rule,gated_delta_rule
+	@$(PY) -m tfla_tk.bench ablation $(ON_RECORD)
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype fp32
 	@$(PY) -m tfla_tk.bench step $(ON_RECORD) --dtype bf16
 	@$(PY) -m tfla_tk build
@@ -97,7 +95,7 @@ lint: $(DEV_STAMP) ## ruff, mypy and clang-format
 	@rm -rf build/typing && mkdir -p build/typing && cp -rs "$(CURDIR)/tfla_tk" build/typing
 	@for part in reference bench; do cp -rs "$(CURDIR)/$$part" build/typing/tfla_tk; done
 	@cd build/typing && $(abspath $(PY)) -m mypy --config-file ../../pyproject.toml --package tfla_tk
-	@find kernels bench/kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
+	@find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h' | \
 		xargs --no-run-if-empty $(dir $(PY))clang-format --dry-run --Werror
 
 .PHONY: sass

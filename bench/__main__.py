@@ -1,7 +1,7 @@
 """Benchmarks beyond `tfla-tk compare`, and the results on record: `python -m tfla_tk.bench <command>`.
 
 `merge` takes rows that `tfla-tk compare --json` wrote elsewhere; `readme` writes the tables of README.md and
-docs/results.md; `ablation` times the schedules of kernels, `step` one token, `model` whole
+docs/results.md; `ablation` times mLSTM's forward without overlap, `step` one token, `model` whole
 models; `train` compares loss curves.
 """
 
@@ -63,14 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="as compare takes them (default: main); sweep draws lines over the length",
     )
     command.set_defaults(run=_plot)
-    command = commands.add_parser("ablation", help="time the schedules of kernels side by side")
-    command.add_argument(
-        "--op",
-        type=compare.names(ablation.OPS),
-        default=[results.INTRA],
-        metavar="OP,..",
-        help=f"of {', '.join(ablation.OPS)} (default: {results.INTRA})",
-    )
+    command = commands.add_parser("ablation", help="time mLSTM's forward with and without overlap")
     compare.add_run_arguments(command)
     command.set_defaults(run=ablation.run)
     command = commands.add_parser("step", help="time one token of mLSTM against the copy rate")

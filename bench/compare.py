@@ -32,14 +32,13 @@ from .shapes import PASSES, SETS, Shape, parse_shapes
 from .timing import CpuStopwatch, CudaStopwatch, Plan
 from .tuning import configs_compiled_by
 from .usage import UsageError, check_outputs
-from .variants import COMPARED, FAMILIES, SCHEDULES, Variant, check_named, find_variants
+from .variants import COMPARED, FAMILIES, Variant, check_named, find_variants
 
 GPU_PLAN = Plan(repeats=50, budget_ms=1500)
 GPU_QUICK = Plan(repeats=10, budget_ms=500)
 CPU_PLAN = Plan(repeats=7, budget_ms=1000)
 CPU_QUICK = Plan(repeats=3, budget_ms=200)
 
-DEFAULT_SCHEDULES = ("auto",)
 
 PIPED_WIDTH = 140
 
@@ -74,14 +73,12 @@ def add_problem_arguments(
     *,
     shapes: str,
     families: Sequence[str] = FAMILIES,
-    schedules: Sequence[str] = DEFAULT_SCHEDULES,
 ) -> None:
     """The options that say what is computed and by which backends.
 
     Args:
         shapes: the default ones, in words.
         families: what --backends names.
-        schedules: the default ones, in place of None.
     """
     ops, sets = ", ".join(OPERATORS), ", ".join(SETS)
     add = parser.add_argument
@@ -105,12 +102,6 @@ def add_problem_arguments(
         metavar="NAME,..",
         help=f"of {', '.join(families)} and variants such as triton:xl_chunk_128 "
         "(default: all on a GPU, reference without one)",
-    )
-    add(
-        "--schedules",
-        type=names(SCHEDULES),
-        metavar="NAME,..",
-        help=f"of the tk kernels: {', '.join(SCHEDULES)} (default: {', '.join(schedules)})",
     )
 
 
@@ -158,18 +149,14 @@ def run(args: argparse.Namespace) -> int:
         UsageError: options that do not go together.
     """
     on_gpu = torch.cuda.is_available()
-    check_named([OPERATORS[op] for op in args.op], args.backends, args.schedules, rivals=True)
-    schedules = args.schedules or DEFAULT_SCHEDULES
+    check_named([OPERATORS[op] for op in args.op], args.backends, rivals=True)
     shapes: Sequence[Shape] = args.shapes or SETS["main" if on_gpu else "small"]
     for op in args.op:
         if args.layout != LAYOUTS[0] and OPERATORS[op].layout != LAYOUTS[0]:
             raise UsageError(
                 f"--layout: expected {LAYOUTS[0]} for {op}, which has no other, got {args.layout}"
             )
-    variants = {
-        op: find_variants(OPERATORS[op], args.backends, schedules, on_gpu=on_gpu, rivals=True)
-        for op in args.op
-    }
+    variants = {op: find_variants(OPERATORS[op], args.backends, on_gpu=on_gpu, rivals=True) for op in args.op}
     served = {op: shapes_of(OPERATORS[op], shapes) for op in args.op}
     contests = [
         Contest(OPERATORS[op], which, shape, variants[op])

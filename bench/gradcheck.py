@@ -52,7 +52,7 @@ from .operators import OPERATORS, Operator
 from .runner import FAILED, OK, UNSUPPORTED, Outcome, guard, refuse_quadratic, release, unserved
 from .shapes import CHUNK, Shape
 from .usage import UsageError, check_outputs
-from .variants import FAMILIES, SCHEDULES, Variant, check_named, find_variants
+from .variants import FAMILIES, Variant, check_named, find_variants
 
 CPU_SHAPES = (Shape(2, 64, 2, 16, 32), Shape(1, 100, 2, 32, 64))
 # the third has a tail, the last is cut into segments
@@ -63,7 +63,6 @@ GPU_SHAPES = (
     Shape(1, 8192, 4, 128, 256),
 )
 WITH_OP = ("mlstm_exp", "mlstm_sig")
-DEFAULT_SCHEDULES = tuple(name for name in SCHEDULES if name != "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         shapes="four with 512 to 8192 tokens on a GPU, two with 64 and 100 without one",
         families=(*FAMILIES, OP),
-        schedules=DEFAULT_SCHEDULES,
     )
     add = parser.add_argument
     add(
@@ -94,8 +92,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a backend or a shape that cannot be checked, or a file that cannot be written.
     """
     on_gpu = torch.cuda.is_available()
-    check_named([OPERATORS[op] for op in args.op], _without_op(args.backends), args.schedules)
-    schedules = args.schedules or DEFAULT_SCHEDULES
+    check_named([OPERATORS[op] for op in args.op], _without_op(args.backends))
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     shapes: Sequence[Shape] = args.shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)
     if any(shape.T < 2 for shape in shapes):
@@ -106,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(device, args.dtype or ("bf16" if on_gpu else "fp32"), args.seed)
     facts = environment.provenance(device)
     served = {op: compare.shapes_of(OPERATORS[op], shapes) for op in args.op}
-    variants_of = {op: find_checked(OPERATORS[op], args.backends, schedules, on_gpu=on_gpu) for op in args.op}
+    variants_of = {op: find_checked(OPERATORS[op], args.backends, on_gpu=on_gpu) for op in args.op}
     contests = [
         (problem, shape, variants_of[op])
         for op in args.op
@@ -160,9 +157,7 @@ def default_cases(shape: Shape) -> list[Case]:
     return list(dict.fromkeys(case._replace(last=False) for case in cases))
 
 
-def find_checked(
-    operator: Operator, backends: Sequence[str] | None, schedules: Sequence[str], *, on_gpu: bool
-) -> list[Variant]:
+def find_checked(operator: Operator, backends: Sequence[str] | None, *, on_gpu: bool) -> list[Variant]:
     """The variants to check: those of `find_variants`, and without a GPU the registered op.
 
     Raises:
@@ -170,7 +165,7 @@ def find_checked(
     """
     if backends is not None and OP in backends and on_gpu:
         raise UsageError(f"--backends: {OP} is the registered op on a CPU; on a GPU that is tk")
-    found = find_variants(operator, _without_op(backends), schedules, on_gpu=on_gpu)
+    found = find_variants(operator, _without_op(backends), on_gpu=on_gpu)
     if OP in backends if backends is not None else not on_gpu and operator.name in WITH_OP:
         found.append(Variant(OP, OP, named=backends is not None))
     return found

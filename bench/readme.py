@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tfla_tk.build import instances
-
 from .report import PASS_TITLES, TITLES, errors_of, milliseconds, problem_title
 from .results import (
+    ABLATED,
     FP32_NATIVE,
     IN_PLACE,
-    INTRA,
     MODEL,
     OPS,
+    SCHEDULES,
     STEP,
     Pair,
     Row,
@@ -23,7 +22,6 @@ from .results import (
     is_plain,
     pairs,
     problem_of,
-    schedules_of,
     shape_of,
     sweep_only,
 )
@@ -49,9 +47,9 @@ SUMMARY = (
 def render(rows: Sequence[Row]) -> str:
     """All tables as Markdown.
 
-    Per operator and pass the tk row of the shipped schedule against the best baseline of its run, every
+    Per operator and pass the tk row of the shipped kernels against the best baseline of its run, every
     package beside it where there are several, the same over the lengths of the sweep, the host's time, whole
-    models, then the schedules side by side where more than one was measured.
+    models, then the ablation.
     """
     parts: list[str] = []
     for op in OPS:
@@ -62,7 +60,7 @@ def render(rows: Sequence[Row]) -> str:
             parts += _sweeps(op, which, [row for row in chosen if in_sweep(row)])
         parts.append(_hosts(op, [row for row in rows if row["op"] == op]))
     parts.append(_models([row for row in rows if row["op"] == MODEL]))
-    parts += [_schedules(op, [row for row in rows if row["op"] == op and not sweep_only(row)]) for op in OPS]
+    parts += [_ablation(op, [row for row in rows if row["op"] == op]) for op in ABLATED]
     return "\n\n".join(filter(None, parts)) or "No results are on record yet."
 
 
@@ -122,14 +120,11 @@ def update(path: Path, rows: Sequence[Row], more: Sequence[Row] = ()) -> bool:
 
 
 def _contest(op: str, which: str, rows: Sequence[Row]) -> str:
-    """tk against the best baseline, one line per problem; empty where no row is of either.
-
-    The intra-chunk part has no counterpart: it stands with the schedules alone.
-    """
+    """tk against the best baseline, one line per problem; empty where no row is of either."""
     if op == STEP:
         return _steps(rows)
     found = pairs(rows)
-    if not found or op == INTRA:
+    if not found:
         return ""
     header = (
         "Shape",
@@ -195,7 +190,7 @@ def _hosts(op: str, rows: Sequence[Row]) -> str:
         return ""
     latest: dict[tuple[object, ...], Row] = {}
     for row in rows:
-        named = row["backend"] == "tk" and row["schedule"] in (None, instances.DEFAULT_SCHEDULE)
+        named = row["backend"] == "tk" and row["schedule"] != "sequential"
         key = (problem_of(row), row["backend"])
         wanted = "launch_us" in row and "host_us" in row and (named or is_baseline(row))
         if wanted and (key not in latest or row["date"] >= latest[key]["date"]):
@@ -397,30 +392,24 @@ def _memory(row: Row | None) -> str:
     return "-" if row is None or row["peak_mem_mb"] is None else f"{row['peak_mem_mb']:.0f}"
 
 
-def _schedules(op: str, rows: Sequence[Row]) -> str:
-    """ms per schedule, each line from one run, the latest with several; empty where no run has several."""
+def _ablation(op: str, rows: Sequence[Row]) -> str:
+    """ms with and without overlap, each line from one run, the latest with both; empty where none has."""
     contests: dict[tuple[object, ...], dict[str, Row]] = {}
-    for row in rows:
-        if row["backend"] == "tk" and row["schedule"]:
+    for row in sorted(rows, key=lambda row: row["date"]):
+        if row["schedule"]:
             contests.setdefault(contest_of(row), {})[row["schedule"]] = row
-    latest: dict[tuple[object, ...], dict[str, Row]] = {}
-    for found in contests.values():
-        row = next(iter(found.values()))
-        held = latest.get(problem_of(row))
-        if len(found) > 1 and (held is None or row["date"] > next(iter(held.values()))["date"]):
-            latest[problem_of(row)] = found
+    latest = {
+        problem_of(found["sequential"]): found for found in contests.values() if len(found) == len(SCHEDULES)
+    }
     if not latest:
         return ""
-    names = schedules_of(op)
-    lines, firsts = [], []
-    for found in latest.values():
-        row = next(iter(found.values()))
-        firsts.append(row)
-        times = [milliseconds(found[name]["ms"]) if name in found else "-" for name in names]
-        lines.append([problem_title(row), PASS_TITLES[row["pass"]], *times])
-    table = _markdown(("Shape", "pass", *(f"{name} ms" for name in names)), lines)
-    caption = f"Kernels of their run, so a line compares schedules alone; {_origin_of(firsts)}"
-    return f"### {TITLES[op]}, schedules\n\n{table}\n\n{caption}"
+    lines = [
+        [problem_title(found["sequential"]), *(milliseconds(found[name]["ms"]) for name in SCHEDULES)]
+        for found in latest.values()
+    ]
+    table = _markdown(("Shape", *(f"{name} ms" for name in SCHEDULES)), lines)
+    origin = _origin_of([found["sequential"] for found in latest.values()])
+    return f"### {TITLES[op]}, forward without and with overlap\n\n{table}\n\n{origin}"
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

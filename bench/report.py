@@ -34,7 +34,6 @@ TITLES = {
     "gated_delta_rule": "gated delta rule",
     "kda": "KDA",
     "mlstm_step": "mLSTM, one step",
-    "mlstm_intra": "mLSTM, intra-chunk part",
     "model_step": "xLSTM, whole model",
 }
 PASS_TITLES = {
@@ -47,7 +46,7 @@ PASS_TITLES = {
 
 
 def name_of(row: Row) -> str:
-    """Backend and schedule in one word: "tk:pingpong", "triton:xl_chunk_128"."""
+    """Backend and schedule in one word: "tk:sequential", "triton:xl_chunk_128"."""
     return f"{row['backend']}:{row['schedule']}" if row["schedule"] else str(row["backend"])
 
 

@@ -9,16 +9,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tfla_tk.build import instances
-
-from . import intra
 from .inputs import FORGET_BIAS, LAYOUTS
 from .shapes import MAIN, PASSES, PHASES, SWEEP, ModelShape, Shape
 
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parent / "results"
-INTRA = "mlstm_intra"  # an ablation: no function of the package, nothing to compare it with
 STEP = "mlstm_step"  # decoding: by tk also in place, "tk:in_place"
 IN_PLACE = "tk:in_place"
 MODEL = "model_step"  # a whole model: phases in place of passes, no count of FLOP and bytes
@@ -33,12 +29,11 @@ OPS = (
     "gated_delta_rule",
     "kda",
     STEP,
-    INTRA,
     MODEL,
 )
 FP32_NATIVE = "fp32 native"  # in the errors of a model: what it was compared with
-# of any operator; null where the kernel chose it
-SCHEDULES = (*intra.SCHEDULES, None)
+SCHEDULES = ("sequential", "overlapped")  # of the ablation; null in other rows, whose kernels are overlapped
+ABLATED = ("mlstm_exp", "mlstm_sig")
 BASELINES = ("triton", "tilelang")  # families of backends that a speed-up is measured against
 OUTPUTS = ("h", "o")  # the output among the errors of a row; the others are gradients
 # optional keys that are part of a row's identity, and what an absent one means
@@ -109,8 +104,11 @@ def validate(row: Any) -> None:
             raise ValueError(f"row {key}: expected {names}, got {row[key]!r}")
     if row["op"] not in OPS:
         raise ValueError(f"row op: expected one of {', '.join(OPS)}, got {row['op']!r}")
-    schedules = (*schedules_of(row["op"]), None)
-    for key, allowed in (("pass", passes_of(row["op"])), ("schedule", schedules), ("layout", LAYOUTS)):
+    for key, allowed in (
+        ("pass", passes_of(row["op"])),
+        ("schedule", (*SCHEDULES, None)),
+        ("layout", LAYOUTS),
+    ):
         value = row.get(key, DEFAULTS.get(key))
         if value not in allowed:
             raise ValueError(f"row {key}: expected one of {', '.join(map(str, allowed))}, got {value!r}")
@@ -144,17 +142,6 @@ def shape_of(row: Row) -> Shape:
 def passes_of(op: str) -> tuple[str, ...]:
     """What stands under "pass": passes of an operator, phases of a model."""
     return PHASES if op == MODEL else PASSES
-
-
-def schedules_of(op: str) -> tuple[str, ...]:
-    """The schedules that the tk kernel of an operator has."""
-    own = {
-        INTRA: intra.SCHEDULES,
-        "gla": instances.GLA_SCHEDULES,
-        "delta_rule": instances.DELTA_SCHEDULES,
-        "gated_delta_rule": instances.DELTA_SCHEDULES,
-    }
-    return own.get(op, instances.SCHEDULES)
 
 
 def conditions_of(row: Row) -> tuple[str, float]:
@@ -200,7 +187,7 @@ def _order(row: Row) -> tuple[Any, ...]:
         (forget_bias != FORGET_BIAS, forget_bias),
         size,
         row["backend"],
-        SCHEDULES.index(row["schedule"]),
+        (*SCHEDULES, None).index(row["schedule"]),
     )
 
 
@@ -287,9 +274,9 @@ class Pair(NamedTuple):
 
 
 def pairs(rows: Iterable[Row]) -> list[Pair]:
-    """Per problem the tk row of the shipped schedule and the best baseline of its run, in the rows' order.
+    """Per problem the tk row of the shipped kernels and the best baseline of its run, in the rows' order.
 
-    The tk row is that of the latest run with a baseline (schedules are compared without one), else of the
+    The tk row is that of the latest run with a baseline (the ablation has none), else of the
     latest; where there is none, the best baseline of the latest run stands alone. A problem with neither is
     left out.
     """
@@ -300,11 +287,7 @@ def pairs(rows: Iterable[Row]) -> list[Pair]:
         problems.setdefault(problem_of(row), []).append(row)
     found = []
     for group in problems.values():
-        shipped = [
-            row
-            for row in group
-            if row["backend"] == "tk" and row["schedule"] in (None, instances.DEFAULT_SCHEDULE)
-        ]
+        shipped = [row for row in group if row["backend"] == "tk" and row["schedule"] != "sequential"]
         ours = _latest(row for row in shipped if contest_of(row) in best) or _latest(shipped)
         if ours is None:
             theirs = _latest(row for row in group if is_baseline(row))
@@ -323,7 +306,7 @@ def _latest(rows: Iterable[Row]) -> Row | None:
 
 def in_sweep(row: Row) -> bool:
     """Whether a row is a point of the sweep over the length, on the default inputs."""
-    return shape_of(row) in SWEEP and is_plain(row) and row["op"] != INTRA
+    return shape_of(row) in SWEEP and is_plain(row)
 
 
 def sweep_only(row: Row) -> bool:

@@ -312,18 +312,6 @@ def _gla(shape: Shape, itemsize: int) -> tuple[Cost, Cost]:
     return forward, Cost(flops.gla_backward(*dims), itemsize * (4 * shape.K + 3 * shape.V) + 8 * shape.K)
 
 
-def _intra(shape: Shape, itemsize: int) -> tuple[Cost, None]:
-    """Formulas per token and head of the mLSTM's intra-chunk part with the whole sequence as one chunk.
-
-    FLOP: the CHUNK x CHUNK tiles of Q K^T, and their products with V, at or below the diagonal. Bytes: q, k,
-    v, h and two fp32 gates once.
-    """
-    rows = -(-shape.T // CHUNK)
-    tiles = rows * (rows + 1) // 2
-    dims = shape.K + shape.V
-    return Cost(tiles * 2 * CHUNK**2 * dims / shape.T, 2 * itemsize * dims + 8), None
-
-
 def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
     """Formulas per head and step of decoding: the state once in and once out, a token, two fp32 gates."""
     state = shape.K * (shape.V + 1) + 1
@@ -333,7 +321,6 @@ def _step(shape: Shape, itemsize: int) -> tuple[Cost, None]:
 COSTS: dict[str, PerToken] = {
     "mlstm_exp": _mlstm,
     "mlstm_sig": _mlstm,
-    "mlstm_intra": _intra,
     "mlstm_step": _step,
     # a log decay per token; one per head
     "simple_gla": _scalar_gates(1),

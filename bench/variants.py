@@ -1,4 +1,4 @@
-"""Which backends take part in a comparison, by the names that `--backends` and `--schedules` give."""
+"""Which backends take part in a comparison, by the names that `--backends` gives."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfla_tk.backends.triton.variants import variants
-from tfla_tk.core.layout import SCHEDULES
 
 from .operators import OPERATORS, Operator
-from .results import schedules_of
 from .rivals import RIVALS, rivals_of
 from .usage import UsageError
 
@@ -23,9 +21,9 @@ class Variant:
     """One competitor: a backend as the public functions take it, and how it is written in a results row.
 
     Attributes:
-        call: value of `backend=`, for example "tk:pingpong" or "triton:xl_chunk_128".
+        call: value of `backend=`, for example "tk" or "triton:xl_chunk_128".
         backend: the row's backend, for example "tk".
-        schedule: the row's schedule; None where the backend has none or picks it.
+        schedule: the row's schedule; None but in the ablation.
         named: the user asked for this very backend, so that its failure is the command's failure.
         family_named: the user asked for its family, one variant of which has to serve some call.
     """
@@ -45,7 +43,6 @@ class Variant:
 def find_variants(
     operator: Operator,
     backends: Sequence[str] | None,
-    schedules: Sequence[str],
     *,
     on_gpu: bool,
     rivals: bool = False,
@@ -54,9 +51,7 @@ def find_variants(
 
     Args:
         backends: families (of COMPARED with rivals, else of FAMILIES) and single variants
-            (triton:xl_chunk_128, tk:pingpong); None takes every family on a GPU and the reference's forms
-            without one.
-        schedules: for the family tk, of SCHEDULES.
+            (triton:xl_chunk_128); None takes every family on a GPU and the reference's forms without one.
         on_gpu: the family reference is its chunkwise form on a GPU, every form elsewhere.
         rivals: with those of RIVALS that compute the operator, which are no backends of the public functions.
 
@@ -69,15 +64,12 @@ def find_variants(
     chosen = tuple(backends) if backends is not None else families if on_gpu else ("reference",)
     found: dict[str, Variant] = {}
     for name in chosen:
-        family, colon, detail = name.partition(":")
+        family, colon, _ = name.partition(":")
         if not _has(operator, name):
             # another operator of the same command may have it
             new = []
-        elif colon:
-            new = [_single(name, family, detail, named)]
-        elif family == "tk":
-            own = [schedule for schedule in schedules if schedule in _schedules(operator)]
-            new = [_single(f"tk:{schedule}", "tk", schedule, named) for schedule in own]
+        elif colon or family == "tk":
+            new = [Variant(name, name, named=named)]
         else:
             whole = family == "reference" and on_gpu
             calls = [family] if whole else _variants_of(operator, family, rivals=rivals)
@@ -90,15 +82,13 @@ def find_variants(
 def check_named(
     operators: Sequence[Operator],
     backends: Sequence[str] | None,
-    schedules: Sequence[str] | None = None,
     *,
     rivals: bool = False,
 ) -> None:
-    """Whether each backend and schedule that the user named is one of at least one of the operators.
+    """Whether each backend that the user named is one of at least one of the operators.
 
     Args:
-        backends, schedules: as the user gave them, None where nothing was. All schedules together stand for
-            those that there are.
+        backends: as the user gave them, None where nothing was.
         rivals: as `find_variants` takes it.
 
     Raises:
@@ -121,13 +111,6 @@ def check_named(
             call for operator in OPERATORS.values() for call in _variants_of(operator, family, rivals=rivals)
         )
         raise UsageError(f"--backends: expected a variant such as {', '.join(known)}, got {name!r}")
-    if schedules is None or {*schedules} == {*SCHEDULES}:
-        return
-    own = {schedule for operator in operators for schedule in _schedules(operator)}
-    for schedule in schedules:
-        if schedule not in own:
-            expected = ", ".join(name for name in SCHEDULES if name in own)
-            raise UsageError(f"--schedules: expected any of {expected} for {given}, got {schedule}")
 
 
 def _has(operator: Operator, name: str) -> bool:
@@ -143,22 +126,12 @@ def _has(operator: Operator, name: str) -> bool:
 def _variants_of(operator: Operator, family: str, *, rivals: bool) -> list[str]:
     """The variants of a family that an operator has; of Triton those worth timing."""
     if family == "tk":
-        return [f"tk:{schedule}" for schedule in _schedules(operator)]
+        return ["tk"]
     if family == "reference":
         return [f"reference:{form}" for form in operator.forms]
     found = variants(operator.function) if family == "triton" else []
     return [*found, *rivals_of(operator.name, family)] if rivals else found
 
 
-def _schedules(operator: Operator) -> tuple[str, ...]:
-    return "auto", *schedules_of(operator.name)
-
-
 def _without_size(name: str) -> str:
     return re.sub(r"_\d+$", "", name)
-
-
-def _single(name: str, family: str, detail: str, named: bool) -> Variant:
-    if family != "tk":
-        return Variant(name, name, named=named)
-    return Variant(name, "tk", None if detail == "auto" else detail, named)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import tfla_tk
 from tfla_tk import build, doctor, env
-from tfla_tk.bench import compare, gradcheck, intra
+from tfla_tk.bench import compare, gradcheck
 from tfla_tk.bench.usage import UsageError
 from tfla_tk.core.errors import UnsupportedError
 
@@ -60,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("build", help="compile the kernels ahead of their first call")
     command.add_argument("--match", default="*", metavar="GLOB", help="only the instances of this name")
     command.add_argument(
-        "--all",
-        action="store_true",
-        help="also the schedules that auto does not take, and the intra-chunk kernel of the ablation",
+        "--all", action="store_true", help="also the sequential kernels, which measurements alone take"
     )
     command.add_argument(
         "--jobs",
@@ -92,9 +90,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    known = build.shipped_instances()
-    if arguments.all:
-        known = [*build.all_instances(), *intra.all_instances()]
+    known = build.all_instances() if arguments.all else build.shipped_instances()
     chosen = [instance for instance in known if fnmatch.fnmatch(instance.name, arguments.match)]
     if known and not chosen:
         names = ", ".join(instance.name for instance in known)

@@ -67,8 +67,7 @@ def mlstm_step(
             any write in place, a backward that would read what autograd has saved of them raises.
         backend: "auto" takes the first of tk, triton, reference that serves the call exactly
             (`tfla_tk.which` says which and why). "triton" has no gradients. "tk" takes them from the
-            chunkwise kernel over a sequence of one token, by name only; "tk:<schedule>" chooses that
-            kernel's, the step kernel has one.
+            chunkwise kernel over a sequence of one token, by name only.
 
     Returns:
         h [B, NH, DHHV] in q's dtype and the state after the token (c, n, m), new tensors unless `inplace`.

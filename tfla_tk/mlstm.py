@@ -104,9 +104,9 @@ def mlstm_chunkwise(
             for the autocast region's dtype. Gates and states keep theirs. Without autocast it has no
             effect.
         backend: "auto" takes the first of tk, triton, reference that serves the call exactly
-            (`tfla_tk.which` says which and why); a name, or name:variant such as "triton:xl_chunk_128" or
-            "tk:pingpong", takes that one or raises. Forward-mode and second derivatives are the reference's
-            alone: "auto" takes it where an input has a tangent, and a second derivative through tk raises.
+            (`tfla_tk.which` says which and why); a name, or name:variant such as "triton:xl_chunk_128", takes
+            that one or raises. Forward-mode and second derivatives are the reference's alone: "auto" takes it
+            where an input has a tangent, and a second derivative through tk raises.
 
     Returns:
         h [B, NH, S, DHHV] in q's dtype, or (h, (c, n, m)) with the state after the last step (of every

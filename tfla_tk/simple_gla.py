@@ -90,9 +90,9 @@ def chunk_simple_gla(
         chunk_size: tokens per chunk, a power of two; None is 64. The result does not depend on it beyond
             rounding. Used by the reference and by fla (from 16 on); the tk kernels choose their own.
         backend: "auto" takes the first of tk, triton (fla's kernels), reference that serves the call exactly
-            (`tfla_tk.which` says which and why); a name, or name:variant such as "reference:recurrent" or
-            "tk:pingpong", takes that one or raises. Forward-mode and second derivatives are the reference's
-            alone: "auto" takes it where an input has a tangent, and a second derivative through tk raises.
+            (`tfla_tk.which` says which and why); a name, or name:variant such as "reference:recurrent", takes
+            that one or raises. Forward-mode and second derivatives are the reference's alone: "auto" takes it
+            where an input has a tangent, and a second derivative through tk raises.
 
     Returns:
         (o, final_state): o [B, T, HV, V] in q's dtype, under autocast in the autocast region's; final_state

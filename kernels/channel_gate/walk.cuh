@@ -1,4 +1,4 @@
-// What the walks over a sequence's chunks share: the task of a CTA, the schedule, the log gates' loads.
+// What the walks over a sequence's chunks share: the task of a CTA, the log gates' loads.
 //
 // A walker is a warpgroup that owns 64 columns of V. It holds the transposed state (64 x K) in fp32 and
 // computes everything transposed: so the A operand of each GEMM is in its own registers and B in shared
@@ -14,12 +14,6 @@
 namespace tfla_tk::channel_gate {
 
 constexpr int kWalkerColumns = 64;  // of V
-
-// How the work on a chunk is ordered.
-//   sequential  the gate warps begin a chunk when the walkers are done with the one before; every GEMM of a
-//               walker is waited for before its next step
-//   overlapped  the gate warps are a chunk ahead; GEMMs are in flight under a walker's other work
-enum class Schedule : int { sequential = 0, overlapped = 1 };
 
 // The log gates of a call. Boxes have 64 channels and, of fp32 gates, the tokens of a chunk, of 16-bit ones
 // the tokens of a block.

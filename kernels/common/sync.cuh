@@ -210,7 +210,6 @@ __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.sha
 enum class NamedBarrier : int {
     gemm_turn = 1,
     norm_published = 4,
-    read_turn = 5,  // and 6: one per state warpgroup
     walkers_meet = 7,
     matrices = 8,  // and 9 to 11: one per maker of the delta rule
     columns = 12,  // and 13: one per walker of GLA

@@ -29,11 +29,6 @@ constexpr int kWalkerColumns = 64;  // of V; of K in the walks over the states
 // Flags of a chunk and head: makers have made its matrices; a walk has asked for them.
 constexpr int kMade = 1, kLoaded = 2;
 
-// How the GEMMs of a chunk are ordered against the rest of its work.
-//   sequential  every GEMM is waited for before the next step
-//   overlapped  GEMMs off the chain from state to state are in flight under the rest of the work
-enum class Schedule : int { sequential = 0, overlapped = 1 };
-
 // Arguments that both walks share; fields as in bindings/params.h.
 struct WalkGlobals {
     TensorMap q, k, a, p;  // boxes of a chunk

@@ -196,27 +196,23 @@ def _fingerprint(path: Path) -> dict[str, object]:
 
 
 def _source_digests(instance: Instance) -> list[tuple[str, str]]:
-    """Every file of the package that the module is made of, with the digest of its content.
-
-    A file below the instance's own root is named with a leading "/", one of ``kernels/`` without.
-    """
-    root, own = sources.kernels_root(), sources.root_of(instance)
+    """Every file of ``kernels/`` that the module is made of, with the digest of its content."""
+    root = sources.kernels_root()
     found: dict[str, str] = {}
-    pending = [own / instance.source, own / instance.bindings, root / "common/driver_shim.cpp"]
+    pending = [root / instance.source, root / instance.bindings, root / "common/driver_shim.cpp"]
     while pending:
         path = pending.pop()
-        shared = path.is_relative_to(root)
-        name = path.relative_to(root).as_posix() if shared else f"/{path.relative_to(own).as_posix()}"
+        name = path.relative_to(root).as_posix()
         if name in found:
             continue
         content = sources.read(path)
         found[name] = hashlib.sha256(content).hexdigest()
-        pending += _included(path, content, root, own)
+        pending += _included(path, content, root)
     return sorted(found.items())
 
 
-def _included(path: Path, content: bytes, root: Path, own: Path) -> list[Path]:
-    """The files below ``kernels/`` or the instance's own root that a file includes, found as nvcc finds them.
+def _included(path: Path, content: bytes, root: Path) -> list[Path]:
+    """The files below ``kernels/`` that a file includes, found as nvcc finds them.
 
     A condition around an include does not count, nor does a comment. What is not found there belongs to
     ThunderKittens, CUDA, pybind11 or the compiler, which are in the key by their versions.
@@ -233,8 +229,7 @@ def _included(path: Path, content: bytes, root: Path, own: Path) -> list[Path]:
         for place in places:
             # not `resolve`: kernels/ may be a link, or hold some
             included = Path(os.path.normpath(place / name))
-            inside = included.is_relative_to(root) or included.is_relative_to(own)
-            if inside and os.path.isfile(included):
+            if included.is_relative_to(root) and os.path.isfile(included):
                 found.append(included)
                 break
     return found

@@ -94,7 +94,7 @@ def compile_module(
             *defines,
             f"-DTFLA_MODULE={instance.name}",
             "-c",
-            str(sources.root_of(instance) / instance.bindings),
+            str(root / instance.bindings),
         ],
         "driver_shim": [nvcc, *host, "-c", str(root / "common/driver_shim.cpp")],
     }
@@ -129,7 +129,7 @@ def compile_to_cubin(
 
 def _device_command(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens) -> list[str]:
     root = sources.kernels_root()
-    source = sources.root_of(instance) / instance.source
+    source = root / instance.source
     if not source.is_file():
         raise BuildError(f"{instance.name}: its source {source} does not exist", "reinstall tfla_tk")
     includes = [f"-I{root}", f"-I{kittens.include}"]

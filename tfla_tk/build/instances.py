@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from tfla_tk.core import layout
-
-SCHEDULES = layout.SCHEDULES[1:]  # but "auto"
-DEFAULT_SCHEDULE = "overlapped"
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
@@ -19,12 +13,9 @@ MAX_DIM_QK, MAX_DIM_V = 256, 512
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
 DELTA_DIRECTIONS = ("forward", "backward")
-DELTA_SCHEDULES = ("sequential", "overlapped")
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
 GLA_DIRECTIONS = ("forward", "backward")
-GLA_SCHEDULES = ("sequential", "overlapped")
-FORWARD = "scalar_gate/forward/forward.cu"
 _LAYOUT = ("CHUNK", "ANCHOR_CHUNKS", "DTYPES")
 # tokens of one call of mlstm_sequence
 SEQUENCE_TILES = (8, 16)
@@ -36,12 +27,10 @@ class Instance:
     """One kernel to compile.
 
     Attributes:
-        name: The module's name, for instance ``mlstm_fwd_k128_v256_pingpong``.
+        name: The module's name, for instance ``mlstm_fwd_k128_v256``.
         source: The kernel's file below ``kernels/``, for instance ``scalar_gate/forward/forward.cu``.
         defines: Macros and their values.
         bindings: The file of the module's pybind11 bindings below ``kernels/``.
-        root: The directory that source and bindings lie below in place of ``kernels/``; what they include
-            is looked for beside them, then where the kernels' own includes are.
         exports: What the module exports that ``exports.EXPECTED`` has, too.
     """
 
@@ -49,7 +38,6 @@ class Instance:
     source: str
     defines: tuple[tuple[str, str], ...]
     bindings: str = "scalar_gate/bindings/forward.cpp"
-    root: Path | None = None
     exports: tuple[str, ...] = ()
 
 
@@ -61,14 +49,25 @@ def for_scalar_decay(instance: Instance) -> Instance:
 
 
 @functools.cache
-def mlstm_fwd(dim_qk: int, dim_v: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
+def mlstm_fwd(dim_qk: int, dim_v: int, sequential: bool = False) -> Instance:
     """The mLSTM forward for head dims up to MAX_DIM_QK and MAX_DIM_V, by the smallest tile that holds them.
 
+    Args:
+        sequential: one that waits for every GEMM before its next step, to measure what the overlap gains.
+
     Raises:
-        ValueError: No tile is large enough, or there is no such schedule.
+        ValueError: No tile is large enough.
     """
-    found = by_tile("mlstm_fwd", FORWARD, MLSTM_TILES, SCHEDULES, dim_qk, dim_v, schedule)
-    return replace(found, exports=_LAYOUT)
+    if not (0 < dim_qk <= MAX_DIM_QK and 0 < dim_v <= MAX_DIM_V):
+        raise ValueError(f"head dims: expected at most {MAX_DIM_QK}/{MAX_DIM_V}, got {dim_qk}/{dim_v}")
+    tile_qk = min(qk for qk, _ in MLSTM_TILES if qk >= dim_qk)
+    slices = [v for qk, v in MLSTM_TILES if qk == tile_qk]
+    slice_v = min((v for v in slices if v >= dim_v), default=max(slices))
+    name = f"mlstm_fwd_k{tile_qk}_v{slice_v}"
+    defines: tuple[tuple[str, str], ...] = ("TFLA_DIM_QK", str(tile_qk)), ("TFLA_SLICE_V", str(slice_v))
+    if sequential:
+        name, defines = f"{name}_sequential", (*defines, ("TFLA_SEQUENTIAL", "1"))
+    return Instance(name, "scalar_gate/forward/forward.cu", defines, exports=_LAYOUT)
 
 
 @functools.cache
@@ -144,24 +143,22 @@ def _walk_instance(tile_keys: int, slice_values: int) -> Instance:
 
 
 @functools.cache
-def delta_rule(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
+def delta_rule(direction: str, dim_k: int) -> Instance:
     """The forward or the backward of the delta rule, for any V, by the smallest tile of K.
 
     Args:
         direction: "forward" or "backward".
 
     Raises:
-        ValueError: No tile is large enough, or there is no such schedule.
+        ValueError: No tile is large enough.
     """
-    if schedule not in DELTA_SCHEDULES:
-        raise ValueError(f"schedule: expected one of {', '.join(DELTA_SCHEDULES)}, got {schedule!r}")
     if not 0 < dim_k <= max(DELTA_TILES):
         raise ValueError(f"K: expected at most {max(DELTA_TILES)}, got {dim_k}")
     tile = min(tile for tile in DELTA_TILES if tile >= dim_k)
     return Instance(
-        f"delta_{direction}_k{tile}_{schedule}",
+        f"delta_{direction}_k{tile}",
         f"delta_rule/{direction}/{direction}.cu",
-        (("TFLA_DIM_K", str(tile)), ("TFLA_SCHEDULE", str(DELTA_SCHEDULES.index(schedule)))),
+        (("TFLA_DIM_K", str(tile)),),
         f"delta_rule/bindings/{direction}.cpp",
         exports=("CHUNK", "SEGMENT_CHUNKS", "DTYPES", "ADDRESS_BITS"),
     )
@@ -188,7 +185,7 @@ def delta_states(dim_v: int) -> Instance:
 
 
 @functools.cache
-def gla(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instance:
+def gla(direction: str, dim_k: int) -> Instance:
     """The forward or the mirror walk of the backward of gated linear attention, for any V, by the smallest
     tile of K.
 
@@ -196,17 +193,15 @@ def gla(direction: str, dim_k: int, schedule: str = DEFAULT_SCHEDULE) -> Instanc
         direction: "forward" or "backward".
 
     Raises:
-        ValueError: No tile is large enough, or there is no such schedule.
+        ValueError: No tile is large enough.
     """
-    if schedule not in GLA_SCHEDULES:
-        raise ValueError(f"schedule: expected one of {', '.join(GLA_SCHEDULES)}, got {schedule!r}")
     if not 0 < dim_k <= max(GLA_TILES):
         raise ValueError(f"K: expected at most {max(GLA_TILES)}, got {dim_k}")
     tile = min(tile for tile in GLA_TILES if tile >= dim_k)
     return Instance(
-        f"gla_{direction}_k{tile}_{schedule}",
+        f"gla_{direction}_k{tile}",
         f"channel_gate/{direction}/{direction}.cu",
-        (("TFLA_DIM_K", str(tile)), ("TFLA_SCHEDULE", str(GLA_SCHEDULES.index(schedule)))),
+        (("TFLA_DIM_K", str(tile)),),
         f"channel_gate/bindings/{direction}.cpp",
         exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
     )
@@ -243,55 +238,13 @@ def gla_segments() -> Instance:
     )
 
 
-def by_tile(
-    kernel: str,
-    source: str,
-    tiles: tuple[tuple[int, int], ...],
-    schedules: tuple[str, ...],
-    dim_qk: int,
-    dim_v: int,
-    schedule: str,
-) -> Instance:
-    """A kernel's instance by the smallest of its tiles that holds the head dims.
-
-    Args:
-        tiles: as MLSTM_TILES. schedules: in the order of the kernel's own.
-
-    Raises:
-        ValueError: No tile is large enough, or there is no such schedule.
-    """
-    if schedule not in schedules:
-        raise ValueError(f"schedule: expected one of {', '.join(schedules)}, got {schedule!r}")
-    if not (0 < dim_qk <= MAX_DIM_QK and 0 < dim_v <= MAX_DIM_V):
-        raise ValueError(f"head dims: expected at most {MAX_DIM_QK}/{MAX_DIM_V}, got {dim_qk}/{dim_v}")
-    tile_qk = min(qk for qk, _ in tiles if qk >= dim_qk)
-    slices = [v for qk, v in tiles if qk == tile_qk]
-    slice_v = min((v for v in slices if v >= dim_v), default=max(slices))
-    return Instance(
-        f"{kernel}_k{tile_qk}_v{slice_v}_{schedule}",
-        source,
-        (
-            ("TFLA_DIM_QK", str(tile_qk)),
-            ("TFLA_SLICE_V", str(slice_v)),
-            ("TFLA_SCHEDULE", str(schedules.index(schedule))),
-        ),
-    )
-
-
 def all_instances() -> list[Instance]:
-    """The shipped ones, then the forward's other schedules."""
-    others = [schedule for schedule in SCHEDULES if schedule != DEFAULT_SCHEDULE]
-    return [
-        *shipped_instances(),
-        *(mlstm_fwd(qk, v, schedule) for schedule in others for qk, v in MLSTM_TILES),
-        *(for_scalar_decay(mlstm_fwd(qk, v, schedule)) for schedule in others for qk, v in MLSTM_TILES),
-        *(delta_rule(direction, k, "sequential") for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
-        *(gla(direction, k, "sequential") for direction in GLA_DIRECTIONS for k in GLA_TILES),
-    ]
+    """The shipped ones, then those that measurements alone take."""
+    return [*shipped_instances(), mlstm_fwd(128, 256, sequential=True), mlstm_fwd(256, 512, sequential=True)]
 
 
 def shipped_instances() -> list[Instance]:
-    """Every instance that `schedule="auto"` takes; the other schedules are built when asked for."""
+    """Every instance that some call takes."""
     chunkwise = [
         *(mlstm_fwd(qk, v) for qk, v in MLSTM_TILES),
         *(_walk_instance(keys, v) for keys, v in WALK_TILES),

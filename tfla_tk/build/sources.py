@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.instances import Instance
 
 COMMIT_FILE = "THUNDERKITTENS_COMMIT"
 
@@ -24,11 +23,6 @@ def kernels_root() -> Path:
             return place
     looked = " nor ".join(str(place) for place in places)
     raise BuildError(f"the kernel sources are neither in {looked}", "reinstall tfla_tk")
-
-
-def root_of(instance: Instance) -> Path:
-    """The directory that an instance's source and bindings lie below: its own, or the kernel sources."""
-    return kernels_root() if instance.root is None else instance.root
 
 
 def thunderkittens_commit() -> str:

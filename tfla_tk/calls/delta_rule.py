@@ -51,7 +51,6 @@ class DeltaRuleCore(NamedTuple):
         qk_l2norm: q and k are x / sqrt(sum x^2 + 1e-6) of those given.
         beta_sigmoid: beta is the sigmoid of the given one, times 2 with neg_eigval.
         batch_invariant: the option of that name.
-        schedule: the variant that the caller has named, or "auto".
     """
 
     q: Tensor
@@ -68,7 +67,6 @@ class DeltaRuleCore(NamedTuple):
     beta_sigmoid: bool
     neg_eigval: bool
     batch_invariant: bool
-    schedule: str
 
 
 def check_delta_rule(

@@ -22,7 +22,6 @@ class GLACore(NamedTuple):
             host.
         scale: of q.
         batch_invariant: the option of that name.
-        schedule: the variant that the caller has named, or "auto".
     """
 
     q: Tensor
@@ -33,7 +32,6 @@ class GLACore(NamedTuple):
     cu_seqlens: MaybeTensor
     scale: float
     batch_invariant: bool
-    schedule: str
 
 
 def check_gla(

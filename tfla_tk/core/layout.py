@@ -1,4 +1,4 @@
-"""Where several layers must agree on data: chunks, segments, dtypes of states, schedules, forms."""
+"""Where several layers must agree on data: chunks, segments, dtypes of states, forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes
 MAX_SLICES = 16  # of V in decoding, each a CTA
 ADDRESS_BITS = 48  # of a prepared address: bytes from the start of the tensor whose number is above them
-SCHEDULES = ("auto", "sequential", "overlapped", "pingpong")
 FORMS = ("chunkwise", "parallel", "recurrent")  # of the reference
 
 MaybeTensor: TypeAlias = Tensor | None

@@ -16,7 +16,7 @@ from tfla_tk.core.layout import MaybeTensor
 from tfla_tk.ops.linear import Family, LinearOps, Result
 
 
-def delta_rule(call: DeltaRuleCall, schedule: str, native: Collection[str], tensors: Sequence[Any]) -> Result:
+def delta_rule(call: DeltaRuleCall, native: Collection[str], tensors: Sequence[Any]) -> Result:
     """The tk backend: tfla_tk::delta_rule_fwd.
 
     Args:
@@ -26,30 +26,30 @@ def delta_rule(call: DeltaRuleCall, schedule: str, native: Collection[str], tens
     Returns:
         (o, final state or None), the state as the call wants it.
     """
-    return _ops.serve(call, _read(call, schedule, native, tensors))
+    return _ops.serve(call, _read(call, native, tensors))
 
 
 def prepare_delta_rule(
-    call: DeltaRuleCall, schedule: str, native: Collection[str], tensors: Sequence[Any]
+    call: DeltaRuleCall, native: Collection[str], tensors: Sequence[Any]
 ) -> Callable[..., Result]:
     """`delta_rule` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
-    return _ops.prepare(call, lambda *tensors: _read(call, schedule, native, tensors), tensors)
+    return _ops.prepare(call, lambda *tensors: _read(call, native, tensors), tensors)
 
 
 def packed_delta_rule(call: DeltaRuleCall, form: str, tensors: Sequence[Any]) -> Result:
     """tfla_tk::packed_delta_rule; tensors and result as of `delta_rule`."""
-    return _ops.serve_packed(call, _core(call, "", tensors), form)
+    return _ops.serve_packed(call, _core(call, tensors), form)
 
 
 def reference(call: DeltaRuleCall, form: str, tensors: Sequence[Any]) -> Result:
     """A form of the reference in plain autograd; tensors and result as of `delta_rule`."""
-    return _ops.serve_reference(call, _core(call, "", tensors), form)
+    return _ops.serve_reference(call, _core(call, tensors), form)
 
 
-def _core(call: DeltaRuleCall, schedule: str, tensors: Sequence[Any]) -> DeltaRuleCore:
+def _core(call: DeltaRuleCall, tensors: Sequence[Any]) -> DeltaRuleCore:
     """The core of a call's tensors in the dtypes that they have."""
     q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, _ = tensors
     if call.gate != "raw":
@@ -57,16 +57,12 @@ def _core(call: DeltaRuleCall, schedule: str, tensors: Sequence[Any]) -> DeltaRu
     if initial_state is not None and call.state_v_first:
         initial_state = initial_state.mT
     flags = call.qk_l2norm, call.beta_sigmoid, call.neg_eigval, call.batch_invariant
-    return DeltaRuleCore(
-        q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, call.scale, *flags, schedule
-    )
+    return DeltaRuleCore(q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens, call.scale, *flags)
 
 
-def _read(
-    call: DeltaRuleCall, schedule: str, native: Collection[str], tensors: Sequence[Any]
-) -> DeltaRuleCore:
+def _read(call: DeltaRuleCall, native: Collection[str], tensors: Sequence[Any]) -> DeltaRuleCore:
     """The core as the kernels take it."""
-    core: DeltaRuleCore = _ops.as_read(_core(call, schedule, tensors))
+    core: DeltaRuleCore = _ops.as_read(_core(call, tensors))
     return make_inputs(core, native)
 
 

@@ -18,7 +18,7 @@ from tfla_tk.ops.linear import Family, LinearOps, Result
 KERNELS = "tfla_tk.backends.tk.channel_gate.launch"  # the module of the kernels
 
 
-def gla(call: LinearCall, schedule: str, tensors: Sequence[Any]) -> Result:
+def gla(call: LinearCall, tensors: Sequence[Any]) -> Result:
     """The tk backend: tfla_tk::gla_fwd.
 
     Args:
@@ -27,33 +27,33 @@ def gla(call: LinearCall, schedule: str, tensors: Sequence[Any]) -> Result:
     Returns:
         (o, final state or None), the state as the call wants it.
     """
-    return _ops.serve(call, _ops.as_read(_core(call, schedule, tensors)))
+    return _ops.serve(call, _ops.as_read(_core(call, tensors)))
 
 
-def prepare_gla(call: LinearCall, schedule: str, tensors: Sequence[Any]) -> Callable[..., Result]:
+def prepare_gla(call: LinearCall, tensors: Sequence[Any]) -> Callable[..., Result]:
     """`gla` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
     Like these are tensors with the same metadata, strides included, that autograd records or not as these.
     """
-    return _ops.prepare(call, lambda *tensors: _ops.as_read(_core(call, schedule, tensors)), tensors)
+    return _ops.prepare(call, lambda *tensors: _ops.as_read(_core(call, tensors)), tensors)
 
 
 def packed_gla(call: LinearCall, form: str, tensors: Sequence[Any]) -> Result:
     """tfla_tk::packed_gla; tensors and result as of `gla`."""
-    return _ops.serve_packed(call, _core(call, "", tensors), form)
+    return _ops.serve_packed(call, _core(call, tensors), form)
 
 
 def reference(call: LinearCall, form: str, tensors: Sequence[Any]) -> Result:
     """A form of the reference in plain autograd; tensors and result as of `gla`."""
-    return _ops.serve_reference(call, _core(call, "", tensors), form)
+    return _ops.serve_reference(call, _core(call, tensors), form)
 
 
-def _core(call: LinearCall, schedule: str, tensors: Sequence[Any]) -> GLACore:
+def _core(call: LinearCall, tensors: Sequence[Any]) -> GLACore:
     """The core of a call's tensors in the dtypes that they have."""
     q, k, v, g, initial_state, cu_seqlens, _ = tensors
     if initial_state is not None and call.state_v_first:
         initial_state = initial_state.mT
-    return GLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant, schedule)
+    return GLACore(q, k, v, g, initial_state, cu_seqlens, call.scale, call.batch_invariant)
 
 
 # The reference

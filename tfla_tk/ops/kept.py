@@ -72,11 +72,11 @@ class KeepingOps:
         inputs, options, grads = self._ops.arguments()
         define = library.get().define
         define(
-            f"{forward}({inputs}, {options}, str schedule, bool output_final_state, int size)"
+            f"{forward}({inputs}, {options}, bool output_final_state, int size)"
             " -> (Tensor o, Tensor final_state, Tensor kept)"
         )
         define(
-            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, {options}, str schedule,"
+            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, {options},"
             f" bool needs_gates) -> ({grads})"
         )
 

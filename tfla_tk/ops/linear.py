@@ -10,7 +10,6 @@ tfla_tk::<name>_fwd takes the inputs and options of the family and output_final_
 tfla_tk::<name>_bwd takes the inputs, the gradients of both outputs (dht None for zero), the options, and
     needs_gates. It returns the gradient of every input but cu_seqlens, each like its input; an empty tensor
     [0] for inputs that there are not, and for gates without needs_gates.
-schedule: how the CUDA kernels overlap their steps; the result does not depend on it beyond rounding.
 
 tfla_tk::packed_<name>(_bwd): the reference over packed sequences, on any device, for traced calls. The
     reference reads cu_seqlens on the host; what traces has no values to read, so it calls these ops, which
@@ -23,7 +22,7 @@ The kernels of a family are a module with
     prepare(core, *, output_final_state, keep) -> a function of the inputs, which returns what forward does
     backward(core, kept, do, dht, *, needs_gates) -> gradients
 
-core is the family's NamedTuple: the inputs, the options and the schedule. What `prepare` returns is for all
+core is the family's NamedTuple: the inputs and the options. What `prepare` returns is for all
 inputs that have the metadata of core's, strides included; the options are core's. With `keep` the forward may
 return what its backward can use (`layout.Kept`). Without it kept is None, and the backward computes it again:
 so it is in the registered ops, but for a family that keeps (`ops.kept`).
@@ -61,9 +60,9 @@ class Family:
         inputs: the names of the tensors, "?" behind those that may be None; q, k, v first, initial_state and
             cu_seqlens last.
         heads: the dimension of the heads in each input.
-        options: of the ops' schema, without output_final_state and schedule.
+        options: of the ops' schema, without output_final_state.
         gates: the inputs whose gradients are computed only where one of them is asked for.
-        core: what the kernels and the reference take: a NamedTuple of inputs, options and schedule.
+        core: what the kernels and the reference take: a NamedTuple of inputs and options.
         reference: (core, form, chunk_size, output_final_state) to o in q's dtype and the final state or None.
         gradients: the explicit backward: (core, do, dht, chunk_size) to the gradients, None where no input.
         kernels: finds the module of the kernels.
@@ -97,8 +96,8 @@ class LinearOps:
         fwd, bwd, packed, packed_bwd: the ops.
         keeping: those of a family that keeps; None for others.
         direct: applies the autograd function of plain eager calls, which calls the kernels themselves; its
-            arguments are the inputs, and in one tuple the prepared forward, its module, the options with the
-            schedule, output_final_state, and whether gates have a gradient.
+            arguments are the inputs, and in one tuple the prepared forward, its module, the options,
+            output_final_state, and whether gates have a gradient.
     """
 
     def __init__(self, family: Family) -> None:
@@ -157,7 +156,7 @@ class LinearOps:
 
     def serve_packed(self, call: LinearCall, core: Any, form: str) -> Result:
         """packed_<name>: as `serve`, by a form of the reference."""
-        o, last = self.packed(*self.as_read(core)[:-1], form, call.chunk_size, call.output_final_state)
+        o, last = self.packed(*self.as_read(core), form, call.chunk_size, call.output_final_state)
         return o, as_asked(call, last)
 
     def serve_reference(self, call: LinearCall, core: Any, form: str) -> Result:
@@ -192,10 +191,8 @@ class LinearOps:
         inputs, options, grads = self.arguments()
         outputs = "(Tensor o, Tensor final_state)"
         given = "Tensor do, Tensor? dht"
-        define(f"{family.name}_fwd({inputs}, {options}, str schedule, bool output_final_state) -> {outputs}")
-        define(
-            f"{family.name}_bwd({inputs}, {given}, {options}, str schedule, bool needs_gates) -> ({grads})"
-        )
+        define(f"{family.name}_fwd({inputs}, {options}, bool output_final_state) -> {outputs}")
+        define(f"{family.name}_bwd({inputs}, {given}, {options}, bool needs_gates) -> ({grads})")
         define(
             f"packed_{family.name}({inputs}, {options}, str form, int chunk_size, bool output_final_state)"
             f" -> {outputs}"
@@ -276,7 +273,7 @@ class LinearOps:
 
     def _packed(self, *args: Any) -> tuple[Tensor, Tensor]:
         *core, form, chunk_size, output_final_state = args
-        return self._reference(self.family.core(*core, "auto"), form, chunk_size, output_final_state)
+        return self._reference(self.family.core(*core), form, chunk_size, output_final_state)
 
     def _reference(
         self, core: Any, form: str, chunk_size: int, output_final_state: bool
@@ -295,7 +292,7 @@ class LinearOps:
 
     def _packed_bwd(self, *args: Any) -> tuple[Tensor, ...]:
         inputs, do, dht, (*options, chunk_size, needs_gates) = self._split_backward(args)
-        return self._reference_bwd(inputs, do, dht, *options, "auto", chunk_size, needs_gates)
+        return self._reference_bwd(inputs, do, dht, *options, chunk_size, needs_gates)
 
     def _reference_bwd(
         self, inputs: tuple[Any, ...], do: Tensor, dht: MaybeTensor, *rest: Any
@@ -345,7 +342,7 @@ class LinearOps:
 
     def split(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The core of an op's arguments, and what follows it."""
-        count = self._count + len(self.family.options) + 1
+        count = self._count + len(self.family.options)
         return self.family.core(*args[:count]), args[count:]
 
     def _split_backward(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, MaybeTensor, Any]:

@@ -20,8 +20,6 @@ tfla_tk::mlstm_bwd takes the inputs of mlstm_fwd and of its outputs with return_
     dv, di, df, dc_initial, dn_initial), each like its input; the last two are empty tensors [0] where no
     initial state was given.
 cu_seqlens: [N + 1] int32 or int64 offsets of sequences packed in a batch of one, rising from 0 to S.
-schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
-    rounding.
 batch_invariant: the option of that name, for the CUDA kernels. torch leaves out what a default stands for, so
     implementations may get one argument less.
 """
@@ -61,13 +59,13 @@ _INPUTS = (
 _library = library.get()
 _library.define(
     f"mlstm_fwd({_INPUTS}bool sigmoid_gate, bool normalize, float eps, "
-    "bool return_last_states, bool return_rows, str schedule, bool batch_invariant=False)"
+    "bool return_last_states, bool return_rows, bool batch_invariant=False)"
     " -> (Tensor h, Tensor c, Tensor n, Tensor m, Tensor row_n, Tensor row_m, Tensor chunk_m)"
 )
 _library.define(
     f"mlstm_bwd({_INPUTS}Tensor h, Tensor? row_n, Tensor? row_m, Tensor? chunk_m, "
     "Tensor? c_last, Tensor? n_last, Tensor dh, Tensor? dc_last, Tensor? dn_last, "
-    "bool sigmoid_gate, bool normalize, float eps, str schedule, bool batch_invariant=False)"
+    "bool sigmoid_gate, bool normalize, float eps, bool batch_invariant=False)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dc_initial, Tensor dn_initial)"
 )
 _fwd = torch.ops.tfla_tk.mlstm_fwd.default
@@ -76,7 +74,6 @@ _bwd = torch.ops.tfla_tk.mlstm_bwd.default
 
 def mlstm(
     call: MLSTMCall,
-    schedule: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -93,14 +90,12 @@ def mlstm(
         h and the last state, (c, n, m) or with the sigmoid gate (c, n); of use only if asked for.
     """
     tensors = _as_read(call, (q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens))
-    h, c, n, m, *_ = _fwd(
-        *tensors, *_options(call), call.return_last_states, False, schedule, call.batch_invariant
-    )
+    h, c, n, m, *_ = _fwd(*tensors, *_options(call), call.return_last_states, False, call.batch_invariant)
     return h, (c, n) if call.sigmoid_gate else (c, n, m)
 
 
 def prepare_mlstm(
-    call: MLSTMCall, schedule: str, tensors: tuple[Any, ...]
+    call: MLSTMCall, tensors: tuple[Any, ...]
 ) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
     """`mlstm` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
@@ -116,7 +111,7 @@ def prepare_mlstm(
     reads_all_as_given = all(x is given for x, given in zip(read, tensors, strict=True))
     recorded = records(read)
     options = tk_forward.Options(
-        *_options(call), call.return_last_states, recorded, schedule, call.batch_invariant, recorded
+        *_options(call), call.return_last_states, recorded, call.batch_invariant, recorded
     )
     forward = tk_forward.prepare(read, options)
 
@@ -168,7 +163,6 @@ def _fwd_cpu(
     eps: float,
     return_last_states: bool,
     return_rows: bool,
-    schedule: str,
     batch_invariant: bool = False,
 ) -> Output:
     import tfla_tk.reference as forms
@@ -231,7 +225,6 @@ def _bwd_cpu(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
-    schedule: str,
     batch_invariant: bool = False,
 ) -> Grads:
     import tfla_tk.reference as forms
@@ -293,7 +286,6 @@ def _fwd_fake(
     eps: float,
     return_last_states: bool,
     return_rows: bool,
-    schedule: str,
     batch_invariant: bool = False,
 ) -> Output:
     return _outputs_like(q, v, cu_seqlens, sigmoid_gate, normalize, return_last_states, return_rows)
@@ -370,11 +362,11 @@ def _record_directly(*args: Any) -> tuple[Recorded, KeptStates | None]:
     if are_saved_tensors_hooked():
         # checkpointing wants the call and its recomputation to save alike, and the op, which one of them may
         # take, saves no states
-        h, c, n, m, *rows, kept = _kernels_fwd(*tensors, *options[:7])
+        h, c, n, m, *rows, kept = _kernels_fwd(*tensors, *options[:6])
     else:
         h, c, n, m, *rows, kept = forward(*tensors)
     saved = _saved(tensors, h, rows, (c, n))
-    of_backward = (*options[:3], options.schedule, options.batch_invariant)
+    of_backward = (*options[:3], options.batch_invariant)
     return Recorded((h, c, n, m), () if m is None else (m,), saved, of_backward), kept
 
 

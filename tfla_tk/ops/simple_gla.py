@@ -13,8 +13,6 @@ tfla_tk::simple_gla_fwd takes q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV] l
 tfla_tk::simple_gla_bwd takes the same inputs, final_state where dht is given and needs_dg, and the gradients
     of both outputs, dht None for zero. It returns (dq, dk, dv, dg, dh0), each like its input: dg is an empty
     tensor [0] without needs_dg, dh0 without initial_state.
-schedule: how the CUDA kernel overlaps its steps, one of SCHEDULES; the result does not depend on it beyond
-    rounding.
 batch_invariant: the option of that name, for the CUDA kernels. torch leaves out what a default stands for, so
     implementations may get one argument less.
 
@@ -49,13 +47,13 @@ _GRADS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dh0)"
 _TENSORS = 6  # that both ops begin with
 _library = library.get()
 _library.define(
-    f"simple_gla_fwd({_INPUTS}float scale, bool output_final_state, str schedule, "
+    f"simple_gla_fwd({_INPUTS}float scale, bool output_final_state, "
     "bool batch_invariant=False)"
     " -> (Tensor o, Tensor final_state)"
 )
 _library.define(
     f"simple_gla_bwd({_INPUTS}Tensor? final_state, Tensor do, Tensor? dht, float scale, bool needs_dg, "
-    f"str schedule, bool batch_invariant=False) -> {_GRADS}"
+    f"bool batch_invariant=False) -> {_GRADS}"
 )
 _library.define(
     f"packed_simple_gla({_INPUTS}float scale, bool output_final_state, str form, int chunk_size)"
@@ -71,7 +69,7 @@ _packed = torch.ops.tfla_tk.packed_simple_gla.default
 _packed_bwd = torch.ops.tfla_tk.packed_simple_gla_bwd.default
 
 
-def simple_gla(call: LinearCall, schedule: str, *tensors: Any) -> Result:
+def simple_gla(call: LinearCall, *tensors: Any) -> Result:
     """The tk backend: tfla_tk::simple_gla_fwd, float64 gates and the initial state cast to what the kernels
     read.
 
@@ -81,13 +79,13 @@ def simple_gla(call: LinearCall, schedule: str, *tensors: Any) -> Result:
     Returns:
         (o, final state or None), the state as the call wants it.
     """
-    options = call.scale, call.output_final_state, schedule, call.batch_invariant
+    options = call.scale, call.output_final_state, call.batch_invariant
     o, last = unpadded(call, *_fwd(*_padded(call, as_read(call, tensors)), *options))
     return o, as_asked(call, last)
 
 
 def prepare_simple_gla(
-    call: LinearCall, schedule: str, tensors: tuple[Any, ...]
+    call: LinearCall, tensors: tuple[Any, ...]
 ) -> Callable[..., tuple[Tensor, MaybeTensor]]:
     """`simple_gla` without the op: the kernels themselves, for plain eager calls with tensors like these.
 
@@ -95,7 +93,7 @@ def prepare_simple_gla(
     """
     read = _padded(call, _as_read(call, tensors))
     recorded = records(read)
-    options = call.scale, call.output_final_state, schedule, call.batch_invariant
+    options = call.scale, call.output_final_state, call.batch_invariant
     prepared = _kernels().prepare_simple_gla_fwd(*read, *options, recorded)
     q, k, v, g, g_gamma, initial_state, cu_seqlens, _ = tensors
     as_given = q, k, v, g_gamma if g is None else g, initial_state, cu_seqlens

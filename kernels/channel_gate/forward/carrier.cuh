@@ -19,15 +19,6 @@ template <class C> __device__ inline void wait_done(ForwardMemory<C>& smem, int 
     wait(smem.done[use.slot], use.phase);
 }
 
-// With the step before it, which the other CTA has made where there is one.
-template <class C> __device__ inline void wait_done_before(ForwardMemory<C>& smem, int turn) {
-    if constexpr (!C::kShares) return wait_done(smem, turn - 1);
-    const int received = turn - 1 + cta_in_cluster();
-    if (received < 0) return;
-    const Use<C::kReceived + !C::kShares> use(received);
-    wait(smem.done[C::kStages + use.slot], use.phase);
-}
-
 // Until those of the other CTA are done with the step of a turn of this one.
 template <class C> __device__ inline void wait_done_there(ForwardMemory<C>& smem, int turn) {
     if (turn < 0) return;

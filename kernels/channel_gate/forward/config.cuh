@@ -10,12 +10,11 @@ namespace tfla_tk::channel_gate {
 
 // kCtas: CTAs of a cluster that take turns at the chunks, 1 or 2. Each makes what the walkers need of every
 // second chunk and sends it to the other. Turn n of a CTA is at its n-th chunk of those.
-template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas, bool kMirrors> struct WalkConfig {
+template <class Type, int kDim, int kCount, int kCtas, bool kMirrors> struct WalkConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakers = kCtas;
     static constexpr bool kShares = kMakers > 1;
     static_assert(kMakers <= 2);
-    static constexpr bool kSequential = kOrder == Schedule::sequential;
     static constexpr bool kBackward = kMirrors;  // in time
 
     // Eight gate warps, as one team or as two that take turns: a chunk with K = 64 has work for four.
@@ -72,11 +71,11 @@ template <class Type, int kDim, int kCount, Schedule kOrder, int kCtas, bool kMi
     __device__ static inline int out_of(int step) { return kOwnColumns ? 1 : Use<kStages>(step).slot; }
 };
 
-template <class T, int kDim, int kCount, Schedule kOrder, int kCtas>
-struct ForwardConfig : WalkConfig<T, kDim, kCount, kOrder, kCtas, false> {};
+template <class T, int kDim, int kCount, int kCtas>
+struct ForwardConfig : WalkConfig<T, kDim, kCount, kCtas, false> {};
 // The mirror walk of the backward.
-template <class T, int kDim, int kCount, Schedule kOrder, int kCtas>
-struct MirrorConfig : WalkConfig<T, kDim, kCount, kOrder, kCtas, true> {};
+template <class T, int kDim, int kCount, int kCtas>
+struct MirrorConfig : WalkConfig<T, kDim, kCount, kCtas, true> {};
 
 // By levels e^{b_L}; else the factors before and behind the middle.
 template <class C> struct alignas(16) Factors {

@@ -3,14 +3,14 @@
 #include "channel_gate/forward/kernel.cuh"
 
 #ifndef TFLA_DIM_K
-#error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
+#error "TFLA_DIM_K chooses the instance"
 #endif
 
 namespace tfla_tk {
 
 void gla_forward(const GlaForwardParams& params, void* stream) {
     using namespace channel_gate;
-    run_walk<ForwardConfig, TFLA_DIM_K, static_cast<Schedule>(TFLA_SCHEDULE)>(params, stream);
+    run_walk<ForwardConfig, TFLA_DIM_K>(params, stream);
 }
 
 std::int64_t gla_part_bytes(const ChannelShape& shape, int walkers) {

@@ -34,7 +34,7 @@ __device__ inline void make_step(const ForwardGlobals& g, ForwardMemory<C>& smem
     const Use<C::kScoreSlots> scores(turn);
     // 1. NOTES: first for the walkers. Barriers tell phases by parity, so a team that is ahead of the other
     // one might take an earlier phase for the one that it waits for.
-    if (!C::kSequential) wait_done(smem, turn - C::kScoreSlots);
+    wait_done(smem, turn - C::kScoreSlots);
     wait(smem.gates_arrived[scores.slot], scores.phase);
     wait(smem.arrived[use.slot], use.phase);
     const int tokens = smem.task.tokens_of(smem.task.template chunk_of<C>(C::step_of(turn)));
@@ -87,7 +87,6 @@ __device__ inline void run_gates(const ForwardGlobals& g, ForwardMemory<C>& smem
     }
 #pragma unroll 1
     for (int turn = team; C::step_of(turn) < steps(); turn += C::kTeams) {
-        if (C::kSequential) wait_done_before(smem, turn);
         make_step(g, smem, turn, team, warp, mild, [&] {
             if constexpr (C::kShares) {
                 if (duty == 1) carrier.load_operands(turn - 1 + C::kStages);

@@ -103,18 +103,18 @@ template <class C> void launch_walk(const GlaForwardParams& p, cudaStream_t stre
 }
 
 // Config: ForwardConfig, or what is derived from it. CTAs take turns where slices of V are even in number.
-template <template <class, int, int, Schedule, int> class Config, int kDimK, Schedule kOrder>
+template <template <class, int, int, int> class Config, int kDimK>
 void run_walk(const GlaForwardParams& p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
     constexpr int kSlice = 2 * kWalkerColumns;
     const int slices = (p.shape.dim_v + kSlice - 1) / kSlice;
     auto run = [&]<class T>() {
         if (p.walkers == 1)
-            launch_walk<Config<T, kDimK, 1, kOrder, 1>>(p, s);
+            launch_walk<Config<T, kDimK, 1, 1>>(p, s);
         else if (slices % 2 == 0)
-            launch_walk<Config<T, kDimK, 2, kOrder, 2>>(p, s);
+            launch_walk<Config<T, kDimK, 2, 2>>(p, s);
         else
-            launch_walk<Config<T, kDimK, 2, kOrder, 1>>(p, s);
+            launch_walk<Config<T, kDimK, 2, 1>>(p, s);
     };
     p.shape.half ? run.template operator()<kittens::half>() : run.template operator()<kittens::bf16>();
 }

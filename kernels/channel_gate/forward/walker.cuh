@@ -38,9 +38,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     auto columns_at = [&](int slot) { return shared_address(&smem.values[slot][walker]) + lane_offset; };
     const WalkerColumns<C> columns{g, smem, walker};
-    auto wait_if_sequential = [&] {
-        if constexpr (C::kSequential) warpgroup::mma_async_wait<0>();
-    };
     auto pin_fragments = [&] { each<0, kTokenSteps>([&](int k) { pin(fragments[k]); }); };
     auto wait_arrived = [&](int chunk) {  // 1
         const auto scores = C::scores_of(chunk);
@@ -111,16 +108,15 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             part.put(out);
         else
             forget(out);
-        constexpr bool kOneByOne = first || C::kSequential;
         each<0, kStateSteps>([&](int k) {
             auto& fragment = fragments[k % kTokenSteps];
-            if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
+            if (k >= kTokenSteps) warpgroup::mma_async_wait<first ? 0 : kTokenSteps - 1>(), pin(fragment);
             if (k + 1 < kStateSteps) load_factors(e[(k + 1) % 2], decay, k + 1);
             decay_columns(k, e[k % 2]);
             convert_fragment(fragment, state, k);
             multiply_step<false>(out, fragment, queries.row_step(C::Tile::panel_bytes, k),
                                  k > 0 || g.adds_part<C>(), k == 0);
-            if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
+            if constexpr (first) warpgroup::mma_async_wait<0>();
         });
         decay_state(chunk, whole);  // 3
         warpgroup::mma_async_wait<0>();
@@ -154,7 +150,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         const auto keys =
             Operand128B::columns(C::kBackward ? &operands.q : &operands.k, C::Tile::panel_bytes);
         multiply_scores(Operand128B::rows(&smem.p[C::scores_of(chunk).slot]));  // 5
-        wait_if_sequential();
         auto multiply = [&]<int half>() {
             auto& columns_of_k = reinterpret_cast<rt_fl<16, 64>&>(state.tiles[0][4 * half]);
             each<0, kTokenSteps>([&](int j) {
@@ -164,7 +159,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         };
         multiply.template operator()<0>();
         if constexpr (kHalves == 2) multiply.template operator()<1>();
-        warpgroup::mma_async_wait<C::kSequential ? 0 : kHalves * kTokenSteps>();  // 6
+        warpgroup::mma_async_wait<kHalves * kTokenSteps>();  // 6
         pin(out);
         if (g.leaves_part<C>()) {
             leave_part(part_of(chunk), out);
@@ -176,7 +171,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         }
         load_part(chunk + 1);
         if constexpr (kHalves == 2) {
-            warpgroup::mma_async_wait<C::kSequential ? 0 : kTokenSteps>();
+            warpgroup::mma_async_wait<kTokenSteps>();
             pin(half_of<0>(state));
             decay_state.template operator()<0, kStateSteps / 2>(chunk, kAtLast);
         }

@@ -33,7 +33,7 @@
 #include "delta_rule/split/launch.cuh"
 
 #ifndef TFLA_DIM_K
-#error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
+#error "TFLA_DIM_K chooses the instance"
 #endif
 
 namespace tfla_tk::delta_rule {
@@ -107,16 +107,14 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
 }
 
 template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
-    constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
     if (p.right.dk.data) {
         if constexpr (TFLA_DIM_K == 128) {
             if (p.walkers != 2)
                 throw std::runtime_error("delta_mirror: two walkers make the right part of dk");
             if (p.right.whole)
-                launch_mirror<MirrorConfig<T, 128, 2, kSchedule, MirrorMakes::right_part_and_sums>>(p,
-                                                                                                    stream);
+                launch_mirror<MirrorConfig<T, 128, 2, MirrorMakes::right_part_and_sums>>(p, stream);
             else
-                launch_mirror<MirrorConfig<T, 128, 2, kSchedule, MirrorMakes::right_part>>(p, stream);
+                launch_mirror<MirrorConfig<T, 128, 2, MirrorMakes::right_part>>(p, stream);
         } else {
             throw std::runtime_error("delta_mirror: the right part of dk is made for 64 < K <= 128");
         }
@@ -124,13 +122,13 @@ template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stre
         if constexpr (TFLA_DIM_K > 128)
             throw std::runtime_error("delta_mirror: no split where K > 128");
         else if (p.walkers == 1)
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule, MirrorMakes::states>>(p, stream);
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, MirrorMakes::states>>(p, stream);
         else
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule, MirrorMakes::states>>(p, stream);
+            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, MirrorMakes::states>>(p, stream);
     } else if (p.walkers == 1)
-        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
+        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1>>(p, stream);
     else
-        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
+        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2>>(p, stream);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -12,14 +12,12 @@ namespace tfla_tk::delta_rule {
 // the right part of dk (right_part.cuh), for which it may leave the sums for dg.
 enum class MirrorMakes { states, values, right_part, right_part_and_sums };
 
-template <class Type, int kDim, int kCount, Schedule kOrder, MirrorMakes kWhat = MirrorMakes::values>
-struct MirrorConfig {
+template <class Type, int kDim, int kCount, MirrorMakes kWhat = MirrorMakes::values> struct MirrorConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kDimV = kWalkers * kWalkerColumns;
     static constexpr bool kBackward = true, kStatesAlone = kWhat == MirrorMakes::states;
     static constexpr bool kMakesSums = kWhat == MirrorMakes::right_part_and_sums;
     static constexpr bool kMakesRight = kMakesSums || kWhat == MirrorMakes::right_part;
-    static constexpr Schedule kSchedule = kOrder;
     static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, 0>;
     static constexpr int kWarpgroups = 1 + kWalkers + kHasScorer, kThreads = 128 * kWarpgroups;
     // chunks in shared memory

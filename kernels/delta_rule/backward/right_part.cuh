@@ -36,7 +36,6 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     using T = typename C::T;
     using W = KeySteps<C>;
     constexpr int kHalf = kChunk / 2;
-    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     MirrorStage<C>& stage = smem.stages[slot];
     const MirrorGates<C>& gates = smem.gates[slot];
     const RightTask& task = smem.task;
@@ -50,9 +49,6 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     auto columns_of = [&](auto& tile) -> auto& {
         return reinterpret_cast<typename C::Columns&>(tile.data[walker()]);
     };
-    auto wait_if_sequential = [] {
-        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
-    };
 
     // NOTES: what is read of the task takes some 300 cycles beside GEMMs, so it is read ahead
     uint4* anchor = nullptr;
@@ -64,17 +60,16 @@ __device__ inline void make_right_part(const MirrorGlobals& g, MirrorMemory<C>& 
     typename W::Fragment state[W::kStateSteps];  // dS, rounded
     typename W::Tokens right;
     issue_scores<T, C::kDimV>(erasures, dv, writes, kHalf * walker());  // 2
-    wait_if_sequential();
     const uint32_t of_walker = shared_address(smem.gradient.data[walker()]) + transposed_lane_offset(warp());
     each<0, W::kStateSteps>(
         [&](int k) { load_transposed(state[k], of_walker + 16 * k * kPanelColumns * sizeof(T)); });
     if (anchor) store_anchor<C>(anchor, state);
-    W::template wait_but<kSequential ? 0 : 1>();
+    W::template wait_but<1>();
     pin_own();
     W::read_state(right, state, writes);
     ReadGates<kHalf> between(gates.log2_decay, -1.f, kHalf * walker(), warp());
     between.turn_to_writes(gates.rest);
-    W::template wait_but<kSequential ? 0 : W::kStateSteps>();  // 3
+    W::template wait_but<W::kStateSteps>();  // 3
     pin(erasures);
     between.template apply_to_writes<true>(erasures);
     store_panels<T, kChunk>(shared_address(&smem.erasures), 16 * warp(), erasures, kHalf / 16 * walker());

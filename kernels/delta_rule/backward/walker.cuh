@@ -28,7 +28,6 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
-    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;     // dS^T
     rt_fl<16, kChunk> x, through;  // X^T, then dU^T, then dY^T; (P^T dO)^T
     Fragment read[kStateSteps];    // dS^T, rounded; then beta dU^T, then -e^b beta dY^T
@@ -40,17 +39,10 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
     const int chunks = task.chunks;
     // NOTES: recomputed, to save registers
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
-    // NOTES: the sequential schedule has no register to keep it
-    const uint32_t kept_offset = transposed_lane_offset(warpgroup::warpid());
-    auto lane_offset = [&] {
-        return kSequential ? transposed_lane_offset(fresh_thread() / 32 % 4) : kept_offset;
-    };
+    const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
 
     // Until no more than the last kSteps of all issued ones run.
-    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
-    auto wait_if_sequential = [&] {
-        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
-    };
+    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<std::min(kSteps, 7)>(); };
     auto pin_rounded = [&] { each<0, kTokenSteps>([&](int j) { pin(rounded(j)); }); };
     // d (+)= fragments(j) B, B's columns are N
     auto multiply_square = [&](auto& d, auto fragment, const typename C::Square& square, bool accumulate) {
@@ -58,7 +50,6 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         each<0, kTokenSteps>([&](int j) {
             multiply_step<true>(d, fragment(j), columns.column_step(j), accumulate || j > 0, j == 0);
         });
-        wait_if_sequential();
     };
     // state += fragments(j) B
     auto add_to_state = [&](auto fragment, const typename C::Tile& tile, bool first = true) {
@@ -66,16 +57,15 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         each<0, kTokenSteps>([&](int j) {
             multiply_step<true>(state, fragment(j), columns.column_step(j), true, first && j == 0);
         });
-        wait_if_sequential();
     };
     auto token = [&](int j) -> Fragment& { return tokens[j]; };
     auto load_tokens = [&](auto& to, const typename C::Columns& tile) {
-        const uint32_t address = shared_address(&tile) + lane_offset();
+        const uint32_t address = shared_address(&tile) + lane_offset;
         each<0, kTokenSteps>(
             [&](int j) { load_transposed(to[j], address + 16 * j * kPanelColumns * sizeof(T)); });
     };
     auto store_tokens = [&](typename C::Columns& tile, const rt_fl<16, kChunk>& values) {
-        store_transposed<T>(shared_address(&tile) + lane_offset(), values);
+        store_transposed<T>(shared_address(&tile) + lane_offset, values);
     };
     auto scale_tokens = [&](auto& values, const auto& by, auto part) {
         each<0, kTokenSteps>([&](int j) {
@@ -105,7 +95,6 @@ __device__ inline void walk_mirror(const MirrorGlobals& g, MirrorMemory<C>& smem
         each<0, kStateSteps>([&](int k) {
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
-        wait_if_sequential();
         const LaneFactors out(gates.out, fresh_laneid());
         wait_but.template operator()<kStateSteps>();  // 3
         pin(through), pin_all(tokens);

@@ -24,7 +24,6 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
-    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;        // dS^T
     rt_fl<16, kChunk> x;              // X^T, then dU^T, then dY^T
     Fragment fragments[kTokenSteps];  // dS^T, rounded; then beta dU^T, then -e^b beta dY^T
@@ -36,22 +35,17 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
     auto column = [&] { return task.column + (fresh_thread() - 128) / 32 * 16; };
     const uint32_t lane_offset = transposed_lane_offset(warpgroup::warpid());
     auto pin_each = [](Fragment(&a)[kTokenSteps]) { each<0, kTokenSteps>([&](int j) { pin(a[j]); }); };
-    auto wait_if_sequential = [&] {
-        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
-    };
     // d += a B, B's columns are N
     auto multiply_square = [&](auto& d, Fragment(&a)[kTokenSteps], const typename C::Square& square) {
         const auto columns = Operand128B::columns(&square, C::Square::panel_bytes);
         each<0, kTokenSteps>(
             [&](int j) { multiply_step<true>(d, a[j], columns.column_step(j), true, j == 0); });
-        wait_if_sequential();
     };
     // state += a B
     auto add_to_state = [&](Fragment(&a)[kTokenSteps], const typename C::Tile& tile, bool first) {
         const auto columns = Operand128B::columns(&tile, C::Tile::panel_bytes);
         each<0, kTokenSteps>(
             [&](int j) { multiply_step<true>(state, a[j], columns.column_step(j), true, first && j == 0); });
-        wait_if_sequential();
     };
     auto load_tokens = [&](const typename C::Columns& tile) {
         const uint32_t address = shared_address(&tile) + lane_offset;
@@ -73,13 +67,12 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
                                    column(), g.dim_k, g.dim_v, g.dim_v);
         const auto keys = Operand128B::rows(&stage.keys);
         forget(x);
-        constexpr bool kOneByOne = first || kSequential;
         each<0, kStateSteps>([&](int k) {
             Fragment& fragment = fragments[k % kTokenSteps];
-            if (k >= kTokenSteps) warpgroup::mma_async_wait<kOneByOne ? 0 : kTokenSteps - 1>(), pin(fragment);
+            if (k >= kTokenSteps) warpgroup::mma_async_wait<first ? 0 : kTokenSteps - 1>(), pin(fragment);
             convert_fragment(fragment, state, k);
             multiply_step<false>(x, fragment, keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
-            if constexpr (kOneByOne) warpgroup::mma_async_wait<0>();
+            if constexpr (first) warpgroup::mma_async_wait<0>();
         });
         const float decay = __uint_as_float(load_anew(shared_address(&gates.decay)));
         each<0, 4 * kStateSteps>(
@@ -118,7 +111,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
             });
         });
         add_to_state(tokens, stage.queries, true);
-        warpgroup::mma_async_wait<kSequential ? 0 : kTokenSteps>();  // 4
+        warpgroup::mma_async_wait<kTokenSteps>();  // 4
         pin(x), pin_each(fragments);
         each<0, kTokenSteps>([&](int j) {
             const auto factors = gates.minus_read.columns(j, fresh_laneid());
@@ -128,7 +121,7 @@ __device__ inline void walk_mirror_wide(const MirrorGlobals& g, MirrorMemory<C>&
             });
         });
         add_to_state(fragments, stage.keys, false);
-        warpgroup::mma_async_wait<kSequential ? 0 : kTokenSteps>();  // 5
+        warpgroup::mma_async_wait<kTokenSteps>();  // 5
         pin_each(tokens);
         load_tokens(stage.writes[walker]);
         if (column() < g.dim_v) {

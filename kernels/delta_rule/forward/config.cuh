@@ -11,12 +11,10 @@ namespace tfla_tk::delta_rule {
 // kOfMakers: warpgroups of a CTA of makers (chunk_matrices/makers.cuh), with the one that serves them; 0:
 // there are no makers. kMakes: the walk has its own maker in the place of the scorer
 // (chunk_matrices/in_walk.cuh); whoever else asks takes it for a scorer.
-template <class Type, int kDim, int kCount, Schedule kOrder, int kOfMakers = 0, bool kMakes = false>
-struct ForwardConfig {
+template <class Type, int kDim, int kCount, int kOfMakers = 0, bool kMakes = false> struct ForwardConfig {
     using T = Type;
     static constexpr int kDimK = kDim, kWalkers = kCount, kMakerWarpgroups = kOfMakers;
     static constexpr bool kBackward = false, kStatesAlone = false;
-    static constexpr Schedule kSchedule = kOrder;
     static constexpr bool kMakesMatrices = kMakes;
     static constexpr bool kIsWide = kDimK > 128, kHasScorer = kMakesScores<kDimK, kWalkers, kMakerWarpgroups>;
     static constexpr int kWalkWarpgroups = 1 + kWalkers + kHasScorer;

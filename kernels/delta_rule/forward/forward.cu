@@ -35,7 +35,7 @@
 #include "delta_rule/split/leads.cuh"
 
 #ifndef TFLA_DIM_K
-#error "TFLA_DIM_K and TFLA_SCHEDULE choose the instance"
+#error "TFLA_DIM_K chooses the instance"
 #endif
 
 namespace tfla_tk::delta_rule {
@@ -118,7 +118,6 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
 }
 
 template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
-    constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
     if (p.makes_matrices) {
         if constexpr (TFLA_DIM_K != 128)
             throw std::runtime_error("delta_forward: a walk makes its matrices only where 64 < K <= 128");
@@ -126,18 +125,18 @@ template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t st
             throw std::runtime_error(
                 "delta_forward: a walk makes its matrices only with two walkers, without makers or a split");
         else
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, 0, true>>(p, stream);
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, 0, true>>(p, stream);
     } else if (p.makers > 0) {
         if constexpr (TFLA_DIM_K > 128)
             throw std::runtime_error("delta_forward: no makers where K > 128");
         else if (p.walkers == 1)
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule, kWarpgroupsOfMakers>>(p, stream);
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kWarpgroupsOfMakers>>(p, stream);
         else
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule, kWarpgroupsOfMakers>>(p, stream);
+            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kWarpgroupsOfMakers>>(p, stream);
     } else if (p.walkers == 1)
-        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kSchedule>>(p, stream);
+        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1>>(p, stream);
     else
-        launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kSchedule>>(p, stream);
+        launch_forward<ForwardConfig<T, TFLA_DIM_K, 2>>(p, stream);
 }
 
 }  // namespace tfla_tk::delta_rule

@@ -27,7 +27,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
-    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;     // S^T
     rt_fl<16, kChunk> x, out;      // X^T, then W^T, then U'^T; O^T
     Fragment read[kStateSteps];    // S^T, rounded
@@ -47,16 +46,12 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
     [[maybe_unused]] ScoresInWalk<C> scores;
 
     // Until no more than the last kSteps of all issued ones run.
-    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<kSequential ? 0 : std::min(kSteps, 7)>(); };
-    auto wait_if_sequential = [&] {
-        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
-    };
+    auto wait_but = [&]<int kSteps>() { warpgroup::mma_async_wait<std::min(kSteps, 7)>(); };
     // d += tokens B^T
     auto multiply_square = [&](auto& d, const typename C::Square& square) {
         const auto rows = Operand128B::rows(&square);
         each<0, kTokenSteps>(
             [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), true, j == 0); });
-        wait_if_sequential();
     };
     // Behind the last chunk begin_chunk makes nothing that is asked for out of what lies in the stage: the
     // phase before is over.
@@ -90,7 +85,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             if (follows && k == kStateSteps - 1) warp::mul(state, state, scales_late(chunk) ? 1.f : decay);
             multiply_step<false>(x, read[k], keys.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
-        wait_if_sequential();
         if constexpr (follows) {  // 2
             wait_but.template operator()<kStateSteps>();
             pin(out), pin_all(tokens);
@@ -105,7 +99,6 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
         each<0, kStateSteps>([&](int k) {  // 3
             multiply_step<false>(out, read[k], queries.row_step(C::Tile::panel_bytes, k), k > 0, k == 0);
         });
-        wait_if_sequential();
         const auto& minus_read = stage.gates.minus_read;
         const TokenFactors::Columns factors[] = {minus_read.columns(0, lane), minus_read.columns(1, lane),
                                                  minus_read.columns(2, lane), minus_read.columns(3, lane)};
@@ -170,11 +163,7 @@ __device__ inline void walk_forward(const ForwardGlobals& g, ForwardMemory<C>& s
             });
             multiply_step<true>(state, scaled(j), keys.column_step(j), true, j == 0);
         });
-        wait_if_sequential();
-        if constexpr (C::kMakesMatrices) {
-            scores.issue(smem, walker, chunk + 1);
-            wait_if_sequential();
-        }
+        if constexpr (C::kMakesMatrices) scores.issue(smem, walker, chunk + 1);
         if (g.keep_writes) leave_writes(chunk);  // 8
         round_writes(stage.gates.beta);
         each<0, kTokenSteps>([&](int j) {

@@ -24,7 +24,6 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
     using T2 = typename base_types::packing<T>::packed_type;
     using Fragment = rt<T, 16, 16>;
     constexpr int kStateSteps = C::kDimK / 16, kTokenSteps = kChunk / 16;
-    constexpr bool kSequential = C::kSchedule == Schedule::sequential;
     rt_fl<16, C::kDimK> state;        // S^T
     rt_fl<16, kChunk> x;              // X^T, then W^T, then U'^T, then O^T
     Fragment fragments[kTokenSteps];  // S^T, rounded
@@ -44,15 +43,11 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         return shared_address(&stage_of(chunk).values[walker]) + lane_offset();
     };
     auto pin_each = [](Fragment(&a)[kTokenSteps]) { each<0, kTokenSteps>([&](int j) { pin(a[j]); }); };
-    auto wait_if_sequential = [&] {
-        if constexpr (kSequential) warpgroup::mma_async_wait<0>();
-    };
     // d += tokens B^T
     auto multiply_square = [&](auto& d, const typename C::Square& square) {
         const auto rows = Operand128B::rows(&square);
         each<0, kTokenSteps>(
             [&](int j) { multiply_step<false>(d, tokens[j], rows.at(j * 32), true, j == 0); });
-        wait_if_sequential();
     };
     auto load_tokens = [&](int chunk) {
         const uint32_t address = values_of(chunk);
@@ -89,7 +84,7 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         if (!first && g.borders && is_border(chunk))  // 1
             store_state_transposed(border_state(g, task, task.first_chunk + chunk), state, 0, column(),
                                    g.dim_k, g.dim_v, g.dim_v);
-        read_state.template operator()<first || kSequential>(x, stage.keys);
+        read_state.template operator()<first>(x, stage.keys);
         load_tokens(chunk);
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(fragments);
@@ -118,8 +113,6 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         };
         // NOTES: a branch lies between the two: else ptxas makes both at once and spills
         round_writes(scaled, stage.gates.update);
-        // NOTES: never; but where all GEMMs are waited for, ptxas rounds late and spills without it
-        if (kSequential && g.heads == 0) store_transposed(values_of(chunk), scaled);
         if (g.keep_writes) {
             round_writes(tokens, stage.gates.written);
             wait_free(smem.writes_free[walker], chunk & 1);
@@ -129,7 +122,7 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         }
         round_writes(tokens, stage.gates.beta);
         pin_each(tokens), pin_each(scaled);
-        read_state.template operator()<first || kSequential>(x, stage.queries);  // 4
+        read_state.template operator()<first>(x, stage.queries);  // 4
         scale_state(__uint_as_float(load_anew(shared_address(&stage.gates.decay))));
         warpgroup::mma_async_wait<0>();
         pin(x), pin_each(fragments);
@@ -147,7 +140,7 @@ __device__ inline void walk_forward_wide(const ForwardGlobals& g, ForwardMemory<
         const auto keys = Operand128B::columns(&stage.keys, C::Tile::panel_bytes);
         each<0, kTokenSteps>(
             [&](int j) { multiply_step<true>(state, scaled[j], keys.column_step(j), true, j == 0); });
-        warpgroup::mma_async_wait<kSequential ? 0 : kTokenSteps>();  // 7
+        warpgroup::mma_async_wait<kTokenSteps>();  // 7
         pin(x), pin_each(tokens);
         // each warp puts it in the place of its own 16 columns of V, which none but it has read
         store_transposed<T>(values_of(chunk), x);

@@ -77,7 +77,7 @@ std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int 
 // CTAs of the fused kernel per multiprocessor.
 int mlstm_fwd_ctas_per_multiprocessor();
 
-// Defined once per instance (head-dim tile and schedule). Both throw std::runtime_error on a refused launch.
+// Defined once per instance (head-dim tile). Both throw std::runtime_error on a refused launch.
 // Where sequences are cut, mlstm_fwd_states must come first; it writes the states that arrive at the segments
 // to the workspace.
 void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream);

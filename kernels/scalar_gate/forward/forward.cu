@@ -27,7 +27,7 @@
 #include "scalar_gate/forward/transposed/kernel.cuh"
 
 #ifndef TFLA_DIM_QK
-#error "TFLA_DIM_QK, TFLA_SLICE_V and TFLA_SCHEDULE choose the instance"
+#error "TFLA_DIM_QK and TFLA_SLICE_V choose the instance"
 #endif
 
 namespace tfla_tk::mlstm {
@@ -131,11 +131,10 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
         launch<kKernel, kSharedBytes>(g, grid(g, "mlstm_fwd"), threads, walk.device, stream, "mlstm_fwd",
                                       cluster);
     };
-    constexpr auto kSchedule = static_cast<Schedule>(TFLA_SCHEDULE);
     if constexpr (kTransposed) {
         with_gate(g.sigmoid_gate, [&]<class P>(P) {
             if constexpr (kNormalize || !P::kStabilised) {
-                using C = TransposedConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, P, kSchedule>;
+                using C = TransposedConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, P>;
                 start.template operator()<mlstm_transposed_kernel<C>, sizeof(TransposedMemory<C>)>(
                     C::kThreads, C::cluster(g.slices));
             } else {
@@ -143,7 +142,7 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
             }
         });
     } else {
-        using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, kSchedule>;
+        using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
         static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
         start.template operator()<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(C::kThreads);
     }

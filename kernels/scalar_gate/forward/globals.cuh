@@ -12,17 +12,14 @@ namespace tfla_tk::mlstm {
 
 using namespace kittens;
 
-// How the GEMMs of a chunk are ordered against the rest of its work.
-//   sequential  each role waits for every GEMM before its next step, and state and output alternate; at K =
-//   256 the
-//               scores of the next chunk wait for the state
-//   overlapped  Q C is in flight while the scores are gated, the next chunk's scores while the output is
-//   scaled and
-//               stored; at K = 256 the state's update is in flight while the output is scaled and stored
-//   pingpong    as overlapped, and the state's GEMM is issued when the output warpgroup starts to gate; at K
-//   = 256 the
-//               two state warpgroups alternate at reading the state
-enum class Schedule : int { sequential = 0, overlapped = 1, pingpong = 2 };
+// Whether GEMMs overlap nothing, for measurements of what the overlap gains: each role waits for every GEMM
+// before its next step, and state and output alternate; at K = 256 the scores of the next chunk wait for the
+// state.
+#ifdef TFLA_SEQUENTIAL
+constexpr bool kSequential = true;
+#else
+constexpr bool kSequential = false;
+#endif
 
 // States between the kernels of a call whose sequences are cut: one slot per head and segment that follows
 // another.

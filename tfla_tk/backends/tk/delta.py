@@ -35,7 +35,7 @@ def delta_rule(call: DeltaRuleCall, variant: str | None, *tensors: Any) -> tuple
     Args:
         tensors: q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
-    return ops.delta_rule(call, variant or "auto", NATIVE, tensors)
+    return ops.delta_rule(call, NATIVE, tensors)
 
 
 def prepare_delta_rule(
@@ -44,4 +44,4 @@ def prepare_delta_rule(
     """`delta_rule` without the op, for plain eager calls with tensors like these."""
     if not is_plain(tensors):
         return None
-    return ops.prepare_delta_rule(call, variant or "auto", NATIVE, tensors)
+    return ops.prepare_delta_rule(call, NATIVE, tensors)

@@ -31,9 +31,9 @@ def gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Tensor, M
     Args:
         tensors: q, k, v, g, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
-    return ops.gla(call, variant or "auto", tensors)
+    return ops.gla(call, tensors)
 
 
 def prepare_gla(call: LinearCall, variant: str | None, tensors: tuple[Any, ...]) -> Callable[..., Any] | None:
     """`gla` without the op, for plain eager calls with tensors like these."""
-    return ops.prepare_gla(call, variant or "auto", tensors) if is_plain(tensors) else None
+    return ops.prepare_gla(call, tensors) if is_plain(tensors) else None

@@ -22,11 +22,11 @@ def simple_gla(call: LinearCall, variant: str | None, *tensors: Any) -> tuple[Te
     Args:
         tensors: q, k, v, g, g_gamma, initial_state, cu_seqlens, cu_seqlens_cpu.
     """
-    return ops.simple_gla(call, variant or "auto", *tensors)
+    return ops.simple_gla(call, *tensors)
 
 
 def prepare_simple_gla(
     call: LinearCall, variant: str | None, tensors: tuple[Any, ...]
 ) -> Callable[..., Any] | None:
     """`simple_gla` without the op, for plain eager calls with tensors like these."""
-    return ops.prepare_simple_gla(call, variant or "auto", tensors) if is_plain(tensors) else None
+    return ops.prepare_simple_gla(call, tensors) if is_plain(tensors) else None

@@ -39,14 +39,14 @@ def mlstm(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, 
     Args:
         tensors: q, k, v of the call's dtype, i, f, c_initial, n_initial, m_initial, cu_seqlens.
     """
-    return ops.mlstm(call, variant or "auto", *tensors)
+    return ops.mlstm(call, *tensors)
 
 
 def prepare_mlstm(
     call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
 ) -> Callable[..., Any] | None:
     """`mlstm` without the op, for plain eager calls with tensors like these."""
-    return ops.prepare_mlstm(call, variant or "auto", tensors) if is_plain(tensors) else None
+    return ops.prepare_mlstm(call, tensors) if is_plain(tensors) else None
 
 
 def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -57,7 +57,7 @@ def mlstm_step(call: MLSTMCall, variant: str | None, *tensors: Any) -> tuple[Ten
     """
     if not call.requires_grad:
         return mlstm_decode.mlstm_step(call, *tensors)
-    h, state = _chunk_of_one(call, variant, tensors)
+    h, state = _chunk_of_one(call, tensors)
     return h, mlstm_decode.stored(call, state, tensors[5:])
 
 
@@ -80,13 +80,11 @@ def prepare_mlstm_sequence(
     return functools.partial(mlstm_decode.mlstm_sequence, call, direct=True) if is_direct(tensors) else None
 
 
-def _chunk_of_one(
-    call: MLSTMCall, variant: str | None, tensors: tuple[Any, ...]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _chunk_of_one(call: MLSTMCall, tensors: tuple[Any, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The chunkwise kernel over a sequence of one token: it has gradients."""
     q, k, v, i, f, c, n, m = tensors
     q, k, v = (x.unsqueeze(2) for x in (q, k, v))
-    h, state = ops.mlstm(call, variant or "auto", q, k, v, i, f, c, n, m, None)
+    h, state = ops.mlstm(call, q, k, v, i, f, c, n, m, None)
     if call.sigmoid_gate and not call.normalize:
         state = (state[0], n)
     return h.squeeze(2), state

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tfla_tk.backends.tk import device
-from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.checks import fail
@@ -17,10 +14,10 @@ _OPERAND_DTYPES = (torch.bfloat16, torch.float16)
 _MOST_SEQUENCES = 2**31 - 1  # of all heads, which the kernels count in an int
 
 
-def check_schedule(variant: str | None, schedules: Sequence[str]) -> None:
-    """ValueError for a variant that is none of the schedules."""
-    if variant is not None and variant not in schedules:
-        fail("backend", f"'tk' or 'tk:' and one of {', '.join(schedules)}", repr(f"tk:{variant}"))
+def check_variant(variant: str | None) -> None:
+    """ValueError for any: the kernels have none."""
+    if variant is not None:
+        fail("backend", "'tk'", repr(f"tk:{variant}"))
 
 
 def of_operands(call: MLSTMCall | LinearCall) -> Support | None:
@@ -55,11 +52,6 @@ def of_count(heads: str, count: int) -> Support | None:
         return None
     reason = f"sequences x {heads} = {count:,}, the kernels take {_MOST_SEQUENCES:,}"
     return Support(False, reason, "split the batch or the heads")
-
-
-def named_schedule(schedule: str | None) -> str:
-    """The schedule that "auto", or none, stands for."""
-    return instances.DEFAULT_SCHEDULE if schedule in (None, "auto") else str(schedule)
 
 
 def tile(dim: int) -> int:

@@ -28,12 +28,11 @@ constexpr Tiling tiling(int dim_qk, int v_slice) {
     return {4, 2, 4, 2, {48, 80, 112}};                       // registers: 65536 / (2 CTAs * 384 threads)
 }
 
-template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, Schedule kSchedule_> struct Config {
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_> struct Config {
     using T = T_;
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
     static constexpr int kSliceV = kSliceV_;  // columns of V and of the state that one CTA owns
     static constexpr bool kNormalize = kNormalize_;
-    static constexpr Schedule kSchedule = kSchedule_;
     static_assert(kDimQK <= 128);
     static constexpr Tiling kTiling = tiling(kDimQK, kSliceV);
 

@@ -27,7 +27,6 @@ __device__ inline void gate_scores(P& p, const Scores& s, float2& sums, const Ga
 
 template <class C> __device__ inline void compute_output(const Globals& g, SharedMemoryPlan<C>& smem) {
     using T = typename C::T;
-    constexpr bool kOverlapped = C::kSchedule != Schedule::sequential;
     const Task& task = smem.task;
     const int warp_row = warpgroup::warpid() * 16;
     const int row = warp_row + laneid() / 4;  // this thread owns rows `row` and `row + 8`
@@ -119,15 +118,9 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         float2 intra, final_scale;
 
         wait(smem.gates_ready[stage.slot], stage.phase);
-        if constexpr (kOverlapped) {
-            issue_inter(0, chunk);
-            if constexpr (C::kSchedule == Schedule::pingpong)
-                named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
-            gate_scores(p, scores, intra, gates, row);  // under Q C
-        } else {
-            gate_scores(p, scores, intra, gates, row);
-            issue_inter(0, chunk);
-        }
+        if constexpr (!kSequential) issue_inter(0, chunk);
+        gate_scores(p, scores, intra, gates, row);  // under Q C
+        if constexpr (kSequential) issue_inter(0, chunk);
         finish_inter(0, chunk);
         const float2 inter{gates.inter[row], gates.inter[row + 8]};
 
@@ -141,7 +134,7 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
             scale_rows(inter);
             if (pass == 0) wait(smem.v_arrived[value.slot], value.phase);
             warpgroup::mma_AB(out, p, smem.v[value.slot].template subtile<C::kPassV>(pass));
-            constexpr int kScoresInFlight = kOverlapped && !kLast;
+            constexpr int kScoresInFlight = !kSequential && !kLast;
             if (kScoresInFlight > 0 && last_pass) issue_scores(chunk + 1);  // under this chunk's epilogue
             if (pass == 0) {
                 float2 qn_rows{0.f, 0.f};
@@ -164,7 +157,7 @@ template <class C> __device__ inline void compute_output(const Globals& g, Share
         }
         arrive_warp(smem.v_free[value.slot]);
         arrive_warp(smem.gates_free[stage.slot]);
-        if constexpr (!kOverlapped) {
+        if constexpr (kSequential) {
             named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
             if constexpr (!kLast) issue_scores(chunk + 1);
         }

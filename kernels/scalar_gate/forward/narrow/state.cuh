@@ -86,8 +86,7 @@ __device__ inline void update_state(const Globals& g, SharedMemoryPlan<C>& smem,
                 gates.key_scale, token);
             if (token == 0) {
                 wait(smem.v_arrived[value.slot], value.phase);
-                if constexpr (C::kSchedule != Schedule::overlapped)
-                    named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
+                if constexpr (kSequential) named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
             }
             mma_partial_AB(state, keys, smem.v[value.slot], token);
         }

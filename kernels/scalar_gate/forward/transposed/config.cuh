@@ -21,14 +21,12 @@ struct GateSums {
     TwoPairs b[kChunk / 2], a[kChunk / 2];
 };
 
-template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, class Gate_, Schedule kSchedule_>
-struct TransposedConfig {
+template <class T_, int kDimQK_, int kSliceV_, bool kNormalize_, class Gate_> struct TransposedConfig {
     using T = T_;
     static constexpr int kDimQK = kDimQK_;    // K, padded to the tile
     static constexpr int kSliceV = kSliceV_;  // columns of V, rows of C^T, that one CTA owns
     static constexpr bool kNormalize = kNormalize_;
     using Gate = Gate_;  // a policy of gate/policy.cuh
-    static constexpr Schedule kSchedule = kSchedule_;
     static_assert(kDimQK == 256 && (kSliceV == 64 || kSliceV == 128));
     static_assert(kNormalize || !Gate::kStabilised, "a stabilised gate comes with a normaliser");
 
@@ -48,14 +46,14 @@ struct TransposedConfig {
     static constexpr int kPartPanels = kPart / kPanelColumns;
     // A fragments of a state warpgroup, 16 columns of the state each: one is filled while the others are read
     // by GEMMs. The update reuses their registers for V.
-    static constexpr int kFragments = std::is_same_v<T, bf16> || kSchedule == Schedule::sequential ? 3 : 4;
+    static constexpr int kFragments = std::is_same_v<T, bf16> || kSequential ? 3 : 4;
     static_assert(kFragments >= 3, "V has two of them as it is, one scaled");
 
     // Whether rows that the gates make too small for fp16 are scaled up (fp16_row_scaling.cuh).
     static constexpr bool kHoldsRowsLarger = !std::is_same_v<T, bf16>;
 
-    // Whether scores are gated in place (`gated`). NOTES: without it these schedules spill.
-    static constexpr bool kGatesInPlace = kHoldsRowsLarger && kSchedule != Schedule::overlapped;
+    // Whether scores are gated in place (`gated`). NOTES: without it the sequential kernels spill.
+    static constexpr bool kGatesInPlace = kHoldsRowsLarger && kSequential;
 
     // Scores are computed one chunk ahead of the state. A chunk's keys are used until its end, its queries
     // only early in it, so keys have three stages. Gates have as many as fit.
@@ -65,11 +63,9 @@ struct TransposedConfig {
     __device__ static inline auto gate_stage(int chunk) { return Use<kGateStages>(chunk); }
     __device__ static inline auto sum_stage(int chunk) { return Use<kSumStages>(chunk); }
 
-    // CTAs of a cluster that shares its scores. Each CTA computes its own in `sequential` and where the
+    // CTAs of a cluster that shares its scores. Each CTA computes its own where kSequential and where the
     // number of slices is odd.
-    static int cluster(int slices) {
-        return kSchedule == Schedule::sequential ? 1 : ScoreTurns::cluster(slices);
-    }
+    static int cluster(int slices) { return kSequential ? 1 : ScoreTurns::cluster(slices); }
 
     // Eight rows after a tile's keys, which the GEMM of the scores reads too; two hold n as a high and a low
     // part.

@@ -144,8 +144,7 @@ __device__ inline void make_transposed_scores(const Globals& g, TransposedMemory
     auto make_chunk = [&](int chunk) {
         const int query_slot = C::tile(chunk).slot;
         const typename C::Stage& gates = smem.gates[C::gate_stage(chunk).slot];
-        if (C::kSchedule == Schedule::sequential && chunk > 0)
-            named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
+        if (kSequential && chunk > 0) named_sync<C::kTurnThreads>(NamedBarrier::gemm_turn);
         issue_scores(C::key_tile(chunk).slot, query_slot);
         warpgroup::mma_async_wait<0>();
         pin(scores);

@@ -5,10 +5,10 @@
 //
 // The steps of one chunk. Tokens are taken 16 at a time, the last ones first; V^T P^T and the update read the
 // same fragments of V^T, as it is and scaled.
-//    1. Wait for Q, K and gates (pingpong: and for the turn at reading the state).
+//    1. Wait for Q, K and gates.
 //    2. h^T = C^T Q^T. Under its last GEMMs decay C^T where the decay falls due, wait for V, and load and
 //       scale the first 16 tokens.
-//    3. Free Q (pingpong: hand on the turn). Wait for P.
+//    3. Free Q. Wait for P.
 //    4. Issue C^T += (V . key_scale)^T K over the first 16 tokens, scale h^T by rows under it, and issue
 //       h^T += V^T P^T over the same tokens.
 //    5. The same over the next 32 tokens; V comes one step ahead.
@@ -17,7 +17,7 @@
 //       that stores it.
 //    8. Wait for C^T. Free K.
 //    9. fp16, seldom: scale rows of h back, and free the gates and hand h over only then.
-// Schedule::sequential waits for every GEMM when it is issued, and loads V when it is needed.
+// With kSequential it waits for every GEMM when it is issued, and loads V when it is needed.
 #pragma once
 
 #include "common/tiles.cuh"
@@ -62,8 +62,6 @@ template <class C> struct TransposedStateWalk {
     using Registers = TransposedStateRegisters<C>;
     using Fragment = typename Registers::Fragment;
     static constexpr int kTokenSteps = kChunk / 16;
-    static constexpr bool kSequential = C::kSchedule == Schedule::sequential;
-    static constexpr bool kTakesTurns = C::kSchedule == Schedule::pingpong && C::kStateWarpgroups == 2;
 
     // GEMMs over 16 tokens each, by what they add to, in the order in which they are issued. They complete in
     // that order.
@@ -102,7 +100,6 @@ template <class C> struct TransposedStateWalk {
 
     __device__ inline void walk() {
         load_initial_state();
-        if (warpgroup_id == 1 && task.chunks > 0) hand_on_turn();
         chunks = task.chunks;
         loop_with_seldom(
             chunks, [&] { return read_chunks(); },
@@ -117,13 +114,10 @@ template <class C> struct TransposedStateWalk {
     }
 
     __device__ inline void walk_chunk(const Step& step) {
-        const bool last_chunk = step.chunk + 1 == task.chunks;
         wait(smem.tiles_arrived[step.keys.slot], step.keys.phase);  // 1
-        wait_for_turn();
-        read(step);  // 2
+        read(step);                                                 // 2
         if constexpr (!kSequential) load_values<1>(step);
         arrive_warp(smem.queries_free[step.tile.slot]);  // 3
-        if (warpgroup_id == 0 || !last_chunk) hand_on_turn();
         wait(smem.scores_ready, step.chunk & 1);
 
         issue_state<0>(step);  // 4
@@ -141,7 +135,8 @@ template <class C> struct TransposedStateWalk {
         chunks = read_chunks();  // NOTES: early, since it is asked for at once
         wait_for_all();          // 8
         arrive_warp(smem.keys_free[step.keys.slot]);
-        if (kSequential && !last_chunk) named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
+        if (kSequential && step.chunk + 1 < task.chunks)
+            named_arrive<C::kTurnThreads>(NamedBarrier::gemm_turn);
     }
 
     // out = C^T Q^T, and under its last GEMMs what the update needs.
@@ -149,7 +144,7 @@ template <class C> struct TransposedStateWalk {
         const auto queries = Operand128B::rows(&smem.queries[step.tile.slot]);
         read_state(
             out, state, fragments, [&](int k) { return queries.row_step(C::QueryTile::panel_bytes, k); },
-            [&] { commit_by_schedule(); },
+            [&] { commit(); },
             [&] {
                 decay_state(gates(step).decay);
                 const Scales scales(gates(step), sixteen(0));
@@ -201,8 +196,8 @@ template <class C> struct TransposedStateWalk {
     __device__ static constexpr int sixteen(int step) { return kTokenSteps - 1 - step; }
 
     // The fragments that hold V^T of a step, as it is and scaled. Those of C^T serve from step 1 on; step 0,
-    // made while C^T is still read, has fragments of its own, kFirst, which later steps take over. The
-    // sequential schedule needs no others.
+    // made while C^T is still read, has fragments of its own, kFirst, which later steps take over. With
+    // kSequential there are no others.
     static constexpr int kFirst = -1;
     template <int kStep> __device__ static constexpr int values_place() {
         constexpr int kPlaces[] = {kFirst, 0, 1, kFirst};
@@ -225,7 +220,7 @@ template <class C> struct TransposedStateWalk {
             return fragments[scaled_place<kStep>()];
     }
 
-    // --- waits and turns
+    // --- waits
 
     // Waits for a GEMM, where kLatest is the last one that has been issued: those between stay in flight.
     // done: tiles that the completed ones have read or written, and that may be used again.
@@ -242,20 +237,13 @@ template <class C> struct TransposedStateWalk {
 #pragma unroll
         for (auto& tile : state) pin(tile);
     }
-    // Commits a GEMM; in the sequential schedule also waits for it.
-    __device__ inline void commit_by_schedule() {
+    // Commits a GEMM; with kSequential also waits for it.
+    __device__ inline void commit() {
         warpgroup::mma_commit_group();
         if constexpr (kSequential) {
             wait_for_all();
             pin(out);
         }
-    }
-    // The turns at reading the state, of two state warpgroups.
-    __device__ inline void wait_for_turn() {
-        if constexpr (kTakesTurns) named_sync<128 * 2>(NamedBarrier::read_turn, warpgroup_id);
-    }
-    __device__ inline void hand_on_turn() {
-        if constexpr (kTakesTurns) named_arrive<128 * 2>(NamedBarrier::read_turn, 1 - warpgroup_id);
     }
 
     // --- GEMMs over 16 tokens
@@ -273,7 +261,7 @@ template <class C> struct TransposedStateWalk {
         wgmma_fence();
         if constexpr (sixteen(kStep) < kTokenSteps / 2) multiply(half_of<0>(out), 0);
         multiply(half_of<1>(out), kChunk / 2);
-        commit_by_schedule();
+        commit();
     }
     // C^T += (V . key_scale)^T K in flight.
     template <int kStep> __device__ inline void issue_state(const Step& step) {
@@ -289,7 +277,7 @@ template <class C> struct TransposedStateWalk {
             wgmma_step<true>(
                 state[part], a, 0,
                 keys.column_step(sixteen(kStep), part * C::kPartPanels * C::KeyTile::panel_bytes));
-        commit_by_schedule();
+        commit();
     }
 
     // --- arithmetic, loads and stores

@@ -29,7 +29,6 @@ from tfla_tk.backends.tk.channel_gate.call import (
 from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, Operand, as_operand, as_state, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, Scratch, operand_at, starts
-from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
@@ -100,7 +99,7 @@ class Backward:
         self._device, self._needs_dg = shape.device, needs_dg
         of_k, of_v = slices_of_k(shape.dim_k), slices_of_v(shape.dim_v)
         has_sums = len(of_v) > 1
-        mirror = build.load(instances.gla("backward", of_k[0].dim, named_schedule(core.schedule)))
+        mirror = build.load(instances.gla("backward", of_k[0].dim))
         states = build.load(instances.gla_states(of_v[0].dim))
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))

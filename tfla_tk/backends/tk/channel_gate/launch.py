@@ -24,7 +24,6 @@ from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, layout, readable
 from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
 from tfla_tk.backends.tk.prepared import Addresses, Launches, operand_at, starts
-from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor
@@ -76,7 +75,7 @@ class Forward:
         self._borders_size = borders_bytes(shape) // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
-        kernel = build.load(instances.gla("forward", of_k[0].dim, named_schedule(core.schedule)))
+        kernel = build.load(instances.gla("forward", of_k[0].dim))
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)

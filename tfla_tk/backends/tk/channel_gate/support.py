@@ -7,21 +7,19 @@ from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.support import SUPPORTED, Support
 
-SCHEDULES = ("auto", *instances.GLA_SCHEDULES)
-
 
 def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
-    """Whether the kernels serve a call; ValueError for a variant that is no schedule.
+    """Whether the kernels serve a call; ValueError for a variant.
 
     CUDA is only touched for calls on a CUDA device.
     """
-    refusals.check_schedule(variant, SCHEDULES)
+    refusals.check_variant(variant)
     return (
         refusals.of_operands(call)
         or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
         or _refusal_of_value_heads(call)
         or refusals.of_count("heads", call.sequences * call.heads)
-        or device.supports(call.device, _instances_of, *_key(call, variant))
+        or device.supports(call.device, _instances_of, *_key(call))
     )
 
 
@@ -40,19 +38,19 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     Raises:
         CaptureError: something would have to be compiled while a CUDA graph is being captured.
     """
-    return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call, variant))
+    return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call))
 
 
-def _key(call: LinearCall, variant: str | None) -> tuple[int, int, str, bool]:
+def _key(call: LinearCall) -> tuple[int, int, bool]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
     dim_k = min(refusals.tile(call.dim_qk), max(instances.GLA_TILES))
     dim_v = min(refusals.tile(call.dim_v), max(instances.GLA_STATES_TILES))
-    return dim_k, dim_v, refusals.named_schedule(variant), call.requires_grad
+    return dim_k, dim_v, call.requires_grad
 
 
-def _instances_of(dim_k: int, dim_v: int, schedule: str, gradients: bool) -> list[Instance]:
+def _instances_of(dim_k: int, dim_v: int, gradients: bool) -> list[Instance]:
     """The modules that the kernels of a call are in."""
-    found = [instances.gla("forward", dim_k, schedule), instances.gla_segments()]
+    found = [instances.gla("forward", dim_k), instances.gla_segments()]
     if gradients:
-        found += [instances.gla("backward", dim_k, schedule), instances.gla_states(dim_v)]
+        found += [instances.gla("backward", dim_k), instances.gla_states(dim_v)]
     return found

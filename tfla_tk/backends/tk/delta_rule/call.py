@@ -368,7 +368,6 @@ def _layout(core: DeltaRuleCore) -> Any:
         core.scale,
         core.batch_invariant,
         core[10:13],
-        core.schedule,
     )
 
 

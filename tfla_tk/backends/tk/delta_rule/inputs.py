@@ -18,7 +18,6 @@ from tfla_tk import build
 from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at, number
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
 from tfla_tk.backends.tk.prepared import Launches, Result, operand_at, starts
-from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DTYPES, MaybeTensor, as_dtype
@@ -50,8 +49,8 @@ class Inputs:
         shape, self._wanted = Shape.of(core), wanted
         self._device = shape.device
         # nothing is left to be made
-        self._options = core.scale, False, False, False, core.batch_invariant, core.schedule
-        kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
+        self._options = core.scale, False, False, False, core.batch_invariant
+        kernel = build.load(instances.delta_rule("forward", shape.dim_k))
         at, addresses = number(core)
         of_units = [(addresses.next(given=wanted.norm), x) for x in (given.q, given.k)]
         unit_q, unit_k = (
@@ -113,7 +112,7 @@ class Gradients:
     ) -> None:
         shape, self._wanted = Shape.of(core), wanted
         self._device = shape.device
-        kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
+        kernel = build.load(instances.delta_rule("backward", shape.dim_k))
         parts = -(-shape.batch * shape.seq // kernel.INPUT_TOKENS)
         self._sums_shape = (2, parts, shape.heads)
         at, addresses = number(core)

@@ -51,7 +51,6 @@ from tfla_tk.backends.tk.operands import (
     current_stream,
 )
 from tfla_tk.backends.tk.prepared import Launch, Launches, Result, Scratch, operand_at, starts
-from tfla_tk.backends.tk.refusals import named_schedule
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor
@@ -245,7 +244,7 @@ class Walk:
         self._device = shape.device
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state = output_final_state
-        kernel = build.load(instances.delta_rule("forward", shape.dim_k, named_schedule(core.schedule)))
+        kernel = build.load(instances.delta_rule("forward", shape.dim_k))
         at, addresses = number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
@@ -310,7 +309,7 @@ class Walks:
     ) -> None:
         shape = Shape.of(core, trains=True)
         self._device, self._needs_dg = shape.device, needs_dg
-        kernel = build.load(instances.delta_rule("backward", shape.dim_k, named_schedule(core.schedule)))
+        kernel = build.load(instances.delta_rule("backward", shape.dim_k))
         at, addresses = number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))

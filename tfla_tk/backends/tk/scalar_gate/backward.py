@@ -99,14 +99,12 @@ def mlstm_bwd(
     sigmoid_gate: bool,
     normalize: bool,
     eps: float,
-    schedule: str,
     batch_invariant: bool = False,
     states: KeptStates | None = None,
 ) -> MaybeGrads:
     """Launch the mLSTM backward on the current stream; arguments and results are those of tfla_tk::mlstm_bwd.
 
-    Where no initial state is given its gradients are None. The walks have one schedule: `schedule` is the
-    forward's alone.
+    Where no initial state is given its gradients are None.
 
     Args:
         batch_invariant: as in `Options`.

@@ -65,6 +65,7 @@ class Options(NamedTuple):
         decay: f is the natural log of a scalar decay, and there is no i; sigmoid_gate is True then, and
             normalize False.
         heads_last: q, k, v and h are [B, S, NH, D], gates [B, S, NH] or what expands to that.
+        sequential: by the kernel of `instances.mlstm_fwd` of that name, for measurements alone.
     """
 
     sigmoid_gate: bool
@@ -72,12 +73,12 @@ class Options(NamedTuple):
     eps: float
     return_last_states: bool
     return_rows: bool
-    schedule: str
     batch_invariant: bool = False
     keep_states: bool = False
     scale: float | None = None
     decay: bool = False
     heads_last: bool = False
+    sequential: bool = False
 
 
 def mlstm_fwd(
@@ -95,7 +96,6 @@ def mlstm_fwd(
     eps: float,
     return_last_states: bool,
     return_rows: bool,
-    schedule: str,
     batch_invariant: bool = False,
     keep_states: bool = False,
 ) -> FwdResult:
@@ -112,7 +112,7 @@ def mlstm_fwd(
         RuntimeError: The launch was refused.
     """
     options = Options(
-        sigmoid_gate, normalize, eps, return_last_states, return_rows, schedule, batch_invariant, keep_states
+        sigmoid_gate, normalize, eps, return_last_states, return_rows, batch_invariant, keep_states
     )
     return run((q, k, v, i, f, c_initial, n_initial, m_initial, cu_seqlens), options)
 
@@ -165,7 +165,7 @@ class Forward:
             and not invariant
             and takes_narrow_slices(dim_qk, dim_v, sequences * heads, multiprocessors)
         )
-        instance, slices = _instance(dim_qk, dim_v, options.schedule, options.decay, narrow)
+        instance, slices = _instance(dim_qk, dim_v, options.decay, narrow, options.sequential)
         kernel = build.load(instance)
         if options.keep_states or invariant:
             cut = tk_walks.cut_sequences(
@@ -300,14 +300,10 @@ def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: in
 
 @functools.cache
 def _instance(
-    dim_qk: int, dim_v: int, schedule: str, decay: bool = False, narrow: bool = False
+    dim_qk: int, dim_v: int, decay: bool = False, narrow: bool = False, sequential: bool = False
 ) -> tuple[build.Instance, int]:
     """The kernel instance and in how many slices of V its CTAs share a head."""
-    instance = instances.mlstm_fwd(
-        dim_qk,
-        NARROW_SLICE if narrow else dim_v,
-        instances.DEFAULT_SCHEDULE if schedule == "auto" else schedule,
-    )
+    instance = instances.mlstm_fwd(dim_qk, NARROW_SLICE if narrow else dim_v, sequential)
     if decay:
         instance = instances.for_scalar_decay(instance)
     slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])

@@ -41,7 +41,6 @@ def simple_gla_fwd(
     cu_seqlens: MaybeTensor,
     scale: float,
     output_final_state: bool,
-    schedule: str,
     batch_invariant: bool = False,
     keep_states: bool = False,
 ) -> FwdResult:
@@ -61,9 +60,7 @@ def simple_gla_fwd(
         RuntimeError: The launch was refused.
     """
     tensors = (q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens)
-    found = tk_forward.run(
-        tensors, _options(scale, output_final_state, schedule, batch_invariant, keep_states)
-    )
+    found = tk_forward.run(tensors, _options(scale, output_final_state, batch_invariant, keep_states))
     return found[0], found[1], found[7]
 
 
@@ -76,15 +73,12 @@ def prepare_simple_gla_fwd(
     cu_seqlens: MaybeTensor,
     scale: float,
     output_final_state: bool,
-    schedule: str,
     batch_invariant: bool = False,
     keep_states: bool = False,
 ) -> Callable[[Tensor, Tensor, Tensor, MaybeTensor, MaybeTensor, MaybeTensor], FwdResult]:
     """`simple_gla_fwd` for all tensors that have the devices, dtypes, shapes and strides of these."""
     tensors = (q, k, v, None, _log_decay(g, q), initial_state, None, None, cu_seqlens)
-    forward = tk_forward.prepare(
-        tensors, _options(scale, output_final_state, schedule, batch_invariant, keep_states)
-    )
+    forward = tk_forward.prepare(tensors, _options(scale, output_final_state, batch_invariant, keep_states))
 
     def run(
         q: Tensor,
@@ -113,7 +107,6 @@ def simple_gla_bwd(
     d_final: MaybeTensor,
     scale: float,
     needs_dg: bool,
-    schedule: str,
     batch_invariant: bool = False,
     kept: KeptStates | None = None,
 ) -> Gradients:
@@ -141,7 +134,7 @@ def simple_gla_bwd(
 
 
 def _options(
-    scale: float, output_final_state: bool, schedule: str, batch_invariant: bool, keep_states: bool
+    scale: float, output_final_state: bool, batch_invariant: bool, keep_states: bool
 ) -> tk_forward.Options:
     return tk_forward.Options(
         sigmoid_gate=True,
@@ -149,7 +142,6 @@ def _options(
         eps=1.0,
         return_last_states=output_final_state,
         return_rows=False,
-        schedule=schedule,
         batch_invariant=batch_invariant,
         keep_states=keep_states,
         scale=scale,

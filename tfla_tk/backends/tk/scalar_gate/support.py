@@ -9,19 +9,18 @@ from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core.checks import fail
-from tfla_tk.core.layout import MAX_SLICES, SCHEDULES
+from tfla_tk.core.layout import MAX_SLICES
 from tfla_tk.core.support import SUPPORTED, Support
 
 _MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels count in an int
 
 
 def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Whether the mLSTM kernels serve a call; ValueError for a variant that is no schedule.
+    """Whether the mLSTM kernels serve a call; ValueError for a variant.
 
     CUDA is only touched for calls on a CUDA device.
     """
-    refusals.check_schedule(variant, SCHEDULES)
+    refusals.check_variant(variant)
     refusal = refusals.of_operands(call)
     if refusal is not None:
         return refusal
@@ -33,30 +32,30 @@ def supports_mlstm(call: MLSTMCall, variant: str | None = None) -> Support:
             f"use multiples of 16 up to {instances.MAX_DIM_QK}/{instances.MAX_DIM_V}",
         )
     refusal = refusals.of_count("heads", call.sequences * call.heads)
-    return refusal or _on_this_machine("mlstm", call, variant)
+    return refusal or _on_this_machine("mlstm", call)
 
 
 def supports_simple_gla(call: LinearCall, variant: str | None = None) -> Support:
-    """Whether the kernels for a scalar decay serve a call; ValueError for a variant that is no schedule.
+    """Whether the kernels for a scalar decay serve a call; ValueError for a variant.
 
     CUDA is only touched for calls on a CUDA device.
     """
-    refusals.check_schedule(variant, SCHEDULES)
+    refusals.check_variant(variant)
     return (
         refusals.of_operands(call)
         or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
         or refusals.of_scale(call)
         or refusals.of_count("value heads", call.sequences * call.value_heads)
-        or _on_this_machine("simple_gla", call, variant)
+        or _on_this_machine("simple_gla", call)
     )
 
 
 def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
     """Whether the step kernel serves a call; gradients come from the chunkwise kernel, by name.
 
-    ValueError for a variant that is no schedule: the chunkwise kernel has them.
+    ValueError for a variant.
     """
-    refusals.check_schedule(variant, SCHEDULES)
+    refusals.check_variant(variant)
     if call.requires_grad:
         support = supports_mlstm(call)
         if not support.ok:
@@ -67,9 +66,8 @@ def supports_mlstm_step(call: MLSTMCall, variant: str | None = None) -> Support:
 
 
 def supports_mlstm_sequence(call: MLSTMCall, variant: str | None = None) -> Support:
-    """Whether the kernel for a few tokens serves a call; ValueError for a variant: it has one schedule."""
-    if variant is not None:
-        fail("backend", "'tk' for a few tokens", repr(f"tk:{variant}"))
+    """Whether the kernel for a few tokens serves a call; ValueError for a variant."""
+    refusals.check_variant(variant)
     if call.seq > instances.MAX_TOKENS:
         return Support(
             False,
@@ -120,39 +118,39 @@ def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) 
     """
     if call.is_empty:
         return SUPPORTED
-    return device.load(_instances_of, *_kernel_key(kernel, call, variant))
+    return device.load(_instances_of, *_kernel_key(kernel, call))
 
 
-def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) -> Support:
+def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
     """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
-    return device.supports(call.device, _instances_of, *_kernel_key(kernel, call, variant))
+    return device.supports(call.device, _instances_of, *_kernel_key(kernel, call))
 
 
-KernelKey = tuple[str, int, int, str, bool]  # kernel, tiles of K and V or of tokens, schedule, gradients
+KernelKey = tuple[str, int, int, bool]  # kernel, tiles of K and V or of tokens, gradients
 
 
-def _kernel_key(kernel: str, call: MLSTMCall | LinearCall, variant: str | None) -> KernelKey:
+def _kernel_key(kernel: str, call: MLSTMCall | LinearCall) -> KernelKey:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
     if call.requires_grad and kernel != "simple_gla":
         # of one token, too: the chunkwise kernel has the gradients
         kernel = "mlstm"
     if kernel in ("mlstm", "simple_gla"):
         tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return kernel, *tiles, refusals.named_schedule(variant), call.requires_grad
+        return kernel, *tiles, call.requires_grad
     tokens = 1
     for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
             tokens = tile
-    return kernel, tokens, 0, "", False
+    return kernel, tokens, 0, False
 
 
-def _instances_of(kernel: str, first: int, second: int, schedule: str, gradients: bool) -> list[Instance]:
+def _instances_of(kernel: str, first: int, second: int, gradients: bool) -> list[Instance]:
     """The modules that the kernels of a call are in."""
     if kernel == "mlstm_step":
         return [instances.mlstm_step()]
     if kernel == "mlstm_sequence":
         return [instances.mlstm_sequence(first)]
-    forward, decay = instances.mlstm_fwd(first, second, schedule), kernel == "simple_gla"
+    forward, decay = instances.mlstm_fwd(first, second), kernel == "simple_gla"
     if decay:
         forward = instances.for_scalar_decay(forward)
     return [forward, *walks.instances_of(first, second, decay=decay)] if gradients else [forward]
