@@ -58,6 +58,14 @@ class Operator:
         h, last = self(inputs, backend, return_last_states=True)
         return {"h": h, **dict(zip(("c", "n", "m"), last, strict=False))}
 
+    def run_sequential(self, inputs: Tensors) -> Tensors:
+        """`run` by the kernel that the ablation of bench/ takes."""
+        names = "q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial", "cu_seqlens"
+        sigmoid_gate, normalize = self.function != "mlstm_chunkwise", self.options.get("normalize", True)
+        options = tk_forward.Options(sigmoid_gate, normalize, 1e-6, True, False, sequential=True)
+        h, c, n, m, *_ = tk_forward.run(tuple(inputs.get(name) for name in names), options)
+        return {name: x for name, x in zip("hcnm", (h, c, n, m), strict=True) if x is not None}
+
     def truth(self, inputs: Tensors) -> Tensors:
         """The chunkwise reference in fp64 on the same rounded inputs."""
         exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
@@ -92,7 +100,7 @@ class Operator:
             return torch.ones_like(x["i"])
         gates = (x[name].float() for name in ("i", "f"))
         given = (x.get(name) for name in ("c_initial", "n_initial", "m_initial", "cu_seqlens"))
-        options = (self.function != "mlstm_chunkwise", normalize, 1e-6, False, True, "auto")
+        options = (self.function != "mlstm_chunkwise", normalize, 1e-6, False, True)
         with torch.no_grad():
             h, *_, d, m, _ = torch.ops.tfla_tk.mlstm_fwd(x["q"], x["k"], x["v"], *gates, *given, *options)
         floor = torch.ones_like(d) if m.numel() == 0 else torch.exp(-m.double())

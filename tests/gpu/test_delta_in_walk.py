@@ -244,13 +244,6 @@ def test_keeping_matrices_changes_no_bit(kind: str, lengths: list[int] | None) -
     assert_equal(run(leaves, function=function_of(x)), alone)
 
 
-@pytest.mark.parametrize("kind", ["plain", "without gate"])
-@pytest.mark.usefixtures("in_walk")
-def test_schedules_agree(kind: str) -> None:
-    x = draw_kind(kind, 500)
-    assert_equal(both(x, "tk:sequential"), both(x))
-
-
 @pytest.mark.parametrize("layout", [transposed, shifted, odd_rows, head_last])
 @pytest.mark.usefixtures("in_walk")
 def test_any_layout(layout: Callable[[Tensor], Tensor]) -> None:

@@ -225,12 +225,6 @@ def test_results_are_written_whole_and_always_the_same(kind: str, lengths: list[
     assert_whole_and_repeated(lambda: gradients(x))
 
 
-@pytest.mark.usefixtures("right_made")
-def test_schedules_agree() -> None:
-    x = draw(1, 500)
-    assert_equal(gradients(x, backend="tk:sequential"), gradients(x))
-
-
 @pytest.mark.parametrize("layout", [transposed, shifted, odd_rows, head_last])
 @pytest.mark.parametrize("kind", ["plain", "both", "without gate"])
 @pytest.mark.usefixtures("right_made")

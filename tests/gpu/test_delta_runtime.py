@@ -53,14 +53,6 @@ def test_turns_on_several_streams() -> None:
     assert_equal_on_streams(lambda: train(x, function=chunk_gated_delta_rule, given=given), expected, 5)
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-@pytest.mark.parametrize("dims", [(128, 128), (256, 64)], ids="{0[0]}_{0[1]}".format)
-def test_schedules_agree(dims: tuple[int, int], schedule: str) -> None:
-    x = draw(1, 500, dims=dims)
-    found = run(x, f"tk:{schedule}", chunk_gated_delta_rule)
-    assert_equal(found, run(x, function=chunk_gated_delta_rule))
-
-
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 320)], ids="{0[0]}_{0[1]}".format)
 def test_every_repeat_is_bitwise_equal(dims: tuple[int, int]) -> None:
     x = draw(2, 700, 2, 4, dims)

@@ -78,7 +78,7 @@ def leads_of(x: Tensors) -> tuple[Tensor, Tensor]:
     """Those that a forward of a split keeps, [segments, HV]: before its segments, and behind them."""
     named = {name: x.get(name) for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")}
     *operands, initial, offsets = named.values()
-    options = (1.0, False, False, False, False, "auto")
+    options = (1.0, False, False, False, False)
     core = DeltaRuleCore._make((*operands, None, None, initial, offsets, *options))
     _, _, found = launch.forward(core, output_final_state=False, keep=True)
     shape, address = Shape.of(core, trains=True), 1 << ADDRESS_BITS

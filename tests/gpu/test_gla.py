@@ -255,18 +255,6 @@ def test_states_with_v_first_are_the_transposed_ones(
 
 @pytest.mark.parametrize("gates", ["usual", "mixed"])
 @pytest.mark.parametrize(
-    "dims",
-    [(64, 64), (64, 128), (128, 64), (128, 128), *SHARED, (128, 384), (128, 512), *SUMS],
-    ids="{0[0]}_{0[1]}".format,
-)
-@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
-def test_schedules_agree(schedule: str, dims: tuple[int, int], gates: str) -> None:
-    x = draw(1, 500, dims=dims, gates=gates)
-    assert_equal(run(x, f"tk:{schedule}"), run(x))
-
-
-@pytest.mark.parametrize("gates", ["usual", "mixed"])
-@pytest.mark.parametrize(
     "dims", [(64, 64), (128, 128), *SHARED, (128, 512), (256, 512), *SUMS], ids="{0[0]}_{0[1]}".format
 )
 def test_every_repeat_is_bitwise_equal(dims: tuple[int, int], gates: str, dtype: torch.dtype) -> None:

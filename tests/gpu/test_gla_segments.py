@@ -215,7 +215,7 @@ def test_a_graph_replays(cut_every: CutEvery) -> None:
 
 def test_few_heads_are_cut(new_calls: None) -> None:
     x = draw(1, 8192, 4, states=False)
-    shape = Shape.of(GLACore(*(x[n] for n in "qkvg"), None, None, 1.0, False, "auto"))
+    shape = Shape.of(GLACore(*(x[n] for n in "qkvg"), None, None, 1.0, False))
     assert shape.cut.segments * 4 > torch.cuda.get_device_properties(0).multi_processor_count / 2
     with tfla_tk.batch_invariant():
         invariant = run(x)

@@ -146,7 +146,7 @@ def test_the_kernel_reads_gates_of_any_dtype(
     x = make_inputs(dims=dims)
     for name in ("i", "f"):
         x[name] = torch.cat([x[name][..., :first], x[name]], -1).to(gate_dtype)[..., first:]
-    arguments = (*x.values(), *[None] * 4, False, True, 1e-6, True, False, "auto")
+    arguments = (*x.values(), *[None] * 4, False, True, 1e-6, True, False)
     found = dict(zip("hcnm", torch.ops.tfla_tk.mlstm_fwd(*arguments)[:4], strict=True))
     assert_accurate(found, exponential.truth(x))
 

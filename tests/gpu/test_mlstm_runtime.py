@@ -53,20 +53,19 @@ def test_instances_alternate_in_one_process(
             assert all(torch.equal(again[name], t) for name, t in found.items())
 
 
-@pytest.mark.parametrize("schedule", ["auto", "pingpong"])
-def test_cuda_graph(operator: Any, schedule: str, make_inputs: Make) -> None:
+def test_cuda_graph(operator: Any, make_inputs: Make) -> None:
     x = make_inputs(states=operator.states)
-    operator.run(x, f"tk:{schedule}")
+    operator.run(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = operator.run(x, f"tk:{schedule}")
+        captured = operator.run(x)
     for seed in (1, 2):
         fresh = make_inputs(states=operator.states, seed=seed)
         for name, t in fresh.items():
             x[name].copy_(t)
         graph.replay()
-        expected = operator.run(fresh, f"tk:{schedule}")
+        expected = operator.run(fresh)
         assert all(torch.equal(captured[name], t) for name, t in expected.items())
 
 
@@ -186,7 +185,7 @@ def test_opcheck(operator: Any, transposed: bool, last: bool, rows: bool, make_i
     normalize = operator.options.get("normalize", True)
     opcheck(
         torch.ops.tfla_tk.mlstm_fwd.default,
-        (*tensors, None, sigmoid_gate, normalize, 1e-6, last, rows, "auto"),
+        (*tensors, None, sigmoid_gate, normalize, 1e-6, last, rows),
     )
 
 

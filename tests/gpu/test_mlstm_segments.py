@@ -189,7 +189,7 @@ def test_rows_for_the_backward(
     cut_every(chunks)
     sigmoid_gate = operator.function == "mlstm_siging_chunkwise"
     normalize = operator.options.get("normalize", True)
-    options = (sigmoid_gate, normalize, 1e-6, False, True, "auto")
+    options = (sigmoid_gate, normalize, 1e-6, False, True)
 
     def op(tensors: list[Tensor | None], offsets: Tensor | None) -> list[Tensor]:
         return list(torch.ops.tfla_tk.mlstm_fwd(*tensors, offsets, *options))

@@ -171,10 +171,10 @@ def test_opcheck(operator: Any, last: bool, packed: bool, make_inputs: Make, dra
     tensors = [x.get(name) for name in (*TOKENS, "c_initial", "n_initial", "m_initial", "cu_seqlens")]
     sigmoid_gate = operator.function == "mlstm_siging_chunkwise"
     options = (sigmoid_gate, operator.options.get("normalize", True), 1e-6)
-    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
+    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True)
     grads = [torch.randn_like(t) for t in (h, c, n)]
     given = (c, n, *grads) if last else (None, None, grads[0], None, None)
-    opcheck(torch.ops.tfla_tk.mlstm_bwd.default, (*tensors, h, *rows, *given, *options, "auto"))
+    opcheck(torch.ops.tfla_tk.mlstm_bwd.default, (*tensors, h, *rows, *given, *options))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -39,12 +39,11 @@ def test_tiles(operator: Any, dims: tuple[int, int], make_inputs: Make, assert_a
 
 
 @pytest.mark.parametrize("dims", [(128, 256), (256, 512)], ids="{0[0]}_{0[1]}".format)
-@pytest.mark.parametrize("schedule", ["sequential", "pingpong"])
-def test_schedules(
-    schedule: str, dims: tuple[int, int], exponential: Any, make_inputs: Make, assert_accurate: Check
+def test_the_sequential_kernels(
+    dims: tuple[int, int], exponential: Any, make_inputs: Make, assert_accurate: Check
 ) -> None:
     x = make_inputs(1, 2, SEQ, dims, device="cpu")
-    assert_accurate(to_cpu(exponential.run(to_gpu(x), f"tk:{schedule}")), exponential.truth(x))
+    assert_accurate(to_cpu(exponential.run_sequential(to_gpu(x))), exponential.truth(x))
 
 
 def test_half(operator: Any, make_inputs: Make, assert_accurate: Check) -> None:

@@ -170,7 +170,7 @@ def test_the_delta_rule() -> None:
         with batch_invariant(value):
             _, found = dispatch.OPERATORS[call].describe(**arguments_of(chunk_gated_delta_rule, draw()))
         tensors = [draw().get(name) for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
-        core = ops._read(found, "auto", (), [*tensors, None, None, None])
+        core = ops._read(found, (), [*tensors, None, None, None])
         assert core.batch_invariant is value
 
 
@@ -184,7 +184,7 @@ def test_gla(monkeypatch: pytest.MonkeyPatch) -> None:
         with batch_invariant(value):
             _, found = dispatch.OPERATORS[chunk_gla.__name__].describe(**arguments_of(chunk_gla, x))
         tensors = [x.get(name) for name in ("q", "k", "v", "g")]
-        core = ops._core(found, "auto", [*tensors, None, None, None])
+        core = ops._core(found, [*tensors, None, None, None])
         assert core.batch_invariant is value
 
 

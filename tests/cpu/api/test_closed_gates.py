@@ -85,7 +85,7 @@ def test_the_op_and_its_gradients(case: str, draw: Draw) -> None:
     leaves = [x.requires_grad_() for x in (*tokens.values(), state["c"], state["n"])]
     reference, last = mlstm_chunkwise(*leaves, state["m"], return_last_states=True)
     h, c, n, m, _, row_m, chunk_m = torch.ops.tfla_tk.mlstm_fwd(
-        *leaves, state["m"], None, False, True, 1e-6, True, True, "auto"
+        *leaves, state["m"], None, False, True, 1e-6, True, True
     )
     torch.testing.assert_close(h, reference)
     torch.testing.assert_close((c, n, m), last)

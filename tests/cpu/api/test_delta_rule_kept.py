@@ -149,7 +149,7 @@ def test_a_graph_of_other_kernels(kernels: KeepingKernels) -> None:
     """From a cache on disk: what it keeps has the size that the graph has, and nothing in it."""
     x = draw()
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, None
-    found = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, "auto", True, 5)
+    found = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, True, 5)
     assert found[2].shape == (5,)
     x["initial_state"] = None
     expected = chunk_gated_delta_rule(**x, scale=0.25, output_final_state=True)
@@ -236,7 +236,7 @@ def test_opcheck(packed: bool) -> None:
     x = draw(batch=1 if packed else 2, seq=20, rows=3 if packed else None, dtype=torch.float32)
     offsets = torch.tensor([0, 5, 5, 20]) if packed else None
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, x["initial_state"], offsets
-    options = (0.25, False, False, False, False, "auto")
+    options = (0.25, False, False, False, False)
     registered = torch.ops.tfla_tk
     torch.library.opcheck(registered.delta_rule_fwd_kept, (*inputs, *options, True, 7))
     o, state, kept = registered.delta_rule_fwd_kept(*inputs, *options, True, 7)
@@ -248,6 +248,6 @@ def test_opcheck(packed: bool) -> None:
 def test_the_forward_that_keeps_has_no_gradients() -> None:
     x = leaves(draw(seq=10))
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, None
-    o, *_ = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, "auto", True, 0)
+    o, *_ = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, True, 0)
     with pytest.raises(RuntimeError, match=r"delta_rule_fwd_kept records nothing; delta_rule_fwd does"):
         o.sum().backward()

@@ -202,9 +202,7 @@ def test_double_backward_and_forward_mode(kernels: Kernels) -> None:
 
     def op(q: Tensor) -> Tensor:
         tensors = (q, x["k"], x["v"], x["g"], x["beta"], None, None, None, None)
-        o: Tensor = torch.ops.tfla_tk.delta_rule_fwd(
-            *tensors, 0.25, False, False, False, False, "auto", False
-        )[0]
+        o: Tensor = torch.ops.tfla_tk.delta_rule_fwd(*tensors, 0.25, False, False, False, False, False)[0]
         return o
 
     q = x["q"].detach()
@@ -250,13 +248,13 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     ]
     options = (0.25, True, raw, raw, False)
     registered = torch.ops.tfla_tk
-    torch.library.opcheck(registered.delta_rule_fwd, (*inputs, *options, "auto", last))
+    torch.library.opcheck(registered.delta_rule_fwd, (*inputs, *options, last))
     torch.library.opcheck(registered.packed_delta_rule, (*inputs, *options, "chunkwise", 16, last))
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    o, state = registered.delta_rule_fwd(*detached, *options, "auto", last)
+    o, state = registered.delta_rule_fwd(*detached, *options, last)
     given = (torch.randn_like(o), torch.randn_like(state) if last else None)
     needs = gate != "none"
-    torch.library.opcheck(registered.delta_rule_bwd, (*detached, *given, *options, "auto", needs))
+    torch.library.opcheck(registered.delta_rule_bwd, (*detached, *given, *options, needs))
     torch.library.opcheck(registered.packed_delta_rule_bwd, (*detached, *given, *options, 16, needs))
 
 

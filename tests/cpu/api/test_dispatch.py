@@ -96,7 +96,7 @@ def test_auto_skips_results_that_are_not_exact(make_inputs: Make, fake_tk: Any) 
     assert which("mlstm_chunkwise", **inputs, backend="tk").backend == "tk"
 
 
-@pytest.mark.parametrize("backend", ["tk", "tk:pingpong", "triton", "triton:limit_chunk_64"])
+@pytest.mark.parametrize("backend", ["tk", "triton", "triton:limit_chunk_64"])
 def test_named_backend_that_cannot_serve_raises(backend: str, make_inputs: Make) -> None:
     with pytest.raises(UnsupportedError, match=f"mlstm_chunkwise on backend '{backend}'") as caught:
         mlstm_chunkwise(**make_inputs(), backend=backend)

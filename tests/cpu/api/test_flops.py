@@ -87,7 +87,7 @@ def test_whichever_is_imported_first(in_forks: Callable[..., dict[str, str]]) ->
     count = """
 with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
     x = [torch.ones(1, 1, 2, 16)] * 3 + [torch.ones(1, 1, 2)] * 2
-    torch.ops.tfla_tk.mlstm_fwd(*x, None, None, None, None, False, True, 1e-6, False, False, "auto")
+    torch.ops.tfla_tk.mlstm_fwd(*x, None, None, None, None, False, True, 1e-6, False, False)
 print(counter.get_total_flops())
 """
     orders = ("tfla_tk, torch.utils.flop_counter", "torch.utils.flop_counter, tfla_tk")

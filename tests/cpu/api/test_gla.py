@@ -298,12 +298,12 @@ def test_opcheck(packed: bool, with_state: bool) -> None:
         torch.tensor([0, 5, 5, 20]) if packed else None,
     ]
     registered = torch.ops.tfla_tk
-    torch.library.opcheck(registered.gla_fwd, (*inputs, 0.25, False, "auto", with_state))
+    torch.library.opcheck(registered.gla_fwd, (*inputs, 0.25, False, with_state))
     torch.library.opcheck(registered.packed_gla, (*inputs, 0.25, False, "chunkwise", 16, with_state))
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
-    o, state = registered.gla_fwd(*detached, 0.25, False, "auto", with_state)
+    o, state = registered.gla_fwd(*detached, 0.25, False, with_state)
     given = (torch.randn_like(o), torch.randn_like(state) if with_state else None)
-    torch.library.opcheck(registered.gla_bwd, (*detached, *given, 0.25, False, "auto", True))
+    torch.library.opcheck(registered.gla_bwd, (*detached, *given, 0.25, False, True))
     torch.library.opcheck(registered.packed_gla_bwd, (*detached, *given, 0.25, False, 16, True))
 
 

@@ -58,7 +58,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "recompute_states_in_bw": lambda x: x | {"recompute_states_in_bw": False},
     "autocast_kernel_dtype": lambda x: x | {"autocast_kernel_dtype": torch.float16},
     "backend": lambda x: x | {"backend": "tk"},
-    "variant": lambda x: x | {"backend": "tk:pingpong"},
+    "variant": lambda x: x | {"backend": "reference:recurrent"},
 }
 
 

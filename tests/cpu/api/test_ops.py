@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from tfla_tk import Support, mlstm_chunkwise, mlstm_siging_chunkwise, reference, which
-from tfla_tk.core.layout import SCHEDULES
 from tfla_tk.ops import mlstm as ops
 
 Make = Callable[..., dict[str, Tensor]]
@@ -30,7 +29,7 @@ INPUTS = ("q", "k", "v", "i", "f", *STATES, "cu_seqlens")
 def arguments(
     x: dict[str, Tensor], gate: str = "exp", normalize: bool = True, last: bool = True, rows: bool = False
 ) -> tuple[Any, ...]:
-    return (*(x.get(n) for n in INPUTS), gate == "sig", normalize, 1e-6, last, rows, "auto")
+    return (*(x.get(n) for n in INPUTS), gate == "sig", normalize, 1e-6, last, rows)
 
 
 def packed(make_inputs: Make, states: tuple[str, ...] = (), **changed: Any) -> dict[str, Tensor]:
@@ -67,7 +66,7 @@ def test_opcheck_backward(gate: str, states: tuple[str, ...], varlen: bool, make
     h, c, n, _, *rows = FWD(*arguments(x, gate, rows=True))
     dh, dc, dn = (torch.randn_like(t) for t in (h, c, n))
     tensors = (*(x.get(name) for name in INPUTS), h, *rows, c, n, dh, dc, dn)
-    opcheck(BWD, (*tensors, gate == "sig", True, 1e-6, "auto"))
+    opcheck(BWD, (*tensors, gate == "sig", True, 1e-6))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -257,7 +256,7 @@ def test_fake_cuda_tensors(gate: str, last: bool, fake_tk: Any) -> None:
         v = torch.empty(2, 100, 4, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         i, f = (torch.empty(2, 4, 100, device="cuda") for _ in "if")
         options = (None, None, None, None, gate == "sig", True, 1e-6)
-        h, c, n, m, row_n, row_m, chunk_m = FWD(q, k, v, i, f, *options, last, True, "auto")
+        h, c, n, m, row_n, row_m, chunk_m = FWD(q, k, v, i, f, *options, last, True)
         assert (h.shape, h.dtype, h.stride(), h.device) == (v.shape, torch.bfloat16, v.stride(), v.device)
         shapes = [(2, 4, 64, 128), (2, 4, 64), (2, 4, 1) if gate == "exp" else (0,)] if last else [(0,)] * 3
         assert [tuple(t.shape) for t in (c, n, m)] == shapes
@@ -271,7 +270,7 @@ def test_fake_cuda_tensors(gate: str, last: bool, fake_tk: Any) -> None:
         out = function(q, k, v, i.bfloat16(), f, return_last_states=True)
         assert out[0].stride() == v.stride() and len(out[1]) == (3 if gate == "exp" else 2)
         rows = (h, row_n, row_m, chunk_m, None, None)
-        grads = BWD(q, k, v, i, f, *options[:4], *rows, h, None, None, *options[4:], "auto")
+        grads = BWD(q, k, v, i, f, *options[:4], *rows, h, None, None, *options[4:])
         assert [tuple(g.shape) for g in grads] == [tuple(t.shape) for t in (q, k, v, i, f)] + [(0,), (0,)]
 
 
@@ -408,7 +407,3 @@ def test_compile_dynamic_shapes(make_inputs: Make, fake_tk: Any) -> None:
 def test_compile_with_inductor(make_inputs: Make, fake_tk: Any) -> None:
     fake_tk.verdict = Support(True)
     compiled_agrees(lambda **x: 2 * mlstm_chunkwise(**x, backend="tk"), make_inputs(), "inductor")
-
-
-def test_schedules_are_the_ones_the_kernel_knows() -> None:
-    assert SCHEDULES == ("auto", "sequential", "overlapped", "pingpong")

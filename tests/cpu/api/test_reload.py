@@ -27,7 +27,7 @@ def check(package):
         assert "GPU" in error.reason
     else:
         raise AssertionError("tk has served a call on a CPU")
-    options = None, None, None, None, False, True, 1e-6, True, False, "auto"
+    options = None, None, None, None, False, True, 1e-6, True, False
     h, *_ = torch.ops.tfla_tk.mlstm_fwd(q, q, q, g, g, *options)
     assert torch.autograd.grad(h.sum(), q)[0].shape == q.shape
     options = None, True, True, 1e-6, torch.float32

@@ -137,7 +137,7 @@ def test_double_backward_and_forward_mode(kernels: Kernels) -> None:
     fwd = torch.ops.tfla_tk.simple_gla_fwd
     with pytest.raises(RuntimeError, match=r"simple_gla_fwd has no forward-mode derivative .*reference"):
         torch.func.jvp(
-            lambda q: fwd(q, x["k"], x["v"], x["g"], None, None, 0.25, False, "auto")[0],
+            lambda q: fwd(q, x["k"], x["v"], x["g"], None, None, 0.25, False)[0],
             (x["q"].detach(),),
             (x["q"].detach(),),
         )

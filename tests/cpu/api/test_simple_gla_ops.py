@@ -27,7 +27,7 @@ def op_arguments(packed: bool, gate: str, with_state: bool, last: bool) -> tuple
     g = None if g is None else g.clone().requires_grad_()
     if gate == "head":
         g = reference.retention_log_decay(4).expand(x["v"].shape[:3])
-    return x["q"], x["k"], x["v"], g, state, offsets, 0.25, last, "auto"
+    return x["q"], x["k"], x["v"], g, state, offsets, 0.25, last
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -40,12 +40,10 @@ def test_opcheck(packed: bool, gate: str, with_state: bool, last: bool) -> None:
     torch.library.opcheck(torch.ops.tfla_tk.simple_gla_fwd, args)
     torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla, (*args[:-1], "chunkwise", 16))
     detached = [x.detach() if isinstance(x, Tensor) else x for x in args[:6]]
-    o, state = torch.ops.tfla_tk.simple_gla_fwd(*detached, 0.25, last, "auto")
+    o, state = torch.ops.tfla_tk.simple_gla_fwd(*detached, 0.25, last)
     dht = torch.randn_like(state) if last else None
     rest = (torch.randn_like(o), dht, 0.25, gate == "token")
-    torch.library.opcheck(
-        torch.ops.tfla_tk.simple_gla_bwd, (*detached, state if last else None, *rest, "auto")
-    )
+    torch.library.opcheck(torch.ops.tfla_tk.simple_gla_bwd, (*detached, state if last else None, *rest))
     torch.library.opcheck(torch.ops.tfla_tk.packed_simple_gla_bwd, (*detached, *rest, 16))
 
 

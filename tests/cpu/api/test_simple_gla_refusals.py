@@ -194,11 +194,10 @@ def test_tk_refuses(changes: dict[str, Any], reason: str) -> None:
     assert not verdict.ok and reason in verdict.reason and verdict.remedy
 
 
-def test_tk_variants_are_schedules() -> None:
-    with pytest.raises(ValueError, match=r"backend: expected 'tk' or 'tk:' and one of .* got 'tk:fast'"):
-        chunk_simple_gla(**draw(), backend="tk:fast")
-    with pytest.raises(UnsupportedError, match="chunk_simple_gla on backend 'tk:pingpong'"):
-        chunk_simple_gla(**draw(), backend="tk:pingpong")
+def test_tk_has_no_variants() -> None:
+    for variant in ("auto", "overlapped", ""):
+        with pytest.raises(ValueError, match=f"backend: expected 'tk', got 'tk:{variant}'"):
+            chunk_simple_gla(**draw(), backend=f"tk:{variant}")
 
 
 @pytest.fixture

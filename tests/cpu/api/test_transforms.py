@@ -180,9 +180,7 @@ def test_the_op_refuses_tangents(sigmoid_gate: bool, draw: Draw) -> None:
     for part in x:
 
         def run(t: Tensor, part: str = part) -> Tensor:
-            out: Tensor = op(*(x | {part: t}).values(), None, sigmoid_gate, True, 1e-6, True, False, "auto")[
-                0
-            ]
+            out: Tensor = op(*(x | {part: t}).values(), None, sigmoid_gate, True, 1e-6, True, False)[0]
             return out
 
         with pytest.raises(RuntimeError, match=r"tfla_tk::mlstm_fwd has no forward-mode.*'reference'"):

@@ -11,7 +11,6 @@ import pytest
 from tfla_tk import UnsupportedError, doctor, mlstm_chunkwise, reference
 from tfla_tk.bench import accuracy, compare, environment, operators, results
 from tfla_tk.bench.operators import OPERATORS
-from tfla_tk.bench.runner import Outcome
 from tfla_tk.bench.shapes import parse_shapes
 from tfla_tk.bench.timing import Plan
 from tfla_tk.bench.variants import find_variants
@@ -190,7 +189,7 @@ def test_shapes_that_an_operator_does_not_have_are_left_out_and_told(tmp_path: P
 
 def test_fla_is_the_baseline_of_the_scalar_decay_family() -> None:
     for name, backends in (("simple_gla", None), ("retention", ["triton"]), ("lightning", ["triton:fla"])):
-        found = find_variants(OPERATORS[name], backends, ["auto"], on_gpu=True)
+        found = find_variants(OPERATORS[name], backends, on_gpu=True)
         assert "triton:fla" in [variant.call for variant in found]
         assert not any(x.family == "triton" and x.call != "triton:fla" for x in found)
 
@@ -250,7 +249,7 @@ def test_public_functions_are_names_of_operators() -> None:
 
 
 def test_a_message_about_an_option_names_it_once(capsys) -> None:
-    for option in ("--op", "--shapes", "--backends", "--schedules", "--pass"):
+    for option in ("--op", "--shapes", "--backends", "--pass"):
         with pytest.raises(SystemExit):
             parse(option, ",")
         assert f"argument {option}: expected " in capsys.readouterr().err
@@ -269,7 +268,7 @@ def test_a_failed_build_shows_the_compilers_lines(monkeypatch, capsys) -> None:
     patch_backend(monkeypatch, refuse)
     assert run("--op", "mlstm_exp", "--shapes", "1x32x1x16x16", "--backends", "tk") == 1
     out = capsys.readouterr().out
-    assert "tk:auto: FAILED: BuildError: toy: the compiler fails" in out
+    assert "tk: FAILED: BuildError: toy: the compiler fails" in out
     assert "toy.cu(1): error: what is this (do that)" in out
 
 
@@ -286,7 +285,7 @@ def test_a_wrong_result_of_ours_is_the_exit_status(monkeypatch, tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("backend", "status"),
-    [("triton", 1), ("triton:xl_chunk_64", 1), ("tk", 1), ("tk:pingpong", 1)],
+    [("triton", 1), ("triton:xl_chunk_64", 1), ("tk", 1)],
 )
 def test_an_unsupported_backend_counts_only_when_it_was_named(monkeypatch, backend: str, status: int) -> None:
     def refuse(*tensors):
@@ -362,7 +361,6 @@ def test_a_run_that_is_cut_off_leaves_its_rows_on_record(monkeypatch, tmp_path: 
         ("--shapes", "large"),
         ("--pass", "bwd"),
         ("--dtype", "fp8"),
-        ("--schedules", "fast"),
         ("--op", ","),
         ("--forget-bias", "nan"),
         ("--forget-bias", "much"),
@@ -373,22 +371,6 @@ def test_wrong_usage(options: tuple[str, str], capsys) -> None:
         parse(*options)
     assert stop.value.code == 2
     assert options[0] in capsys.readouterr().err
-
-
-def test_all_schedules_are_those_that_an_operator_has(monkeypatch) -> None:
-    ran: list[str] = []
-
-    def note(operator, shape, which, variants, *rest):
-        ran.extend(f"{operator.name} {variant.call}" for variant in variants)
-        return [Outcome(operator.name, shape, which, variant) for variant in variants]
-
-    monkeypatch.setattr(compare, "run_contest", note)
-    options = ("--shapes", "1x16x1x16x16", "--backends", "tk", "--schedules")
-    assert run("--op", "gla", *options, "all") == 0
-    assert ran == ["gla tk:auto", "gla tk:sequential", "gla tk:overlapped"]
-    ran.clear()
-    assert run("--op", "gla,simple_gla", *options, "pingpong") == 0
-    assert ran == ["simple_gla tk:pingpong"]
 
 
 def test_git_commit(tmp_path: Path) -> None:

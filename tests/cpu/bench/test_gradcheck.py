@@ -162,7 +162,7 @@ def test_a_wrong_gradient_is_caught(
         (refuse, "tk", 1),
         (refuse_states, "triton", 0),
         (refuse_states, "triton:xl_chunk_64", 0),
-        (refuse_states, "tk:pingpong", 0),
+        (refuse_states, "tk", 0),
         (exact, "triton:xl_chunk_64,tk,reference", 0),
     ],
 )
@@ -173,14 +173,14 @@ def test_exit_status(break_backends, broken, backends: str, status: int) -> None
 
 
 def test_what_is_not_served_is_told_with_its_reason(break_backends, tmp_path: Path, capsys) -> None:
-    break_backends(lambda backend, x: (refuse if backend != "tk:auto" else refuse_states)(backend, x))
+    break_backends(lambda backend, x: (refuse if backend != "tk" else refuse_states)(backend, x))
     path = tmp_path / "errors.json"
-    options = ("--backends", "tk:auto,triton:xl_chunk_64", "--cases", "default,default+initial")
+    options = ("--backends", "tk,triton:xl_chunk_64", "--cases", "default,default+initial")
     assert main(["gradcheck", *EXP, *options, "--json", str(path)]) == 1
     out = capsys.readouterr().out
     reason = "the kernels have no backward yet (use the reference)"
     assert f"  triton:xl_chunk_64: unsupported: {reason}\n" in out
-    assert f"  tk:auto: unsupported: {reason} [default+initial]\n" in out
+    assert f"  tk: unsupported: {reason} [default+initial]\n" in out
     assert "4 checks: 1 within tolerance, 0 failed, 3 not served." in out
     rows = json.loads(path.read_text())
     assert [row["status"] for row in rows] == ["ok", "unsupported", "unsupported", "unsupported"]
@@ -189,8 +189,8 @@ def test_what_is_not_served_is_told_with_its_reason(break_backends, tmp_path: Pa
 
 def test_a_crash_is_told(break_backends, capsys) -> None:
     break_backends(crash)
-    assert main(["gradcheck", *EXP, "--backends", "tk:auto", "--cases", "default"]) == 1
-    assert "tk:auto: FAILED: RuntimeError: illegal memory access\n" in capsys.readouterr().out
+    assert main(["gradcheck", *EXP, "--backends", "tk", "--cases", "default"]) == 1
+    assert "tk: FAILED: RuntimeError: illegal memory access\n" in capsys.readouterr().out
 
 
 def test_long_sequences_are_judged_by_the_chunkwise_form(monkeypatch, capsys) -> None:
@@ -369,11 +369,11 @@ def test_value_heads_are_checked_against_the_repeated_heads(monkeypatch, capsys)
 
 def test_variants() -> None:
     def names(backends: list[str] | None, on_gpu: bool) -> list[str]:
-        found = gradcheck.find_checked(OPERATORS["mlstm_sig"], backends, ["sequential"], on_gpu=on_gpu)
+        found = gradcheck.find_checked(OPERATORS["mlstm_sig"], backends, on_gpu=on_gpu)
         return [variant.call for variant in found]
 
     triton = [f"triton:siging_xl_{size}" for size in (64, 128, 256)]
-    assert names(None, True) == ["tk:sequential", *triton, "reference"]
+    assert names(None, True) == ["tk", *triton, "reference"]
     assert names(None, False) == [*FORMS, "op"]
     assert names(["op"], False) == ["op"]
     assert names(["op", "reference:parallel"], False) == ["reference:parallel", "op"]
@@ -388,7 +388,6 @@ def test_variants() -> None:
         ("--shapes", "large"),
         ("--cases", "default+middle"),
         ("--dtype", "fp8"),
-        ("--schedules", "fast"),
     ],
 )
 def test_wrong_usage(options: tuple[str, str], capsys) -> None:
@@ -415,29 +414,12 @@ def test_what_cannot_be_checked(options: tuple[str, str], message: str, capsys) 
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [(), ("--schedules", "all")])
-def test_schedules_that_an_operator_lacks_are_left_out(options, monkeypatch) -> None:
-    ran: list[str] = []
-
-    def note(problem, shape, case, variants, *rest):
-        ran.extend(f"{problem.operator.name} {variant.call}" for variant in variants)
-        return []
-
-    monkeypatch.setattr(gradcheck, "run_case", note)
-    monkeypatch.setattr(gradcheck, "print_contest", lambda *rest: None)
-    ops = ("--op", "gla,mlstm_exp", *SMALL, "--cases", "default", "--backends", "tk")
-    assert main(["gradcheck", *ops, *options]) == 0
-    expected = {f"gla tk:{name}" for name in ("sequential", "overlapped")}
-    expected |= {f"mlstm_exp tk:{name}" for name in ("sequential", "overlapped", "pingpong")}
-    assert set(ran) == expected | ({"gla tk:auto", "mlstm_exp tk:auto"} if options else set())
-
-
 def test_defaults() -> None:
     parser = argparse.ArgumentParser()
     gradcheck.add_arguments(parser)
     args = parser.parse_args([])
     assert args.op == list(OPERATORS) and args.shapes is None and args.backends is None
-    assert args.schedules is None and args.cases is None and args.seed == 0
+    assert args.cases is None and args.seed == 0
 
 
 def test_the_default_cases_of_packed_sequences_have_no_gradients_of_last_states(

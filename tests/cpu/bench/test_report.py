@@ -21,7 +21,7 @@ SHAPE = Shape(8, 8192, 16, 128, 256)
 @pytest.fixture
 def rows(make_row):
     return [
-        make_row("tk", 0.5, schedule="pingpong"),
+        make_row("tk", 0.5, schedule="overlapped"),
         make_row("tk", 0.6, schedule="sequential"),
         make_row("triton:limit_chunk_64", 3.9, peak_mem_mb=4096.0),
         make_row("triton:xl_chunk_128", 3.4, peak_mem_mb=2048.0),
@@ -47,7 +47,7 @@ def test_table_of_a_contest(rows) -> None:
     failed.errors = {"h": 0.4}
     table = printed([*outcomes, failed])
     assert table[0] == ["backend", "ms", "speed-up", "TFLOP/s", "GB/s", "roofline", "error", "peak MB"]
-    assert table[1] == ["tk:pingpong", "0.5", "6.80x", "377", "3246", "76%", "h 2.3e-03", "512"]
+    assert table[1] == ["tk:overlapped", "0.5", "6.80x", "377", "3246", "76%", "h 2.3e-03", "512"]
     assert [line[2] for line in table[2:]] == ["5.67x", "0.87x", "1.00x", "0.04x", ""]
     assert table[-1][:2] == ["triton:xl_chunk_256", "FAILED"] and "h 4.0e-01" in table[-1]
     assert report.reasons([*outcomes, failed]) == [
@@ -94,32 +94,30 @@ def test_csv_has_a_column_per_dimension_and_error(tmp_path: Path, rows, make_row
     with (tmp_path / "new" / "rows.csv").open() as file:
         found = list(csv.DictReader(file))
     assert len(found) == 6
-    assert (found[0]["T"], found[0]["V"], found[0]["schedule"]) == ("8192", "256", "pingpong")
+    assert (found[0]["T"], found[0]["V"], found[0]["schedule"]) == ("8192", "256", "overlapped")
     assert (found[0]["ms"], found[0]["rel_err_h"], found[0]["rel_err_df"]) == ("0.5", "0.0023", "")
     assert found[-1]["rel_err_df"] == "0.002" and found[2]["schedule"] == ""
     assert [found[-1][key] for key in more] == ["bsnd", "12.0", "41.2", "8"]
     assert [found[0][key] for key in more] == [""] * 4
 
 
-def test_readme_table(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "pingpong")
+def test_readme_table(rows) -> None:
     text = readme.render(rows)
     assert "### mLSTM, exponential input gate, forward\n" in text
     cells = next(line for line in text.splitlines() if line.startswith("| B8 T8192")).strip("| ").split(" | ")
     assert cells[:6] == ["B8 T8192 H16 128/256", "bf16", "0.5", "3.4", "xl_chunk_128", "6.80x"]
     assert cells[6:] == ["377", "3246", "76%", "h 2.3e-03", "512", "2048"]
     assert "NVIDIA H200; runs run-a" in text
-    assert "| B8 T8192 H16 128/256 | forward | 0.6 | - | 0.5 |" in text
+    assert "| B8 T8192 H16 128/256 | 0.6 | 0.5 |" in text
 
 
-def test_readme_shows_the_shipped_schedule_not_the_fastest(rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "sequential")
+def test_readme_shows_the_shipped_kernel_not_the_fastest(rows) -> None:
+    rows[0]["ms"] = 0.7
     line = next(line for line in readme.render(rows).splitlines() if line.startswith("| B8 T8192"))
-    assert line.split(" | ")[2:4] == ["0.6", "3.4"]
+    assert line.split(" | ")[2:4] == ["0.7", "3.4"]
 
 
-def test_readme_forms_no_ratio_across_runs(make_row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "pingpong")
+def test_readme_forms_no_ratio_across_runs(make_row) -> None:
     text = readme.render([make_row("tk", 0.5, run="run-b"), make_row("triton:xl_chunk_128", 3.4)])
     line = next(line for line in text.splitlines() if line.startswith("| B8"))
     assert line.split(" | ")[2:6] == ["0.5", "-", "-", "-"]
@@ -144,7 +142,7 @@ def test_readme_shows_baselines_alone(make_row) -> None:
     text = readme.render([make_row("triton:xl_chunk_128", 10.6, **{"pass": "fwdbwd"})])
     line = next(line for line in text.splitlines() if line.startswith("| B8"))
     assert line.split(" | ")[2:6] == ["-", "10.6", "xl_chunk_128", "-"]
-    assert "schedules" not in text
+    assert "overlap" not in text
 
 
 def lines_of(text: str, heading: str) -> list[list[str]]:
@@ -183,28 +181,29 @@ def test_readme_keeps_other_inputs_apart(make_row) -> None:
     ]
 
 
-def test_readme_shows_the_latest_run_not_the_fastest(make_row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "overlapped")
+def test_readme_shows_the_latest_run_not_the_fastest(make_row) -> None:
     later = {"run": "run-b", "date": "2026-11-21T10:00:00Z"}
     rows = [
         make_row("tk", 0.4, schedule="overlapped"),
-        make_row("tk", 0.45, schedule="pingpong"),
+        make_row("tk", 0.45, schedule="sequential"),
         make_row("tk", 0.5, **later),
         make_row("triton:xl_chunk_128", 3.0, **later),
     ]
     text = readme.render(rows)
     assert lines_of(text, EXP_FORWARD)[0][2:6] == ["0.5", "3", "xl_chunk_128", "6.00x"]
-    times, _, schedules = text.partition(", schedules\n")
+    times, _, schedules = text.partition(", forward without and with overlap\n")
     assert "runs run-b" in times and "run-a" not in times
     assert "runs run-a" in schedules and "run-b" not in schedules
-    # the schedules of one run, not of several
-    heading = "mLSTM, exponential input gate, schedules"
-    assert [cells[2:] for cells in lines_of(text, heading)] == [["-", "0.4", "0.45"]]
+    # both of one run, not of several
+    heading = "mLSTM, exponential input gate, forward without and with overlap"
+    assert [cells[1:] for cells in lines_of(text, heading)] == [["0.45", "0.4"]]
     fresh = [
         make_row("tk", 0.6 + 0.1 * n, schedule=s, **later) for n, s in enumerate(("sequential", "overlapped"))
     ]
     found = lines_of(readme.render([*rows, *fresh]), heading)
-    assert [cells[2:] for cells in found] == [["0.6", "0.7", "-"]]
+    assert [cells[1:] for cells in found] == [["0.6", "0.7"]]
+    # one alone says nothing
+    assert [cells[1:] for cells in lines_of(readme.render([*rows, *fresh[:1]]), heading)] == [["0.45", "0.4"]]
 
 
 def test_readme_has_the_sweep_over_the_length(make_row) -> None:
@@ -227,16 +226,6 @@ def test_readme_has_the_sweep_over_the_length(make_row) -> None:
     ]
 
 
-def test_readme_leaves_the_sweep_out_of_the_schedules(make_row) -> None:
-    rows = [
-        at_length(make_row, length, schedule=schedule)
-        for length in (512, 8192)
-        for schedule in ("sequential", "overlapped")
-    ]
-    found = lines_of(readme.render(rows), "mLSTM, exponential input gate, schedules")
-    assert [cells[0] for cells in found] == ["B8 T8192 H16 128/256"]
-
-
 def test_readme_has_no_sweep_of_main_shapes_or_other_inputs(make_row) -> None:
     rows = [at_length(make_row, length) for length in (2048, 8192, 65536)]
     rows.append(at_length(make_row, 512, layout="bsnd"))
@@ -248,22 +237,6 @@ def test_readme_has_no_sweep_of_main_shapes_or_other_inputs(make_row) -> None:
 def test_readme_gives_no_flatness_across_runs(make_row) -> None:
     rows = [at_length(make_row, 512), at_length(make_row, 8192, run="run-b")]
     assert "flatness of tk (max / min): -;" in readme.render(rows)
-
-
-def test_readme_shows_the_intra_chunk_part_with_the_schedules_alone(make_row) -> None:
-    names = ("sequential", "overlapped", "pingpong", "three_stage")
-    rows = [
-        at_length(make_row, length, "tk", length / 1024 + n, op="mlstm_intra", schedule=name)
-        for length in (1024, 8192)
-        for n, name in enumerate(names)
-    ]
-    text = readme.render(rows)
-    assert text.count("###") == 1
-    assert lines_of(text, "mLSTM, intra-chunk part, schedules") == [
-        ["B64 T1024 H16 128/256", "forward", "1", "2", "3", "4"],
-        ["B8 T8192 H16 128/256", "forward", "8", "9", "10", "11"],
-    ]
-    assert "| Shape | pass | sequential ms | overlapped ms | pingpong ms | three_stage ms |" in text
 
 
 def test_readme_region_is_replaced_and_nothing_else(tmp_path: Path, rows) -> None:
@@ -411,7 +384,6 @@ def test_plot_command_draws_what_was_chosen(tmp_path, make_row, monkeypatch, opt
         make_row(layout="bsnd"),
         make_row(forget_bias=12.0),
         make_row(op="mlstm_sig"),
-        make_row(op="mlstm_intra", schedule="three_stage"),
         make_row(**{"pass": "fwdbwd"}),
     ]
     write(tmp_path / "h200.json", rows)

@@ -34,7 +34,7 @@ def test_an_earlier_run_does_not_replace(make_row) -> None:
         {"shape": {"B": 8, "T": 8192, "H": 16, "K": 128, "V": 256, "HV": 32}},
         {"pass": "fwdbwd"},
         {"backend": "reference"},
-        {"schedule": "pingpong"},
+        {"schedule": "sequential"},
         {"dtype": "fp16"},
         {"layout": "bsnd"},
         {"forget_bias": 12.0},
@@ -110,7 +110,7 @@ def test_no_file_holds_no_rows(tmp_path: Path) -> None:
         ({"op": "softmax"}, "op"),
         ({"pass": "bwd"}, "pass"),
         ({"schedule": "auto"}, "schedule"),
-        ({"schedule": "three_stage"}, "schedule"),
+        ({"schedule": "pingpong"}, "schedule"),
         ({"layout": "sbnd"}, "layout"),
         ({"forget_bias": float("inf")}, "forget_bias"),
         ({"forget_bias": "12"}, "forget_bias"),
@@ -132,11 +132,6 @@ def test_no_file_holds_no_rows(tmp_path: Path) -> None:
 def test_validation_names_the_key(make_row, change, named) -> None:
     with pytest.raises(ValueError, match=named):
         validate(make_row(**change))
-
-
-def test_the_intra_chunk_part_has_a_schedule_of_its_own(make_row) -> None:
-    validate(make_row(op="mlstm_intra", schedule="three_stage"))
-    assert results.schedules_of("mlstm_intra") == (*results.schedules_of("mlstm_exp"), "three_stage")
 
 
 def test_rows_of_packed_sequences_and_value_heads(make_row) -> None:
@@ -188,13 +183,12 @@ def test_baseline_is_the_fastest_triton_row_of_the_same_run(make_row) -> None:
     assert baselines(rows)[contest_of(ours)]["backend"] == "triton:xl_chunk_128"
 
 
-def test_a_pair_is_of_the_latest_run(make_row, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results.instances, "DEFAULT_SCHEDULE", "overlapped")
+def test_a_pair_is_of_the_latest_run(make_row) -> None:
     rows = [
         # faster, but out of date
         make_row("tk", 0.4, schedule="overlapped"),
         make_row("triton:xl_chunk_64", 2.0),
-        make_row("tk", 0.3, schedule="pingpong", **LATER),
+        make_row("tk", 0.3, schedule="sequential", **LATER),
         make_row("tk", 0.5, **LATER),
         make_row("triton:xl_chunk_128", 3.0, **LATER),
         make_row("reference", 0.1, **LATER),
@@ -217,7 +211,7 @@ def test_points_of_the_sweep(make_row) -> None:
 
     assert results.in_sweep(at(8192)) and not results.sweep_only(at(8192))
     assert results.in_sweep(at(512)) and results.sweep_only(at(512))
-    for other in (at(512, layout="bsnd"), at(512, forget_bias=12.0), at(1024, op="mlstm_intra")):
+    for other in (at(512, layout="bsnd"), at(512, forget_bias=12.0)):
         assert not results.in_sweep(other) and not results.sweep_only(other)
     assert not results.in_sweep(make_row(shape={"B": 1, "T": 512, "H": 16, "K": 128, "V": 256}))
 

@@ -66,18 +66,6 @@ def test_cost_of_more_value_heads_counts_queries_and_keys_once() -> None:
     assert forward.flops < repeated.flops and forward.bytes < repeated.bytes
 
 
-@pytest.mark.parametrize(("length", "tiles"), [(64, 1), (128, 3), (8192, 8256), (65, 3)])
-def test_cost_of_the_intra_chunk_part_counts_tiles_below_the_diagonal(length: int, tiles: int) -> None:
-    found = cost("mlstm_intra", Shape(2, length, 3, 128, 256), "fwd")
-    assert found.flops == pytest.approx(6 * tiles * 2 * 64 * 64 * (128 + 256))
-    assert found.bytes == 6 * length * (2 * (2 * 128 + 2 * 256) + 8)
-
-
-def test_the_intra_chunk_part_has_no_backward() -> None:
-    with pytest.raises(ValueError, match="mlstm_intra has no backward"):
-        cost("mlstm_intra", MAIN[0], "fwdbwd")
-
-
 def test_cost_counts_wider_elements() -> None:
     one = Shape(1, 1, 1, 16, 16)
     assert cost("retention", one, "fwd", itemsize=2).bytes == 4 * 32

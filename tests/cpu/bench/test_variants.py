@@ -12,9 +12,9 @@ from tfla_tk.bench.variants import Variant, find_variants
 
 
 def test_variants_on_a_gpu() -> None:
-    found = find_variants(OPERATORS["mlstm_exp"], None, ["auto"], on_gpu=True)
+    found = find_variants(OPERATORS["mlstm_exp"], None, on_gpu=True)
     assert [variant.call for variant in found] == [
-        "tk:auto",
+        "tk",
         "triton:limit_chunk_64",
         "triton:xl_chunk_64",
         "triton:xl_chunk_128",
@@ -27,15 +27,9 @@ def test_variants_on_a_gpu() -> None:
 
 def test_what_an_operator_lacks_is_left_out_where_another_one_has_it() -> None:
     def calls(op: str, *backends: str) -> list[str]:
-        schedules = ("auto", "sequential", "overlapped", "pingpong")
-        found = find_variants(OPERATORS[op], backends, schedules, on_gpu=True, rivals=True)
+        found = find_variants(OPERATORS[op], backends, on_gpu=True, rivals=True)
         return [variant.call for variant in found]
 
-    some = ["tk:auto", "tk:sequential", "tk:overlapped"]
-    for op in ("gla", "delta_rule", "gated_delta_rule"):
-        assert calls(op, "tk") == some and calls(op, "tk:pingpong") == []
-    for op in ("mlstm_exp", "mlstm_sig", "simple_gla", "retention", "lightning"):
-        assert calls(op, "tk") == [*some, "tk:pingpong"] and calls(op, "tk:pingpong") == ["tk:pingpong"]
     others = ("triton:siging_xl_32", "triton:fla", "tilelang", "triton:mamba_ssm")
     assert calls("mlstm_sig", *others) == ["triton:siging_xl_32"] and calls("mlstm_exp", *others) == []
     assert calls("gla", *others) == ["triton:fla"]
@@ -44,11 +38,10 @@ def test_what_an_operator_lacks_is_left_out_where_another_one_has_it() -> None:
 
 
 def test_variants_by_name() -> None:
-    names = ["tk", "triton:xl_chunk_128", "reference:recurrent", "tk:overlapped"]
-    found = find_variants(OPERATORS["mlstm_exp"], names, ["overlapped", "pingpong"], on_gpu=True)
+    names = ["tk", "triton:xl_chunk_128", "reference:recurrent"]
+    found = find_variants(OPERATORS["mlstm_exp"], names, on_gpu=True)
     assert found == [
-        Variant("tk:overlapped", "tk", "overlapped", True),
-        Variant("tk:pingpong", "tk", "pingpong", True),
+        Variant("tk", "tk", None, True),
         Variant("triton:xl_chunk_128", "triton:xl_chunk_128", None, True),
         Variant("reference:recurrent", "reference:recurrent", None, True),
     ]
@@ -57,13 +50,13 @@ def test_variants_by_name() -> None:
 @pytest.mark.parametrize("name", ["cuda", "triton:", "tk:fast", "reference:foo", "triton:xl", "tilelang:qla"])
 def test_variants_refuse_unknown_names(name: str) -> None:
     with pytest.raises(ValueError, match="expected"):
-        find_variants(OPERATORS["mlstm_exp"], [name], ["auto"], on_gpu=True)
+        find_variants(OPERATORS["mlstm_exp"], [name], on_gpu=True)
 
 
 def test_variants_are_backends_of_the_public_function() -> None:
     inputs = OPERATORS["mlstm_exp"].inputs
     tensors = inputs(Shape(1, 64, 1, 16, 16), torch.float32, torch.device("cpu"), "bnsd", 0)
-    for variant in find_variants(OPERATORS["mlstm_exp"], ["triton", "reference"], ["auto"], on_gpu=False):
+    for variant in find_variants(OPERATORS["mlstm_exp"], ["triton", "reference"], on_gpu=False):
         if variant.family == "reference":
             assert mlstm_chunkwise(*tensors.values(), backend=variant.call).shape == (1, 1, 64, 16)
         else:

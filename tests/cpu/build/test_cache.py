@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -118,46 +117,6 @@ def test_the_key_ignores_other_families_and_places(
         (kernel_sources / name).write_text("changed")
     moved = dataclasses.replace(toolchain, nvcc=Path("/elsewhere/nvcc"), origin="CUDA_HOME")
     assert cache.cache_key(toy, moved, kittens) == before
-
-
-def test_the_key_follows_a_root_of_the_instances_own(
-    isolated_environment: Path,
-    kernel_sources: Path,
-    tmp_path: Path,
-    toolchain: Toolchain,
-    kittens: ThunderKittens,
-) -> None:
-    """Its files, and what they include of kernels/; a file of the same name there is another."""
-    own = tmp_path / "own"
-    (own / "toy").mkdir(parents=True)
-    for name, text in (
-        ("toy/toy.cu", '#include "config.cuh"\n#include "common/deep.h"\n'),
-        ("toy/config.cuh", "#pragma once\n"),
-        ("toy/bindings.cpp", '#include "common/params.h"\n'),
-        ("toy/unused.cuh", "#pragma once\n"),
-    ):
-        (own / name).write_text(text)
-    instance = Instance("own_1", "toy/toy.cu", (), "toy/bindings.cpp", own)
-
-    def changes(path: Path) -> bool:
-        before, text = cache.cache_key(instance, toolchain, kittens), path.read_text()
-        path.write_text(text + "// changed\n")
-        found = cache.cache_key(instance, toolchain, kittens) != before
-        path.write_text(text)
-        return found
-
-    for name in ("toy/toy.cu", "toy/config.cuh", "toy/bindings.cpp"):
-        assert changes(own / name)
-    for name in ("common/deep.h", "common/params.h", "common/driver_shim.cpp"):
-        assert changes(kernel_sources / name)
-    assert not changes(own / "toy/unused.cuh")
-    for name in ("toy/toy.cu", "toy/config.cuh", "scalar_gate/bindings/forward.cpp", "other/shared.cuh"):
-        assert not changes(kernel_sources / name)
-    # another place of the same files is no other kernel
-    moved = tmp_path / "moved"
-    shutil.copytree(own, moved)
-    before = cache.cache_key(instance, toolchain, kittens)
-    assert cache.cache_key(dataclasses.replace(instance, root=moved), toolchain, kittens) == before
 
 
 def test_the_key_follows_every_include_of_the_kernels() -> None:

@@ -241,8 +241,8 @@ def draw(
     m = torch.randn(count, NH, 1) if gate == "exp" else None
     tensors = (q, k, v, i, f, c, n, m, offsets)
     options = (gate != "exp", normalize, EPS)
-    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
-    return (*tensors, h, *rows, c, n, *(torch.randn_like(x) for x in (h, c, n)), *options, "auto", False)
+    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True)
+    return (*tensors, h, *rows, c, n, *(torch.randn_like(x) for x in (h, c, n)), *options, False)
 
 
 def named(given: tuple[Any, ...]) -> SimpleNamespace:

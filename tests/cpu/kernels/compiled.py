@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import pickle
 import re
 from collections import Counter
@@ -16,26 +15,16 @@ from typing import TypeVar
 import pytest
 
 from tfla_tk import build, env
-from tfla_tk.bench import intra
 from tfla_tk.build import builder
 from tfla_tk.build.disassembly import cubin_of_module
 from tfla_tk.build.instances import (
-    DELTA_DIRECTIONS,
-    DELTA_SCHEDULES,
-    DELTA_TILES,
-    GLA_DIRECTIONS,
-    GLA_SCHEDULES,
-    GLA_TILES,
-    SCHEDULES,
-    delta_rule,
+    all_instances,
     for_scalar_decay,
-    gla,
     mlstm_bwd,
     mlstm_fwd,
     mlstm_pass,
     mlstm_sequence,
     mlstm_step,
-    shipped_instances,
 )
 from tfla_tk.build.locking import file_lock
 from tfla_tk.core.layout import GRADIENTS
@@ -53,22 +42,16 @@ IMPORTED = (
     mlstm_step(),
     mlstm_sequence(8),
 )
-# every schedule: of mLSTM's forward at a head dim of 128 and of 256, of GLA and the delta rule
-SCHEDULED = [
-    *(mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES),
-    *(gla(*kind) for kind in itertools.product(GLA_DIRECTIONS, GLA_TILES, GLA_SCHEDULES)),
-    *(delta_rule(*kind) for kind in itertools.product(DELTA_DIRECTIONS, DELTA_TILES, DELTA_SCHEDULES)),
-]
 # whatever the compile gate looks at
-GATED = list(dict.fromkeys([*shipped_instances(), *SCHEDULED, *intra.all_instances()]))
+GATED = all_instances()
 
 _GRADIENTS = tuple(GRADIENTS)
 _EVENTS = {"MUFU.EX2": "exp2", "UTMASTG": "store", "BAR.ARV": "turn"}
-# a kernel's config in its symbol: type, tile and, in any order, flags, gate, schedule and gradient
+# a kernel's config in its symbol: type, tile and, in any order, flags, gate and gradient
 _CONFIG = re.compile(r"ConfigI(\d+)(\w+?)Li(\d+)ELi(\d+)E(\w*?)EEv")
 _FLAG = re.compile(r"Lb([01])E")
 _GATE = re.compile(r"\d+(ExponentialInput|SigmoidInput|ScalarDecay)")
-_ENUM = re.compile(r"\d+(Schedule|Gradient)E(\d)E")
+_GRADIENT = re.compile(r"\d+GradientE(\d)E")
 _KERNEL = re.compile(r"\d+((?:mlstm|delta|gla)_[a-z_]+?)(?:_kernel)?[IE]")
 
 
@@ -79,7 +62,7 @@ def _is_wgmma_of_shared(opcode: str, operands: str) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The SASS of one kernel, with what its symbol names; schedule and gradient "" where it has none, gate ""
+    """The SASS of one kernel, with what its symbol names; gradient "" where it has none, gate ""
     where it is an argument.
 
     Of a walk of the backward, dim_qk and slice_v are the tile of the keys and the slice of the values.
@@ -91,7 +74,6 @@ class Kernel:
     slice_v: int
     normalize: bool
     gate: str
-    schedule: str
     gradient: str
     instructions: list[Instruction]
 
@@ -103,7 +85,7 @@ class Kernel:
         """What the program holds while wgmmas are in flight, from WARPGROUP.ARRIVE to the wait for all.
 
         Counts per stage: "scores" (Q K^T), "inter" (Q C) and "register" (A from registers: P V, or the
-        state) wgmmas, "exp2", "store" (TMA stores), "turn" (arrivals at the ping-pong barrier). The forward's
+        state) wgmmas, "exp2", "store" (TMA stores), "turn" (arrivals at a named barrier). The forward's
         first wgmma tells the shape of the scores' and which registers accumulate them.
         """
         found: list[Counter[str]] = []
@@ -140,8 +122,8 @@ class Compiled:
 
     @property
     def kernels(self) -> list[Kernel]:
-        """Those with a schedule."""
-        return [kernel for kernel in self.every_kernel if kernel.schedule]
+        """The fused ones of mLSTM's forward."""
+        return [kernel for kernel in self.every_kernel if kernel.name in ("mlstm_fwd", "mlstm_transposed")]
 
 
 def kernels_of(functions: dict[str, list[Instruction]]) -> list[Kernel]:
@@ -154,7 +136,7 @@ def kernels_of(functions: dict[str, list[Instruction]]) -> list[Kernel]:
             continue
         length, text, dim_qk, slice_v, rest = config.groups()
         flags, gate = _FLAG.findall(rest), _GATE.search(rest)
-        enums = dict(_ENUM.findall(rest))
+        gradient = _GRADIENT.search(rest)
         found.append(
             Kernel(
                 name=name[1],
@@ -163,8 +145,7 @@ def kernels_of(functions: dict[str, list[Instruction]]) -> list[Kernel]:
                 slice_v=int(slice_v),
                 normalize=flags == ["1"],
                 gate=gate[1] if gate else "",
-                schedule=intra.SCHEDULES[int(enums["Schedule"])] if "Schedule" in enums else "",
-                gradient=_GRADIENTS[int(enums["Gradient"])] if "Gradient" in enums else "",
+                gradient=_GRADIENTS[int(gradient[1])] if gradient else "",
                 instructions=instructions,
             )
         )

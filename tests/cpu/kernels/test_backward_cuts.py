@@ -161,7 +161,7 @@ def test_memory_between_kernels(
     monkeypatch.setattr(Tensor, "new_empty", record)
     states = (None, None, None)
     tk_backward.mlstm_bwd(
-        q, q, v, i, i, *states, offsets, v, *rows, None, None, v, None, None, False, True, EPS, "auto"
+        q, q, v, i, i, *states, offsets, v, *rows, None, None, v, None, None, False, True, EPS
     )
     (memory,) = allocated
     taken = sorted(set().union(*map(memory_of, launches)))

@@ -70,10 +70,10 @@ def arguments(
     """Of the backward op, from its forward."""
     tensors = [x.get(name) for name in NAMES]
     options = (gate != "exp", gate != "sig_unnormalised", eps)
-    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True, "auto")
+    h, c, n, _, *rows = torch.ops.tfla_tk.mlstm_fwd(*tensors, *options, True, True)
     dh, dc, dn = torch.randn_like(h) if dh is None else dh, torch.randn_like(c), torch.randn_like(n)
     given = (c, n, dh, dc, dn) if last else (None, None, dh, None, None)
-    return (*tensors, h, *rows, *given, *options, "auto", False)
+    return (*tensors, h, *rows, *given, *options, False)
 
 
 def assert_gradients(found: ops.Grads, expected: ops.Grads) -> None:
@@ -145,7 +145,7 @@ def states_left_by_a_forward(gate: str, x: Tensors, chunks: int) -> KeptStates:
         for at in range(start + length, end, length):
             before = [x[name][batch : batch + 1, :, start:at] for name in TOKENS]
             _, left_c, left_n, *_ = torch.ops.tfla_tk.mlstm_fwd(
-                *before, *initial, None, *options, True, False, "auto"
+                *before, *initial, None, *options, True, False
             )
             c[slot : slot + heads], n[slot : slot + heads] = left_c[0], left_n[0]
             slot += heads

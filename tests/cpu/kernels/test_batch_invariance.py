@@ -150,12 +150,12 @@ def test_forwards_of_inference_and_training_are_cut_alike(
     """mLSTM and a scalar decay; not as without the option, and not as for another GPU."""
     q, v = torch.empty(1, 2, seq, 64).bfloat16(), torch.empty(1, 2, seq, 128).bfloat16()
     gate, offsets = torch.empty(1, 2, seq), torch.tensor([0, seq // 2, seq]) if packed else None
-    options = (None, None, None, offsets, False, True, 1e-6, False, True, "auto")
+    options = (None, None, None, offsets, False, True, 1e-6, False, True)
     decayed = [x.transpose(1, 2).contiguous() for x in (q, q, v, gate)]
     for keeps in (False, True):
         found = tk_forward.mlstm_fwd(q, q, v, gate, gate, *options, True, keeps)
         assert (found[-1] is not None) == (keeps and seq > SEGMENT)
-        scalar_decay.simple_gla_fwd(*decayed, None, offsets, 0.1, False, "auto", True, keeps)
+        scalar_decay.simple_gla_fwd(*decayed, None, offsets, 0.1, False, True, keeps)
     sequences = 2 if packed else 1
     expected = segments.cut_invariant(sequences, seq, packed=packed)
     assert [launch.cut[-2:] for launch in forwards] == [expected] * 4

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build.instances import MLSTM_TILES, SCHEDULES, mlstm_fwd
+from tfla_tk.build.instances import MLSTM_TILES, mlstm_fwd
 
 from .state_walk import kinds, walk_blocks
 
 CHUNK = 64
 EXPONENTIALS = CHUNK * CHUNK // 128  # gates per thread and chunk
 INSTRUCTIONS = 7_500  # of a kernel, all roles together
-MAIN = [mlstm_fwd(*dims, schedule) for dims in ((128, 256), (256, 512)) for schedule in SCHEDULES]
-INSTANCES = list(dict.fromkeys([*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *MAIN]))
+SEQUENTIAL = [mlstm_fwd(*dims, sequential=True) for dims in ((128, 256), (256, 512))]
+INSTANCES = [*(mlstm_fwd(*dims) for dims in MLSTM_TILES), *SEQUENTIAL]
 WIDE = [instance for instance in INSTANCES if ("TFLA_DIM_QK", "256") in instance.defines]
 NARROW = [instance for instance in INSTANCES if instance not in WIDE]
 
@@ -50,9 +50,8 @@ def check_tile(compiled: Any, kernels: Iterable[Any]) -> None:
     """That the fused kernels of an instance are for its tile."""
     defines = dict(compiled.instance.defines)
     dims = int(defines["TFLA_DIM_QK"]), int(defines["TFLA_SLICE_V"])
-    schedule = SCHEDULES[int(defines["TFLA_SCHEDULE"])]
     for kernel in kernels:
-        assert (kernel.dim_qk, kernel.slice_v, kernel.schedule) == (*dims, schedule)
+        assert (kernel.dim_qk, kernel.slice_v) == dims
 
 
 def narrow_kernels(compiled: Any) -> dict[tuple[bool, bool], Any]:
@@ -114,8 +113,8 @@ def test_the_code_fits_the_instruction_cache(compiled: Any) -> None:
     assert max(len(kernel.instructions) for kernel in compiled.kernels) <= INSTRUCTIONS
 
 
-def test_the_schedule_is_in_the_sass(narrow: Any) -> None:
-    """Gates under Q C, and the next chunk's scores under the epilogue, exactly where the schedule says so."""
+def test_the_overlap_is_in_the_sass(narrow: Any) -> None:
+    """Gates under Q C, and the next chunk's scores under the epilogue, unless every GEMM is waited for."""
     for kernel in narrow.kernels:
         stages = kernel.stages()
         inter = [stage for stage in stages if stage["inter"]]
@@ -124,16 +123,14 @@ def test_the_schedule_is_in_the_sass(narrow: Any) -> None:
         gated = inter[:: passes(kernel.slice_v)]
         # of the first chunk, then of the next one
         under_epilogue = [bool(stage["store"]) for stage in stages if stage["scores"]]
-        turns = [bool(stage["turn"]) for stage in gated]
-        if kernel.schedule == "sequential":
+        assert not any(stage["turn"] for stage in gated)
+        if narrow.instance in SEQUENTIAL:
             # without a normaliser no row sum holds the gates back, and ptxas moves them down by itself
             assert not kernel.normalize or all(stage["exp2"] == 0 for stage in inter)
             assert under_epilogue == [False, False]
-            assert turns == [False, False]
         else:
             assert all(stage["exp2"] >= EXPONENTIALS // 2 for stage in gated)
             assert under_epilogue == [False, True]
-            assert turns == [kernel.schedule == "pingpong"] * 2
 
 
 def test_the_state_is_published_before_its_gemms_wait_for_their_turn(narrow: Any) -> None:
@@ -142,7 +139,7 @@ def test_the_state_is_published_before_its_gemms_wait_for_their_turn(narrow: Any
         opcodes = [opcode for opcode, _ in kernel.instructions]
         published = [n for n, opcode in enumerate(opcodes) if opcode.startswith("STSM") and "MT88" in opcode]
         turns = waits_at_barrier(kernel, 1)
-        if kernel.schedule == "overlapped":
+        if narrow.instance not in SEQUENTIAL:
             assert not turns
         else:
             (turn,) = turns
@@ -158,25 +155,20 @@ def waits_at_barrier(kernel: Any, number: int) -> list[int]:
     ]
 
 
-def test_the_schedule_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
+def test_the_overlap_of_the_wide_kernel_is_in_the_sass(wide: Any) -> None:
     """The output's scaling and staging stand under the update, unless every GEMM is waited for.
 
     Scaling: its 32 registers. Staging: 64 columns of V by 64 tokens, 16 of these a store.
     """
+    sequential = wide.instance in SEQUENTIAL
     for kernel in wide.kernels:
         (block,) = walk_blocks(kernel)
-        sequential = kernel.schedule == "sequential"
         assert block.groups == ["update", "values"] * 3 + ["values", "update"]
         # the first half of the queries meets its values later
         scaling = block.before_values["FMUL"] + block.after_values["FMUL"]
         assert (scaling >= CHUNK // 2) == (not sequential)
         assert (block.after_values["STSM"] > 0) == (not sequential)
         assert len(waits_at_barrier(kernel, 1)) == sequential
-        # by a register: the barrier of the warpgroup's own
-        turns = sum(
-            opcode == "BAR.ARV" and operands.startswith("R") for opcode, operands in kernel.instructions
-        )
-        assert (turns > 0) == (kernel.schedule == "pingpong" and kernel.slice_v == 128)
 
 
 def test_scores_and_values_are_waited_for_when_the_state_has_been_read(wide: Any) -> None:
@@ -226,4 +218,4 @@ def test_the_state_of_the_wide_kernel_stays_in_registers(wide: Any) -> None:
         (block,) = walk_blocks(kernel)
         assert len(block.state) == kernel.dim_qk // 2
         assert block.state <= block.scaled
-        assert (block.state <= block.scaled_under_reading) == (kernel.schedule != "sequential")
+        assert (block.state <= block.scaled_under_reading) == (wide.instance not in SEQUENTIAL)

@@ -39,7 +39,7 @@ def schedule_of(kernel: Any) -> list[tuple[str, str]]:
 
 
 def role_of(kernel: Any) -> tuple[Any, ...]:
-    return kernel.name, kernel.half, kernel.gradient, kernel.schedule
+    return kernel.name, kernel.half, kernel.gradient
 
 
 @pytest.mark.parametrize("instance", [*WALKS, mlstm_bwd()], ids=lambda instance: instance.name)

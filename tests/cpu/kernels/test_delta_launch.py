@@ -71,9 +71,7 @@ def draw(
     beta = torch.sigmoid(normal(batch, seq, group * H))
     initial = normal(rows, group * H, *dims) if state else None
     offsets = torch.tensor(OFFSETS) if packed else None
-    return DeltaRuleCore(
-        q, k, v, g, beta, None, None, initial, offsets, SCALE, False, False, False, False, "auto"
-    )
+    return DeltaRuleCore(q, k, v, g, beta, None, None, initial, offsets, SCALE, False, False, False, False)
 
 
 def error(found: Tensor | None, truth: Tensor) -> float:
@@ -453,8 +451,8 @@ def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
         check(draw())
     names = [instance.name for instance in kernel.instances]
     assert names == [
-        "delta_forward_k64_overlapped",
-        "delta_backward_k64_overlapped",
+        "delta_forward_k64",
+        "delta_backward_k64",
         "delta_states_v64",
         "decay_bwd",
     ]

@@ -55,7 +55,6 @@ def draw(
     of_gates: torch.dtype = torch.float32,
     offsets: torch.dtype | None = None,
     state: bool = True,
-    schedule: str = "auto",
     batch_invariant: bool = False,
     heads: int = H,
 ) -> GLACore:
@@ -70,7 +69,7 @@ def draw(
     cu_seqlens = None if offsets is None else torch.tensor([0, 70, 70, 134, B * T], dtype=offsets)
     g = torch.nn.functional.logsigmoid(g).to(of_gates)
     initial = normal(rows, heads, *dims) if state else None
-    return GLACore(q.to(dtype), k.to(dtype), v, g, initial, cu_seqlens, 0.3, batch_invariant, schedule)
+    return GLACore(q.to(dtype), k.to(dtype), v, g, initial, cu_seqlens, 0.3, batch_invariant)
 
 
 def check(core: GLACore, output_final_state: bool = True) -> None:
@@ -129,7 +128,7 @@ def test_wide_keys_take_launches_of_128_channels(
     dims: tuple[int, int], offsets: torch.dtype | None, kernel: Kernel
 ) -> None:
     check(draw(dims=dims, offsets=offsets))
-    assert [instance.name for instance in kernel.instances] == ["gla_forward_k128_overlapped"]
+    assert [instance.name for instance in kernel.instances] == ["gla_forward_k128"]
     first, last = kernel.launches
     assert (first.shape[8], last.shape[8]) == (128, dims[0] - 128)
     part = first.slice_of_k[1]
@@ -141,15 +140,13 @@ def test_a_call_like_another_is_prepared_once(kernel: Kernel) -> None:
     for _ in range(3):
         check(draw())
     assert len(kernel.instances) == 1
-    check(draw(schedule="sequential"))
     check(draw(dims=(96, 64)))
     names = [instance.name for instance in kernel.instances]
     assert names == [
-        "gla_forward_k64_overlapped",
-        "gla_forward_k64_sequential",
-        "gla_forward_k128_overlapped",
+        "gla_forward_k64",
+        "gla_forward_k128",
     ]
-    assert [x.walkers for x in kernel.launches] == [2, 2, 2, 2, 1]
+    assert [x.walkers for x in kernel.launches] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["alone", "kept"])
@@ -280,13 +277,11 @@ def test_a_backward_like_another_is_prepared_once(kernel: Kernel) -> None:
     for _ in range(3):
         check_backward(draw())
     assert len(kernel.instances) == 2
-    check_backward(draw(schedule="sequential"))
     check_backward(draw(dims=(96, 208)))
     names = [instance.name for instance in kernel.instances]
     assert names == [
-        *("gla_backward_k64_overlapped", "gla_states_v128"),
-        *("gla_backward_k64_sequential", "gla_states_v128"),
-        *("gla_backward_k128_overlapped", "gla_states_v256"),
+        *("gla_backward_k64", "gla_states_v128"),
+        *("gla_backward_k128", "gla_states_v256"),
     ]
 
 
@@ -297,7 +292,7 @@ def test_a_backward_like_another_is_prepared_once(kernel: Kernel) -> None:
 def test_walkers_of_states(dims: tuple[int, int], heads: int, expected: int, kernel: Kernel) -> None:
     """Two where they have to share multiprocessors, and have registers for it."""
     q, v = (torch.empty(1, 1, heads, dim, device="meta") for dim in dims)
-    core = GLACore(q, q, v, q, None, None, 1.0, False, "auto")
+    core = GLACore(q, q, v, q, None, None, 1.0, False)
     assert call.Shape.of(core).walkers_of_states == expected
 
 
@@ -305,7 +300,7 @@ def test_the_option_fixes_the_walkers_of_states(kernel: Kernel) -> None:
     for dims, expected in (((128, 128), 2), ((192, 64), 2), ((64, 128), 1), ((128, 256), 1)):
         for batch, heads in ((1, 1), (1, 66), (1, 67), (40, 16)):
             q, v = (torch.empty(batch, 1, heads, dim, device="meta") for dim in dims)
-            core = GLACore(q, q, v, q, None, None, 1.0, True, "auto")
+            core = GLACore(q, q, v, q, None, None, 1.0, True)
             assert call.Shape.of(core).walkers_of_states == expected
 
 
@@ -343,7 +338,7 @@ def test_the_backward_of_wide_heads(
             expected = [((dims[0], 256), (rest, True, False)), ((dims[0], rest), (256, False, True))]
             assert found == expected
     names = {instance.name for instance in kernel.instances}
-    assert names == {"gla_backward_k128_overlapped", f"gla_states_v{256 if dims[1] > 128 else 128}"}
+    assert names == {"gla_backward_k128", f"gla_states_v{256 if dims[1] > 128 else 128}"}
 
 
 @pytest.mark.parametrize("of_gates", [torch.float32, torch.bfloat16], ids=str)
@@ -377,8 +372,8 @@ def test_gradients_are_served_for_all_heads_of_the_forward(
     assert support.supports_gla(of_call).ok
     ((_, instances_of, *key),) = asked
     names = [instance.name for instance in instances_of(*key)]
-    states = ["gla_backward_k128_overlapped", "gla_states_v256"] if requires_grad else []
-    assert names == ["gla_forward_k128_overlapped", "gla_segments", *states]
+    states = ["gla_backward_k128", "gla_states_v256"] if requires_grad else []
+    assert names == ["gla_forward_k128", "gla_segments", *states]
 
 
 @pytest.mark.parametrize("dims", [(272, 64), (64, 528), (257, 64)], ids="{0[0]}_{0[1]}".format)
@@ -454,7 +449,7 @@ def test_few_heads_are_cut_to_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     def ctas(batch: int, tokens: int, heads: int, packed: bool = False) -> int:
         q = torch.empty(batch, tokens, heads, 128, device="meta")
         offsets = torch.empty(9, dtype=torch.int32, device="meta") if packed else None
-        shape = call.Shape.of(GLACore(q, q, q, q, None, offsets, 1.0, False, "auto"))
+        shape = call.Shape.of(GLACore(q, q, q, q, None, offsets, 1.0, False))
         return shape.cut.segments * heads
 
     assert 100 <= ctas(1, 8192, 16) <= 132
@@ -468,5 +463,5 @@ def test_few_heads_are_cut_to_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_walkers_of_states_with_batch_invariance(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "multiprocessors", lambda device: 132)
     q = torch.empty(1, 1, heads, 128, device="meta")
-    core = GLACore(q, q, q, q, None, None, 1.0, True, "auto")
+    core = GLACore(q, q, q, q, None, None, 1.0, True)
     assert call.Shape.of(core).walkers_of_states == 2

@@ -10,16 +10,15 @@ import pytest
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import sources
 from tfla_tk.build.instances import (
-    DEFAULT_SCHEDULE,
     GLA_DIRECTIONS,
     GLA_STATES_TILES,
     MAX_DIM_QK,
     MAX_DIM_V,
     MAX_TOKENS,
     MLSTM_TILES,
-    SCHEDULES,
     WALK_TILES,
     Instance,
+    all_instances,
     delta_rule,
     delta_states,
     for_scalar_decay,
@@ -33,7 +32,6 @@ from tfla_tk.build.instances import (
     mlstm_step,
     shipped_instances,
 )
-from tfla_tk.core.layout import SCHEDULES as ALL_SCHEDULES
 
 TILES = [
     ((16, 16), (64, 64)),
@@ -54,18 +52,24 @@ DELTA_DIMS = range(16, 129, 16)  # K, or V of the delta rule's walks over states
 EVERY_DIMS = list(itertools.product(range(16, MAX_DIM_QK + 1, 16), range(16, MAX_DIM_V + 1, 16)))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("dims", "tile"), TILES)
-def test_the_smallest_tile_that_holds_the_dims(
-    dims: tuple[int, int], tile: tuple[int, int], schedule: str
-) -> None:
-    instance = mlstm_fwd(*dims, schedule)
-    assert instance.name == f"mlstm_fwd_k{tile[0]}_v{tile[1]}_{schedule}"
-    assert dict(instance.defines) == {
-        "TFLA_DIM_QK": str(tile[0]),
-        "TFLA_SLICE_V": str(tile[1]),
-        "TFLA_SCHEDULE": str(SCHEDULES.index(schedule)),
-    }
+def test_the_smallest_tile_that_holds_the_dims(dims: tuple[int, int], tile: tuple[int, int]) -> None:
+    defines = {"TFLA_DIM_QK": str(tile[0]), "TFLA_SLICE_V": str(tile[1])}
+    instance = mlstm_fwd(*dims)
+    assert instance.name == f"mlstm_fwd_k{tile[0]}_v{tile[1]}"
+    assert dict(instance.defines) == defines
+    sequential = mlstm_fwd(*dims, sequential=True)
+    assert sequential.name == f"{instance.name}_sequential"
+    assert dict(sequential.defines) == defines | {"TFLA_SEQUENTIAL": "1"}
+
+
+def test_two_tiles_have_a_sequential_forward_for_measurements() -> None:
+    known, shipped = all_instances(), shipped_instances()
+    assert known[: len(shipped)] == shipped
+    assert [x.name for x in known[len(shipped) :]] == [
+        "mlstm_fwd_k128_v256_sequential",
+        "mlstm_fwd_k256_v128_sequential",
+    ]
 
 
 def walks_of(dim_qk: int, dim_v: int) -> list[tuple[str, int, int]]:
@@ -95,11 +99,9 @@ def test_every_supported_pair_of_dims_takes_a_shipped_instance() -> None:
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_delta_rule_takes_the_smallest_tile_that_holds_k(direction: str) -> None:
     for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128), (144, 256), (256, 256)):
-        assert delta_rule(direction, dim).name == f"delta_{direction}_k{tile}_overlapped"
+        assert delta_rule(direction, dim).name == f"delta_{direction}_k{tile}"
     with pytest.raises(ValueError, match="K: expected at most 256, got 272"):
         delta_rule(direction, 272)
-    with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
-        delta_rule(direction, 64, "pingpong")
 
 
 def test_the_walks_of_the_delta_rule_over_states_take_v_in_slices_of_the_largest_tile() -> None:
@@ -111,11 +113,9 @@ def test_the_walks_of_the_delta_rule_over_states_take_v_in_slices_of_the_largest
 
 def test_gla_takes_the_smallest_tile_that_holds_k() -> None:
     for dim, tile in ((16, 64), (64, 64), (80, 128), (128, 128)):
-        assert gla("forward", dim, "sequential").name == f"gla_forward_k{tile}_sequential"
+        assert gla("forward", dim).name == f"gla_forward_k{tile}"
     with pytest.raises(ValueError, match="K: expected at most 128, got 144"):
         gla("forward", 144)
-    with pytest.raises(ValueError, match="schedule: expected one of sequential, overlapped, got 'pingpong'"):
-        gla("forward", 64, "pingpong")
 
 
 def test_the_walks_of_gla_over_states_take_the_smallest_tile_that_holds_v() -> None:
@@ -179,30 +179,10 @@ def test_dims_that_no_tile_holds(dims: tuple[int, int]) -> None:
         mlstm_fwd(*dims)
 
 
-def test_an_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match=r"schedule: expected one of sequential, .*, got 'eager'"):
-        mlstm_fwd(64, 64, "eager")
-
-
 def test_sources_of_every_instance_exist() -> None:
     for instance in shipped_instances():
         for file in (instance.source, instance.bindings):
             assert (sources.kernels_root() / file).is_file()
-
-
-def enum_of(file: str, name: str) -> dict[str, int]:
-    """The values of a C++ `enum class`."""
-    text = (sources.kernels_root() / file).read_text()
-    body = re.search(rf"enum class {name} : int {{(.*?)}}", text, re.DOTALL)
-    assert body, f"{file} has no enum {name}"
-    return {key: int(value) for key, value in re.findall(r"(\w+) = (\d+)", body[1])}
-
-
-def test_schedules_agree_with_the_sources() -> None:
-    schedules = enum_of("scalar_gate/forward/globals.cuh", "Schedule")
-    assert tuple(sorted(schedules, key=schedules.__getitem__)) == SCHEDULES
-    assert [x for x in ALL_SCHEDULES if x != "auto"] == list(SCHEDULES)
-    assert DEFAULT_SCHEDULE in SCHEDULES
 
 
 def test_no_torch_header_under_kernels() -> None:

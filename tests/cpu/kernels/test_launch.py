@@ -65,7 +65,7 @@ def run(
     """tk_forward.mlstm_fwd with fp32 gates and the options of a plain call, but for those in ``changed``."""
     gates = [changed.pop(name, torch.empty(q.shape[:3])) for name in ("i", "f")]
     options: dict[str, Any] = {"sigmoid_gate": False, "normalize": True, "eps": 1e-6}
-    options |= {"cu_seqlens": None, "return_last_states": False, "return_rows": False, "schedule": "auto"}
+    options |= {"cu_seqlens": None, "return_last_states": False, "return_rows": False}
     return tk_forward.mlstm_fwd(q, k, v, *gates, *states, **(options | changed))
 
 
@@ -111,7 +111,7 @@ def test_h_has_the_strides_that_the_fake_op_says(layout: str, launches: Launches
     with FakeTensorMode() as mode:
         q, i = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((B, NH, S, K), (B, NH, S)))
         fake = ops._fwd_fake(
-            q, q, mode.from_tensor(v), i, i, None, None, None, None, False, True, 1e-6, False, False, "auto"
+            q, q, mode.from_tensor(v), i, i, None, None, None, None, False, True, 1e-6, False, False
         )
     assert h.shape == v.shape
     assert h.stride() == fake[0].stride()
@@ -227,7 +227,7 @@ def test_a_forward_that_keeps_nothing_has_a_cut_of_its_own(launches: Launches) -
     q, v = (torch.empty(1, 2, seq, dim, dtype=torch.bfloat16) for dim in (K, V))
     *_, states = run(q, q, v, return_rows=True)
     (launch,) = launches
-    _, slices = tk_forward._instance(K, V, "auto")
+    _, slices = tk_forward._instance(K, V)
     assert launch.cut[-2:] == segments.cut(1, seq, 2 * slices, 132)
     assert launch.workspace > 0 and states is None
 
@@ -256,7 +256,7 @@ def test_initial_states_are_aligned_for_vector_loads(launches: Launches) -> None
     assert launches[-1].initial[0] % 8 == 0
 
 
-OPTIONS = tk_forward.Options(False, True, 1e-6, False, False, "auto")
+OPTIONS = tk_forward.Options(False, True, 1e-6, False, False)
 
 
 def tensors_of(
@@ -342,7 +342,7 @@ def test_calls_alike_share_a_forward(launches: Launches) -> None:
         (x, OPTIONS._replace(eps=1e-5)),
         (x, OPTIONS._replace(sigmoid_gate=True)),
         (x, OPTIONS._replace(sigmoid_gate=True, normalize=False)),
-        (x, OPTIONS._replace(schedule="pingpong")),
+        (x, OPTIONS._replace(sequential=True)),
     ]
     for _ in range(2):
         for tensors, options in changes:
@@ -360,9 +360,9 @@ def test_arguments_are_those_of_the_bindings() -> None:
 
 def test_instance_and_options(launches: Launches) -> None:
     q, v = torch.empty(B, NH, S, 80, dtype=torch.float16), torch.empty(B, NH, S, 272, dtype=torch.float16)
-    run(q, q, v, schedule="pingpong", eps=0.5, sigmoid_gate=True, normalize=False)
+    run(q, q, v, eps=0.5, sigmoid_gate=True, normalize=False)
     (launch,) = launches
-    assert launches.instance.name == "mlstm_fwd_k128_v256_pingpong"
+    assert launches.instance.name == "mlstm_fwd_k128_v256"
     assert launch.sizes == (B, NH, S, 80, 272)
     assert launch.scale == 80**-0.5
     assert (launch.eps, launch.half, launch.sigmoid_gate, launch.normalize) == (0.5, True, True, False)

@@ -97,7 +97,7 @@ GATES = ["token", "head", "none"]
 def test_forward(kind: str, group: int, packed: bool, forwards: ForwardLaunches) -> None:
     """By the memo and as it is prepared: one launch, and the same."""
     x = draw(group=group, gate=kind, packed=packed)
-    options = (SCALE, True, "auto")
+    options = (SCALE, True)
     prepared = scalar_decay.prepare_simple_gla_fwd(*x, *options)
     for forward in (prepared, lambda *tensors: scalar_decay.simple_gla_fwd(*tensors, *options)):
         for seed in (0, 1):
@@ -117,7 +117,7 @@ def test_forward(kind: str, group: int, packed: bool, forwards: ForwardLaunches)
             assert (launch.group, launch.scale, launch.sigmoid_gate) == (group, SCALE, True)
             assert (launch.normalize, launch.stream, kept) == (False, 7, None)
             assert (o.shape, last.shape) == (v.shape, state.shape)
-    assert forwards.instance.name == "decay_fwd_k64_v128_overlapped"
+    assert forwards.instance.name == "decay_fwd_k64_v128"
 
 
 @pytest.mark.parametrize(
@@ -135,16 +135,16 @@ def test_slices_of_v_where_there_are_few_heads(
 ) -> None:
     q, k = (torch.randn(batch, 4096, heads, dims[0]).bfloat16() for _ in "qk")
     v = torch.randn(batch, 4096, heads, dims[1]).bfloat16()
-    scalar_decay.simple_gla_fwd(q, k, v, torch.zeros(heads), None, None, SCALE, False, "auto")
+    scalar_decay.simple_gla_fwd(q, k, v, torch.zeros(heads), None, None, SCALE, False)
     tile = 64 if dims[0] == 64 else 128
-    assert forwards.instance.name == f"decay_fwd_k{tile}_v{slice_v}_overlapped"
+    assert forwards.instance.name == f"decay_fwd_k{tile}_v{slice_v}"
     # of a cut: 64-bit offsets, sequences, segments, chunks of a segment
     assert forwards[-1].cut[1:3] == (batch, segments)
 
 
 def test_what_is_prepared_holds_no_tensor(forwards: ForwardLaunches) -> None:
     x = draw()
-    forward = scalar_decay.prepare_simple_gla_fwd(*x, SCALE, False, "auto")
+    forward = scalar_decay.prepare_simple_gla_fwd(*x, SCALE, False)
     references = [weakref.ref(t) for t in x if t is not None]
     del x
     gc.collect()
@@ -167,7 +167,7 @@ def test_what_the_kernels_cannot_read_is_copied(odd: str, forwards: ForwardLaunc
     alike = [*x]
     if odd == "inner":
         alike[place] = changes[odd]
-    forward = scalar_decay.prepare_simple_gla_fwd(*alike, SCALE, False, "auto")
+    forward = scalar_decay.prepare_simple_gla_fwd(*alike, SCALE, False)
     x[place] = changes[odd]
 
     def write(launch: SimpleNamespace) -> None:
@@ -191,7 +191,7 @@ def gradients(x: tuple[Any, ...], kept: KeptStates | None = None, **changed: Any
     options = {"scale": SCALE, "needs_dg": g is not None and g.dim() == 3} | changed
     last = None if state is None else torch.randn_like(state)
     found = scalar_decay.simple_gla_bwd(
-        *x, last, do, d_final, options["scale"], options["needs_dg"], "auto", False, kept
+        *x, last, do, d_final, options["scale"], options["needs_dg"], False, kept
     )
     return do, d_final, last, *found
 
