@@ -60,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("build", help="compile the kernels ahead of their first call")
     command.add_argument("--match", default="*", metavar="GLOB", help="only the instances of this name")
     command.add_argument(
+        "--dtype", choices=("bf16", "fp16"), help="only the kernels of this dtype (default: both)"
+    )
+    command.add_argument(
         "--all", action="store_true", help="also the sequential kernels, which measurements alone take"
     )
     command.add_argument(
@@ -91,35 +94,42 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _build(arguments: argparse.Namespace) -> int:
     known = build.all_instances() if arguments.all else build.shipped_instances()
-    chosen = [instance for instance in known if fnmatch.fnmatch(instance.name, arguments.match)]
+    chosen = [instance for instance in known if _is_wanted(instance, arguments)]
     if known and not chosen:
-        names = ", ".join(instance.name for instance in known)
-        more = "" if arguments.all else "; with --all more"
-        raise UsageError(f"--match: no kernel is named {arguments.match!r}; there are {names}{more}")
+        raise UsageError(f"no kernel is named {arguments.match!r}; `tfla-tk build --list` prints the names")
     if arguments.list:
         print("\n".join(instance.name for instance in chosen))
         return 0
     jobs = arguments.jobs or env.build_jobs()
+    # launchers take the longest
+    artifacts = [build.EXTENSION, *dict.fromkeys(instance.launcher for instance in chosen), *chosen]
     console = Console()
     with _progress(console) as progress:
-        task = progress.add_task("compiling", total=len(chosen))
+        task = progress.add_task("compiling", total=len(chosen if arguments.sass else artifacts))
 
-        def done(line: str) -> None:
+        def done(count: int, line: str) -> None:
             progress.console.print(line, highlight=False, markup=False)
-            progress.advance(task)
+            progress.advance(task, count)
 
         faults: list[str] = []
         if arguments.sass is not None:
             with ThreadPoolExecutor(jobs) as pool:
                 for line, fault in pool.map(partial(_write_sass, arguments.sass), chosen):
-                    done(line)
+                    done(1, line)
                     faults += fault
         else:
-            build.ensure(chosen, jobs, lambda built: done(_built_line(built)))
+            build.ensure(artifacts, jobs, lambda built: done(len(built.artifacts), _built_line(built)))
     if faults:
         raise build.BuildError("\n".join(faults))
     console.print(f"{len(chosen)} kernels ready", highlight=False)
     return 0
+
+
+def _is_wanted(instance: build.Instance, arguments: argparse.Namespace) -> bool:
+    return fnmatch.fnmatch(instance.name, arguments.match) and instance.dtype in (
+        "",
+        arguments.dtype or instance.dtype,
+    )
 
 
 def _progress(console: Console) -> Progress:
@@ -130,12 +140,13 @@ def _progress(console: Console) -> Progress:
 def _built_line(built: build.Built) -> str:
     took = f"{built.seconds:.1f} s" if built.compiled else "cached"
     registers = [str(kernel.registers) for kernel in build.parse_ptxas_log(built.ptxas_log)]
-    return f"{built.instance.name}: {took}, registers {', '.join(registers)}"
+    names = ", ".join(map(build.name_of, built.artifacts))
+    return f"{names}: {took}" + (f", registers {', '.join(registers)}" if registers else "")
 
 
 def _write_sass(folder: Path, instance: build.Instance) -> tuple[str, list[str]]:
     """What to tell of it, and the fault that the build would refuse it for."""
-    compiled = build.compile_cubin(instance, folder)
+    compiled = build.compile_instance(instance, folder)
     listing = compiled.cubin.with_suffix(".sass")
     listing.write_text(build.disassemble(compiled.cubin))
     compiled.cubin.with_suffix(".ptxas.log").write_text(compiled.ptxas_log)

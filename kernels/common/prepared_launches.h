@@ -2,9 +2,6 @@
 // begin.
 #pragma once
 
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -26,7 +23,8 @@ class Addresses {
         const auto prepared = reinterpret_cast<std::int64_t>(pointer);
         if (prepared == 0) return;
         const std::int64_t start = starts.at((prepared >> kAddressBits) - 1);
-        pointer = reinterpret_cast<T*>(start + (prepared & ((std::int64_t{1} << kAddressBits) - 1)));
+        const std::int64_t offset = prepared & ((std::int64_t{1} << kAddressBits) - 1);
+        pointer = reinterpret_cast<T*>(start == 0 ? 0 : start + offset);
     }
     void operator()(Operand& x) const { (*this)(x.data); }
     void operator()(Gate& x) const { (*this)(x.data); }
@@ -59,36 +57,6 @@ template <class Params, void (*kFunction)(const Params&, void*)> class LaunchOf 
 
 template <auto kFunction, class Params> std::unique_ptr<Launch> prepared(const Params& params) {
     return std::make_unique<LaunchOf<Params, kFunction>>(params);
-}
-
-// Several launches of any modules, one after the other; whoever has them keeps the launches alive.
-class Launches {
-  public:
-    explicit Launches(const std::vector<std::uintptr_t>& handles) {
-        for (const std::uintptr_t handle : handles) launches.push_back(reinterpret_cast<Launch*>(handle));
-    }
-
-    void run(const std::vector<std::int64_t>& starts, std::uintptr_t stream) const {
-        const Addresses at(starts);
-        for (const Launch* const launch : launches) launch->run(at, reinterpret_cast<void*>(stream));
-    }
-
-  private:
-    std::vector<const Launch*> launches;
-};
-
-// Every module has these classes for itself.
-inline void export_launches(pybind11::module_& m) {
-    namespace py = pybind11;
-    m.attr("ADDRESS_BITS") = kAddressBits;
-    py::class_<Launch>(m, "Launch", py::module_local(), "A launch without the addresses of tensors.")
-        .def_property_readonly("handle",
-                               [](const Launch& x) { return reinterpret_cast<std::uintptr_t>(&x); });
-    py::class_<Launches>(m, "Launches", py::module_local(), "Launches of any modules.")
-        .def(py::init<const std::vector<std::uintptr_t>&>(), py::arg("handles"))
-        .def("run", &Launches::run, py::arg("starts"), py::arg("stream"),
-             "Launches them on a stream. starts: addresses of the tensors, by their numbers.",
-             py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace tfla_tk

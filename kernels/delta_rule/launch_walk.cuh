@@ -13,6 +13,17 @@ inline int slots_of(const DeltaShape& s) {
     return chunk_slots(s.seq, s.cut.sequences, s.cut.offsets != nullptr);
 }
 
+// Calls run<T, kDimK>() with the operands' type and the smallest tile that holds K.
+template <class Run> void with_type_and_tile(const DeltaShape& s, const char* name, Run run) {
+    with_tile<64, 128, 256>(s.dim_k <= 64    ? 64
+                            : s.dim_k <= 128 ? 128
+                                             : 256,
+                            name, [&]<int kDimK>() {
+                                s.half ? run.template operator()<kittens::half, kDimK>()
+                                       : run.template operator()<kittens::bf16, kDimK>();
+                            });
+}
+
 // Tensor maps of a call's operands.
 struct OperandMaps {
     const DeltaShape& shape;

@@ -1,35 +1,58 @@
-"""The one build path of the kernels: ahead of time (``make kernels``) and on a kernel's first call.
+"""The one build path of the kernels: ahead of time (``tfla-tk build``) and on a kernel's first call.
 
-``load(instance)`` gives the Python module of an instance and compiles it where the cache lacks it;
-``ensure(instances)`` compiles many in parallel; ``compile_cubin`` and ``disassemble`` serve the tests and
-``make sass``.
+``load(launcher, *instances)`` gives the functions of a launcher and compiles what the cache lacks;
+``load_all`` does so for several at once; ``ensure(artifacts)`` compiles many in parallel; ``compile_instance`` and
+``disassemble`` serve the tests and ``make sass``.
 """
 
-from tfla_tk.build.builder import Built, cache_key, compile_cubin, ensure, is_cached, load
-from tfla_tk.build.cache import check_cache
+from tfla_tk.build.builder import (
+    Built,
+    cache_key,
+    compile_instance,
+    ensure,
+    is_cached,
+    launches,
+    load,
+    load_all,
+)
+from tfla_tk.build.cache import Artifact, check_cache, name_of
+from tfla_tk.build.compiler import EXTENSION
 from tfla_tk.build.disassembly import disassemble
 from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.gate import check_ptxas_log, parse_ptxas_log
-from tfla_tk.build.instances import Instance, all_instances, shipped_instances
+from tfla_tk.build.instances import (
+    Instance,
+    Launcher,
+    all_instances,
+    shipped_instances,
+    shipped_launchers,
+)
 from tfla_tk.build.thunderkittens import find_thunderkittens
 from tfla_tk.build.toolchain import find_toolchain
 
 __all__ = [
+    "EXTENSION",
+    "Artifact",
     "BuildError",
     "Built",
     "CaptureError",
     "Instance",
+    "Launcher",
     "all_instances",
     "cache_key",
     "check_cache",
     "check_ptxas_log",
-    "compile_cubin",
+    "compile_instance",
     "disassemble",
     "ensure",
     "find_thunderkittens",
     "find_toolchain",
     "is_cached",
+    "launches",
     "load",
+    "load_all",
+    "name_of",
     "parse_ptxas_log",
     "shipped_instances",
+    "shipped_launchers",
 ]

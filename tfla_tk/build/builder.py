@@ -1,110 +1,145 @@
-"""Loading and compiling instances: what the backends, the command line and the tests call."""
+"""Loading and compiling kernels: what the backends, the command line and the tests call."""
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import logging
+import os
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from tfla_tk import env
-from tfla_tk.build import cache
-from tfla_tk.build.compiler import CompileResult, Slots, compile_module, compile_to_cubin
+from tfla_tk.build import cache, prebuilt
+from tfla_tk.build.cache import Artifact, name_of
+from tfla_tk.build.compiler import (
+    EXTENSION,
+    CompileResult,
+    Slots,
+    compile_cubin,
+    compile_extension,
+    compile_launcher,
+    timed_cubin,
+)
 from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.exports import check_exports
-from tfla_tk.build.instances import Instance, shipped_instances
-from tfla_tk.build.thunderkittens import find_thunderkittens
-from tfla_tk.build.toolchain import find_toolchain
+from tfla_tk.build.gate import check_serialised, ptxas_faults
+from tfla_tk.build.instances import Instance, Launcher
+from tfla_tk.build.progress import Progress
+from tfla_tk.build.thunderkittens import ThunderKittens, find_thunderkittens
+from tfla_tk.build.toolchain import Toolchain, find_toolchain
 
 _log = logging.getLogger("tfla_tk.build")
-_loaded: dict[Instance, ModuleType] = {}
+_MOST_OF_A_BUNDLE = 8  # kernels
+_launchers: dict[Launcher, ModuleType] = {}
+_attached: dict[Launcher, frozenset[Instance]] = {}
+_files: dict[Artifact, Path] = {}  # that this process has found or compiled
 _load_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Built:
-    """One instance that ``ensure`` has brought into the cache.
+    """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the extension.
 
     Attributes:
-        instance: What was asked for.
-        module: The compiled module.
+        artifacts: What was asked for.
         ptxas_log: Registers and memory per kernel: ``parse_ptxas_log`` reads it.
-        compiled: False where the cache held it already.
+        compiled: False where the cache held all of it already.
         seconds: Time spent on it.
     """
 
-    instance: Instance
-    module: Path
+    artifacts: tuple[Artifact, ...]
     ptxas_log: str
     compiled: bool
     seconds: float
 
 
-def cache_key(instance: Instance) -> str:
-    """The cache key of an instance under the present environment.
+def cache_key(artifact: Artifact) -> str:
+    """The cache key of an artifact under the present environment.
 
     Raises:
         BuildError: There is no nvcc or no ThunderKittens.
     """
-    return cache.cache_key(instance, find_toolchain(), find_thunderkittens())
+    return cache.cache_key(artifact, find_toolchain(), find_thunderkittens())
 
 
 def is_cached(instance: Instance) -> bool:
-    """Whether the cache holds the module of an instance; nothing is compiled or fetched.
+    """Whether the machine code of an instance is there; nothing is compiled or fetched.
 
     Raises:
         BuildError: There is no nvcc or no ThunderKittens, or the sources cannot be read.
     """
-    if instance in _loaded:
+    if instance in _files or prebuilt.find(instance) is not None:
         return True
     key = cache.cache_key(instance, find_toolchain(), find_thunderkittens(clone=False))
     return cache.find_entry(instance, key) is not None
 
 
-def load(instance: Instance) -> ModuleType:
-    """The Python module of an instance, compiled now where the cache lacks it.
+def load(launcher: Launcher, *instances: Instance) -> ModuleType:
+    """The functions and constants of a launcher, once it can launch these instances; compiled now where the cache
+    lacks them, side by side.
 
     The first call of a process checks the cache; later ones return the same module.
 
     Raises:
-        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a refusal
-            by the ptxas gate, a module that disagrees with this package (`exports`).
-        CaptureError: A CUDA graph is being captured and the module would have to be compiled.
+        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel that the
+            user's ptxas serialises, a launcher that disagrees with this package (`exports`).
+        CaptureError: A CUDA graph is being captured and something would have to be compiled.
     """
-    module = _loaded.get(instance)
-    if module is not None:
-        return module
+    if not _attached.get(launcher, frozenset()).issuperset(instances) or launcher not in _launchers:
+        load_all([(launcher, instance) for instance in instances] or [(launcher, None)])
+    return _launchers[launcher]
+
+
+def load_all(uses: Iterable[tuple[Launcher, Instance | None]]) -> None:
+    """`load` of several launchers and instances at once, all compiled side by side.
+
+    Raises:
+        BuildError, CaptureError: as `load`.
+    """
     with _load_lock:
-        if instance not in _loaded:
-            entry = _build(instance, Slots(env.build_jobs()), announce=True)
-            module = _import(instance.name, entry.module)
-            check_exports(instance, module)
-            _loaded[instance] = module
-        return _loaded[instance]
+        missing = [
+            (launcher, instance)
+            for launcher, instance in uses
+            if launcher not in _launchers or (instance and instance not in _attached.get(launcher, ()))
+        ]
+        if not missing:
+            return
+        wanted: dict[Artifact, None] = dict.fromkeys([EXTENSION])
+        for launcher, instance in missing:
+            wanted |= dict.fromkeys(x for x in (instance, launcher) if x is not None)
+        _build_for_a_call([artifact for artifact in wanted if artifact not in _files])
+        extension = _extension()
+        for launcher, instance in missing:
+            if launcher not in _launchers:
+                _launchers[launcher] = _opened(extension, launcher)
+            if instance is not None and instance not in _attached.get(launcher, ()):
+                _launchers[launcher].load_kernels(str(_files[instance]))
+                _attached[launcher] = _attached.get(launcher, frozenset()) | {instance}
 
 
 def ensure(
-    instances: Iterable[Instance],
+    artifacts: Iterable[Artifact],
     jobs: int | None = None,
     progress: Callable[[Built], None] | None = None,
 ) -> list[Built]:
-    """Compile every instance that the cache lacks, in parallel.
+    """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype together, a few
+    at a time, which takes less time than each by itself.
 
     Args:
-        instances: What to compile.
+        artifacts: What to compile.
         jobs: Compiler processes at a time; TFLA_TK_JOBS or the CPU cores by default.
         progress: Called from this thread with each ``Built`` as it is done.
-
-    Returns:
-        One ``Built`` per instance, in their order.
 
     Raises:
         BuildError: Some could not be built; the others are in the cache all the same.
@@ -113,66 +148,135 @@ def ensure(
     jobs = env.build_jobs() if jobs is None else jobs
     if jobs < 1:
         raise ValueError(f"jobs: expected a positive number, got {jobs}")
-    slots = Slots(jobs)
-    wanted = list(instances)
-    done: dict[Instance, Built] = {}
+    done: list[Built] = []
     errors: list[BuildError] = []
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        running = [pool.submit(_timed_build, instance, slots) for instance in wanted]
-        try:
-            for future in as_completed(running):
-                try:
-                    built = future.result()
-                except BuildError as error:
-                    errors.append(error)
-                    continue
-                done[built.instance] = built
-                if progress is not None:
-                    progress(built)
-        except BaseException:  # also an interrupt: what has not begun does not begin
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    for result in _in_parallel(_bundles(artifacts), jobs):
+        if isinstance(result, BuildError):
+            errors.append(result)
+            continue
+        done.append(result)
+        if progress is not None:
+            progress(result)
     if errors:
         reasons = "\n".join(dict.fromkeys(error.reason for error in errors))
-        raise BuildError(
-            f"{len(errors)} of {len(wanted)} kernels were not built\n{reasons}", errors[0].remedy
-        )
-    return [done[instance] for instance in wanted]
+        raise BuildError(f"{len(errors)} compilations failed\n{reasons}", errors[0].remedy)
+    return done
 
 
-def compile_cubin(instance: Instance, out_dir: Path) -> CompileResult:
-    """Compile the device code of an instance to ``<out_dir>/<name>.cubin``; needs no GPU and no driver.
+def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
+    """Compile an instance to ``<out_dir>/<name>.cubin``; needs no GPU and no driver.
 
-    The ptxas log is returned unjudged: ``check_ptxas_log`` is the gate.
+    The ptxas log is returned unjudged: ``check_ptxas_log`` judges it.
 
     Raises:
         BuildError: No nvcc, no ThunderKittens, or a failed compilation.
     """
-    return compile_to_cubin(instance, find_toolchain(), find_thunderkittens(), out_dir)
+    return timed_cubin(instance, find_toolchain(), find_thunderkittens(), out_dir)
 
 
-def _timed_build(instance: Instance, slots: Slots) -> Built:
+def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:
+    """What runs prepared launches one after the other, from where the tensors of a call begin and the stream."""
+    run: Callable[[list[int], int], None] = _extension().Launches(prepared).run
+    return run
+
+
+def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:
+    """What is compiled together: instances with the same launcher, header and dtype, up to so many kernels."""
+    alone: list[list[Artifact]] = []
+    together: dict[Any, list[Artifact]] = {}
+    for artifact in artifacts:
+        if not isinstance(artifact, Instance):
+            alone.append([artifact])
+            continue
+        key = artifact.launcher, artifact.header, artifact.dtype
+        bundle = together.setdefault(key, [])
+        kernels = sum(len(x.kernels) for x in bundle if isinstance(x, Instance))
+        if kernels + len(artifact.kernels) > _MOST_OF_A_BUNDLE:
+            alone.append(together.pop(key))
+            bundle = together.setdefault(key, [])
+        bundle.append(artifact)
+    return [bundle for bundle in (*alone, *together.values()) if bundle]
+
+
+def _in_parallel(bundles: list[list[Artifact]], jobs: int) -> Iterable[Built | BuildError]:
+    """Brings bundles into the cache; each result as it is done."""
+    slots = Slots(jobs)
+    with ThreadPoolExecutor(max_workers=max(len(bundles), 1)) as pool:
+        running = [pool.submit(_timed_build, bundle, slots) for bundle in bundles]
+        try:
+            for future in as_completed(running):
+                try:
+                    yield future.result()
+                except BuildError as error:
+                    yield error
+        except BaseException:  # also an interrupt: what has not begun does not begin
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _build_for_a_call(artifacts: list[Artifact]) -> None:
+    """Finds or compiles what a call needs, and shows what takes long."""
+    for artifact in artifacts:
+        found = prebuilt.find(artifact)
+        if found is not None:
+            _files[artifact] = found
+    bundles: list[list[Artifact]] = [[artifact] for artifact in artifacts if artifact not in _files]
+    if not bundles:
+        return
+    jobs = env.build_jobs()
+    with Progress(len(bundles), jobs, str(cache.modules_dir())) as progress:
+        for result in _in_parallel(bundles, jobs):
+            if isinstance(result, BuildError):
+                raise result
+            progress.advance()
+
+
+def _timed_build(bundle: list[Artifact], slots: Slots) -> Built:
     started = time.monotonic()
-    entry = _build(instance, slots, announce=False)
-    return Built(instance, entry.module, entry.ptxas_log, entry.built, time.monotonic() - started)
+    entries = _build(bundle, slots)
+    _files.update({artifact: entry.file for artifact, entry in entries.items()})
+    log = next(iter(entries.values())).ptxas_log
+    compiled = any(entry.built for entry in entries.values())
+    return Built(tuple(bundle), log, compiled, time.monotonic() - started)
 
 
-def _build(instance: Instance, slots: Slots, announce: bool) -> cache.Entry:
+def _build(bundle: list[Artifact], slots: Slots) -> dict[Artifact, cache.Entry]:
     toolchain = find_toolchain()
     kittens = find_thunderkittens(clone=not _capturing())
 
-    def compile_into(scratch: Path) -> tuple[Path, str]:
+    def compile_into(missing: list[Artifact], scratch: Path) -> tuple[Path, str]:
         if _capturing():
             raise CaptureError(
-                f"{instance.name} would have to be compiled while a CUDA graph is being captured",
-                "call the operator once before the capture, or run "
-                + ("`tfla-tk build`" if instance in shipped_instances() else "`tfla-tk build --all`"),
+                f"{name_of(missing[0])} would have to be compiled while a CUDA graph is being captured",
+                "call the operator once before the capture, or run `tfla-tk build`",
             )
-        if announce:
-            _log.warning("compiling %s on first use; it is kept in %s", instance.name, cache.modules_dir())
-        return compile_module(instance, toolchain, kittens, scratch, slots)
+        return _compiled(missing, toolchain, kittens, scratch, slots)
 
-    return cache.find_or_build(instance, cache.cache_key(instance, toolchain, kittens), compile_into)
+    keys = {artifact: cache.cache_key(artifact, toolchain, kittens) for artifact in bundle}
+    return cache.find_or_build(keys, compile_into)
+
+
+def _compiled(
+    artifacts: list[Artifact], toolchain: Toolchain, kittens: ThunderKittens, scratch: Path, slots: Slots
+) -> tuple[Path, str]:
+    """Compiles artifacts to one file; its path and the ptxas log."""
+    first = artifacts[0]
+    if isinstance(first, Launcher):
+        library = scratch / f"{first.name}.so"
+        compile_launcher(first, toolchain, kittens, library, slots)
+        return library, ""
+    if not isinstance(first, Instance):
+        library = scratch / f"{first}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        compile_extension(toolchain, library, slots)
+        return library, ""
+    instances = [artifact for artifact in artifacts if isinstance(artifact, Instance)]
+    cubin = scratch / f"{first.name}.cubin"
+    log = compile_cubin(instances, toolchain, kittens, cubin, slots)
+    if env.refuses_slow_kernels():
+        check_serialised(log, first.name, toolchain.identity)
+    for fault in ptxas_faults(log):
+        _log.warning("%s, compiled by %s: %s", first.name, toolchain.identity, fault)
+    return cubin, log
 
 
 def _capturing() -> bool:
@@ -180,9 +284,13 @@ def _capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _import(name: str, path: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+@functools.cache
+def _extension() -> ModuleType:
+    if EXTENSION not in _files:
+        _build_for_a_call([EXTENSION])
+    path = _files[EXTENSION]
+    loader = importlib.machinery.ExtensionFileLoader(EXTENSION, os.fspath(path))
+    spec = importlib.util.spec_from_file_location(EXTENSION, path, loader=loader)
     if spec is None:
         raise BuildError(f"{path} is no module")
     try:
@@ -190,4 +298,23 @@ def _import(name: str, path: Path) -> ModuleType:
         loader.exec_module(module)
     except ImportError as error:
         raise BuildError(f"{path} was built but does not import: {error}") from error
+    return module
+
+
+def _opened(extension: ModuleType, launcher: Launcher) -> ModuleType:
+    """A launcher's functions and constants, and `load_kernels`."""
+    try:
+        library = extension.Library(os.fspath(_files[launcher]))
+    except RuntimeError as error:
+        raise BuildError(f"{_files[launcher]} was built but does not load: {error}") from error
+    constants: dict[str, Any] = {}
+    for name, value in library.constants().items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            constants.setdefault(outer, {})[inner] = value
+        else:
+            constants[outer] = value
+    check_exports(launcher, constants)
+    module = ModuleType(launcher.name)
+    module.__dict__.update(constants, **library.functions(), load_kernels=library.load_kernels)
     return module

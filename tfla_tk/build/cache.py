@@ -1,24 +1,37 @@
-"""The cache of compiled modules: key, verified entries, lock, atomic publication."""
+"""The cache of what is compiled: keys, verified entries, lock, atomic publication.
+
+An entry is one cubin (`Instance`), one launcher's library (`Launcher`) or the extension of Python (`EXTENSION`).
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import pybind11
 
 from tfla_tk import env
 from tfla_tk.build import sources
-from tfla_tk.build.compiler import COMMON_FLAGS, DEVICE_FLAGS, LINK_FLAGS
+from tfla_tk.build.compiler import (
+    DEVICE_FLAGS,
+    EXTENSION_SOURCE,
+    HOST_FLAGS,
+    LAUNCHER_FLAGS,
+    LINK_FLAGS,
+    LOADER_SOURCE,
+    source_of,
+)
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.instances import Instance
+from tfla_tk.build.instances import Instance, Launcher
 from tfla_tk.build.locking import (
     UNUSABLE_REMEDY,
     cache_root,
@@ -32,6 +45,9 @@ from tfla_tk.build.locking import (
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
+# what is compiled; the str is EXTENSION
+Artifact: TypeAlias = "Instance | Launcher | str"
+
 MANIFEST = "manifest.json"
 PTXAS_LOG = "ptxas.log"
 _INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*(.*)$", re.MULTILINE)
@@ -40,11 +56,16 @@ _INCLUDED = re.compile(rb'"([^"\n]+)"|<([^>\n]+)>')
 
 @dataclass(frozen=True)
 class Entry:
-    """One compiled module of the cache, and whether this call compiled it."""
+    """One compiled file, what ptxas said of it, and whether this call compiled it."""
 
-    module: Path
+    file: Path
     ptxas_log: str
     built: bool
+
+
+def name_of(artifact: Artifact) -> str:
+    """Its name in the cache."""
+    return artifact if isinstance(artifact, str) else artifact.name
 
 
 def modules_dir() -> Path:
@@ -85,73 +106,72 @@ def count_modules() -> int:
         return 0
 
 
-def cache_key(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens) -> str:
-    """The key of an instance: 32 hexadecimal digits.
+def cache_key(artifact: Artifact, toolchain: Toolchain, kittens: ThunderKittens) -> str:
+    """The key of an artifact: 32 hexadecimal digits.
 
-    It changes with the instance (name, source, defines), with its source, its bindings and whatever file of
-    ``kernels/`` they include, with ThunderKittens, with the flags (nvcc's own environment variables too) and
-    whether ptxas's complaints count, with the compilers, with pybind11 and with Python's ABI.
-
-    Raises:
-        BuildError: A source cannot be read, or includes what a macro names.
-    """
-    parts: list[object] = [
-        *_sources_of(instance, kittens),
-        [COMMON_FLAGS, DEVICE_FLAGS, LINK_FLAGS],
-        [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)],
-        env.refuses_slow_kernels(),
-        toolchain.identity,
-        pybind11.__version__,
-        sysconfig.get_config_var("SOABI"),
-    ]
-    return _digest_of(parts)
-
-
-def source_key(instance: Instance, kittens: ThunderKittens) -> str:
-    """A key of what an instance is compiled from, the same on every machine.
-
-    That is `cache_key` without the compilers, the environment's flags and Python.
+    It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with ThunderKittens,
+    with the flags (nvcc's own environment variables too) and whether serialised kernels are taken, with the compilers
+    and, of the extension alone, with pybind11 and with Python's ABI.
 
     Raises:
         BuildError: A source cannot be read, or includes what a macro names.
     """
-    return _digest_of([*_sources_of(instance, kittens), [COMMON_FLAGS, DEVICE_FLAGS]])
+    nvcc_flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
+    return _digest_of(
+        [source_key(artifact, kittens.identity), nvcc_flags, env.refuses_slow_kernels(), toolchain.identity]
+    )
 
 
-def _sources_of(instance: Instance, kittens: ThunderKittens) -> list[object]:
-    return [
-        [instance.name, instance.source, sorted(instance.defines)],
-        [[name, digest] for name, digest in _source_digests(instance)],
-        kittens.identity,
-    ]
+def source_key(artifact: Artifact, kittens: str) -> str:
+    """A key of what an artifact is compiled from, the same on every machine but for the extension's Python.
+
+    Args:
+        kittens: The identity of ThunderKittens.
+
+    Raises:
+        BuildError: A source cannot be read, or includes what a macro names.
+    """
+    if isinstance(artifact, Instance):
+        text = source_of([artifact]), sorted(artifact.launcher.defines)
+        return _digest_of([text, _source_digests((artifact.header,)), kittens, DEVICE_FLAGS])
+    if isinstance(artifact, Launcher):
+        files = artifact.source, artifact.bindings, LOADER_SOURCE
+        flags = LAUNCHER_FLAGS, HOST_FLAGS, LINK_FLAGS
+        return _digest_of([sorted(artifact.defines), _source_digests(files), kittens, flags])
+    python = pybind11.__version__, sysconfig.get_config_var("SOABI")
+    return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS, python])
 
 
 def _digest_of(parts: list[object]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def find_entry(instance: Instance, key: str) -> Entry | None:
+def find_entry(artifact: Artifact, key: str) -> Entry | None:
     """The entry of a key, or None where it is absent, truncated or altered."""
-    folder = _folder(instance, key)
+    folder = _folder(artifact, key)
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files: dict[str, dict[str, object]] = manifest["files"]
-        module = folder / manifest["module"]
-        if manifest["key"] != key or module.name not in files or PTXAS_LOG not in files:
+        file = folder / manifest["file"]
+        if manifest["key"] != key or file.name not in files or PTXAS_LOG not in files:
             return None
         if any(_fingerprint(folder / name) != recorded for name, recorded in files.items()):
             return None
-        return Entry(module, (folder / PTXAS_LOG).read_text(), built=False)
+        return Entry(file, (folder / PTXAS_LOG).read_text(), built=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def find_or_build(instance: Instance, key: str, compile_into: Callable[[Path], tuple[Path, str]]) -> Entry:
-    """The entry of a key; where there is none, compile it, under a lock that other processes wait on.
+def find_or_build(
+    wanted: dict[Artifact, str], compile_into: Callable[[list[Artifact], Path], tuple[Path, str]]
+) -> dict[Artifact, Entry]:
+    """The entries of artifacts by their keys; those that there are none of are compiled together, to one file, under a
+    lock that other processes wait on.
 
     Args:
-        instance, key: What to find.
-        compile_into: Takes a scratch directory, leaves the module there, returns its path and the ptxas log.
+        wanted: What to find, with its key.
+        compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path and the
+            ptxas log.
 
     Raises:
         BuildError: The cache directory cannot be used, or ``compile_into`` raises it.
@@ -160,34 +180,53 @@ def find_or_build(instance: Instance, key: str, compile_into: Callable[[Path], t
     with explain_os_errors(modules):
         if modules.is_dir():
             check_directory(modules)
-        entry = find_entry(instance, key)
-        if entry is not None:
-            return entry
+        found = _entries(wanted)
+        if len(found) == len(wanted):
+            return found
         base = private_directory(modules)
-        folder = _folder(instance, key)
-        with file_lock(base / f"{folder.name}.lock"), scratch_directory(base, folder.name) as scratch:
-            entry = find_entry(instance, key)
-            if entry is not None:
-                return entry
-            module, log = compile_into(scratch)
-            (scratch / PTXAS_LOG).write_text(log)
-            manifest = {
-                "key": key,
-                "module": module.name,
-                "files": {name: _fingerprint(scratch / name) for name in (module.name, PTXAS_LOG)},
-                "source": instance.source,
-                "defines": dict(instance.defines),
-            }
-            (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
-            # what stands there is broken: find_entry refused it under the lock
-            if folder.exists():
-                shutil.rmtree(folder)
-            scratch.rename(folder)
-            return Entry(folder / module.name, log, built=True)
+        lock = _folder(*next(iter(wanted.items()))).name
+        with file_lock(base / f"{lock}.lock"), scratch_directory(base, lock) as scratch:
+            found = _entries(wanted)
+            missing = [artifact for artifact in wanted if artifact not in found]
+            if missing:
+                file, log = compile_into(missing, scratch)
+                (scratch / PTXAS_LOG).write_text(log)
+                for artifact in missing:
+                    found[artifact] = _publish(artifact, wanted[artifact], file, log)
+            return found
 
 
-def _folder(instance: Instance, key: str) -> Path:
-    return modules_dir() / f"{instance.name}-{key}"
+def _entries(wanted: dict[Artifact, str]) -> dict[Artifact, Entry]:
+    entries = ((artifact, find_entry(artifact, key)) for artifact, key in wanted.items())
+    return {artifact: entry for artifact, entry in entries if entry is not None}
+
+
+def _publish(artifact: Artifact, key: str, file: Path, log: str) -> Entry:
+    """An entry of a compiled file, which others may share, made in one step."""
+    folder = _folder(artifact, key)
+    prefix = f"{folder.name}-new"
+    with file_lock(folder.parent / f"{prefix}.lock"), scratch_directory(folder.parent, prefix) as scratch:
+        try:
+            os.link(file, scratch / file.name)
+        except OSError:  # a file system without links
+            shutil.copy2(file, scratch / file.name)
+        (scratch / PTXAS_LOG).write_text(log)
+        manifest = {
+            "key": key,
+            "name": name_of(artifact),
+            "file": file.name,
+            "files": {name: _fingerprint(scratch / name) for name in (file.name, PTXAS_LOG)},
+        }
+        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        # what stands there is broken: find_entry refused it under the lock
+        if folder.exists():
+            shutil.rmtree(folder)
+        scratch.rename(folder)
+    return Entry(folder / file.name, log, built=True)
+
+
+def _folder(artifact: Artifact, key: str) -> Path:
+    return modules_dir() / f"{name_of(artifact)}-{key}"
 
 
 def _fingerprint(path: Path) -> dict[str, object]:
@@ -195,20 +234,27 @@ def _fingerprint(path: Path) -> dict[str, object]:
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def _source_digests(instance: Instance) -> list[tuple[str, str]]:
-    """Every file of ``kernels/`` that the module is made of, with the digest of its content."""
+def _source_digests(files: Iterable[str]) -> list[tuple[str, str]]:
+    """Files of ``kernels/`` and what they include of it, with the digest of their content."""
     root = sources.kernels_root()
     found: dict[str, str] = {}
-    pending = [root / instance.source, root / instance.bindings, root / "common/driver_shim.cpp"]
+    pending = [root / file for file in files]
     while pending:
         path = pending.pop()
         name = path.relative_to(root).as_posix()
         if name in found:
             continue
-        content = sources.read(path)
-        found[name] = hashlib.sha256(content).hexdigest()
-        pending += _included(path, content, root)
+        state = path.stat() if path.exists() else None
+        found[name], included = _scanned(path, root, state and (state.st_mtime_ns, state.st_size))
+        pending += included
     return sorted(found.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _scanned(path: Path, root: Path, state: tuple[int, int] | None) -> tuple[str, list[Path]]:
+    """The digest of a file in this state, and the files of ``kernels/`` that it includes."""
+    content = sources.read(path)
+    return hashlib.sha256(content).hexdigest(), _included(path, content, root)
 
 
 def _included(path: Path, content: bytes, root: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The compiler commands: one kernel instance to a Python module, or to a cubin."""
+"""The compiler commands: instances to a cubin, a launcher to a library, the Python extension that all share."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from pathlib import Path
 
 import pybind11
 
-from tfla_tk import env
 from tfla_tk.build import sources
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.gate import check_ptxas_log
-from tfla_tk.build.instances import Instance
+from tfla_tk.build.instances import Instance, Launcher
 from tfla_tk.build.thunderkittens import ThunderKittens
 from tfla_tk.build.toolchain import Toolchain
 
+EXTENSION = "tfla_launcher_module"  # the name that it has as a module of Python
+EXTENSION_SOURCE = "common/launcher_module.cpp"
+LOADER_SOURCE = "common/loaded_kernels.cpp"  # of every launcher
 _TIMEOUT_S = 1800
 _QUOTED_LINES = 40
 
-# -fno-gnu-unique: modules of one source share no symbols, so several load into one process
-COMMON_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-DNDEBUG",
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-gnu-unique,-Wno-psabi",
-)
-DEVICE_FLAGS = (
-    "--use_fast_math",
+_LANGUAGE = ("-std=c++20", "-DNDEBUG")
+_FOR_SM90 = (
     "--expt-relaxed-constexpr",
     "--expt-extended-lambda",
     "-DKITTENS_HOPPER",
     "-gencode=arch=compute_90a,code=sm_90a",
-    "-Xptxas=-v,--warn-on-spills",
-    "-lineinfo",
     "-include=chrono",
 )
+_POSITION = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"
+DEVICE_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O3", "--use_fast_math", "-Xptxas=-v,--warn-on-spills")
+LAUNCHER_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O1", "-DTFLA_LAUNCHER", _POSITION)
+HOST_FLAGS = (*_LANGUAGE, "-O1", _POSITION)
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic")
 
 
@@ -69,84 +65,110 @@ class Slots:
             return _run(command, what)
 
 
-def compile_module(
-    instance: Instance, toolchain: Toolchain, kittens: ThunderKittens, out_dir: Path, slots: Slots
-) -> tuple[Path, str]:
-    """Compile an instance to ``<out_dir>/<name><extension suffix>``.
+def source_of(instances: Sequence[Instance]) -> str:
+    """The text that instances are compiled from: their headers, and what has the compiler emit their kernels."""
+    headers = "".join(f'#include "{header}"\n' for header in dict.fromkeys(x.header for x in instances))
+    lines = []
+    for n, instance in enumerate(instances):
+        kernels = "".join(f"\n    &{kernel}," for kernel in instance.kernels).rstrip(",")
+        lines.append(
+            f"namespace tfla_tk::{instance.namespace} {{\ntemplate <auto... kKernels> struct Emitted{n} {{}};\n"
+            f"template struct Emitted{n}<{kernels}>;\n}}\n"
+        )
+    return headers + "".join(lines)
 
-    Kernel, bindings and driver shim compile at the same time; the link follows.
+
+def compile_cubin(
+    instances: Sequence[Instance], toolchain: Toolchain, kittens: ThunderKittens, cubin: Path, slots: Slots
+) -> str:
+    """Compile instances of one launcher to a cubin, ungated; needs no GPU and no driver.
 
     Returns:
-        The module and the ptxas log.
+        The ptxas log.
 
     Raises:
-        BuildError: A compiler fails, or the ptxas gate refuses the kernel.
+        BuildError: The compiler fails.
     """
-    root = sources.kernels_root()
-    nvcc = str(toolchain.nvcc)
-    defines = _defines(instance)
-    host = [*COMMON_FLAGS, *_host_includes(toolchain)]
+    source = cubin.with_suffix(".cu")
+    source.write_text(source_of(instances))
+    (launcher,) = {instance.launcher for instance in instances}
+    includes = f"-I{sources.kernels_root()}", f"-I{kittens.include}"
+    command = [str(toolchain.nvcc), *DEVICE_FLAGS, *_defines(launcher), *includes, "-cubin", str(source)]
+    what = instances[0].name if len(instances) == 1 else f"{len(instances)} kernels of {launcher.name}"
+    return slots.run([*command, "-o", str(cubin)], what)
+
+
+def compile_launcher(
+    launcher: Launcher, toolchain: Toolchain, kittens: ThunderKittens, library: Path, slots: Slots
+) -> None:
+    """Compile the host half of some kernels to a library, which needs neither Python nor a driver.
+
+    Raises:
+        BuildError: A compiler fails.
+    """
+    root, nvcc = sources.kernels_root(), str(toolchain.nvcc)
+    includes, defines = [f"-I{root}", f"-I{toolchain.include}"], _defines(launcher)
     steps = {
-        "kernel": [*_device_command(instance, toolchain, kittens), "-c"],
-        "bindings": [
+        "launches": [
             nvcc,
-            *host,
+            *LAUNCHER_FLAGS,
             *defines,
-            f"-DTFLA_MODULE={instance.name}",
-            "-c",
-            str(root / instance.bindings),
+            f"-I{root}",
+            f"-I{kittens.include}",
+            str(root / launcher.source),
         ],
-        "driver_shim": [nvcc, *host, "-c", str(root / "common/driver_shim.cpp")],
+        "bindings": [nvcc, *HOST_FLAGS, *defines, *includes, str(root / launcher.bindings)],
+        "loader": [nvcc, *HOST_FLAGS, *includes, str(root / LOADER_SOURCE)],
     }
-    objects = {step: str(out_dir / f"{step}.o") for step in steps}
+    objects = {step: str(library.with_suffix(f".{step}.o")) for step in steps}
     with ThreadPoolExecutor(len(steps)) as pool:
-        running = {
-            step: pool.submit(slots.run, [*command, "-o", objects[step]], f"{instance.name}: {step}")
+        running = [
+            pool.submit(slots.run, [*command, "-c", "-o", objects[step]], f"{launcher.name}: {step}")
             for step, command in steps.items()
-        }
-    logs = {step: future.result() for step, future in running.items()}
-    if env.refuses_slow_kernels():
-        check_ptxas_log(logs["kernel"], instance.name)
-    module = out_dir / f"{instance.name}{sysconfig.get_config_var('EXT_SUFFIX')}"
-    link = [nvcc, *LINK_FLAGS, f"-L{toolchain.lib}", *objects.values(), "-o", str(module)]
-    slots.run(link, f"{instance.name}: link")
+        ]
+    for future in running:
+        future.result()
+    link = [nvcc, *LINK_FLAGS, f"-L{toolchain.lib}", *objects.values(), "-o", str(library)]
+    slots.run(link, f"{launcher.name}: link")
     for file in objects.values():
         Path(file).unlink()
-    return module, logs["kernel"]
 
 
-def compile_to_cubin(
-    instance: Instance, toolchain: Toolchain, kittens: ThunderKittens, out_dir: Path
-) -> CompileResult:
-    """Compile the device code alone to ``<out_dir>/<name>.cubin``, ungated; needs no GPU and no driver."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    cubin = out_dir / f"{instance.name}.cubin"
-    started = time.monotonic()
-    command = [*_device_command(instance, toolchain, kittens), "-cubin", "-o", str(cubin)]
-    log = _run(command, f"{instance.name}: cubin")
-    return CompileResult(cubin, log, time.monotonic() - started)
+def compile_extension(toolchain: Toolchain, library: Path, slots: Slots) -> None:
+    """Compile the extension by which Python reaches launchers.
 
-
-def _device_command(instance: Instance, toolchain: Toolchain, kittens: ThunderKittens) -> list[str]:
-    root = sources.kernels_root()
-    source = root / instance.source
-    if not source.is_file():
-        raise BuildError(f"{instance.name}: its source {source} does not exist", "reinstall tfla_tk")
-    includes = [f"-I{root}", f"-I{kittens.include}"]
-    flags = [*COMMON_FLAGS, *DEVICE_FLAGS, *_defines(instance), *includes]
-    return [str(toolchain.nvcc), *flags, str(source)]
-
-
-def _defines(instance: Instance) -> list[str]:
-    return [f"-D{name}={value}" for name, value in instance.defines]
-
-
-def _host_includes(toolchain: Toolchain) -> list[str]:
+    Raises:
+        BuildError: The compiler fails, or Python's headers are missing.
+    """
     python = sysconfig.get_path("include")
     if not (Path(python) / "Python.h").is_file():
         raise BuildError(f"Python.h is not in {python}", "install Python's headers (python3-dev)")
-    places = (sources.kernels_root(), pybind11.get_include(), python, toolchain.include)
-    return [f"-I{place}" for place in places]
+    root = sources.kernels_root()
+    includes = [f"-I{place}" for place in (root, pybind11.get_include(), python)]
+    command = [
+        str(toolchain.nvcc),
+        *HOST_FLAGS,
+        *includes,
+        "-shared",
+        "-cudart=none",
+        str(root / EXTENSION_SOURCE),
+    ]
+    slots.run([*command, "-ldl", "-o", str(library)], "the extension that launches kernels")
+
+
+def _defines(launcher: Launcher) -> list[str]:
+    return [f"-D{name}={value}" for name, value in launcher.defines]
+
+
+def timed_cubin(
+    instance: Instance, toolchain: Toolchain, kittens: ThunderKittens, out_dir: Path
+) -> CompileResult:
+    """Compile one instance to ``<out_dir>/<name>.cubin``, ungated."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    cubin = out_dir / f"{instance.name}.cubin"
+    started = time.monotonic()
+    log = compile_cubin([instance], toolchain, kittens, cubin, Slots(1))
+    return CompileResult(cubin, log, time.monotonic() - started)
 
 
 def _run(command: Sequence[str], what: str) -> str:

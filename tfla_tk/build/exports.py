@@ -1,12 +1,11 @@
-"""What Python and the kernels must agree on: what a module exports of it is compared when it is loaded."""
+"""What Python and the kernels must agree on: what a launcher tells of it is compared when it is loaded."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from tfla_tk.build.errors import BuildError
-from tfla_tk.build.instances import MAX_DIM_QK, Instance
+from tfla_tk.build.instances import MAX_DIM_QK, Launcher
 from tfla_tk.core import layout
 
 EXPECTED: dict[str, Any] = {
@@ -22,16 +21,19 @@ EXPECTED: dict[str, Any] = {
 }
 
 
-def check_exports(instance: Instance, module: ModuleType) -> None:
-    """Compare what a module exports with what Python takes for it.
+def check_exports(launcher: Launcher, found: dict[str, Any]) -> None:
+    """Compare what a launcher tells with what Python takes for it.
+
+    Args:
+        found: The launcher's constants by their names.
 
     Raises:
-        BuildError: They differ, or the module lacks one that its instance names.
+        BuildError: They differ, or the launcher lacks one that its description names.
     """
-    for name in instance.exports:
-        found = getattr(module, name, "nothing")
-        if found != EXPECTED[name]:
+    for name in launcher.exports:
+        value = found.get(name, "nothing")
+        if value != EXPECTED[name]:
             raise BuildError(
-                f"{instance.name}: the kernels have {name} = {found}, the Python package {EXPECTED[name]}",
+                f"{launcher.name}: the kernels have {name} = {value}, the Python package {EXPECTED[name]}",
                 "reinstall tfla_tk, so that both are of one version",
             )

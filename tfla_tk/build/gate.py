@@ -1,12 +1,14 @@
-"""The gate on ptxas: no serialised wgmma, no ignored setmaxnreg, no spill, no stack frame."""
+"""What ptxas tells of kernels: serialised wgmma, ignored setmaxnreg, spills, stack frames."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+from tfla_tk import env
 from tfla_tk.build.errors import BuildError
 
+_SERIALISED = re.compile(r"wgmma\S* instructions are serialized", re.IGNORECASE)
 # C7500..C7599 cover serialised wgmma, injected waits and ignored setmaxnreg
 _ADVISORY = re.compile(r"\bC75\d\d\b|setmaxnreg ignored", re.IGNORECASE)
 _FUNCTION = re.compile(r"(?:Function properties for|Compiling entry function) '?([\w$.@]+)'?")
@@ -41,7 +43,7 @@ def parse_ptxas_log(log: str) -> list[Resources]:
 
 
 def ptxas_faults(log: str) -> list[str]:
-    """The lines of a ptxas log that the gate refuses, each frame line with its function."""
+    """The lines of a ptxas log that tell of lost performance, each frame line with its function."""
     faults: list[str] = []
     function = "?"
     for line in map(str.strip, log.splitlines()):
@@ -55,7 +57,7 @@ def ptxas_faults(log: str) -> list[str]:
 
 
 def check_ptxas_log(log: str, name: str = "kernel") -> None:
-    """Refuse a kernel whose ptxas log tells of lost performance.
+    """Refuse a kernel whose ptxas log tells of any lost performance, as this project's own tests do.
 
     Args:
         log: Output of nvcc with ``-Xptxas=-v``.
@@ -71,4 +73,22 @@ def check_ptxas_log(log: str, name: str = "kernel") -> None:
             f"{name}: ptxas reports\n  " + "\n  ".join(faults),
             "use smaller tiles, fewer live accumulators, or order the wgmma waits and register fences; "
             "a kernel that serialises or spills is not shipped",
+        )
+
+
+def check_serialised(log: str, name: str, toolkit: str) -> None:
+    """Refuse a kernel whose wgmma instructions the user's ptxas serialises: it is right, but several times slower.
+
+    Args:
+        toolkit: The compiler, for the message.
+
+    Raises:
+        BuildError: Quotes the lines; the remedy names a compiler that does not, and how to take the kernel as it is.
+    """
+    found = [line.strip() for line in log.splitlines() if _SERIALISED.search(line)]
+    if found:
+        raise BuildError(
+            f"{name}: {toolkit} serialises its matrix products\n  " + "\n  ".join(found),
+            f"name an nvcc of CUDA 13.0 in {env.NVCC.name}, or set {env.PTXAS_GATE.name}=off to take the kernel, "
+            "slow as it is",
         )

@@ -1,59 +1,139 @@
-"""The kernel instances that are shipped: one source file, one set of macro definitions, one module."""
+"""What is compiled: launchers, the host halves of kernels, and instances, kernels in machine code.
+
+A launcher has the launches of its kernels for all head dims and dtypes. An instance is one cubin: the few kernels
+that a call launches together, for one tile and one dtype.
+"""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 # (K tile, V slice of one CTA); smaller head dims are padded to the tile, larger V takes several CTAs
 MLSTM_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256), (256, 64), (256, 128))
 # (tile of the keys, slice of the values of one CTA) of the backward's walks; slices of 256 are dv's
 WALK_TILES = MLSTM_TILES
+# tiles of the forward that come without the overlap of its GEMMs, too, to measure what that gains
+SEQUENTIAL_TILES = ((128, 256), (256, 128))
 MAX_DIM_QK, MAX_DIM_V = 256, 512
 DELTA_TILES = (64, 128, 256)  # K of the delta rule
 DELTA_STATES_TILES = (64, 128)  # V of its walks for dq and dk
-DELTA_DIRECTIONS = ("forward", "backward")
 GLA_TILES = (64, 128)  # K of gated linear attention, of one launch
 GLA_STATES_TILES = (64, 128, 256)  # V of its backward's walks for dq, dk and dg
-GLA_DIRECTIONS = ("forward", "backward")
-_LAYOUT = ("CHUNK", "ANCHOR_CHUNKS", "DTYPES")
 # tokens of one call of mlstm_sequence
 SEQUENCE_TILES = (8, 16)
 MAX_TOKENS = max(SEQUENCE_TILES)
 
+_SCALAR_DECAY = (("TFLA_SCALAR_DECAY", "1"),)
+_DTYPES = {False: "bf16", True: "fp16"}  # by whether operands are fp16
+_TYPES = {False: "kittens::bf16", True: "kittens::half"}
+_STATE_TYPES = {"fp32": "float", "bf16": "__nv_bfloat16", "fp16": "__half"}
+
 
 @dataclass(frozen=True)
-class Instance:
-    """One kernel to compile.
+class Launcher:
+    """The host half of some kernels.
 
     Attributes:
-        name: The module's name, for instance ``mlstm_fwd_k128_v256``.
-        source: The kernel's file below ``kernels/``, for instance ``scalar_gate/forward/forward.cu``.
+        name: The library's name, for instance ``delta_forward``.
+        source: The file of its launches below ``kernels/``.
+        bindings: The file of the functions that Python calls, below ``kernels/``.
         defines: Macros and their values.
-        bindings: The file of the module's pybind11 bindings below ``kernels/``.
-        exports: What the module exports that ``exports.EXPECTED`` has, too.
+        exports: What it tells that ``exports.EXPECTED`` has, too.
     """
 
     name: str
     source: str
-    defines: tuple[tuple[str, str], ...]
-    bindings: str = "scalar_gate/bindings/forward.cpp"
-    exports: tuple[str, ...] = ()
+    bindings: str
+    defines: tuple[tuple[str, str], ...] = ()
+    exports: tuple[str, ...] = ("CHUNK", "DTYPES", "ADDRESS_BITS")
 
 
-@functools.cache
-def for_scalar_decay(instance: Instance) -> Instance:
-    """The same kernels with a scalar decay in the place of mLSTM's gates, and without a normaliser."""
-    name = instance.name.replace("mlstm", "decay", 1)
-    return replace(instance, name=name, defines=(*instance.defines, ("TFLA_SCALAR_DECAY", "1")))
+@dataclass(frozen=True)
+class Instance:
+    """The machine code of some kernels.
+
+    Attributes:
+        name: The cubin's name, for instance ``delta_forward_k128_w2_bf16``.
+        launcher: Who launches them. Others may, too.
+        header: The file that defines them, below ``kernels/``.
+        kernels: Their names in C++, within the namespace.
+        namespace: Of the kernels, below ``tfla_tk``.
+        dtype: "bf16" or "fp16" of their operands; "" where they serve all.
+    """
+
+    name: str
+    launcher: Launcher
+    header: str
+    kernels: tuple[str, ...]
+    namespace: str
+    dtype: str = ""
 
 
-@functools.cache
-def mlstm_fwd(dim_qk: int, dim_v: int, sequential: bool = False) -> Instance:
-    """The mLSTM forward for head dims up to MAX_DIM_QK and MAX_DIM_V, by the smallest tile that holds them.
+def _scalar_gate(name: str, source: str, bindings: str, *exports: str) -> dict[bool, Launcher]:
+    """mLSTM's launcher, and that for a scalar decay in the place of its gates, without a normaliser."""
+    place, exports = "scalar_gate", ("CHUNK", "DTYPES", "ADDRESS_BITS", "ANCHOR_CHUNKS", *exports)
+    files = f"{place}/{source}", f"{place}/bindings/{bindings}"
+    return {
+        False: Launcher(f"mlstm_{name}", *files, exports=exports),
+        True: Launcher(f"decay_{name}", *files, _SCALAR_DECAY, exports),
+    }
 
-    Args:
-        sequential: one that waits for every GEMM before its next step, to measure what the overlap gains.
+
+# by whether there is a scalar decay in the place of mLSTM's gates
+FORWARD = _scalar_gate("fwd", "forward/forward.cu", "forward.cpp")
+AROUND_WALKS = _scalar_gate("bwd", "backward/around_walks.cu", "backward.cpp")
+WALKS = _scalar_gate("walks", "backward/walk/walk.cu", "walk.cpp", "GRADIENTS")
+STEP = _scalar_gate("step", "decode/step.cu", "step.cpp", "MAX_KEYS", "MAX_SLICES")[False]
+SEQUENCE = _scalar_gate("sequence", "decode/sequence.cu", "sequence.cpp", "MAX_KEYS", "MAX_SLICES")[False]
+SEQUENTIAL_FORWARD = Launcher(
+    "mlstm_fwd_sequential",
+    FORWARD[False].source,
+    FORWARD[False].bindings,
+    (("TFLA_SEQUENTIAL", "1"),),
+    FORWARD[False].exports,
+)
+_OF_DELTA = ("CHUNK", "DTYPES", "ADDRESS_BITS", "SEGMENT_CHUNKS")
+DELTA_FORWARD = Launcher(
+    "delta_forward", "delta_rule/forward/forward.cu", "delta_rule/bindings/forward.cpp", (), _OF_DELTA
+)
+DELTA_BACKWARD = Launcher(
+    "delta_backward", "delta_rule/backward/backward.cu", "delta_rule/bindings/backward.cpp", (), _OF_DELTA
+)
+DELTA_STATES = Launcher(
+    "delta_states",
+    "delta_rule/backward/states/states.cu",
+    "delta_rule/bindings/states.cpp",
+    (),
+    (*_OF_DELTA, "DELTA_ANCHOR_CHUNKS"),
+)
+GLA_FORWARD = Launcher("gla_forward", "channel_gate/forward/forward.cu", "channel_gate/bindings/forward.cpp")
+GLA_BACKWARD = Launcher(
+    "gla_backward", "channel_gate/backward/backward.cu", "channel_gate/bindings/backward.cpp"
+)
+GLA_STATES = Launcher(
+    "gla_states", "channel_gate/backward/states/states.cu", "channel_gate/bindings/states.cpp"
+)
+GLA_SEGMENTS = Launcher(
+    "gla_segments", "channel_gate/segments/segments.cu", "channel_gate/bindings/segments.cpp"
+)
+
+
+def tile_of(dim: int, tiles: tuple[int, ...]) -> int:
+    """The smallest tile that holds a head dim.
+
+    Raises:
+        ValueError: None does.
+    """
+    if not 0 < dim <= max(tiles):
+        raise ValueError(f"head dim: expected at most {max(tiles)}, got {dim}")
+    return min(tile for tile in tiles if tile >= dim)
+
+
+def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
+    """The tile of K and the slice of V of the forward, the smallest that hold the head dims.
 
     Raises:
         ValueError: No tile is large enough.
@@ -62,60 +142,12 @@ def mlstm_fwd(dim_qk: int, dim_v: int, sequential: bool = False) -> Instance:
         raise ValueError(f"head dims: expected at most {MAX_DIM_QK}/{MAX_DIM_V}, got {dim_qk}/{dim_v}")
     tile_qk = min(qk for qk, _ in MLSTM_TILES if qk >= dim_qk)
     slices = [v for qk, v in MLSTM_TILES if qk == tile_qk]
-    slice_v = min((v for v in slices if v >= dim_v), default=max(slices))
-    name = f"mlstm_fwd_k{tile_qk}_v{slice_v}"
-    defines: tuple[tuple[str, str], ...] = ("TFLA_DIM_QK", str(tile_qk)), ("TFLA_SLICE_V", str(slice_v))
-    if sequential:
-        name, defines = f"{name}_sequential", (*defines, ("TFLA_SEQUENTIAL", "1"))
-    return Instance(name, "scalar_gate/forward/forward.cu", defines, exports=_LAYOUT)
+    return tile_qk, min((v for v in slices if v >= dim_v), default=max(slices))
 
 
-@functools.cache
-def mlstm_bwd() -> Instance:
-    """The small kernels around the walks of the mLSTM backward, for all head dims."""
-    return Instance(
-        "mlstm_bwd",
-        "scalar_gate/backward/around_walks.cu",
-        (),
-        "scalar_gate/bindings/backward.cpp",
-        exports=(*_LAYOUT, "ADDRESS_BITS"),
-    )
-
-
-@functools.cache
-def mlstm_step() -> Instance:
-    """One token of mLSTM, for all head dims and dtypes."""
-    return Instance(
-        "mlstm_step",
-        "scalar_gate/decode/step.cu",
-        (),
-        "scalar_gate/bindings/step.cpp",
-        exports=(*_LAYOUT, "MAX_KEYS", "MAX_SLICES"),
-    )
-
-
-@functools.cache
-def mlstm_sequence(tokens: int) -> Instance:
-    """A few tokens of mLSTM, for all head dims and dtypes, by the smallest tile that holds them.
-
-    Raises:
-        ValueError: More than MAX_TOKENS of them, or none.
-    """
-    if not 0 < tokens <= MAX_TOKENS:
-        raise ValueError(f"tokens: expected 1 to {MAX_TOKENS}, got {tokens}")
-    tile = min(tile for tile in SEQUENCE_TILES if tile >= tokens)
-    return Instance(
-        f"mlstm_sequence_t{tile}",
-        "scalar_gate/decode/sequence.cu",
-        (("TFLA_TOKENS", str(tile)),),
-        "scalar_gate/bindings/sequence.cpp",
-        exports=(*_LAYOUT, "MAX_KEYS", "MAX_SLICES"),
-    )
-
-
-@functools.cache
-def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
-    """A walk of the mLSTM backward, by the smallest tile that holds its operands, else the largest slice.
+def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
+    """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its operands,
+    else the largest slice.
 
     Args:
         gradient: "dq", "dk" or "dv", what the walk makes.
@@ -129,135 +161,416 @@ def mlstm_pass(gradient: str, dim_keys: int, dim_values: int) -> Instance:
         raise ValueError(f"columns: expected keys of at most {MAX_DIM_QK}, got {dim_keys}/{dim_values}")
     tile = min(keys for keys, _ in WALK_TILES if keys >= dim_keys)
     slices = [v for keys, v in WALK_TILES if keys == tile and (gradient == "dv" or v < 256)]
-    return _walk_instance(tile, min((v for v in slices if v >= dim_values), default=max(slices)))
+    return tile, min((v for v in slices if v >= dim_values), default=max(slices))
 
 
-def _walk_instance(tile_keys: int, slice_values: int) -> Instance:
+def _cpp(flag: bool) -> str:
+    return "true" if flag else "false"
+
+
+def _gate(sigmoid_gate: bool, decay: bool) -> tuple[str, str]:
+    """A short name of the gates, and their policy in C++."""
+    if decay:
+        return "decay", "ScalarDecay"
+    return ("sig", "SigmoidInput") if sigmoid_gate else ("exp", "ExponentialInput")
+
+
+@functools.cache
+def mlstm_fwd(
+    tile: tuple[int, int],
+    half: bool,
+    normalize: bool = True,
+    sigmoid_gate: bool = False,
+    decay: bool = False,
+    sequential: bool = False,
+) -> Instance:
+    """The forward of mLSTM, or with a scalar decay.
+
+    Args:
+        tile: of `mlstm_tile`. half: operands are fp16.
+        sequential: a kernel that waits for every GEMM before its next step.
+    """
+    (tile_qk, slice_v), launcher = tile, SEQUENTIAL_FORWARD if sequential else FORWARD[decay]
+    of_tile = f"{_TYPES[half]}, {tile_qk}, {slice_v}, {_cpp(normalize)}"
+    name, header = f"{launcher.name}_k{tile_qk}_v{slice_v}", "scalar_gate/forward/narrow/kernel.cuh"
+    kernel = f"mlstm_fwd_kernel<Config<{of_tile}>>"
+    if tile_qk == 256:
+        gate, policy = _gate(sigmoid_gate, decay)
+        name, header = f"{name}_{gate}", "scalar_gate/forward/transposed/kernel.cuh"
+        kernel = f"mlstm_transposed_kernel<TransposedConfig<{of_tile}, {policy}>>"
+    name += "" if normalize or decay else "_unnormalized"
+    return Instance(f"{name}_{_DTYPES[half]}", launcher, header, (kernel,), "mlstm", _DTYPES[half])
+
+
+@functools.cache
+def mlstm_fwd_states(
+    tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
+) -> Instance:
+    """What sums up the states at the start of the forward's segments, where sequences are cut."""
+    launcher = FORWARD[decay]
+    name = f"{launcher.name}_states_k{tile[0]}_v{tile[1]}{'' if normalize or decay else '_unnormalized'}"
+    config = f"StatesConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, {_cpp(normalize)}>"
+    kernels = (f"mlstm_states_kernel<{config}>",)
+    header = "scalar_gate/forward/segment_sums.cuh"
+    return Instance(f"{name}_{_DTYPES[half]}", launcher, header, kernels, "mlstm", _DTYPES[half])
+
+
+@functools.cache
+def mlstm_fwd_combine(decay: bool = False) -> Instance:
+    """What carries these states from segment to segment."""
+    launcher, header = FORWARD[decay], "scalar_gate/forward/carry.cuh"
+    kernels = tuple(f"mlstm_combine_kernel<{_cpp(x)}>" for x in ((False,) if decay else (False, True)))
+    return Instance(f"{launcher.name}_combine", launcher, header, kernels, "mlstm")
+
+
+@functools.cache
+def mlstm_bwd_gates(sigmoid_gate: bool = False, decay: bool = False) -> Instance:
+    """The gates of every chunk before the backward's walks, and the gradients of the gates after them."""
+    gate, policy = _gate(sigmoid_gate, decay)
+    launcher = AROUND_WALKS[decay]
+    kernels = (
+        f"mlstm_bwd_scan_kernel<{policy}>",
+        f"mlstm_bwd_gates_kernel<{policy}>",
+        "mlstm_bwd_flows_kernel",
+    )
+    name = f"{launcher.name}_gates{'' if decay else f'_{gate}'}"
+    return Instance(name, launcher, "scalar_gate/backward/gates.cuh", kernels, "mlstm")
+
+
+@functools.cache
+def mlstm_bwd_rows(half: bool) -> Instance:
+    """The terms of every row that the normaliser brings."""
+    pair = "__half2" if half else "__nv_bfloat162"
+    kernels = (
+        *(f"mlstm_bwd_rows_kernel<{pair}, {lanes}>" for lanes in (8, 16, 32)),
+        "mlstm_bwd_factors_kernel",
+    )
+    header, dtype = "scalar_gate/backward/row_terms.cuh", _DTYPES[half]
+    return Instance(f"mlstm_bwd_rows_{dtype}", AROUND_WALKS[False], header, kernels, "mlstm", dtype)
+
+
+@functools.cache
+def mlstm_bwd_combine(decay: bool = False) -> Instance:
+    """What carries states over the boundaries of the backward's segments."""
+    launcher, header = AROUND_WALKS[decay], "scalar_gate/backward/carry.cuh"
+    return Instance(f"{launcher.name}_combine", launcher, header, ("mlstm_bwd_combine_kernel",), "mlstm")
+
+
+@functools.cache
+def mlstm_walk(
+    gradients: str, tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
+) -> Instance:
+    """Walks of the backward.
+
+    Args:
+        gradients: "dv", or "dq and dk", which share a tile. tile: of `walk_tile`.
+        normalize: ignored for "dv".
+    """
+    return _of_walks("mlstm_pass_kernel", "walk", "kernel.cuh", gradients, tile, half, normalize, decay)
+
+
+@functools.cache
+def mlstm_walk_segments(
+    tile: tuple[int, int], half: bool, normalize: bool = True, decay: bool = False
+) -> Instance:
+    """What sums up the states at the start of the segments of the walks for dq and dk."""
+    of = "mlstm_pass_segments_kernel", "segments", "segment_sums.cuh", "dq and dk"
+    return _of_walks(*of, tile, half, normalize, decay)
+
+
+def _of_walks(
+    kernel: str,
+    what: str,
+    header: str,
+    gradients: str,
+    tile: tuple[int, int],
+    half: bool,
+    normalize: bool,
+    decay: bool,
+) -> Instance:
+    launcher, normalize = WALKS[decay], normalize and gradients != "dv" and not decay
+    of = gradients.split(" and ")
+    name = f"{launcher.name.split('_')[0]}_{what}_{'_'.join(of)}_k{tile[0]}_v{tile[1]}"
+    name += "" if normalize or decay or gradients == "dv" else "_unnormalized"
+    kernels = tuple(
+        f"{kernel}<PassConfig<{_TYPES[half]}, {tile[0]}, {tile[1]}, Gradient::{x}, {_cpp(normalize)}>>"
+        for x in of
+    )
+    header = f"scalar_gate/backward/walk/{header}"
+    return Instance(f"{name}_{_DTYPES[half]}", launcher, header, kernels, "mlstm", _DTYPES[half])
+
+
+@functools.cache
+def mlstm_step(before: str, after: str) -> Instance:
+    """One token of mLSTM, for all head dims.
+
+    Args:
+        before, after: dtypes of C before and after: "fp32", "bf16", "fp16"; equal, or one of them "fp32".
+    """
+    types = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}"
+    widest = 4 if "fp32" in (before, after) else 8
+    kernels = tuple(f"mlstm_step_kernel<{types}, {width}>" for width in (widest, 1))
+    return Instance(f"mlstm_step_{before}_{after}", STEP, "scalar_gate/decode/step.cuh", kernels, "mlstm")
+
+
+@functools.cache
+def mlstm_sequence(tokens: int, before: str, after: str, fp32: bool) -> Instance:
+    """A few tokens of mLSTM, for all head dims, by the smallest tile that holds them.
+
+    Args:
+        before, after: as of `mlstm_step`. fp32: q, k and v are.
+
+    Raises:
+        ValueError: More than MAX_TOKENS tokens, or none.
+    """
+    if not 0 < tokens <= MAX_TOKENS:
+        raise ValueError(f"tokens: expected 1 to {MAX_TOKENS}, got {tokens}")
+    tile = min(tile for tile in SEQUENCE_TILES if tile >= tokens)
+    of = f"{_STATE_TYPES[before]}, {_STATE_TYPES[after]}, {tile}, {_cpp(fp32)}"
+    kernels = tuple(
+        f"mlstm_sequence_kernel<SequenceConfig<{of}, {_cpp(vector)}>>" for vector in (True, False)
+    )
+    name = f"mlstm_sequence_t{tile}_{before}_{after}{'_of_fp32' if fp32 else ''}"
+    return Instance(name, SEQUENCE, "scalar_gate/decode/sequence.cuh", kernels, "mlstm")
+
+
+def _delta(launcher: Launcher, name: str, header: str, half: bool | None, *kernels: str) -> Instance:
+    dtype = "" if half is None else _DTYPES[half]
     return Instance(
-        f"mlstm_pass_k{tile_keys}_v{slice_values}",
-        "scalar_gate/backward/walk/walk.cu",
-        (("TFLA_DIM_KEYS", str(tile_keys)), ("TFLA_SLICE", str(slice_values))),
-        "scalar_gate/bindings/walk.cpp",
-        exports=(*_LAYOUT, "GRADIENTS", "ADDRESS_BITS"),
+        f"delta_{name}{dtype and f'_{dtype}'}", launcher, f"delta_rule/{header}", kernels, "delta_rule", dtype
     )
 
 
 @functools.cache
-def delta_rule(direction: str, dim_k: int) -> Instance:
-    """The forward or the backward of the delta rule, for any V, by the smallest tile of K.
+def delta_matrices(tile: int, half: bool, scores: bool) -> Instance:
+    """The delta rule's chunk matrices.
+
+    Args:
+        tile: of K, one of DELTA_TILES. scores: P is made, too.
+    """
+    kernel = f"delta_matrices_kernel<{_TYPES[half]}, {tile}, {_cpp(scores)}>"
+    name = f"matrices_k{tile}{'_scores' if scores else ''}"
+    return _delta(DELTA_FORWARD, name, "chunk_matrices/kernel.cuh", half, kernel)
+
+
+@functools.cache
+def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") -> Instance:
+    """The walk of the delta rule's forward.
+
+    Args:
+        walkers: 1 or 2.
+        matrices: "given", "by makers" beside the walk, or "in the walk", which takes two walkers and a tile of 128.
+    """
+    suffix = {"given": "", "by makers": "_makers", "in the walk": "_in_walk"}[matrices]
+    more = {"given": "", "by makers": ", kWarpgroupsOfMakers", "in the walk": ", 0, true"}[matrices]
+    kernel = "delta_forward_with_makers_kernel" if matrices == "by makers" else "delta_forward_kernel"
+    kernel = f"{kernel}<ForwardConfig<{_TYPES[half]}, {tile}, {walkers}{more}>>"
+    return _delta(DELTA_FORWARD, f"forward_k{tile}_w{walkers}{suffix}", "forward/kernel.cuh", half, kernel)
+
+
+@functools.cache
+def delta_leads() -> Instance:
+    """How early the walks of a split's segments begin."""
+    return _delta(DELTA_FORWARD, "leads", "split/leads.cuh", None, "delta_leads_kernel")
+
+
+@functools.cache
+def delta_carry() -> Instance:
+    """What carries states over the segments of a split, for the backward, too."""
+    return _delta(DELTA_FORWARD, "carry", "split/carry.cuh", None, "delta_carry_kernel")
+
+
+@functools.cache
+def delta_maps(tile: int, half: bool) -> Instance:
+    """What each segment of a split makes of the state."""
+    kernel = f"delta_maps_kernel<MapsConfig<{_TYPES[half]}, {tile}>>"
+    return _delta(DELTA_FORWARD, f"maps_k{tile}", "split/maps.cuh", half, kernel)
+
+
+@functools.cache
+def delta_inputs(tile: int, half: bool, backward: bool) -> Instance:
+    """What makes the delta rule's inputs of raw ones, or the gradients of these."""
+    suffix, launcher = ("_backward", DELTA_BACKWARD) if backward else ("", DELTA_FORWARD)
+    kernel = f"delta_inputs{suffix}_kernel<{_TYPES[half]}, {tile}>"
+    header = f"inputs/{'backward' if backward else 'forward'}.cuh"
+    return _delta(launcher, f"inputs{suffix}_k{tile}", header, half, kernel)
+
+
+@functools.cache
+def delta_mirror(tile: int, half: bool, walkers: int, makes: str = "values") -> Instance:
+    """The mirror walk of the delta rule's backward.
+
+    Args:
+        makes: "values", "states", "right_part" or "right_part_and_sums", as MirrorMakes in backward/config.cuh.
+    """
+    kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}, MirrorMakes::{makes}>>"
+    suffix = "" if makes == "values" else f"_{makes}"
+    return _delta(DELTA_BACKWARD, f"mirror_k{tile}_w{walkers}{suffix}", "backward/kernel.cuh", half, kernel)
+
+
+@functools.cache
+def delta_combine(half: bool) -> Instance:
+    """What adds up parts of dq and dk."""
+    kernel = f"delta_combine_kernel<{_TYPES[half]}>"
+    return _delta(DELTA_BACKWARD, "combine", "backward/combine.cuh", half, kernel)
+
+
+@functools.cache
+def delta_strength() -> Instance:
+    """What gives dbeta of the mirror's sums."""
+    return _delta(DELTA_BACKWARD, "strength", "backward/strength.cuh", None, "delta_strength_kernel")
+
+
+@functools.cache
+def delta_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
+    """A walk of the delta rule's backward over the states.
+
+    Args:
+        walk: "left", "right", or "paired left", of two CTAs that share results.
+        tile: of V, one of DELTA_STATES_TILES.
+    """
+    direction, paired = walk.split()[-1], walk.startswith("paired")
+    config = f"StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{direction}, {_cpp(paired)}>"
+    kernel, name = f"delta_states_kernel<{config}>", f"{walk.replace(' ', '_')}_v{tile}_w{walkers}"
+    return _delta(DELTA_STATES, name, "backward/states/kernel.cuh", half, kernel)
+
+
+@functools.cache
+def gla_walk(direction: str, tile: int, half: bool, walkers: int, makers: int) -> Instance:
+    """The walk of GLA's forward, or its mirror.
 
     Args:
         direction: "forward" or "backward".
-
-    Raises:
-        ValueError: No tile is large enough.
+        tile: of K, one of GLA_TILES.
+        makers: CTAs of a cluster that take turns at making the operands: 1, or 2 with two walkers.
     """
-    if not 0 < dim_k <= max(DELTA_TILES):
-        raise ValueError(f"K: expected at most {max(DELTA_TILES)}, got {dim_k}")
-    tile = min(tile for tile in DELTA_TILES if tile >= dim_k)
-    return Instance(
-        f"delta_{direction}_k{tile}",
-        f"delta_rule/{direction}/{direction}.cu",
-        (("TFLA_DIM_K", str(tile)),),
-        f"delta_rule/bindings/{direction}.cpp",
-        exports=("CHUNK", "SEGMENT_CHUNKS", "DTYPES", "ADDRESS_BITS"),
-    )
+    config = "ForwardConfig" if direction == "forward" else "MirrorConfig"
+    kernel = f"gla_walk_kernel<{config}<{_TYPES[half]}, {tile}, {walkers}, {makers}>>"
+    launcher, dtype = GLA_FORWARD if direction == "forward" else GLA_BACKWARD, _DTYPES[half]
+    name = f"gla_{direction}_k{tile}_w{walkers}{'_pairs' if makers == 2 else ''}_{dtype}"
+    return Instance(name, launcher, "channel_gate/forward/kernel.cuh", (kernel,), "channel_gate", dtype)
 
 
 @functools.cache
-def delta_states(dim_v: int) -> Instance:
-    """The walks of the delta rule's backward for dq and dk, for any K, by the smallest tile that holds V, or
-    by the largest one, which takes a larger V in slices.
-
-    Raises:
-        ValueError: V is too large.
-    """
-    if not 0 < dim_v <= MAX_DIM_V:
-        raise ValueError(f"V: expected at most {MAX_DIM_V}, got {dim_v}")
-    tile = min((tile for tile in DELTA_STATES_TILES if tile >= dim_v), default=max(DELTA_STATES_TILES))
-    return Instance(
-        f"delta_states_v{tile}",
-        "delta_rule/backward/states/states.cu",
-        (("TFLA_DIM_V", str(tile)),),
-        "delta_rule/bindings/states.cpp",
-        exports=("CHUNK", "DELTA_ANCHOR_CHUNKS", "SEGMENT_CHUNKS", "DTYPES", "ADDRESS_BITS"),
-    )
-
-
-@functools.cache
-def gla(direction: str, dim_k: int) -> Instance:
-    """The forward or the mirror walk of the backward of gated linear attention, for any V, by the smallest
-    tile of K.
+def gla_states(walk: str, tile: int, half: bool, walkers: int) -> Instance:
+    """A walk of GLA's backward over the states.
 
     Args:
-        direction: "forward" or "backward".
-
-    Raises:
-        ValueError: No tile is large enough.
+        walk: "left" or "right". tile: of V, one of GLA_STATES_TILES.
+        walkers: 1 or 2; with a tile of 256 there are two always.
     """
-    if not 0 < dim_k <= max(GLA_TILES):
-        raise ValueError(f"K: expected at most {max(GLA_TILES)}, got {dim_k}")
-    tile = min(tile for tile in GLA_TILES if tile >= dim_k)
+    walkers, dtype = 2 if tile == 256 else walkers, _DTYPES[half]
+    kernel = f"gla_states_kernel<StatesConfig<{_TYPES[half]}, {tile}, {walkers}, StateWalk::{walk}>>"
+    header = "channel_gate/backward/states/kernel.cuh"
     return Instance(
-        f"gla_{direction}_k{tile}",
-        f"channel_gate/{direction}/{direction}.cu",
-        (("TFLA_DIM_K", str(tile)),),
-        f"channel_gate/bindings/{direction}.cpp",
-        exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
+        f"gla_{walk}_v{tile}_w{walkers}_{dtype}", GLA_STATES, header, (kernel,), "channel_gate", dtype
     )
 
 
 @functools.cache
-def gla_states(dim_v: int) -> Instance:
-    """The walks of GLA's backward for dq, dk and dg, for any K, by the smallest tile of V.
-
-    Raises:
-        ValueError: No tile is large enough.
-    """
-    if not 0 < dim_v <= max(GLA_STATES_TILES):
-        raise ValueError(f"V: expected at most {max(GLA_STATES_TILES)}, got {dim_v}")
-    tile = min(tile for tile in GLA_STATES_TILES if tile >= dim_v)
-    return Instance(
-        f"gla_states_v{tile}",
-        "channel_gate/backward/states/states.cu",
-        (("TFLA_DIM_V", str(tile)),),
-        "channel_gate/bindings/states.cpp",
-        exports=("CHUNK", "ANCHOR_CHUNKS", "DTYPES", "ADDRESS_BITS"),
+def gla_segments(dim_v: int, half: bool, backward: bool) -> Instance:
+    """The states at the borders between GLA's segments, or their gradients."""
+    tile, dtype = 64 if dim_v <= 64 else 128, _DTYPES[half]
+    kernels = (
+        f"gla_sums_kernel<SumsConfig<{_TYPES[half]}, {tile}, {_cpp(backward)}>>",
+        f"gla_carry_kernel<{_cpp(backward)}>",
     )
-
-
-@functools.cache
-def gla_segments() -> Instance:
-    """The kernels that cut GLA's sequences, for all head dims."""
-    return Instance(
-        "gla_segments",
-        "channel_gate/segments/segments.cu",
-        (),
-        "channel_gate/bindings/segments.cpp",
-        exports=("CHUNK", "DTYPES", "ADDRESS_BITS"),
-    )
+    name = f"gla_segments_v{tile}{'_backward' if backward else ''}_{dtype}"
+    return Instance(name, GLA_SEGMENTS, "channel_gate/segments/kernels.cuh", kernels, "channel_gate", dtype)
 
 
 def all_instances() -> list[Instance]:
-    """The shipped ones, then those that measurements alone take."""
-    return [*shipped_instances(), mlstm_fwd(128, 256, sequential=True), mlstm_fwd(256, 512, sequential=True)]
-
-
-def shipped_instances() -> list[Instance]:
-    """Every instance that some call takes."""
-    chunkwise = [
-        *(mlstm_fwd(qk, v) for qk, v in MLSTM_TILES),
-        *(_walk_instance(keys, v) for keys, v in WALK_TILES),
-        mlstm_bwd(),
-    ]
+    """The shipped ones, and the forward of mLSTM without overlap."""
     return [
-        *chunkwise,
-        *map(for_scalar_decay, chunkwise),
-        *(delta_rule(direction, k) for direction in DELTA_DIRECTIONS for k in DELTA_TILES),
-        *map(delta_states, DELTA_STATES_TILES),
-        *(gla(direction, k) for direction in GLA_DIRECTIONS for k in GLA_TILES),
-        *map(gla_states, GLA_STATES_TILES),
-        gla_segments(),
-        mlstm_step(),
-        *(mlstm_sequence(tokens) for tokens in SEQUENCE_TILES),
+        *shipped_instances(),
+        *(mlstm_fwd(tile, half, sequential=True) for tile in SEQUENTIAL_TILES for half in (False, True)),
     ]
+
+
+@functools.cache
+def shipped_instances() -> tuple[Instance, ...]:
+    """Every instance that a call takes."""
+    return (
+        *(
+            x
+            for half in (False, True)
+            for decay in (False, True)
+            for x in _scalar_gate_instances(half, decay)
+        ),
+        *(x for half in (False, True) for x in _delta_instances(half)),
+        *(x for half in (False, True) for x in _gla_instances(half)),
+        *(mlstm_fwd_combine(decay) for decay in (False, True)),
+        *(mlstm_bwd_combine(decay) for decay in (False, True)),
+        mlstm_bwd_gates(),
+        mlstm_bwd_gates(sigmoid_gate=True),
+        mlstm_bwd_gates(decay=True),
+        delta_leads(),
+        delta_carry(),
+        delta_strength(),
+        *(mlstm_step(*states) for states in _STATES),
+        *(
+            mlstm_sequence(t, *states, fp32)
+            for t in SEQUENCE_TILES
+            for states in _STATES
+            for fp32 in (False, True)
+        ),
+    )
+
+
+# dtypes of a state before and after decoding
+_STATES = (
+    ("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32"),
+    ("fp16", "fp16"), ("fp32", "fp16"), ("fp16", "fp32"),
+)  # fmt: skip
+
+
+def shipped_launchers() -> list[Launcher]:
+    """Every launcher that a call takes."""
+    return list(dict.fromkeys(instance.launcher for instance in shipped_instances()))
+
+
+def _scalar_gate_instances(half: bool, decay: bool) -> Iterator[Instance]:
+    for normalize in (False,) if decay else (True, False):
+        for tile in MLSTM_TILES:
+            for sigmoid_gate in (False,) if tile[0] < 256 or decay else (False, True):
+                if normalize or sigmoid_gate or decay or tile[0] < 256:
+                    yield mlstm_fwd(tile, half, normalize, sigmoid_gate, decay)
+            yield mlstm_fwd_states(tile, half, normalize, decay)
+        for tile in WALK_TILES:
+            if tile[1] < 256:
+                yield mlstm_walk("dq and dk", tile, half, normalize, decay)
+                yield mlstm_walk_segments(tile, half, normalize, decay)
+    yield from (mlstm_walk("dv", tile, half, decay=decay) for tile in WALK_TILES)
+    if not decay:
+        yield mlstm_bwd_rows(half)
+
+
+def _delta_instances(half: bool) -> Iterator[Instance]:
+    for tile in DELTA_TILES:
+        # as matrices_before in backends/tk/delta_rule/split.py: who makes P
+        yield from (
+            delta_matrices(tile, half, scores)
+            for scores in {64: (False,), 256: (True,)}.get(tile, (False, True))
+        )
+        yield from (delta_forward(tile, half, walkers) for walkers in (1, 2))
+        yield from (delta_mirror(tile, half, walkers) for walkers in (1, 2))
+        yield from (delta_inputs(tile, half, backward) for backward in (False, True))
+        if tile <= 128:
+            yield from (delta_forward(tile, half, walkers, "by makers") for walkers in (1, 2))
+            yield from (delta_mirror(tile, half, walkers, "states") for walkers in (1, 2))
+            yield delta_maps(tile, half)
+    yield delta_forward(128, half, 2, "in the walk")
+    yield from (delta_mirror(128, half, 2, makes) for makes in ("right_part", "right_part_and_sums"))
+    yield delta_combine(half)
+    for walk, tile, walkers in itertools.product(
+        ("left", "paired left", "right"), DELTA_STATES_TILES, (1, 2)
+    ):
+        yield delta_states(walk, tile, half, walkers)
+
+
+def _gla_instances(half: bool) -> Iterator[Instance]:
+    for direction, tile in itertools.product(("forward", "backward"), GLA_TILES):
+        yield from (gla_walk(direction, tile, half, *of) for of in ((1, 1), (2, 1), (2, 2)))
+    for walk, tile in itertools.product(("left", "right"), GLA_STATES_TILES):
+        yield from (gla_states(walk, tile, half, walkers) for walkers in ((2,) if tile == 256 else (1, 2)))
+    yield from (gla_segments(dim_v, half, backward) for dim_v in (64, 128) for backward in (False, True))

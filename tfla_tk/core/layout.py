@@ -14,6 +14,7 @@ DELTA_ANCHOR_CHUNKS = 4  # the same of the delta rule
 SEGMENT_CHUNKS = 16  # of a segment of the delta rule's walks over the states
 GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}  # codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of kernels' instances
 MAX_SLICES = 16  # of V in decoding, each a CTA
 ADDRESS_BITS = 48  # of a prepared address: bytes from the start of the tensor whose number is above them
 FORMS = ("chunkwise", "parallel", "recurrent")  # of the reference

@@ -7,6 +7,7 @@ equal. Neither keys nor results hold a tensor.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -74,6 +75,15 @@ class Memo(Generic[Result]):
             self._results[key] = result
 
 
+_calls: weakref.WeakSet[CallMemo[Any]] = weakref.WeakSet()
+
+
+def forget_calls() -> None:
+    """Make anew whatever functions have made of their arguments: something has changed that it depends on."""
+    for kept in list(_calls):
+        kept.clear()
+
+
 class CallMemo(Generic[Result]):
     """Results by the signature of plain eager calls. That a call is like the latest one takes less to see.
 
@@ -83,6 +93,7 @@ class CallMemo(Generic[Result]):
 
     def __init__(self, strided: bool = False) -> None:
         self._strided = strided
+        _calls.add(self)
         self._known: Memo[tuple[_Likeness, Result]] = Memo()
         self._latest: tuple[_Likeness, Result] | None = None
 

@@ -1,4 +1,4 @@
-// Plain argument structs shared by the kernels' host functions and the pybind11 bindings.
+// Plain argument structs shared by the kernels' host functions and the bindings.
 // No CUDA, ThunderKittens or Torch header here, so that the bindings compile in seconds.
 #pragma once
 
@@ -20,7 +20,7 @@ struct ChannelShape {
 // by chunks, b the cumulative sum of g in the chunk, b_L that over all of it:
 //   O = s (q e^b) S + P V      P = s tril(sum_c q_ic k_jc e^{b_ic - b_jc})      S <- e^{b_L} S + (k e^{b_L -
 //   b})^T V
-// K <= the instance's (of one launch), K and V multiples of 16. Exact for gates <= 0, -inf among them; for
+// K <= tile_k, K and V multiples of 16. Exact for gates <= 0, -inf among them; for
 // positive ones as long as e^(sum of g over a chunk) and its products with q and k stay finite in fp32, and
 // these in the operands' type.
 struct GlaForwardParams {
@@ -31,9 +31,10 @@ struct GlaForwardParams {
     const float* initial;  // [N, heads, K, V] or null: zero
     float* last;           // the same, or null: not wanted
     float scale;           // s, any finite number
+    int tile_k;            // channels of the kernel: 64 or 128, at least K
     int walkers;           // warpgroups of a CTA that own 64 columns of V each: 1 or 2
     const float* borders;  // of gla_segments, where sequences are cut
-    // O is a sum over K, so that launches one after the other, of an instance of 128 channels, may take some
+    // O is a sum over K, so that launches one after the other, of a tile of 128 channels, may take some
     // each. The last one writes O.
     int other_dim_k;         // channels of the others: rows of the states between those of two heads
     void* part;              // of gla_part_bytes: what a launch leaves of O for the next one

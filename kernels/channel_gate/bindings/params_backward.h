@@ -21,7 +21,7 @@ void gla_mirror(const GlaForwardParams& params, void* stream);
 // and the gradient of the log decay, per channel: the sum of q dq - k dk from a token on, plus the flow of
 // gradient <S, dS> over the sequence's end. That sum begins anew at the anchors (scalar_gate's params.h).
 struct GlaStatesParams {
-    ChannelShape shape;  // dim_v at most an instance's tile
+    ChannelShape shape;
     Operand q, k, v, dout;
     Operand g;  // as in GlaForwardParams
     DType g_dtype;
@@ -36,10 +36,11 @@ struct GlaStatesParams {
                              // d_last is null; the right one begins with them, null: zero
     void* anchors;           // of gla_anchor_bytes: what the left walk leaves of S
     float scale;             // s, any finite number
+    int tile_v;              // columns of V of the kernel: 64, 128 or 256, at least V
     int walkers;             // of a CTA, for 64 columns of K each: 1 or 2; ignored with a tile of 256, where
                              // two split V
     bool needs_dg;           // else inflow, dg, d_last, flows and anchors are not looked at
-    // Results are of sums over V, so that launches one after the other, of an instance of 256 columns, may
+    // Results are of sums over V, so that launches one after the other, of a tile of 256 columns, may
     // take a slice of V each: v, dout, the states and anchors are of a slice then. The last one makes the
     // results; of flows, those after the first add theirs.
     int other_dim_v;         // columns of the others, between two rows of the states
@@ -47,7 +48,7 @@ struct GlaStatesParams {
     bool is_first, is_last;  // slice
 };
 
-std::int64_t gla_anchor_bytes(const ChannelShape& shape);  // of a slice of V
+std::int64_t gla_anchor_bytes(const ChannelShape& shape, int tile_v);  // of a slice of V
 std::int64_t gla_sums_bytes(const ChannelShape& shape);
 
 // All throw std::runtime_error on a refused launch.

@@ -1,5 +1,6 @@
-// The states at the borders between segments of gated linear attention (GLA): two kernels, the sums of the
-// segments (sums.cuh) and their way from border to border (carry.cuh). Equations: bindings/params.h.
+// Host half of the states at the borders between segments of gated linear attention (GLA): two kernels, the
+// sums of the segments (sums.cuh) and their way from border to border (carry.cuh). Equations:
+// bindings/params.h.
 #include "channel_gate/segments/carry.cuh"
 #include "channel_gate/segments/sums.cuh"
 #include "common/launch.cuh"

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "channel_gate/segments/params.cuh"
+#include "common/kernel.cuh"
 
 namespace tfla_tk::channel_gate {
 
@@ -125,18 +126,20 @@ template <class C> __device__ inline void add_up_blocks(const SegmentsGlobals& g
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 2) void gla_sums_kernel(const __grid_constant__ SegmentsGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<SumsMemory<C>*>(shared_memory);
-    const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x,
-                       [&] { g.gates.prefetch(), g.keys.prefetch(), g.values.prefetch(); }))
-        return;
-    if (warp < 4)
-        add_up_blocks(g, smem);
-    else if (warp < 4 + C::kGateWarps)
-        scale_blocks(g, smem, warp - 4);
-    else
-        load_blocks(g, smem);
+    TFLA_DEVICE_CODE {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        auto& smem = *reinterpret_cast<SumsMemory<C>*>(shared_memory);
+        const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+        if (!begin_task<C>(g, smem, blockIdx.x,
+                           [&] { g.gates.prefetch(), g.keys.prefetch(), g.values.prefetch(); }))
+            return;
+        if (warp < 4)
+            add_up_blocks(g, smem);
+        else if (warp < 4 + C::kGateWarps)
+            scale_blocks(g, smem, warp - 4);
+        else
+            load_blocks(g, smem);
+    }
 }
 
 }  // namespace tfla_tk::channel_gate

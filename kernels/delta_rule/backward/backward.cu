@@ -1,15 +1,8 @@
-// What the backward of the delta rule has of its own: the gradients of the values, of beta and of the states.
+// Host half of what the backward of the delta rule has of its own: the gradients of the values, of beta and
+// of the states.
 //
 // It reads the A that the forward has made, and without a scorer its P. Kernels:
-//   delta_mirror    the walk from the last chunk to the first. One CTA owns a (sequence, head, 64 or 128
-//                   columns of V):
-//     producer      loads q, k, dO, the writes, A and, without a scorer, P; scans the gates; stores dV
-//                   and the right part of dk; adds up the walkers' sums for dbeta and dg and stores them
-//     walkers       one or two, the state's gradient in registers (backward/walker.cuh)
-//                   With two walkers and 64 < K <= 128 these may also make the right part of dk
-//                   (right_part.cuh); then there is no right walk
-//     scorer        makes P where K and the walkers allow it (kMakesScores), also where the forward has kept
-//                   one (scorer.cuh)
+//   delta_mirror    the walk from the last chunk to the first (backward/kernel.cuh)
 // Where few long sequences leave multiprocessors idle, they are split: walks of heads that forget soon begin
 // some chunks behind their segments, as the forward has found; for the others a walk that leaves states alone
 // and delta_carry (split/carry.cuh) give the gradients of the states with which the segments begin.
@@ -22,51 +15,13 @@
 
 #include "common/launch.cuh"
 #include "delta_rule/backward/combine.cuh"
-#include "delta_rule/backward/config.cuh"
-#include "delta_rule/backward/producer.cuh"
+#include "delta_rule/backward/kernel.cuh"
 #include "delta_rule/backward/strength.cuh"
-#include "delta_rule/backward/walker.cuh"
-#include "delta_rule/backward/wide_walker.cuh"
 #include "delta_rule/inputs/backward.cuh"
 #include "delta_rule/launch_walk.cuh"
-#include "delta_rule/scorer.cuh"
 #include "delta_rule/split/launch.cuh"
 
-#ifndef TFLA_DIM_K
-#error "TFLA_DIM_K chooses the instance"
-#endif
-
 namespace tfla_tk::delta_rule {
-
-template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void delta_mirror_kernel(const __grid_constant__ MirrorGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<MirrorMemory<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x,
-                       [&] { g.q.prefetch(), g.k.prefetch(), g.dout.prefetch(), g.dv.chunk.prefetch(); }))
-        return;
-    if (warpgroup_id == 0) {
-        set_registers<C::kProducerRegisters, C::kThreads, 1>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0)
-            load_tiles(g, smem);
-        else if (warp == 1)
-            scan_gates(g, smem);
-        else if (!C::kStatesAlone && warp - 2 < C::kWalkers)
-            store_gradients(g, smem, warp - 2);
-    } else if (C::kHasScorer && warpgroup_id > C::kWalkers) {
-        set_registers<C::kScorerRegisters, C::kThreads, 1>();
-        if constexpr (C::kHasScorer) make_scores<C>(g, smem);
-    } else {
-        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        if constexpr (C::kIsWide)
-            walk_mirror_wide(g, smem, warpgroup_id - 1);
-        else
-            walk_mirror(g, smem, warpgroup_id - 1);
-    }
-}
 
 template <class C> RightGlobals right_globals(const OperandMaps& maps, const DeltaMirrorParams& p) {
     const DeltaShape& s = p.shape;
@@ -106,9 +61,9 @@ template <class C> void launch_mirror(const DeltaMirrorParams& p, cudaStream_t s
                                                             p.shape.device, stream, "delta_mirror");
 }
 
-template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
+template <class T, int kDimK> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stream) {
     if (p.right.dk.data) {
-        if constexpr (TFLA_DIM_K == 128) {
+        if constexpr (kDimK == 128) {
             if (p.walkers != 2)
                 throw std::runtime_error("delta_mirror: two walkers make the right part of dk");
             if (p.right.whole)
@@ -119,16 +74,16 @@ template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stre
             throw std::runtime_error("delta_mirror: the right part of dk is made for 64 < K <= 128");
         }
     } else if (p.states_alone) {
-        if constexpr (TFLA_DIM_K > 128)
+        if constexpr (kDimK > 128)
             throw std::runtime_error("delta_mirror: no split where K > 128");
         else if (p.walkers == 1)
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1, MirrorMakes::states>>(p, stream);
+            launch_mirror<MirrorConfig<T, kDimK, 1, MirrorMakes::states>>(p, stream);
         else
-            launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2, MirrorMakes::states>>(p, stream);
+            launch_mirror<MirrorConfig<T, kDimK, 2, MirrorMakes::states>>(p, stream);
     } else if (p.walkers == 1)
-        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 1>>(p, stream);
+        launch_mirror<MirrorConfig<T, kDimK, 1>>(p, stream);
     else
-        launch_mirror<MirrorConfig<T, TFLA_DIM_K, 2>>(p, stream);
+        launch_mirror<MirrorConfig<T, kDimK, 2>>(p, stream);
 }
 
 }  // namespace tfla_tk::delta_rule
@@ -136,9 +91,9 @@ template <class T> void run_mirror(const DeltaMirrorParams& p, cudaStream_t stre
 namespace tfla_tk {
 
 void delta_mirror(const DeltaMirrorParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::run_mirror<kittens::half>(params, s)
-                      : delta_rule::run_mirror<kittens::bf16>(params, s);
+    delta_rule::with_type_and_tile(params.shape, "delta_mirror", [&]<class T, int kDimK>() {
+        delta_rule::run_mirror<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 void delta_carry(const DeltaCarryParams& params, void* stream) {
@@ -156,9 +111,9 @@ void delta_strength(const DeltaStrengthParams& params, void* stream) {
 }
 
 void delta_inputs_backward(const DeltaInputsBackwardParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::run_inputs_backward<kittens::half, TFLA_DIM_K>(params, s)
-                      : delta_rule::run_inputs_backward<kittens::bf16, TFLA_DIM_K>(params, s);
+    delta_rule::with_type_and_tile(params.shape, "delta_inputs_backward", [&]<class T, int kDimK>() {
+        delta_rule::run_inputs_backward<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 }  // namespace tfla_tk

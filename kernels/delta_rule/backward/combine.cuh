@@ -1,6 +1,7 @@
 // dq and dk where the walks over the states leave several parts of each.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "common/launch.cuh"
 #include "common/tiles.cuh"
 #include "delta_rule/bindings/params.h"
@@ -37,28 +38,30 @@ template <class T> struct Unit {
 template <class T>
 __global__ __launch_bounds__(kCombineThreads) void delta_combine_kernel(
     const __grid_constant__ DeltaCombineParams p) {
-    const DeltaShape& s = p.shape;
-    const int units = s.dim_k / kUnit, heads = s.heads / s.group;
-    int64_t index = static_cast<int64_t>(blockIdx.x) * kCombineThreads + threadIdx.x;
-    const int column = index % units * kUnit;
-    index /= units;
-    const int head = index % heads;
-    index /= heads;
-    const int row = index % s.seq;
-    const int64_t batch = index / s.seq;
-    if (batch >= s.batch) return;
-    auto offset = [&](const Operand& x, int head) {
-        return batch * x.batch_stride + head * x.head_stride + row * x.row_stride + column;
-    };
-    Unit<T> dq, dk;
+    TFLA_DEVICE_CODE {
+        const DeltaShape& s = p.shape;
+        const int units = s.dim_k / kUnit, heads = s.heads / s.group;
+        int64_t index = static_cast<int64_t>(blockIdx.x) * kCombineThreads + threadIdx.x;
+        const int column = index % units * kUnit;
+        index /= units;
+        const int head = index % heads;
+        index /= heads;
+        const int row = index % s.seq;
+        const int64_t batch = index / s.seq;
+        if (batch >= s.batch) return;
+        auto offset = [&](const Operand& x, int head) {
+            return batch * x.batch_stride + head * x.head_stride + row * x.row_stride + column;
+        };
+        Unit<T> dq, dk;
 #pragma unroll 1
-    for (int n = 0; n < s.group; n++) {
-        const int part = head * s.group + n;
-        dq.add(p.dq_parts, offset(p.dq_parts, part));
-        dk.add(p.dk_parts, offset(p.dk_parts, part));
+        for (int n = 0; n < s.group; n++) {
+            const int part = head * s.group + n;
+            dq.add(p.dq_parts, offset(p.dq_parts, part));
+            dk.add(p.dk_parts, offset(p.dk_parts, part));
+        }
+        dq.store(p.dq, offset(p.dq, head));
+        dk.store(p.dk, offset(p.dk, head));
     }
-    dq.store(p.dq, offset(p.dq, head));
-    dk.store(p.dk, offset(p.dk, head));
 }
 
 template <class T> void launch_combine(const DeltaCombineParams& p, cudaStream_t stream) {

@@ -1,7 +1,7 @@
-// pybind11 module of one instance of the walks for the gradients of q and k. Its functions prepare launches.
-// Arguments are integers: prepared addresses (prepared_launches.h), strides, sizes. No Torch header.
+// What the launcher of the walks for the gradients of q and k offers. Addresses are prepared ones
+// (prepared_launches.h).
 #include "delta_rule/bindings/params_states.h"
-#include "delta_rule/bindings/tuples.h"
+#include "delta_rule/bindings/read_arguments.h"
 
 namespace tfla_tk {
 
@@ -11,82 +11,44 @@ void place(DeltaStatesParams& x, const Addresses& at) {
            x.low);
 }
 
-}  // namespace tfla_tk
-
 namespace {
 
-using namespace tfla_tk;
+// shape, q, k, writes, dout, dv, dq, left, dk, right, g, beta, entering, leaving, borders, sums: whole,
+// inter, anchors, flows; written, low, scale, walkers, shared. right: the right parts of dk, address 0 where
+// the mirror does not make them; entering, leaving: the states that sequences begin and end with, borders:
+// those of the segments between, 0 for none; written, low: workspaces of written_bytes and low_bytes; shared:
+// heads of v that share a head of the results.
+DeltaStatesParams read_walk(Arguments& x) {
+    DeltaStatesParams p{read_shape(x), x.operand(), x.operand(), x.operand(), x.operand(), x.operand()};
+    p.dq = x.operand(), p.left = x.operand(), p.dk = x.operand(), p.right = x.operand();
+    p.g = x.gate(), p.beta = x.gate();
+    p.entering = x.pointer(), p.leaving = x.pointer(), p.borders = x.pointer();
+    p.whole = x.pointer(), p.inter = x.pointer<FlowSum>(), p.anchors = x.pointer<void>(),
+    p.flows = x.pointer();
+    p.written = x.pointer<int>(), p.low = x.pointer<void>();
+    p.scale = x.real(), p.walkers = x.number(), p.shared = x.number();
+    return p;
+}
 
-// addresses of the sums per token and per chunk, of the anchors and the flows; all 0: not wanted
-using SumsTuple = std::array<std::int64_t, 4>;
+std::vector<std::int64_t> anchor_bytes(Arguments& x) { return {delta_anchor_bytes(read_shape(x))}; }
 
-template <void (*kWalk)(const DeltaStatesParams&, void*)>
-void def_walk(pybind11::module_& m, const char* name) {
-    namespace py = pybind11;
-    m.def(
-        name,
-        [](const ShapeTuple& of, const OperandTuple& q, const OperandTuple& k, const OperandTuple& writes,
-           const OperandTuple& dout, const OperandTuple& dv, const OperandTuple& dq, const OperandTuple& left,
-           const OperandTuple& dk, const OperandTuple& right, const GateTuple& g, const GateTuple& beta,
-           std::int64_t entering, std::int64_t leaving, std::int64_t borders, const SumsTuple& sums,
-           std::int64_t written, std::int64_t low, float scale, int walkers, int shared) {
-            return prepared<kWalk>(DeltaStatesParams{shape(of),
-                                                     operand(q),
-                                                     operand(k),
-                                                     operand(writes),
-                                                     operand(dout),
-                                                     operand(dv),
-                                                     operand(dq),
-                                                     operand(left),
-                                                     operand(dk),
-                                                     operand(right),
-                                                     gate(g),
-                                                     gate(beta),
-                                                     pointer(entering),
-                                                     pointer(leaving),
-                                                     pointer(borders),
-                                                     pointer(sums[0]),
-                                                     reinterpret_cast<FlowSum*>(sums[1]),
-                                                     pointer(sums[2]),
-                                                     pointer(sums[3]),
-                                                     reinterpret_cast<int*>(written),
-                                                     pointer(low),
-                                                     scale,
-                                                     walkers,
-                                                     shared});
-        },
-        py::arg("shape"), py::arg("q"), py::arg("k"), py::arg("writes"), py::arg("dout"), py::arg("dv"),
-        py::arg("dq"), py::arg("left"), py::arg("dk"), py::arg("right"), py::arg("g"), py::arg("beta"),
-        py::arg("entering"), py::arg("leaving"), py::arg("borders"), py::arg("sums"), py::arg("written"),
-        py::arg("low"), py::arg("scale"), py::arg("walkers"), py::arg("shared"),
-        "Prepares a walk; right: the right parts of dk, address 0 where the mirror does not make them; "
-        "entering, leaving: the states that sequences begin and end with, borders: those of "
-        "the segments between, 0 for none; sums: whole, "
-        "inter, anchors, flows; written, low: workspaces of written_bytes and low_bytes; shared: heads of v "
-        "that share a head of the results.");
+// shape, shared.
+template <auto kBytes> std::vector<std::int64_t> bytes_of_shared(Arguments& x) {
+    const DeltaShape shape = read_shape(x);
+    return {kBytes(shape, x.number())};
 }
 
 }  // namespace
+}  // namespace tfla_tk
 
-PYBIND11_MODULE(TFLA_MODULE, m) {
-    namespace py = pybind11;
-    export_constants(m);
-    export_launches(m);
-    m.attr("DELTA_ANCHOR_CHUNKS") = kDeltaAnchorChunks;
-    def_walk<&delta_left>(m, "left");
-    def_walk<&delta_right>(m, "right");
-    m.def(
-        "anchor_bytes", [](const ShapeTuple& of) { return delta_anchor_bytes(shape(of)); }, py::arg("shape"),
-        "Bytes of the states that a walk leaves at the anchors.");
-    m.def(
-        "written_bytes",
-        [](const ShapeTuple& of, int shared) { return delta_written_bytes(shape(of), shared); },
-        py::arg("shape"), py::arg("shared"),
-        "Bytes of the workspace by which heads of v and slices of V take turns; 0 where none share a "
-        "result.");
-    m.def(
-        "low_bytes", [](const ShapeTuple& of, int shared) { return delta_low_bytes(shape(of), shared); },
-        py::arg("shape"), py::arg("shared"),
-        "Bytes of the workspace for the low bytes of what slices of V leave for each other; 0 for one "
-        "slice.");
+const tfla_tk::Launcher* tfla_launcher() {
+    using namespace tfla_tk;
+    static const Launcher launcher{
+        {prepares<&delta_left, &read_walk>("left"),
+         prepares<&delta_right, &read_walk>("right"),
+         {.name = "anchor_bytes", .tell = &anchor_bytes},
+         {.name = "written_bytes", .tell = &bytes_of_shared<&delta_written_bytes>},
+         {.name = "low_bytes", .tell = &bytes_of_shared<&delta_low_bytes>}},
+        constants_and({{"SEGMENT_CHUNKS", kSegmentChunks}, {"DELTA_ANCHOR_CHUNKS", kDeltaAnchorChunks}})};
+    return &launcher;
 }

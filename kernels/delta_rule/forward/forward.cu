@@ -1,17 +1,11 @@
-// Forward of the delta rule and the gated delta rule.
+// Host half of the forward of the delta rule and the gated delta rule.
 //
 // Two kernels, or the second one alone, and one in front of them for raw inputs:
 //   delta_inputs    the norm of q and k, the sigmoid of beta, the log decay (inputs/forward.cuh)
 //   delta_matrices  of every chunk and head, in parallel: A of a triangular system and, where the walk does
 //                   not make them, the scores P (chunk_matrices/kernel.cuh). The backward reads them, too.
-//   delta_forward   the walk over the chunks. One CTA owns a (sequence, head, 64 or 128 columns of V):
-//     producer      loads q, k, v and the matrices; scans the gates; stores O, and the writes for a backward
-//     walkers       one or two, the state in registers (forward/walker.cuh)
-//     scorer        makes P (scorer.cuh), where kMakesScores
-//     maker         in its place: makes A (chunk_matrices/in_walk.cuh). Then the walkers make P, and there is
-//                   no delta_matrices
-// Where the walk leaves multiprocessors idle, one launch has both: delta_forward_with_makers
-// (chunk_matrices/makers.cuh).
+//   delta_forward   the walk over the chunks (forward/kernel.cuh). It may make A itself; then there is no
+//                   delta_matrices. Where it leaves multiprocessors idle, one launch has both
 // Where few long sequences leave multiprocessors idle, they are split: two more launches give the states with
 // which their segments begin.
 //   delta_maps      what each segment makes of the state (split/maps.cuh)
@@ -24,73 +18,13 @@
 
 #include "common/launch.cuh"
 #include "delta_rule/chunk_matrices/launch.cuh"
-#include "delta_rule/forward/config.cuh"
-#include "delta_rule/forward/producer.cuh"
-#include "delta_rule/forward/walker.cuh"
-#include "delta_rule/forward/wide_walker.cuh"
+#include "delta_rule/forward/kernel.cuh"
 #include "delta_rule/inputs/forward.cuh"
 #include "delta_rule/launch_walk.cuh"
-#include "delta_rule/scorer.cuh"
 #include "delta_rule/split/launch.cuh"
 #include "delta_rule/split/leads.cuh"
 
-#ifndef TFLA_DIM_K
-#error "TFLA_DIM_K chooses the instance"
-#endif
-
 namespace tfla_tk::delta_rule {
-
-// The block-th CTA of the walk.
-template <class C>
-__device__ inline void run_walk(const ForwardGlobals& g, unsigned char* shared_memory, int block) {
-    auto& smem = *reinterpret_cast<ForwardMemory<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, block,
-                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.o.chunk.prefetch(); }))
-        return;
-    if (warpgroup_id == 0) {
-        set_registers<C::kProducerRegisters, C::kThreads, 1>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0)
-            load_tiles(g, smem);
-        else if (warp == 1)
-            scan_gates(g, smem);
-        else if (warp - 2 < C::kWalkers)
-            load_values_and_store_outputs(g, smem, warp - 2);
-    } else if (warpgroup_id <= C::kWalkers) {
-        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        if constexpr (C::kIsWide)
-            walk_forward_wide(g, smem, warpgroup_id - 1);
-        else
-            walk_forward(g, smem, warpgroup_id - 1);
-    } else if (C::kHasScorer && warpgroup_id < C::kWalkWarpgroups) {
-        set_registers<C::kScorerRegisters, C::kThreads, 1>();
-        if constexpr (C::kMakesMatrices)
-            make_matrices_in_walk<C>(g, smem);
-        else if constexpr (C::kHasScorer)
-            make_scores<C>(g, smem);
-    } else if constexpr (C::kIdleWarpgroups > 0) {
-        set_registers<C::kIdleRegisters, C::kThreads, 1>();
-    }
-}
-
-template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void delta_forward_kernel(const __grid_constant__ ForwardGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    run_walk<C>(g, shared_memory, blockIdx.x);
-}
-
-// The walk beside makers (chunk_matrices/makers.cuh).
-template <class C>
-__global__ __launch_bounds__(C::kThreads, 1) void delta_forward_with_makers_kernel(
-    const __grid_constant__ WithMakers<ForwardGlobals> g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    if (blockIdx.x >= g.makers.ctas)
-        run_walk<C>(g.walk, shared_memory, blockIdx.x - g.makers.ctas);
-    else
-        run_makers<C>(g.makers, shared_memory, blockIdx.x);
-}
 
 template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     const DeviceGuard guard(p.shape.device, "delta_forward");
@@ -117,26 +51,26 @@ template <class C> void launch_forward(const DeltaForwardParams& p, cudaStream_t
             g, walk_grid(g, "delta_forward"), C::kThreads, p.shape.device, stream, "delta_forward");
 }
 
-template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
+template <class T, int kDimK> void run_forward(const DeltaForwardParams& p, cudaStream_t stream) {
     if (p.makes_matrices) {
-        if constexpr (TFLA_DIM_K != 128)
+        if constexpr (kDimK != 128)
             throw std::runtime_error("delta_forward: a walk makes its matrices only where 64 < K <= 128");
         else if (p.walkers != 2 || p.makers > 0 || p.carried)
             throw std::runtime_error(
                 "delta_forward: a walk makes its matrices only with two walkers, without makers or a split");
         else
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, 0, true>>(p, stream);
+            launch_forward<ForwardConfig<T, kDimK, 2, 0, true>>(p, stream);
     } else if (p.makers > 0) {
-        if constexpr (TFLA_DIM_K > 128)
+        if constexpr (kDimK > 128)
             throw std::runtime_error("delta_forward: no makers where K > 128");
         else if (p.walkers == 1)
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 1, kWarpgroupsOfMakers>>(p, stream);
+            launch_forward<ForwardConfig<T, kDimK, 1, kWarpgroupsOfMakers>>(p, stream);
         else
-            launch_forward<ForwardConfig<T, TFLA_DIM_K, 2, kWarpgroupsOfMakers>>(p, stream);
+            launch_forward<ForwardConfig<T, kDimK, 2, kWarpgroupsOfMakers>>(p, stream);
     } else if (p.walkers == 1)
-        launch_forward<ForwardConfig<T, TFLA_DIM_K, 1>>(p, stream);
+        launch_forward<ForwardConfig<T, kDimK, 1>>(p, stream);
     else
-        launch_forward<ForwardConfig<T, TFLA_DIM_K, 2>>(p, stream);
+        launch_forward<ForwardConfig<T, kDimK, 2>>(p, stream);
 }
 
 }  // namespace tfla_tk::delta_rule
@@ -144,9 +78,9 @@ template <class T> void run_forward(const DeltaForwardParams& p, cudaStream_t st
 namespace tfla_tk {
 
 void delta_matrices(const DeltaMatricesParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::run_matrices<kittens::half, TFLA_DIM_K>(params, s)
-                      : delta_rule::run_matrices<kittens::bf16, TFLA_DIM_K>(params, s);
+    delta_rule::with_type_and_tile(params.shape, "delta_matrices", [&]<class T, int kDimK>() {
+        delta_rule::run_matrices<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 void delta_leads(const DeltaLeadsParams& params, void* stream) {
@@ -154,18 +88,18 @@ void delta_leads(const DeltaLeadsParams& params, void* stream) {
 }
 
 void delta_forward(const DeltaForwardParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::run_forward<kittens::half>(params, s)
-                      : delta_rule::run_forward<kittens::bf16>(params, s);
+    delta_rule::with_type_and_tile(params.shape, "delta_forward", [&]<class T, int kDimK>() {
+        delta_rule::run_forward<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 void delta_maps(const DeltaMapsParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    if constexpr (TFLA_DIM_K > 128)
-        throw std::runtime_error("delta_maps: no split where K > 128");
-    else
-        params.shape.half ? delta_rule::launch_maps<kittens::half, TFLA_DIM_K>(params, s)
-                          : delta_rule::launch_maps<kittens::bf16, TFLA_DIM_K>(params, s);
+    delta_rule::with_type_and_tile(params.shape, "delta_maps", [&]<class T, int kDimK>() {
+        if constexpr (kDimK > 128)
+            throw std::runtime_error("delta_maps: no split where K > 128");
+        else
+            delta_rule::launch_maps<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 void delta_carry(const DeltaCarryParams& params, void* stream) {
@@ -173,9 +107,9 @@ void delta_carry(const DeltaCarryParams& params, void* stream) {
 }
 
 void delta_inputs(const DeltaInputsParams& params, void* stream) {
-    const auto s = static_cast<cudaStream_t>(stream);
-    params.shape.half ? delta_rule::run_inputs<kittens::half, TFLA_DIM_K>(params, s)
-                      : delta_rule::run_inputs<kittens::bf16, TFLA_DIM_K>(params, s);
+    delta_rule::with_type_and_tile(params.shape, "delta_inputs", [&]<class T, int kDimK>() {
+        delta_rule::run_inputs<T, kDimK>(params, static_cast<cudaStream_t>(stream));
+    });
 }
 
 }  // namespace tfla_tk

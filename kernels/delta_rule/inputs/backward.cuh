@@ -1,6 +1,7 @@
 // The kernel behind the backward: the gradients of the raw inputs.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "delta_rule/inputs/common.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -64,11 +65,13 @@ __device__ inline void differentiate_gates(const DeltaInputsBackwardParams& p) {
 template <class T, int kDimK>
 __global__ __launch_bounds__(kInputThreads) void delta_inputs_backward_kernel(
     const __grid_constant__ InputsGlobals<DeltaInputsBackwardParams> g) {
-    const int block = blockIdx.x;
-    if (block < g.gate_blocks)
-        differentiate_gates(g.params);
-    else
-        differentiate_rows<T, kDimK>(g.params, block - g.gate_blocks);
+    TFLA_DEVICE_CODE {
+        const int block = blockIdx.x;
+        if (block < g.gate_blocks)
+            differentiate_gates(g.params);
+        else
+            differentiate_rows<T, kDimK>(g.params, block - g.gate_blocks);
+    }
 }
 
 template <class T, int kDimK>

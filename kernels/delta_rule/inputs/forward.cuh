@@ -1,6 +1,7 @@
 // The kernel in front of the forward: the inputs of the delta rule from raw ones.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "delta_rule/inputs/common.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -32,11 +33,13 @@ __device__ inline void make_gates(const DeltaInputsParams& p) {
 template <class T, int kDimK>
 __global__ __launch_bounds__(kInputThreads) void delta_inputs_kernel(
     const __grid_constant__ InputsGlobals<DeltaInputsParams> g) {
-    const int block = blockIdx.x;
-    if (block < g.gate_blocks)
-        make_gates(g.params);
-    else
-        normalise_rows<T, kDimK>(g.params, block - g.gate_blocks);
+    TFLA_DEVICE_CODE {
+        const int block = blockIdx.x;
+        if (block < g.gate_blocks)
+            make_gates(g.params);
+        else
+            normalise_rows<T, kDimK>(g.params, block - g.gate_blocks);
+    }
 }
 
 template <class T, int kDimK> void run_inputs(const DeltaInputsParams& p, cudaStream_t stream) {

@@ -2,6 +2,7 @@
 // and how many behind it for the gradient (bindings/params.h).
 #pragma once
 
+#include "common/kernel.cuh"
 #include "common/launch.cuh"
 #include "common/sync.cuh"
 #include "common/warp.cuh"
@@ -71,40 +72,43 @@ template <class Of> __device__ inline int lead_of(int available, int longest, fl
 
 // A CTA has a sequence and head, and the leads before the segments or those behind them; its warps take turns
 // at the borders.
-static __global__ __launch_bounds__(32 * kLeadWarps) void delta_leads_kernel(
-    const __grid_constant__ LeadsGlobals g) {
-    __shared__ int is_carried;
-    const int head = blockIdx.x % g.heads, sequence = blockIdx.x / g.heads, warp = threadIdx.x / 32;
-    const bool is_packed = g.cut.offsets != nullptr, behind = blockIdx.y == 1;
-    int slot = 0, batch = sequence, tokens = g.seq, segments = g.cut.segments / g.cut.sequences;
-    int first_segment = sequence * segments;
-    if (is_packed) {
-        const PackedSequence own(g.cut, g.seq, sequence);
-        slot = own.start / kChunk + sequence, batch = 0, tokens = own.tokens;
-        segments = own.segments, first_segment = own.first_segment;
-    }
-    const int chunks = (tokens + kChunk - 1) / kChunk, length = g.cut.segment_chunks;
-    const BoundsOfChunks bounds{
-        reinterpret_cast<const float4*>(g.bounds + 4 * ((batch * g.heads + head) * g.slots + slot))};
-    int* const leads = g.leads + (behind * g.cut.segments + first_segment) * g.heads + head;  // of a segment
-    if (threadIdx.x == 0) is_carried = 0;
-    __syncthreads();
-    for (int border = 1 + warp; border < segments; border += kLeadWarps) {
-        const int chunk = border * length;  // behind the border
-        const int lead = behind
-                             ? lead_of(chunks - chunk, g.longest, bounds.stretch(chunk - length, chunk),
-                                       [&](int n) { return bounds[chunk + n]; })
-                             : lead_of(chunk, g.longest, bounds.stretch(chunk, min(chunk + length, chunks)),
-                                       [&](int n) { return bounds[chunk - 1 - n]; });
-        if (fresh_laneid() == 0) {
-            leads[(border - behind) * g.heads] = lead;
-            if (lead > g.longest) is_carried = 1;
+__global__ __launch_bounds__(32 *
+                             kLeadWarps) void delta_leads_kernel(const __grid_constant__ LeadsGlobals g) {
+    TFLA_DEVICE_CODE {
+        __shared__ int is_carried;
+        const int head = blockIdx.x % g.heads, sequence = blockIdx.x / g.heads, warp = threadIdx.x / 32;
+        const bool is_packed = g.cut.offsets != nullptr, behind = blockIdx.y == 1;
+        int slot = 0, batch = sequence, tokens = g.seq, segments = g.cut.segments / g.cut.sequences;
+        int first_segment = sequence * segments;
+        if (is_packed) {
+            const PackedSequence own(g.cut, g.seq, sequence);
+            slot = own.start / kChunk + sequence, batch = 0, tokens = own.tokens;
+            segments = own.segments, first_segment = own.first_segment;
         }
+        const int chunks = (tokens + kChunk - 1) / kChunk, length = g.cut.segment_chunks;
+        const BoundsOfChunks bounds{
+            reinterpret_cast<const float4*>(g.bounds + 4 * ((batch * g.heads + head) * g.slots + slot))};
+        int* const leads =
+            g.leads + (behind * g.cut.segments + first_segment) * g.heads + head;  // of a segment
+        if (threadIdx.x == 0) is_carried = 0;
+        __syncthreads();
+        for (int border = 1 + warp; border < segments; border += kLeadWarps) {
+            const int chunk = border * length;  // behind the border
+            const int lead =
+                behind ? lead_of(chunks - chunk, g.longest, bounds.stretch(chunk - length, chunk),
+                                 [&](int n) { return bounds[chunk + n]; })
+                       : lead_of(chunk, g.longest, bounds.stretch(chunk, min(chunk + length, chunks)),
+                                 [&](int n) { return bounds[chunk - 1 - n]; });
+            if (fresh_laneid() == 0) {
+                leads[(border - behind) * g.heads] = lead;
+                if (lead > g.longest) is_carried = 1;
+            }
+        }
+        __syncthreads();
+        if (is_carried)
+            for (int border = 1 + threadIdx.x; border < segments; border += 32 * kLeadWarps)
+                leads[(border - behind) * g.heads] = kCarried;
     }
-    __syncthreads();
-    if (is_carried)
-        for (int border = 1 + threadIdx.x; border < segments; border += 32 * kLeadWarps)
-            leads[(border - behind) * g.heads] = kCarried;
 }
 
 inline void launch_leads(const DeltaLeadsParams& p, cudaStream_t stream) {

@@ -6,6 +6,7 @@
 // walker owns 64 of them and holds their transposed states in fp32 registers, as in the forward's walk.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "delta_rule/walk.cuh"
 
 namespace tfla_tk::delta_rule {
@@ -210,22 +211,25 @@ template <class C> __device__ inline void walk_map(const MapsGlobals& g, MapsMem
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void delta_maps_kernel(const __grid_constant__ MapsGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<MapsMemory<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.k.prefetch(), g.v.prefetch(), g.a.prefetch(); })) return;
-    // nobody asks for M of the first segment
-    if (smem.task.number == 0 && smem.task.column >= g.value_columns()) return;
-    if (warpgroup_id == 0) {
-        set_registers<C::kProducerRegisters, C::kThreads, 1>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0)
-            load_map_tiles(g, smem);
-        else if (warp == 1)
-            scan_map_gates(g, smem);
-    } else {
-        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        walk_map(g, smem, warpgroup_id - 1);
+    TFLA_DEVICE_CODE {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        auto& smem = *reinterpret_cast<MapsMemory<C>*>(shared_memory);
+        const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+        if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.k.prefetch(), g.v.prefetch(), g.a.prefetch(); }))
+            return;
+        // nobody asks for M of the first segment
+        if (smem.task.number == 0 && smem.task.column >= g.value_columns()) return;
+        if (warpgroup_id == 0) {
+            set_registers<C::kProducerRegisters, C::kThreads, 1>();
+            const int warp = warpgroup::warpid();
+            if (warp == 0)
+                load_map_tiles(g, smem);
+            else if (warp == 1)
+                scan_map_gates(g, smem);
+        } else {
+            set_registers<C::kWalkerRegisters, C::kThreads, 1>();
+            walk_map(g, smem, warpgroup_id - 1);
+        }
     }
 }
 

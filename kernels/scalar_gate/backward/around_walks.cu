@@ -1,6 +1,6 @@
-// The small kernels around the walks of the backward: per-chunk gates and per-row terms before them, the
-// states at the boundaries of cut sequences, and the gradients of the gates after them. They have no matrix
-// product, so one instance serves all head dims.
+// Host half of the small kernels around the walks of the backward: per-chunk gates and per-row terms before
+// them, the states at the boundaries of cut sequences, and the gradients of the gates after them. They have
+// no matrix product and serve all head dims.
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>

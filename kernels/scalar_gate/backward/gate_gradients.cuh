@@ -30,6 +30,7 @@
 //   mlstm_bwd_gates    one CTA per kAnchorChunks chunks, one warp per chunk
 #pragma once
 
+#include "common/kernel.cuh"
 #include "kittens.cuh"
 #include "scalar_gate/backward/tile.cuh"
 #include "scalar_gate/bindings/params_backward.h"
@@ -164,30 +165,32 @@ template <class P> __device__ inline bool forgets_all_before(float2 i, float2 f,
 // <dC, C> + <dn, n> of one part of one state.
 __global__ __launch_bounds__(kTileThreads) void mlstm_bwd_flows_kernel(
     const __grid_constant__ GatesGlobals g) {
-    __shared__ double sums[kTileWarps];
-    const int block = blockIdx.x;
-    const int part = block % kStateParts, at_end = block / kStateParts % 2;
-    const int64_t state = block / (2 * kStateParts);
-    const StateGradient& from = at_end ? g.last : g.initial;
-    const int first = part * kTileThreads + threadIdx.x;
-    double sum = 0.;
-    if (from.c) {
-        const auto c = reinterpret_cast<const float4*>(from.c + state * g.state_size);
-        const auto dc = reinterpret_cast<const float4*>(from.dc + state * g.state_size);
+    TFLA_DEVICE_CODE {
+        __shared__ double sums[kTileWarps];
+        const int block = blockIdx.x;
+        const int part = block % kStateParts, at_end = block / kStateParts % 2;
+        const int64_t state = block / (2 * kStateParts);
+        const StateGradient& from = at_end ? g.last : g.initial;
+        const int first = part * kTileThreads + threadIdx.x;
+        double sum = 0.;
+        if (from.c) {
+            const auto c = reinterpret_cast<const float4*>(from.c + state * g.state_size);
+            const auto dc = reinterpret_cast<const float4*>(from.dc + state * g.state_size);
 #pragma unroll 4
-        for (int64_t n = first; n < g.state_size / 4; n += kStateParts * kTileThreads) {
-            const float4 x = c[n], y = dc[n];
-            sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+            for (int64_t n = first; n < g.state_size / 4; n += kStateParts * kTileThreads) {
+                const float4 x = c[n], y = dc[n];
+                sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+            }
         }
+        if (from.n && first < g.norm_size)
+            sum += from.n[state * g.norm_size + first] * from.dn[state * g.norm_size + first];
+        sum = warp_sum(sum);
+        if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+        __syncthreads();
+        if (threadIdx.x >= 32) return;
+        sum = warp_sum(threadIdx.x < kTileWarps ? sums[threadIdx.x] : 0.);
+        if (threadIdx.x == 0) g.state_flows[block] = sum;
     }
-    if (from.n && first < g.norm_size)
-        sum += from.n[state * g.norm_size + first] * from.dn[state * g.norm_size + first];
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
-    sum = warp_sum(threadIdx.x < kTileWarps ? sums[threadIdx.x] : 0.);
-    if (threadIdx.x == 0) g.state_flows[block] = sum;
 }
 
 // This lane's share of the sum of all parts, in fp64.
@@ -264,62 +267,65 @@ __device__ inline float2 suffix_sums(float2 x) {
 template <class P>
 __global__ __launch_bounds__(kTileThreads,
                              4) void mlstm_bwd_gates_kernel(const __grid_constant__ GatesGlobals g) {
-    __shared__ ChunkFlow flows[kAnchorChunks];
-    __shared__ KnownFlows known;
-    const Tile tile = Tile::of_block(g, blockIdx.x);
-    if (tile.tokens <= 0) return;
-    const int chunk = threadIdx.x / 32;
-    const LaneTokens lane(chunk, tile.tokens);
-    auto loader = [&](const Gate& gate) {
-        return [&](float none) {
-            return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+    TFLA_DEVICE_CODE {
+        __shared__ ChunkFlow flows[kAnchorChunks];
+        __shared__ KnownFlows known;
+        const Tile tile = Tile::of_block(g, blockIdx.x);
+        if (tile.tokens <= 0) return;
+        const int chunk = threadIdx.x / 32;
+        const LaneTokens lane(chunk, tile.tokens);
+        auto loader = [&](const Gate& gate) {
+            return [&](float none) {
+                return lane.load(GateRows(gate, tile.batch, tile.head, tile.first_row), none);
+            };
         };
-    };
-    const float2 i = P::input(loader(g.i)), f = P::forget(loader(g.f));
-    ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
-    float m_in = 0.f;
-    if (P::kStabilised && chunk < tile.chunks) {
-        const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
-        m_in = load_chunk_m(g.chunk_m, slot).high;
-    }
-    // two warps have each known flow
-    const int every = g.anchors.chunks, place = chunk / 2;
-    const bool knows = place <= kAnchorChunks / every, is_before = chunk % 2;
-    double known_part = 0.;
-    if (knows)
-        known_part = known_flow(g, tile, tile.first_chunk + place * every,
-                                is_before ? g.anchors.before : g.anchors.after);
-    const float2 q = q_dq.rows(), k = k_dk.rows();
-    if (chunk < tile.chunks) {
-        ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(i, f, m_in)};
-        if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
-            flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
-            flow.forgets = false;
+        const float2 i = P::input(loader(g.i)), f = P::forget(loader(g.f));
+        ChunkSums q_dq(g, tile, g.q_dq, chunk, lane), k_dk(g, tile, g.k_dk, chunk, lane);
+        float m_in = 0.f;
+        if (P::kStabilised && chunk < tile.chunks) {
+            const int64_t slot = tile.batch_head * g.slots + tile.slot + tile.first_chunk + chunk;
+            m_in = load_chunk_m(g.chunk_m, slot).high;
         }
-        if (fresh_laneid() == 0) flows[chunk] = flow;
-    }
-    if (knows) {
-        const double flow = warp_sum(known_part);
-        if (fresh_laneid() == 0) (is_before ? known.before : known.after)[place] = flow;
-    }
-    __syncthreads();
-    if (chunk >= tile.chunks) return;
+        // two warps have each known flow
+        const int every = g.anchors.chunks, place = chunk / 2;
+        const bool knows = place <= kAnchorChunks / every, is_before = chunk % 2;
+        double known_part = 0.;
+        if (knows)
+            known_part = known_flow(g, tile, tile.first_chunk + place * every,
+                                    is_before ? g.anchors.before : g.anchors.after);
+        const float2 q = q_dq.rows(), k = k_dk.rows();
+        if (chunk < tile.chunks) {
+            ChunkFlow flow{q_dq.flow(), k_dk.flow(), forgets_all_before<P>(i, f, m_in)};
+            if (flow.received.value == kNotSummed || flow.sent.value == kNotSummed) {
+                flow.received.value = warp_sum(q.x + q.y), flow.sent.value = warp_sum(k.x + k.y);
+                flow.forgets = false;
+            }
+            if (fresh_laneid() == 0) flows[chunk] = flow;
+        }
+        if (knows) {
+            const double flow = warp_sum(known_part);
+            if (fresh_laneid() == 0) (is_before ? known.before : known.after)[place] = flow;
+        }
+        __syncthreads();
+        if (chunk >= tile.chunks) return;
 
-    const int stretch = chunk / every, first = stretch * every, end = min(first + every, tile.chunks);
-    const double flow = flow_after(flows, known.after[stretch], known.before[stretch + 1], chunk, first, end);
-    const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
-    auto store = [&](const GateGradient& gate, int t, float x) {
-        store_gate(gate,
-                   tile.batch * gate.batch_stride + tile.head * gate.head_stride +
-                       (tile.first_row + t) * gate.row_stride,
-                   x);
-    };
-    auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
-        if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
-        store(g.df, t, P::forget_gradient(static_cast<float>(flow + dlf), f));
-    };
-    if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
-    if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);
+        const int stretch = chunk / every, first = stretch * every, end = min(first + every, tile.chunks);
+        const double flow =
+            flow_after(flows, known.after[stretch], known.before[stretch + 1], chunk, first, end);
+        const float2 sums = suffix_sums({q.x - k.x, q.y - k.y});
+        auto store = [&](const GateGradient& gate, int t, float x) {
+            store_gate(gate,
+                       tile.batch * gate.batch_stride + tile.head * gate.head_stride +
+                           (tile.first_row + t) * gate.row_stride,
+                       x);
+        };
+        auto finish = [&](int t, float k_dk, float dlf, float i, float f) {
+            if constexpr (P::kHasInput) store(g.di, t, P::input_gradient(k_dk, i));
+            store(g.df, t, P::forget_gradient(static_cast<float>(flow + dlf), f));
+        };
+        if (lane.has_low) finish(lane.low, k.x, sums.x, i.x, f.x);
+        if (lane.has_high) finish(lane.high, k.y, sums.y, i.y, f.y);
+    }
 }
 
 }  // namespace tfla_tk::mlstm

@@ -1,4 +1,4 @@
-// Plain argument structs shared by the kernels' host functions and the pybind11 bindings.
+// Plain argument structs shared by the kernels' host functions and the bindings.
 // No CUDA, ThunderKittens or Torch header here, so that the bindings compile in seconds.
 #pragma once
 
@@ -50,8 +50,9 @@ struct MlstmFwdWalk {
     void* workspace;  // mlstm_fwd_workspace_bytes; null where no sequence is cut
     Cut cut;
     int batch, heads, seq, dim_qk, dim_v;
-    int group;  // heads of v that share one head of q and k, which have heads / group heads
-    bool half;  // operands are fp16, not bf16
+    int group;             // heads of v that share one head of q and k, which have heads / group heads
+    int tile_qk, slice_v;  // of the kernel: the smallest tile that holds K; columns of V of a CTA
+    bool half;             // operands are fp16, not bf16
     bool sigmoid_gate;
     bool normalize;
     int device;
@@ -75,12 +76,10 @@ std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v
 std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int dim_qk, int dim_v);
 
 // CTAs of the fused kernel per multiprocessor.
-int mlstm_fwd_ctas_per_multiprocessor();
+int mlstm_fwd_ctas_per_multiprocessor(int tile_qk, int slice_v);
 
-// Defined once per instance (head-dim tile). Both throw std::runtime_error on a refused launch.
-// Where sequences are cut, mlstm_fwd_states must come first; it writes the states that arrive at the segments
-// to the workspace.
-void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream);
+// Launches one kernel, or three where sequences are cut: then first those that write the states that arrive
+// at the segments to the workspace. Throws std::runtime_error on a refused launch.
 void mlstm_fwd(const MlstmFwdParams& params, void* stream);
 
 }  // namespace tfla_tk

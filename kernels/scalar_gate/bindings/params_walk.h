@@ -24,8 +24,9 @@ struct PassWalk {
     Boundaries boundaries;
     Cut cut;
     int batch, heads, seq, dim_keys, dim_values;
-    int group;  // heads of v that share one head of q and k, which have heads / group heads
-    bool half;  // operands are fp16, not bf16
+    int group;             // heads of v that share one head of q and k, which have heads / group heads
+    int tile_keys, slice;  // of the kernel: columns of the keys of a share, and of the values of a CTA
+    bool half;             // operands are fp16, not bf16
     int device;
 };
 
@@ -60,12 +61,12 @@ struct MlstmPassParams {
     int* ticket;   // 0 at the start, set by mlstm_bwd_scan; for dq and dk with several shares
 };
 
-// Bytes of `states`, and the number of parts of a flow.
-std::int64_t pass_anchor_bytes(int batch, int heads, int slots, int dim_keys, int dim_values);
-int pass_flow_parts(int dim_keys, int dim_values);
+// Bytes of `states` for so many chunk_slots, and the number of parts of a flow, of the walks for dq and dk.
+std::int64_t pass_anchor_bytes(const PassWalk& walk, int slots);
+int pass_flow_parts(const PassWalk& walk);
 
-// Defined once per instance (tile). Both throw std::runtime_error on a refused launch. mlstm_pass_segments
-// writes the sum of each segment that the walk leaves over a boundary, and its decay; dq and dk only.
+// Both throw std::runtime_error on a refused launch. mlstm_pass_segments writes the sum of each segment that
+// the walk leaves over a boundary, and its decay; dq and dk only.
 void mlstm_pass(const MlstmPassParams& params, void* stream);
 void mlstm_pass_segments(const MlstmSegmentsParams& params, void* stream);
 

@@ -1,8 +1,6 @@
-// pybind11 module of one instance of the backward's walks. Its functions prepare launches. Arguments are
-// integers: prepared addresses (prepared_launches.h), strides, sizes.
-#include "common/prepared_launches.h"
+// What the launcher of the backward's walks offers. Addresses are prepared ones (prepared_launches.h).
 #include "scalar_gate/bindings/params_walk.h"
-#include "scalar_gate/bindings/tuples.h"
+#include "scalar_gate/bindings/read_arguments.h"
 
 namespace tfla_tk {
 
@@ -21,110 +19,65 @@ void place(MlstmPassParams& x, const Addresses& at) {
     at.all(x.whole, x.inter, x.states, x.flows, x.ticket);
 }
 
-}  // namespace tfla_tk
-
 namespace {
 
-using tfla_tk::BoundariesTuple;
-using tfla_tk::CutTuple;
-using tfla_tk::GateTuple;
-using tfla_tk::OperandTuple;
-using tfla_tk::Pair;
-using tfla_tk::pointer;
-using tfla_tk::prepared;
-
-using Launch = std::unique_ptr<tfla_tk::Launch>;
-
-using RowsTuple =
-    std::array<std::int64_t, 4>;  // pointers to log2_w, e or 0, e_stride, pointer to chunk_m or 0
-using GatesTuple = std::array<std::int64_t, 3>;  // pointers to the chunks' gates, e or 0, e_stride
-using Sizes = std::array<int, 5>;                // batch, heads, seq, dim_keys, dim_values
-
-tfla_tk::PassWalk walk(int gradient, const OperandTuple& keys, const OperandTuple& values, std::int64_t e,
-                       std::int64_t e_stride, const BoundariesTuple& boundaries, const CutTuple& cut,
-                       const Sizes& sizes, int group, bool half, int device) {
-    return {static_cast<tfla_tk::Gradient>(gradient),
-            tfla_tk::operand(keys),
-            tfla_tk::operand(values),
-            pointer(e),
-            e_stride,
-            tfla_tk::boundaries(boundaries),
-            tfla_tk::cut(cut),
-            sizes[0],
-            sizes[1],
-            sizes[2],
-            sizes[3],
-            sizes[4],
-            group,
-            half,
-            device};
+// What both begin with: gradient, tile_keys, slice, keys, values, e (0: none), e_stride, boundaries, cut,
+// batch, heads, seq, dim_keys, dim_values, group, half, device.
+PassWalk read_walk(Arguments& x) {
+    PassWalk p{static_cast<Gradient>(x.integer())};
+    p.tile_keys = x.number(), p.slice = x.number();
+    p.keys = x.operand(), p.values = x.operand(), p.e = x.pointer(), p.e_stride = x.integer();
+    p.boundaries = read_boundaries(x), p.cut = read_cut(x);
+    p.batch = x.number(), p.heads = x.number(), p.seq = x.number();
+    p.dim_keys = x.number(), p.dim_values = x.number(), p.group = x.number();
+    p.half = x.flag(), p.device = x.number();
+    return p;
 }
 
-Launch mlstm_pass_segments(int gradient, const OperandTuple& keys, const OperandTuple& values,
-                           const GateTuple& i, const GateTuple& f, const RowsTuple& rows,
-                           const BoundariesTuple& boundaries, const CutTuple& cut, const Sizes& sizes,
-                           int group, float scale, bool half, bool sigmoid_gate, int device) {
-    const tfla_tk::MlstmSegmentsParams params{
-        walk(gradient, keys, values, rows[1], rows[2], boundaries, cut, sizes, group, half, device),
-        tfla_tk::gate(i),
-        tfla_tk::gate(f),
-        pointer(rows[0]),
-        pointer(rows[3]),
-        scale,
-        sigmoid_gate};
-    return prepared<&tfla_tk::mlstm_pass_segments>(params);
+// The walk, i, f, log2_w (0: none), chunk_m (0: none), scale, sigmoid_gate.
+MlstmSegmentsParams read_segments(Arguments& x) {
+    return {read_walk(x), x.gate(), x.gate(), x.pointer(), x.pointer(), x.real(), x.flag()};
 }
 
-Launch mlstm_pass(int gradient, const OperandTuple& queries, const OperandTuple& keys,
-                  const OperandTuple& values, const OperandTuple& out, const OperandTuple& factor,
-                  const GatesTuple& gates, const Pair& entering, const Pair& leaving,
-                  const BoundariesTuple& boundaries, const Pair& sums, const Pair& anchors,
-                  std::int64_t ticket, const CutTuple& cut, const Sizes& sizes, int group, bool half,
-                  int device) {
-    const tfla_tk::MlstmPassParams params{
-        walk(gradient, keys, values, gates[1], gates[2], boundaries, cut, sizes, group, half, device),
-        reinterpret_cast<tfla_tk::ChunkGates*>(gates[0]),
-        tfla_tk::operand(queries),
-        tfla_tk::operand(out),
-        tfla_tk::operand(factor),
-        pointer(entering[0]),
-        pointer(entering[1]),
-        pointer(leaving[0]),
-        pointer(leaving[1]),
-        pointer(sums[0]),
-        reinterpret_cast<tfla_tk::FlowSum*>(sums[1]),
-        reinterpret_cast<void*>(anchors[0]),
-        pointer(anchors[1]),
-        reinterpret_cast<int*>(ticket)};
-    return prepared<&tfla_tk::mlstm_pass>(params);
+// The walk, the chunks' gates of mlstm_bwd_scan, queries, out, factor, entering and leaving state (c, n),
+// sums: whole, inter; anchors: states, flows; ticket.
+MlstmPassParams read_pass(Arguments& x) {
+    MlstmPassParams p{read_walk(x), x.pointer<ChunkGates>(), x.operand(), x.operand(), x.operand()};
+    p.entering_c = x.pointer(), p.entering_n = x.pointer();
+    p.leaving_c = x.pointer(), p.leaving_n = x.pointer();
+    p.whole = x.pointer(), p.inter = x.pointer<FlowSum>();
+    p.states = x.pointer<void>(), p.flows = x.pointer(), p.ticket = x.pointer<int>();
+    return p;
 }
+
+// The walk for dq of batch, heads, dim_keys, dim_values, tile_keys, slice.
+PassWalk read_sizes(Arguments& x) {
+    PassWalk p{Gradient::dq};
+    p.batch = x.number(), p.heads = x.number(), p.dim_keys = x.number(), p.dim_values = x.number();
+    p.tile_keys = x.number(), p.slice = x.number();
+    return p;
+}
+
+// Sizes, chunk_slots: bytes of the states that "dq" leaves at the anchors.
+std::vector<std::int64_t> anchor_bytes(Arguments& x) {
+    const PassWalk walk = read_sizes(x);
+    return {pass_anchor_bytes(walk, x.number())};
+}
+
+// Sizes: the number of parts of a flow.
+std::vector<std::int64_t> flow_parts(Arguments& x) { return {pass_flow_parts(read_sizes(x))}; }
 
 }  // namespace
+}  // namespace tfla_tk
 
-PYBIND11_MODULE(TFLA_MODULE, m) {
-    namespace py = pybind11;
-    tfla_tk::export_layout(m);
-    tfla_tk::export_launches(m);
-    py::dict gradients;
-    gradients["dq"] = static_cast<int>(tfla_tk::Gradient::dq);
-    gradients["dk"] = static_cast<int>(tfla_tk::Gradient::dk);
-    gradients["dv"] = static_cast<int>(tfla_tk::Gradient::dv);
-    m.attr("GRADIENTS") = gradients;
-    m.def("mlstm_pass", &mlstm_pass, py::arg("gradient"), py::arg("queries"), py::arg("keys"),
-          py::arg("values"), py::arg("out"), py::arg("factor"), py::arg("gates"), py::arg("entering"),
-          py::arg("leaving"), py::arg("boundaries"), py::arg("sums"), py::arg("anchors"), py::arg("ticket"),
-          py::arg("cut"), py::arg("sizes"), py::arg("group"), py::arg("half"), py::arg("device"),
-          "Prepares one pass of the mLSTM backward. gradient: 0 dq, 1 dk, 2 dv; gates: those of the chunks "
-          "from mlstm_bwd_scan, e, e_stride; boundaries: c, n, log2_decay; sums: whole, inter; anchors: "
-          "states, flows; ticket: pointer or 0; sizes: batch, heads, seq, dim_keys, dim_values.");
-    m.def(
-        "mlstm_pass_segments", &mlstm_pass_segments, py::arg("gradient"), py::arg("keys"), py::arg("values"),
-        py::arg("i"), py::arg("f"), py::arg("rows"), py::arg("boundaries"), py::arg("cut"), py::arg("sizes"),
-        py::arg("group"), py::arg("scale"), py::arg("half"), py::arg("sigmoid_gate"), py::arg("device"),
-        "Prepares what each segment of a pass adds by itself at the boundary behind it; as mlstm_pass. rows: "
-        "log2_w, e, e_stride, chunk_m.");
-    m.def("anchor_bytes", &tfla_tk::pass_anchor_bytes, py::arg("batch"), py::arg("heads"), py::arg("slots"),
-          py::arg("dim_keys"), py::arg("dim_values"), "Bytes of the states that dq leaves for dk.");
-    m.def("flow_parts", &tfla_tk::pass_flow_parts, py::arg("dim_keys"), py::arg("dim_values"),
-          "Parts of a flow that dk writes.");
+const tfla_tk::Launcher* tfla_launcher() {
+    using namespace tfla_tk;
+    static const Launcher launcher{{prepares<&mlstm_pass, &read_pass>("walk"),
+                                    prepares<&mlstm_pass_segments, &read_segments>("segments"),
+                                    {.name = "anchor_bytes", .tell = &anchor_bytes},
+                                    {.name = "flow_parts", .tell = &flow_parts}},
+                                   layout_and({{"GRADIENTS.dq", static_cast<int>(Gradient::dq)},
+                                               {"GRADIENTS.dk", static_cast<int>(Gradient::dk)},
+                                               {"GRADIENTS.dv", static_cast<int>(Gradient::dv)}})};
+    return &launcher;
 }

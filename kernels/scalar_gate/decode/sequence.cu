@@ -1,4 +1,4 @@
-// A few tokens of mLSTM, for decoding: up to TFLA_TOKENS of them, for all head dims.
+// Host half of a few tokens of mLSTM, for decoding, for all head dims.
 #include <stdexcept>
 
 #include "scalar_gate/decode/sequence.cuh"
@@ -21,13 +21,13 @@ template <class C> void launch_sequence(const MlstmSequenceParams& p, cudaStream
                                             kSequenceName, move_tokens);
 }
 
-template <class Before, class After, bool kTokensFp32>
+template <class Before, class After, int kTokens, bool kTokensFp32>
 void run_sequence(const MlstmSequenceParams& p, cudaStream_t stream) {
-    using Vectors = SequenceConfig<Before, After, TFLA_TOKENS, kTokensFp32, true>;
+    using Vectors = SequenceConfig<Before, After, kTokens, kTokensFp32, true>;
     if (p.tiling.width == Vectors::kWidth)
         launch_sequence<Vectors>(p, stream);
     else if (p.tiling.width == 1)
-        launch_sequence<SequenceConfig<Before, After, TFLA_TOKENS, kTokensFp32, false>>(p, stream);
+        launch_sequence<SequenceConfig<Before, After, kTokens, kTokensFp32, false>>(p, stream);
     else
         throw std::invalid_argument("mlstm_sequence: no kernel for this width");
 }
@@ -36,22 +36,22 @@ void run_sequence(const MlstmSequenceParams& p, cudaStream_t stream) {
 
 namespace tfla_tk {
 
-static_assert(TFLA_TOKENS == 8 || TFLA_TOKENS == kSequenceMaxTokens);
-
 void mlstm_sequence(const MlstmSequenceParams& params, void* stream) {
     const int warps = params.tiling.warps, tokens = params.tokens;
-    if (warps < 1 || (warps & (warps - 1)) != 0 || tokens < 1 || tokens > TFLA_TOKENS ||
+    if (warps < 1 || (warps & (warps - 1)) != 0 || tokens < 1 || tokens > kSequenceMaxTokens ||
         params.dim_qk > kDecodeMaxKeys)
         throw std::invalid_argument("mlstm_sequence: no kernel for these warps or this many tokens or keys");
     const DeviceGuard guard(params.device, mlstm::kSequenceName);
     const auto s = static_cast<cudaStream_t>(stream);
-    mlstm::with_state_types(params.before.c_dtype, params.after.c_dtype, mlstm::kSequenceName,
-                            [&]<class Before, class After>() {
-                                if (params.dtype == DType::float32)
-                                    mlstm::run_sequence<Before, After, true>(params, s);
-                                else
-                                    mlstm::run_sequence<Before, After, false>(params, s);
-                            });
+    mlstm::with_state_types(
+        params.before.c_dtype, params.after.c_dtype, mlstm::kSequenceName, [&]<class Before, class After>() {
+            auto run = [&]<int kTokens>() {
+                params.dtype == DType::float32
+                    ? mlstm::run_sequence<Before, After, kTokens, true>(params, s)
+                    : mlstm::run_sequence<Before, After, kTokens, false>(params, s);
+            };
+            with_tile<8, kSequenceMaxTokens>(tokens <= 8 ? 8 : kSequenceMaxTokens, mlstm::kSequenceName, run);
+        });
 }
 
 }  // namespace tfla_tk

@@ -10,6 +10,7 @@
 // The scores q_t k_j, the normaliser and h's last sum are small; every slice of a head computes its own.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "scalar_gate/bindings/params_sequence.h"
 #include "scalar_gate/decode/decode.cuh"
 #include "scalar_gate/decode/sequence_gates.cuh"
@@ -438,36 +439,38 @@ __device__ inline void write_output(const SequenceShared<C>& shared, const Mlstm
 template <class C>
 __global__ __launch_bounds__(kSequenceThreads, kSequenceCtas) void mlstm_sequence_kernel(
     const __grid_constant__ MlstmSequenceParams g) {
-    __shared__ SequenceShared<C> shared;
-    const SequencePlace<C> at(g);
-    SequenceState<C> state(g, at);
+    TFLA_DEVICE_CODE {
+        __shared__ SequenceShared<C> shared;
+        const SequencePlace<C> at(g);
+        SequenceState<C> state(g, at);
 #pragma unroll
-    for (int n = 0; n < C::kInFlight; n++)
-        state.load(n, (at.row_warp + n * at.row_warps) * kBlock + kPair * at.t, g);
+        for (int n = 0; n < C::kInFlight; n++)
+            state.load(n, (at.row_warp + n * at.row_warps) * kBlock + kPair * at.t, g);
 
-    // while C is in flight: everything that depends on the tokens alone
-    load_tokens(shared, g, at);
-    __syncthreads();
-    if (g.in_place) arrive_at_cluster();
-    const SequenceValues<C> values(shared.tokens, at);
-    score_parts(shared, g, at);
-    __syncthreads();
-    weigh_tokens(shared, g);
+        // while C is in flight: everything that depends on the tokens alone
+        load_tokens(shared, g, at);
+        __syncthreads();
+        if (g.in_place) arrive_at_cluster();
+        const SequenceValues<C> values(shared.tokens, at);
+        score_parts(shared, g, at);
+        __syncthreads();
+        weigh_tokens(shared, g);
 
-    float sums[C::kProducts][C::kTiles][4]{};
-    update_state(sums, state, shared, values, g, at);
-    __syncthreads();
-    leave_sums(shared, sums, values, at);
-    __syncthreads();
-    write_output(shared, g, at);
+        float sums[C::kProducts][C::kTiles][4]{};
+        update_state(sums, state, shared, values, g, at);
+        __syncthreads();
+        leave_sums(shared, sums, values, at);
+        __syncthreads();
+        write_output(shared, g, at);
 
-    if (g.in_place) wait_for_cluster();
-    if (blockIdx.x != 0) return;
-    const int key = threadIdx.x;
-    if (key < g.dim_qk)
-        store_number(g.after.n, g.after.n_dtype, static_cast<int64_t>(at.index) * g.dim_qk + key,
-                     shared.n[key]);
-    if (key == 0 && !g.sigmoid_gate) store_number(g.after.m, g.after.m_dtype, at.index, shared.gates.m);
+        if (g.in_place) wait_for_cluster();
+        if (blockIdx.x != 0) return;
+        const int key = threadIdx.x;
+        if (key < g.dim_qk)
+            store_number(g.after.n, g.after.n_dtype, static_cast<int64_t>(at.index) * g.dim_qk + key,
+                         shared.n[key]);
+        if (key == 0 && !g.sigmoid_gate) store_number(g.after.m, g.after.m_dtype, at.index, shared.gates.m);
+    }
 }
 
 }  // namespace tfla_tk::mlstm

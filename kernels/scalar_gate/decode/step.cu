@@ -1,4 +1,4 @@
-// One token of mLSTM, for decoding. No matrix product, so one instance serves all head dims.
+// Host half of one token of mLSTM, for decoding, for all head dims.
 #include <stdexcept>
 
 #include "scalar_gate/decode/step.cuh"

@@ -10,6 +10,7 @@
 // writes. No flag in global memory is needed, so concurrent calls and graph replays cannot interfere.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "scalar_gate/bindings/params_step.h"
 #include "scalar_gate/decode/decode.cuh"
 #include "scalar_gate/gate/gates.cuh"
@@ -57,103 +58,106 @@ struct StepShared {
 template <class Before, class After, int kWidth>
 __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_step_kernel(
     const __grid_constant__ MlstmStepParams g) {
-    __shared__ StepShared shared;
-    const int lanes = g.tiling.lanes, log2_lanes = __ffs(lanes) - 1, groups = kStepThreads >> log2_lanes;
-    const int columns = kWidth << log2_lanes;
-    const int slice = blockIdx.x, index = blockIdx.z * g.heads + blockIdx.y;  // of the head in all heads
-    const int64_t batch = blockIdx.z, head = blockIdx.y;
-    const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> log2_lanes, warp = threadIdx.x / 32;
-    const int column = slice * columns + lane * kWidth;
-    const bool inside = column < g.dim_v;
-    const int64_t first =
-        (static_cast<int64_t>(index) * g.dim_qk + group) * g.dim_v + column;  // of this thread's elements
-    const Before* from = static_cast<const Before*>(g.before.c) + first;
-    After* to = static_cast<After*>(g.after.c) + first;
-    const int64_t stride = static_cast<int64_t>(groups) * g.dim_v;  // to its next row
+    TFLA_DEVICE_CODE {
+        __shared__ StepShared shared;
+        const int lanes = g.tiling.lanes, log2_lanes = __ffs(lanes) - 1, groups = kStepThreads >> log2_lanes;
+        const int columns = kWidth << log2_lanes;
+        const int slice = blockIdx.x, index = blockIdx.z * g.heads + blockIdx.y;  // of the head in all heads
+        const int64_t batch = blockIdx.z, head = blockIdx.y;
+        const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> log2_lanes,
+                  warp = threadIdx.x / 32;
+        const int column = slice * columns + lane * kWidth;
+        const bool inside = column < g.dim_v;
+        const int64_t first =
+            (static_cast<int64_t>(index) * g.dim_qk + group) * g.dim_v + column;  // of this thread's elements
+        const Before* from = static_cast<const Before*>(g.before.c) + first;
+        After* to = static_cast<After*>(g.after.c) + first;
+        const int64_t stride = static_cast<int64_t>(groups) * g.dim_v;  // to its next row
 
-    Columns<Before, kWidth> own[kStepInFlight]{};
-    auto load = [&](int n, int row) {
-        if (inside && row < g.dim_qk) own[n].load(from);
-        advance(from, stride);
-    };
+        Columns<Before, kWidth> own[kStepInFlight]{};
+        auto load = [&](int n, int row) {
+            if (inside && row < g.dim_qk) own[n].load(from);
+            advance(from, stride);
+        };
 #pragma unroll
-    for (int n = 0; n < kStepInFlight; n++) load(n, group + n * groups);
+        for (int n = 0; n < kStepInFlight; n++) load(n, group + n * groups);
 
-    // while they are in flight: the gates, n, and what all rows use
-    const auto number_of = [&](const TokenRow& x, int n) {
-        return Number(x.data, x.dtype, batch * x.batch_stride + head * x.head_stride + n * x.row_stride);
-    };
-    const int key = threadIdx.x, some_key = key < g.dim_qk ? key : 0;
-    const int some_column = slice * columns + key < g.dim_v ? slice * columns + key : 0;
-    const StoredState& state = g.before;
-    const bool has_m = !g.sigmoid_gate;
-    const Number i = number_of(g.i, 0), f = number_of(g.f, 0);
-    const Number m(has_m ? state.m : state.n, has_m ? state.m_dtype : state.n_dtype, has_m ? index : 0);
-    const Number n_stored(state.n, state.n_dtype, static_cast<int64_t>(index) * g.dim_qk + some_key);
-    const Number k_stored = number_of(g.k, some_key), q_stored = number_of(g.q, some_key);
-    const Number v_stored = number_of(g.v, some_column);
-    const StepFactors gates = step_factors(g, i, f, m);
-    const float k = k_stored, q = q_stored;
-    float n_next = n_stored;
-    shared.value[key] = gates.write * v_stored;
-    if (g.normalize) n_next = gates.decay * n_next + gates.write * k;
-    shared.key_query[key] = {k, q};
-    shared.n_next[key] = n_next;
-    const float norm = warp_sum(key < g.dim_qk ? q * n_next : 0.f);
-    if (threadIdx.x % 32 == 0) shared.norms[warp] = norm;
-    if (threadIdx.x == 0) shared.gates = gates;
-    __syncthreads();
-    if (g.in_place) arrive_at_cluster();
+        // while they are in flight: the gates, n, and what all rows use
+        const auto number_of = [&](const TokenRow& x, int n) {
+            return Number(x.data, x.dtype, batch * x.batch_stride + head * x.head_stride + n * x.row_stride);
+        };
+        const int key = threadIdx.x, some_key = key < g.dim_qk ? key : 0;
+        const int some_column = slice * columns + key < g.dim_v ? slice * columns + key : 0;
+        const StoredState& state = g.before;
+        const bool has_m = !g.sigmoid_gate;
+        const Number i = number_of(g.i, 0), f = number_of(g.f, 0);
+        const Number m(has_m ? state.m : state.n, has_m ? state.m_dtype : state.n_dtype, has_m ? index : 0);
+        const Number n_stored(state.n, state.n_dtype, static_cast<int64_t>(index) * g.dim_qk + some_key);
+        const Number k_stored = number_of(g.k, some_key), q_stored = number_of(g.q, some_key);
+        const Number v_stored = number_of(g.v, some_column);
+        const StepFactors gates = step_factors(g, i, f, m);
+        const float k = k_stored, q = q_stored;
+        float n_next = n_stored;
+        shared.value[key] = gates.write * v_stored;
+        if (g.normalize) n_next = gates.decay * n_next + gates.write * k;
+        shared.key_query[key] = {k, q};
+        shared.n_next[key] = n_next;
+        const float norm = warp_sum(key < g.dim_qk ? q * n_next : 0.f);
+        if (threadIdx.x % 32 == 0) shared.norms[warp] = norm;
+        if (threadIdx.x == 0) shared.gates = gates;
+        __syncthreads();
+        if (g.in_place) arrive_at_cluster();
 
-    const float decay = gates.decay;
-    float value[kWidth];
+        const float decay = gates.decay;
+        float value[kWidth];
 #pragma unroll
-    for (int n = 0; n < kWidth; n++) value[n] = shared.value[lane * kWidth + n];
-    float sum[kWidth]{};
-    for (int base = group; base < g.dim_qk; base += kStepInFlight * groups) {
+        for (int n = 0; n < kWidth; n++) value[n] = shared.value[lane * kWidth + n];
+        float sum[kWidth]{};
+        for (int base = group; base < g.dim_qk; base += kStepInFlight * groups) {
 #pragma unroll
-        for (int n = 0; n < kStepInFlight; n++) {
-            const int row = base + n * groups;
-            const Columns<Before, kWidth> old = own[n];
-            load(n, row + kStepInFlight * groups);
-            const float2 factors = shared.key_query[row % kStepThreads];
-            const bool exists = inside && row < g.dim_qk;
-            Columns<After, kWidth> next;
+            for (int n = 0; n < kStepInFlight; n++) {
+                const int row = base + n * groups;
+                const Columns<Before, kWidth> old = own[n];
+                load(n, row + kStepInFlight * groups);
+                const float2 factors = shared.key_query[row % kStepThreads];
+                const bool exists = inside && row < g.dim_qk;
+                Columns<After, kWidth> next;
 #pragma unroll
-            for (int at = 0; at < kWidth; at++) {
-                const float x = decay * old[at] + factors.x * value[at];
-                if (exists) sum[at] += factors.y * x;
-                next.set(at, x);
+                for (int at = 0; at < kWidth; at++) {
+                    const float x = decay * old[at] + factors.x * value[at];
+                    if (exists) sum[at] += factors.y * x;
+                    next.set(at, x);
+                }
+                if (exists) next.store(to);
+                advance(to, stride);
             }
-            if (exists) next.store(to);
-            advance(to, stride);
         }
-    }
 
-    // over the rows of a warp, then over the warps, in a fixed order
+        // over the rows of a warp, then over the warps, in a fixed order
 #pragma unroll
-    for (int n = 0; n < kWidth; n++)
-        for (int step = lanes; step < 32; step *= 2) sum[n] += __shfl_xor_sync(0xffffffff, sum[n], step);
-    if (threadIdx.x % 32 < lanes) {
+        for (int n = 0; n < kWidth; n++)
+            for (int step = lanes; step < 32; step *= 2) sum[n] += __shfl_xor_sync(0xffffffff, sum[n], step);
+        if (threadIdx.x % 32 < lanes) {
 #pragma unroll
-        for (int n = 0; n < kWidth; n++) shared.sums[warp][lane * kWidth + n] = sum[n];
+            for (int n = 0; n < kWidth; n++) shared.sums[warp][lane * kWidth + n] = sum[n];
+        }
+        __syncthreads();
+        const int out = slice * columns + threadIdx.x;
+        if (threadIdx.x < columns && out < g.dim_v) {
+            float h = 0.f, d = 0.f;
+#pragma unroll
+            for (int n = 0; n < kStepWarps; n++) h += shared.sums[n][threadIdx.x], d += shared.norms[n];
+            h *= g.scale;
+            if (g.normalize) h /= row_normaliser(g.scale * d, shared.gates.floor, shared.gates.eps);
+            store_number(g.h, g.h_dtype, static_cast<int64_t>(index) * g.dim_v + out, h);
+        }
+        if (g.in_place) wait_for_cluster();
+        if (slice != 0) return;
+        if (key < g.dim_qk)
+            store_number(g.after.n, g.after.n_dtype, static_cast<int64_t>(index) * g.dim_qk + key,
+                         shared.n_next[key]);
+        if (key == 0 && !g.sigmoid_gate) store_number(g.after.m, g.after.m_dtype, index, shared.gates.m);
     }
-    __syncthreads();
-    const int out = slice * columns + threadIdx.x;
-    if (threadIdx.x < columns && out < g.dim_v) {
-        float h = 0.f, d = 0.f;
-#pragma unroll
-        for (int n = 0; n < kStepWarps; n++) h += shared.sums[n][threadIdx.x], d += shared.norms[n];
-        h *= g.scale;
-        if (g.normalize) h /= row_normaliser(g.scale * d, shared.gates.floor, shared.gates.eps);
-        store_number(g.h, g.h_dtype, static_cast<int64_t>(index) * g.dim_v + out, h);
-    }
-    if (g.in_place) wait_for_cluster();
-    if (slice != 0) return;
-    if (key < g.dim_qk)
-        store_number(g.after.n, g.after.n_dtype, static_cast<int64_t>(index) * g.dim_qk + key,
-                     shared.n_next[key]);
-    if (key == 0 && !g.sigmoid_gate) store_number(g.after.m, g.after.m_dtype, index, shared.gates.m);
 }
 
 }  // namespace tfla_tk::mlstm

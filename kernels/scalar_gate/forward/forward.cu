@@ -1,68 +1,20 @@
-// Fused chunkwise forward of mLSTM (exponential and sigmoid input gate) and of the scalar-decay family.
+// Host half of the chunkwise forward of mLSTM (exponential and sigmoid input gate) and of the scalar-decay
+// family.
 //
-// One CTA owns a (segment of a sequence, head, slice of V) and walks it in chunks of 64 tokens. The state C
-// stays in the registers of the state warpgroups in fp32 and is not written to global memory between chunks.
-// At K = 256 the kernel is that of transposed/kernel.cuh. Here, up to K = 128, per chunk:
-//   producer   loads K, Q, V tiles into rings; a second warp scans the gates ahead (gate/gates.cuh); a third
-//   writes n
-//              below C^T and carries it on with the sums of the scaled keys
-//   state      writes C^T, rounded, to shared memory for Q C; then C = decay C + (key_scale . K)^T V
-//   output     S = Q K^T; O, q n = Q [C, n]; P = gate(S); O = inter . O + P V; h = O / max(|q n|, floor); TMA
-//              store
-// Where sequences are cut, two kernels before it compute the state that arrives at every segment:
+// The kernel is that of narrow/kernel.cuh up to K = 128, that of transposed/kernel.cuh at K = 256. Where
+// sequences are cut, two kernels before it compute the state that arrives at every segment:
 //   mlstm_states    sums what each segment adds to the state (segment_sums.cuh)
 //   mlstm_combine   carries the states from segment to segment (carry.cuh)
-// Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
 #include <cmath>
 #include <stdexcept>
 
 #include "common/launch.cuh"
 #include "scalar_gate/forward/carry.cuh"
-#include "scalar_gate/forward/globals.cuh"
-#include "scalar_gate/forward/narrow/normaliser.cuh"
-#include "scalar_gate/forward/narrow/output.cuh"
-#include "scalar_gate/forward/narrow/producer.cuh"
-#include "scalar_gate/forward/narrow/state.cuh"
+#include "scalar_gate/forward/narrow/kernel.cuh"
 #include "scalar_gate/forward/segment_sums.cuh"
 #include "scalar_gate/forward/transposed/kernel.cuh"
 
-#ifndef TFLA_DIM_QK
-#error "TFLA_DIM_QK and TFLA_SLICE_V choose the instance"
-#endif
-
 namespace tfla_tk::mlstm {
-
-template <class C>
-__global__ __launch_bounds__(C::kThreads, C::kTiling.ctas_per_sm) void mlstm_fwd_kernel(
-    const __grid_constant__ Globals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<SharedMemoryPlan<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-
-    if (!begin_task<C>(g, smem, blockIdx.x,
-                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h.prefetch(); }))
-        return;
-
-    if (warpgroup_id == 0) {
-        warpgroup::decrease_registers<C::kTiling.registers.producer>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0)
-            load_tiles(g, smem);
-        else if (warp == 1)
-            with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_gates<C, P>(g, smem); });
-        else if (C::kNormalize && warp == 2)
-            carry_norm(g, smem);
-    } else if (warpgroup_id <= C::kStateWarpgroups) {
-        warpgroup::increase_registers<C::kTiling.registers.state>();
-        update_state(g, smem, warpgroup_id - 1);
-    } else {
-        warpgroup::increase_registers<C::kTiling.registers.output>();
-        if (smem.task.tokens > 0) compute_output(g, smem);
-    }
-}
-
-// Whether the kernel is that of transposed/kernel.cuh.
-constexpr bool kTransposed = TFLA_DIM_QK == 256;
 
 FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
     const int64_t slots = static_cast<int64_t>(p.cut.segments - p.cut.sequences) * p.heads;
@@ -80,7 +32,7 @@ FwdWalkGlobals fwd_walk_globals(const MlstmFwdWalk& p) {
             p.seq,
             p.dim_qk,
             p.dim_v,
-            (p.dim_v + TFLA_SLICE_V - 1) / TFLA_SLICE_V,
+            (p.dim_v + p.slice_v - 1) / p.slice_v,
             p.group,
             chunk_slots(p.seq, p.cut.sequences, p.cut.offsets != nullptr),
             p.sigmoid_gate};
@@ -91,8 +43,9 @@ dim3 grid(const FwdWalkGlobals& g, const char* name) {
     return grid_of(static_cast<std::int64_t>(g.cut.segments) * g.heads * g.slices, 1, name);
 }
 
-template <class T, bool kNormalize> void run_states(const MlstmFwdWalk& p, cudaStream_t stream) {
-    using C = StatesConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
+template <class T, int kDimQK, int kSliceV, bool kNormalize>
+void run_states(const MlstmFwdWalk& p, cudaStream_t stream) {
+    using C = StatesConfig<T, kDimQK, kSliceV, kNormalize>;
     const DeviceGuard guard(p.device, "mlstm_states");
     const FwdWalkGlobals g = fwd_walk_globals(p);
     launch<mlstm_states_kernel<C>, sizeof(StatesMemory<C>)>(g, grid(g, "mlstm_states"), C::kThreads, p.device,
@@ -105,7 +58,8 @@ template <class T, bool kNormalize> void run_states(const MlstmFwdWalk& p, cudaS
         kCombineThreads, p.device, stream, "mlstm_combine");
 }
 
-template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
+template <class T, int kDimQK, int kSliceV, bool kNormalize>
+void run_mlstm_fwd(const MlstmFwdParams& p, cudaStream_t stream) {
     const MlstmFwdWalk& walk = p.walk;
     const DeviceGuard guard(walk.device, "mlstm_fwd");
     auto map = [&](const Operand& x, int heads, int dim, int box_rows) {
@@ -131,10 +85,10 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
         launch<kKernel, kSharedBytes>(g, grid(g, "mlstm_fwd"), threads, walk.device, stream, "mlstm_fwd",
                                       cluster);
     };
-    if constexpr (kTransposed) {
+    if constexpr (kDimQK == 256) {  // transposed/kernel.cuh
         with_gate(g.sigmoid_gate, [&]<class P>(P) {
             if constexpr (kNormalize || !P::kStabilised) {
-                using C = TransposedConfig<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize, P>;
+                using C = TransposedConfig<T, kDimQK, kSliceV, kNormalize, P>;
                 start.template operator()<mlstm_transposed_kernel<C>, sizeof(TransposedMemory<C>)>(
                     C::kThreads, C::cluster(g.slices));
             } else {
@@ -142,31 +96,42 @@ template <class T, bool kNormalize> void run_mlstm_fwd(const MlstmFwdParams& p, 
             }
         });
     } else {
-        using C = Config<T, TFLA_DIM_QK, TFLA_SLICE_V, kNormalize>;
+        using C = Config<T, kDimQK, kSliceV, kNormalize>;
         static_assert(sizeof(SharedMemoryPlan<C>) * C::kTiling.ctas_per_sm <= MAX_SHARED_MEMORY);
         start.template operator()<mlstm_fwd_kernel<C>, sizeof(SharedMemoryPlan<C>)>(C::kThreads);
     }
 }
 
-// Calls run<T, kNormalize>() with the operands' type and whether there is a normaliser.
-template <class Run> void with_types(const MlstmFwdWalk& p, Run run) {
-    auto with_type = [&]<class T>() {
+// Calls run<T, kDimQK, kSliceV, kNormalize>() with the operands' type, the tile, and whether there is a
+// normaliser.
+template <class Run> void with_tile_and_types(const MlstmFwdWalk& p, Run run) {
+    auto with_type = [&]<class T, int kDimQK, int kSliceV>() {
         if (!p.normalize)
-            run.template operator()<T, false>();
+            run.template operator()<T, kDimQK, kSliceV, false>();
         else if constexpr (kMayNormalize)
-            run.template operator()<T, true>();
+            run.template operator()<T, kDimQK, kSliceV, true>();
         else
-            throw std::runtime_error("mlstm_fwd: this instance has no normaliser");
+            throw std::runtime_error("mlstm_fwd: a scalar decay has no normaliser");
     };
-    p.half ? with_type.template operator()<half>() : with_type.template operator()<bf16>();
+    auto with_slice = [&]<int kDimQK, int kSliceV>() {
+        p.half ? with_type.template operator()<half, kDimQK, kSliceV>()
+               : with_type.template operator()<bf16, kDimQK, kSliceV>();
+    };
+    with_tile<64, 128, 256>(p.tile_qk, "mlstm_fwd", [&]<int kDimQK>() {
+        auto with_key_tile = [&]<int kSliceV>() { with_slice.template operator()<kDimQK, kSliceV>(); };
+        if constexpr (kDimQK == 256)
+            with_tile<64, 128>(p.slice_v, "mlstm_fwd", with_key_tile);
+        else
+            with_tile<64, 128, 256>(p.slice_v, "mlstm_fwd", with_key_tile);
+    });
 }
 
 }  // namespace tfla_tk::mlstm
 
 namespace tfla_tk {
 
-int mlstm_fwd_ctas_per_multiprocessor() {
-    return mlstm::kTransposed ? 1 : mlstm::tiling(TFLA_DIM_QK, TFLA_SLICE_V).ctas_per_sm;
+int mlstm_fwd_ctas_per_multiprocessor(int tile_qk, int slice_v) {
+    return tile_qk == 256 ? 1 : mlstm::tiling(tile_qk, slice_v).ctas_per_sm;
 }
 
 std::int64_t mlstm_fwd_workspace_bytes(std::int64_t slots, int dim_qk, int dim_v) {
@@ -181,15 +146,12 @@ std::array<std::int64_t, 2> mlstm_fwd_workspace_offsets(std::int64_t slots, int 
     return {offset(at_zero.arriving.c), offset(at_zero.arriving.n)};
 }
 
-void mlstm_fwd_states(const MlstmFwdWalk& params, void* stream) {
-    mlstm::with_types(params, [&]<class T, bool kNormalize>() {
-        mlstm::run_states<T, kNormalize>(params, static_cast<cudaStream_t>(stream));
-    });
-}
-
 void mlstm_fwd(const MlstmFwdParams& params, void* stream) {
-    mlstm::with_types(params.walk, [&]<class T, bool kNormalize>() {
-        mlstm::run_mlstm_fwd<T, kNormalize>(params, static_cast<cudaStream_t>(stream));
+    const auto s = static_cast<cudaStream_t>(stream);
+    mlstm::with_tile_and_types(params.walk, [&]<class T, int kDimQK, int kSliceV, bool kNormalize>() {
+        if (params.walk.cut.segments > params.walk.cut.sequences)
+            mlstm::run_states<T, kDimQK, kSliceV, kNormalize>(params.walk, s);
+        mlstm::run_mlstm_fwd<T, kDimQK, kSliceV, kNormalize>(params, s);
     });
 }
 

@@ -5,6 +5,7 @@
 // be scaled by 0 in fp32, so skipping it changes no bit of the sum.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "common/sync.cuh"
 #include "common/tiles.cuh"
 #include "scalar_gate/forward/globals.cuh"
@@ -196,22 +197,25 @@ __device__ inline void sum_states(const FwdWalkGlobals& g, StatesMemory<C>& smem
 template <class C>
 __global__ __launch_bounds__(C::kThreads,
                              1) void mlstm_states_kernel(const __grid_constant__ FwdWalkGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+    TFLA_DEVICE_CODE {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
+        const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.k.prefetch(), g.v.prefetch(); }) || smem.task.last)
-        return;
+        if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.k.prefetch(), g.v.prefetch(); }) || smem.task.last)
+            return;
 
-    if (warpgroup_id == 0) {
-        if constexpr (C::kStateWarpgroups == 2) warpgroup::decrease_registers<C::kProducerRegisters>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0 && laneid() == 0) load_backward(g, smem);
-        if (warp > 0) with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_backward<C, P>(g, smem, warp - 1); });
-    } else {
-        if constexpr (C::kStateWarpgroups == 2) warpgroup::increase_registers<C::kStateRegisters>();
-        with_gate(g.sigmoid_gate, [&]<class P>(P) { sum_gates<C, P>(g, smem); });
-        sum_states(g, smem, warpgroup_id - 1);
+        if (warpgroup_id == 0) {
+            if constexpr (C::kStateWarpgroups == 2) warpgroup::decrease_registers<C::kProducerRegisters>();
+            const int warp = warpgroup::warpid();
+            if (warp == 0 && laneid() == 0) load_backward(g, smem);
+            if (warp > 0)
+                with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_backward<C, P>(g, smem, warp - 1); });
+        } else {
+            if constexpr (C::kStateWarpgroups == 2) warpgroup::increase_registers<C::kStateRegisters>();
+            with_gate(g.sigmoid_gate, [&]<class P>(P) { sum_gates<C, P>(g, smem); });
+            sum_states(g, smem, warpgroup_id - 1);
+        }
     }
 }
 

@@ -1,6 +1,6 @@
-"""What can run on this machine and why not: the GPU, its driver, the compiler, and the modules of kernels.
+"""What can run on this machine and why not: the GPU, its driver, the compiler, and the kernels.
 
-Families say by a function and plain numbers which modules a call takes (`InstancesOf`): torch.compile, which
+Families say by a function and plain numbers which instances a call takes (`InstancesOf`): torch.compile, which
 may have sizes as symbols, sees the answers as constants.
 """
 
@@ -9,18 +9,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
 
 from tfla_tk import build, env
-from tfla_tk.build import Instance
+from tfla_tk.build import Instance, prebuilt
+from tfla_tk.core import memo
 from tfla_tk.core.support import SUPPORTED, Support
 
-# the modules that a call takes, from numbers and names that tell them; a function of a module
+# the instances that a call takes, from numbers and names that tell them; a function of a module
 InstancesOf: TypeAlias = Callable[..., Iterable[Instance]]
 
+# after so long what could not be had is looked for again
+RETRY_S = 60.0
 HOPPER = (9, 0)
 _log = logging.getLogger("tfla_tk")
 
@@ -31,7 +35,7 @@ def not_on_a_gpu(device: torch.device) -> Support:
 
 
 def supports(device: torch.device, instances_of: InstancesOf, *key: Any) -> Support:
-    """Whether modules can be had and run on a GPU of this machine; nothing is loaded.
+    """Whether instances can be had and run on a GPU of this machine; nothing is loaded.
 
     Args:
         key: the arguments of instances_of.
@@ -44,9 +48,9 @@ def supports(device: torch.device, instances_of: InstancesOf, *key: Any) -> Supp
 
 
 def load(instances_of: InstancesOf, *key: Any) -> Support:
-    """Load modules that are supported, and compile what the cache lacks.
+    """Load instances that are supported, and compile what the cache lacks.
 
-    What cannot be loaded is logged, once, and not tried again in this process: it is not supported any more.
+    What cannot be loaded is logged, once, and not supported until it is tried again (RETRY_S).
 
     Args:
         key: the arguments of instances_of.
@@ -61,35 +65,61 @@ def load(instances_of: InstancesOf, *key: Any) -> Support:
     return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
 
 
-_failed: dict[Instance, tuple[str, str]] = {}  # what could not be loaded, why, and the remedy
+_failed: dict[tuple[Instance, ...], tuple[str, str]] = {}  # what could not be loaded, why, and the remedy
+_told: set[str] = set()  # in the log
 
 
 def load_fault(instances_of: InstancesOf, *key: Any) -> tuple[str, str]:
-    """Why the modules instances_of(*key) cannot be loaded, and the remedy; empty when they are loaded."""
-    for instance in instances_of(*key):
-        if instance in _failed:
-            return _failed[instance]
-        try:
-            build.load(instance)
-        except build.CaptureError:
-            raise
-        except build.BuildError as error:
-            # "auto" goes on without a word
-            _log.warning("%s cannot be used: %s", instance.name, error)
-            _failed[instance] = error.reason, _anew(error)
-            return _failed[instance]
+    """Why the instances of a call cannot be loaded, and the remedy; empty when they are loaded."""
+    wanted = tuple(instances_of(*key))
+    if wanted in _failed:
+        return _failed[wanted]
+    try:
+        build.load_all((instance.launcher, instance) for instance in wanted)
+    except build.CaptureError:
+        raise
+    except build.BuildError as error:
+        _failed[wanted] = error.reason, error.remedy
+        _tell_and_try_again(error)
+        return _failed[wanted]
     return "", ""
 
 
 def kernel_fault(instances_of: InstancesOf, *key: Any) -> tuple[str, str]:
     """Why they cannot be had, as far as that is known without loading them: `device_fault` is empty."""
-    for instance in instances_of(*key):
-        if instance in _failed:
-            return _failed[instance]
-        if not (_can_add_kernels() or _is_cached(instance)):
-            reason = f"{instance.name} is not compiled, and the cache directory cannot be written"
-            return reason, f"set {env.CACHE_DIR.name} to a directory that you own and can write"
+    wanted = tuple(instances_of(*key))
+    if wanted in _failed:
+        return _failed[wanted]
+    if not _can_add_kernels():
+        for instance in wanted:
+            if not _is_cached(instance):
+                reason = f"{instance.name} is not compiled, and the cache directory cannot be written"
+                _try_again()
+                return reason, f"set {env.CACHE_DIR.name} to a directory that you own and can write"
     return "", ""
+
+
+def _tell_and_try_again(error: build.BuildError) -> None:
+    """Logs, once, why "auto" goes on to the next backend."""
+    if str(error) not in _told:
+        _told.add(str(error))
+        _log.warning("the tk kernels cannot be used: %s", error)
+    _try_again()
+
+
+def _try_again() -> None:
+    """Has what failed be forgotten after a while, so that the next call finds that its cause is gone."""
+    timer = threading.Timer(RETRY_S, forget_failures)
+    timer.daemon = True
+    timer.start()
+
+
+def forget_failures() -> None:
+    """Look anew for what could not be had, and plan calls anew that other backends have served meanwhile."""
+    _failed.clear()
+    for looked_up in (_can_add_kernels, _is_cached, _probe_device):
+        looked_up.cache_clear()
+    memo.forget_calls()
 
 
 @functools.cache
@@ -134,29 +164,25 @@ def _probe_device(index: int | None) -> tuple[str, str]:
         found = ".".join(map(str, capability))
         return f"{name} has compute capability {found}, the kernels need 9.0", "use an H100, H200 or GH200"
     try:
+        brought = prebuilt.index()
+        if brought is not None:
+            return _driver_fault(brought.cuda)
         toolchain = build.find_toolchain()
         build.check_cache()
         build.find_thunderkittens(clone=False)
     except build.BuildError as error:
-        # "auto" goes on without a word, and this is looked up once in a process
-        _log.warning("the tk kernels cannot be used: %s", error)
-        return error.reason, _anew(error)
+        _tell_and_try_again(error)
+        return error.reason, error.remedy
     return _driver_fault(toolchain.version)
 
 
-def _anew(error: build.BuildError) -> str:
-    """The remedy of what is looked up once in a process."""
-    return f"{error.remedy}; then start Python anew" if error.remedy else "start Python anew to try again"
-
-
 def _driver_fault(toolkit: tuple[int, int]) -> tuple[str, str]:
-    """Why the driver is too old: a module of CUDA X.Y, machine code alone, needs a driver of X.0 or later."""
+    """Why the driver is too old: machine code of CUDA X.Y needs a driver of X.0 or later."""
     driver = _driver_version()
     if driver is None or driver[0] >= toolkit[0]:
         return "", ""
     return (
-        f"the driver runs CUDA {driver[0]}.{driver[1]}, the nvcc that was found is CUDA "
-        f"{toolkit[0]}.{toolkit[1]}",
+        f"the driver runs CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA {toolkit[0]}.{toolkit[1]}",
         f"update the driver, or name an nvcc of CUDA 12.8 or 12.9 in {env.NVCC.name}; then start Python anew",
     )
 

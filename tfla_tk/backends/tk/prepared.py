@@ -5,8 +5,6 @@ A prepared launch lacks nothing but where the tensors of a call begin (kernels/c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 from tfla_tk.backends.tk.operands import Operand, descriptor_strides
 from tfla_tk.core.layout import ADDRESS_BITS, MaybeTensor
 
-# what a module has prepared: all but the addresses at which the tensors of a call begin
+# what a launcher has prepared: all but the addresses at which the tensors of a call begin
 Launch: TypeAlias = Any
 
 _SCRATCH_ALIGNMENT = 256  # bytes
@@ -55,23 +53,6 @@ class Scratch:
         """The next place of a dense tensor [B, T, H, D]."""
         like = torch.empty(size, device="meta")
         return operand_at(self.take(like.numel() * element_bytes), like)
-
-
-class Launches(NamedTuple):
-    """Launches that are called together.
-
-    Attributes:
-        run: launches them, from where the tensors of a call begin and the stream.
-        launches: which have to live as long.
-    """
-
-    run: Callable[[list[int], int], None]
-    launches: list[Launch]
-
-    @staticmethod
-    def of(module: ModuleType, launches: list[Launch]) -> Launches:
-        """One after the other; of any modules, by the class that each has."""
-        return Launches(module.Launches([launch.handle for launch in launches]).run, launches)
 
 
 class Result(NamedTuple):

@@ -1,42 +1,11 @@
-// The gradients of q, k and the log gates of gated linear attention (GLA).
-//
-// Two kernels, in blocks of 16 tokens:
-//   gla_left   forward in time: dq, and q dq for the gates
-//   gla_right  backward in time: dk, and dg
-// One CTA of either owns a (segment, head, one or two strips of 64 columns of K):
-//     gate warps  eight: what writes to the state, results, loads and stores (states/gates.cuh)
-//     walkers     one or two, the state or its gradient in registers (states/walker.cuh)
-// Equations: bindings/params_backward.h and docs/gla-backward.md.
+// Host half of the gradients of q, k and the log gates of gated linear attention (GLA): two walks
+// (kernel.cuh).
 #include <stdexcept>
 
-#include "channel_gate/backward/states/gates.cuh"
-#include "channel_gate/backward/states/walker.cuh"
+#include "channel_gate/backward/states/kernel.cuh"
 #include "common/launch.cuh"
 
-#ifndef TFLA_DIM_V
-#error "TFLA_DIM_V chooses the instance"
-#endif
-
 namespace tfla_tk::channel_gate {
-
-template <class C>
-__global__ __launch_bounds__(C::kThreads, 1) void gla_states_kernel(const __grid_constant__ StatesGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
-    const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x, [&] {
-            g.readers.prefetch(), g.writers.prefetch(), g.gates.prefetch();
-            g.of_readers.prefetch(), g.of_writers.prefetch(), g.result.box.prefetch();
-        }))
-        return;
-    if (warp < C::kGateWarps) {
-        if constexpr (C::kWalkers > 1) set_registers<C::kGateRegisters, C::kThreads, 1>();
-        run_state_gates(g, smem, warp);
-    } else {
-        if constexpr (C::kWalkers > 1) set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        walk_states(g, smem, warp - C::kGateWarps);
-    }
-}
 
 inline int slots_of(const ChannelShape& s) {
     return chunk_slots(s.seq, s.cut.sequences, s.cut.offsets != nullptr);
@@ -103,24 +72,26 @@ template <class C> void launch_states(const GlaStatesParams& p, cudaStream_t str
                                                           p.shape.device, stream, kName);
 }
 
-template <StateWalk kWalk, class T> void run_states(const GlaStatesParams& p, cudaStream_t stream) {
-    if constexpr (TFLA_DIM_V <= 128)
-        if (p.walkers == 1) return launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk>>(p, stream);
-    launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk>>(p, stream);
-}
-
 template <StateWalk kWalk> void run_states(const GlaStatesParams& p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    p.shape.half ? run_states<kWalk, kittens::half>(p, s) : run_states<kWalk, kittens::bf16>(p, s);
+    auto run = [&]<class T, int kDimV>() {
+        if constexpr (kDimV <= 128)
+            if (p.walkers == 1) return launch_states<StatesConfig<T, kDimV, 1, kWalk>>(p, s);
+        launch_states<StatesConfig<T, kDimV, 2, kWalk>>(p, s);
+    };
+    with_tile<64, 128, 256>(p.tile_v, "gla_states", [&]<int kDimV>() {
+        p.shape.half ? run.template operator()<kittens::half, kDimV>()
+                     : run.template operator()<kittens::bf16, kDimV>();
+    });
 }
 
 }  // namespace tfla_tk::channel_gate
 
 namespace tfla_tk {
 
-std::int64_t gla_anchor_bytes(const ChannelShape& s) {
+std::int64_t gla_anchor_bytes(const ChannelShape& s, int tile_v) {
     const std::int64_t anchors = anchor_slots(channel_gate::slots_of(s));
-    constexpr std::int64_t bytes_of_part = TFLA_DIM_V / 16 * channel_gate::kAnchorUnits * sizeof(uint4);
+    const std::int64_t bytes_of_part = tile_v / 16 * channel_gate::kAnchorUnits * sizeof(uint4);
     const std::int64_t parts = (s.dim_k + 15) / 16;
     return anchors * s.batch * s.heads * parts * bytes_of_part;
 }

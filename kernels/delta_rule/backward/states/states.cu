@@ -1,84 +1,11 @@
-// The gradients of q, k and the log decay, once the mirror walk has left dV (backward/backward.cu).
-//
-// Two kernels:
-//   delta_left   forward in time: dq and the left part of dk; all of dk where the mirror has made the right
-//                part, and then it is the only walk (left.cuh)
-//   delta_right  backward in time: dk (right.cuh)
-// One CTA of either owns a (segment, head, slice of V, 64 or 128 columns of K):
-//     producer   loads writes, dO, dV, q, k and the results of the turn before (the right walk first the left
-//                part of dk) and the right part of dk that the mirror has made; scans the gates; stores the
-//                results. The CTAs of a pair exchange theirs (pair.cuh)
-//     walkers    one or two, the state or its gradient in registers (walker.cuh)
-// Equations: bindings/params_states.h and docs/delta-rule-backward.md.
+// Host half of the gradients of q, k and the log decay: the two walks over the states (kernel.cuh).
 #include <stdexcept>
 
 #include "common/launch.cuh"
-#include "delta_rule/backward/states/config.cuh"
-#include "delta_rule/backward/states/left.cuh"
-#include "delta_rule/backward/states/producer.cuh"
-#include "delta_rule/backward/states/right.cuh"
+#include "delta_rule/backward/states/kernel.cuh"
 #include "delta_rule/launch_walk.cuh"
 
-#ifndef TFLA_DIM_V
-#error "TFLA_DIM_V chooses the instance"
-#endif
-
 namespace tfla_tk::delta_rule {
-
-// The number of a CTA, for its first warp. The two CTAs of a pair are neighbours in the grid and run side by
-// side. Other CTAs that share results wait for each other, so they draw tickets
-// in the order in which they begin: each then only waits for one that runs. Of as many shared results as the
-// GPU serves at once, all first turns come first, then all second ones. So the CTAs of a turn end at the same
-// time, those of the same turn of other results follow them, and each turn is late once per launch, not once
-// per CTA.
-template <class C> __device__ inline int block_of_states(const StatesGlobals& g) {
-    if constexpr (C::kPaired) {
-        const int result = blockIdx.x / 2 / g.ctas, cta = blockIdx.x / 2 % g.ctas;
-        return (result * 2 + cta_in_cluster()) * g.ctas + cta;
-    }
-    if (g.written == nullptr || threadIdx.x >= 32) return blockIdx.x;
-    int ticket = 0;
-    if (threadIdx.x == 0) ticket = atomicAdd(g.written, 1);
-    ticket = __shfl_sync(0xffffffff, ticket, 0);
-    // of ctas CTAs of a turn each
-    const int turns = g.turns(), results = gridDim.x / (turns * g.ctas);
-    const int first = ticket / (g.at_once * turns * g.ctas) * g.at_once;
-    const int rest = ticket - first * turns * g.ctas, of_turn = min(g.at_once, results - first) * g.ctas;
-    const int turn = rest / of_turn, cta = rest % of_turn;
-    return ((first + cta / g.ctas) * turns + turn) * g.ctas + cta % g.ctas;
-}
-
-template <class C>
-__global__ __launch_bounds__(C::kThreads,
-                             1) void delta_states_kernel(const __grid_constant__ StatesGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<StatesMemory<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, block_of_states<C>(g), [&] {
-            g.q.prefetch(), g.k.prefetch(), g.writes.prefetch(), g.dout.prefetch(), g.dv.prefetch();
-        }))
-        return;
-    if constexpr (C::kPaired) cluster_sync();  // the other CTA has initialised its barriers
-    if (warpgroup_id == 0) {
-        set_registers<C::kProducerRegisters, C::kThreads, 1>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0)
-            load_values(g, smem);
-        else if (warp == 1)
-            scan_gates(g, smem);
-        else if (warp == 2)
-            load_columns_and_store_results(g, smem);
-        else
-            load_earlier(g, smem);
-    } else {
-        set_registers<C::kWalkerRegisters, C::kThreads, 1>();
-        if constexpr (C::kIsLeft)
-            walk_left(g, smem);
-        else
-            walk_right(g, smem);
-    }
-    if constexpr (C::kPaired) cluster_sync();  // the other CTA may still arrive on this one's barriers
-}
 
 inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
     const DeltaShape& s = p.shape;
@@ -87,7 +14,8 @@ inline ResultMaps result_maps(const Operand& x, const DeltaStatesParams& p) {
 }
 
 // Of V, one for a CTA.
-inline int slices_of(const DeltaShape& s) { return (s.dim_v + TFLA_DIM_V - 1) / TFLA_DIM_V; }
+inline int tile_of_v(const DeltaShape& s) { return s.dim_v <= 64 ? 64 : 128; }
+inline int slices_of(const DeltaShape& s) { return (s.dim_v + tile_of_v(s) - 1) / tile_of_v(s); }
 
 // Of one result, of all walkers.
 inline std::int64_t low_of_result(const DeltaShape& s, int shared) {
@@ -172,19 +100,21 @@ template <class C> void launch_states(const DeltaStatesParams& p, cudaStream_t s
                                                             kName, C::kPaired ? 2 : 1);
 }
 
-template <StateWalk kWalk, class T, bool kPaired = false>
-void run_states(const DeltaStatesParams& p, cudaStream_t stream) {
-    p.walkers == 1 ? launch_states<StatesConfig<T, TFLA_DIM_V, 1, kWalk, kPaired>>(p, stream)
-                   : launch_states<StatesConfig<T, TFLA_DIM_V, 2, kWalk, kPaired>>(p, stream);
-}
-
 template <StateWalk kWalk> void run_states(const DeltaStatesParams& p, void* stream) {
     const auto s = static_cast<cudaStream_t>(stream);
-    if constexpr (kWalk == StateWalk::left)
-        if (p.shared * slices_of(p.shape) == 2)
-            return p.shape.half ? run_states<kWalk, kittens::half, true>(p, s)
-                                : run_states<kWalk, kittens::bf16, true>(p, s);
-    p.shape.half ? run_states<kWalk, kittens::half>(p, s) : run_states<kWalk, kittens::bf16>(p, s);
+    auto with_walkers = [&]<class T, int kDimV, bool kPaired>() {
+        p.walkers == 1 ? launch_states<StatesConfig<T, kDimV, 1, kWalk, kPaired>>(p, s)
+                       : launch_states<StatesConfig<T, kDimV, 2, kWalk, kPaired>>(p, s);
+    };
+    auto with_pair = [&]<class T, int kDimV>() {
+        if constexpr (kWalk == StateWalk::left)
+            if (p.shared * slices_of(p.shape) == 2) return with_walkers.template operator()<T, kDimV, true>();
+        with_walkers.template operator()<T, kDimV, false>();
+    };
+    with_tile<64, 128>(tile_of_v(p.shape), "delta_states", [&]<int kDimV>() {
+        p.shape.half ? with_pair.template operator()<kittens::half, kDimV>()
+                     : with_pair.template operator()<kittens::bf16, kDimV>();
+    });
 }
 
 }  // namespace tfla_tk::delta_rule
@@ -194,7 +124,7 @@ namespace tfla_tk {
 std::int64_t delta_anchor_bytes(const DeltaShape& s) {
     const std::int64_t anchors = anchor_slots(delta_rule::slots_of(s), kDeltaAnchorChunks);
     const std::int64_t parts = (s.dim_k + 15) / 16 * delta_rule::slices_of(s);
-    const std::int64_t bytes_of_part = 2 * 16 * TFLA_DIM_V;
+    const std::int64_t bytes_of_part = 2 * 16 * delta_rule::tile_of_v(s);
     return anchors * s.batch * s.heads * parts * bytes_of_part;
 }
 

@@ -7,6 +7,7 @@
 // Scales are relative to the boundary, so the state itself never decays.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "common/tiles.cuh"
 #include "common/wgmma.cuh"
 #include "scalar_gate/backward/walk/config.cuh"
@@ -228,27 +229,29 @@ __device__ inline void sum_segment(const SegmentsGlobals& g, SegmentsMemory<C>& 
 template <class C>
 __global__ __launch_bounds__(C::kThreads,
                              1) void mlstm_pass_segments_kernel(const __grid_constant__ SegmentsGlobals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<SegmentsMemory<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+    TFLA_DEVICE_CODE {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        auto& smem = *reinterpret_cast<SegmentsMemory<C>*>(shared_memory);
+        const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
 
-    if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.keys.prefetch(), g.values.prefetch(); }) ||
-        smem.task.last)
-        return;
+        if (!begin_task<C>(g, smem, blockIdx.x, [&] { g.keys.prefetch(), g.values.prefetch(); }) ||
+            smem.task.last)
+            return;
 
-    if (warpgroup_id == 0) {
-        set_registers<kSegmentRegisters.producer, C::kThreads, 1>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0)
-            load_segment(g, smem);
-        else
-            with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_segment<C, P>(g, smem, warp - 1); });
-    } else if (warpgroup_id == 1) {
-        set_registers<kSegmentRegisters.scores, C::kThreads, 1>();
-        with_gate(g.sigmoid_gate, [&]<class P>(P) { find_bounds<C, P>(g, smem); });
-    } else {
-        set_registers<kSegmentRegisters.state, C::kThreads, 1>();
-        sum_segment(g, smem, warpgroup_id - 2);
+        if (warpgroup_id == 0) {
+            set_registers<kSegmentRegisters.producer, C::kThreads, 1>();
+            const int warp = warpgroup::warpid();
+            if (warp == 0)
+                load_segment(g, smem);
+            else
+                with_gate(g.sigmoid_gate, [&]<class P>(P) { scan_segment<C, P>(g, smem, warp - 1); });
+        } else if (warpgroup_id == 1) {
+            set_registers<kSegmentRegisters.scores, C::kThreads, 1>();
+            with_gate(g.sigmoid_gate, [&]<class P>(P) { find_bounds<C, P>(g, smem); });
+        } else {
+            set_registers<kSegmentRegisters.state, C::kThreads, 1>();
+            sum_segment(g, smem, warpgroup_id - 2);
+        }
     }
 }
 

@@ -14,6 +14,7 @@
 // Equations: "Chunkwise form" of mLSTM in docs/mlstm.md.
 #pragma once
 
+#include "common/kernel.cuh"
 #include "scalar_gate/forward/transposed/config.cuh"
 #include "scalar_gate/forward/transposed/producer.cuh"
 #include "scalar_gate/forward/transposed/scores.cuh"
@@ -23,34 +24,36 @@ namespace tfla_tk::mlstm {
 
 template <class C>
 __global__ __launch_bounds__(C::kThreads, 1) void mlstm_transposed_kernel(const __grid_constant__ Globals g) {
-    extern __shared__ __align__(1024) unsigned char shared_memory[];
-    auto& smem = *reinterpret_cast<TransposedMemory<C>*>(shared_memory);
-    const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
-    if (!begin_task<C>(g, smem, blockIdx.x,
-                       [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h_chunk.prefetch(); }))
-        return;
-    if (cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
+    TFLA_DEVICE_CODE {
+        extern __shared__ __align__(1024) unsigned char shared_memory[];
+        auto& smem = *reinterpret_cast<TransposedMemory<C>*>(shared_memory);
+        const int warpgroup_id = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+        if (!begin_task<C>(g, smem, blockIdx.x,
+                           [&] { g.q.prefetch(), g.k.prefetch(), g.v.prefetch(), g.h_chunk.prefetch(); }))
+            return;
+        if (cluster_ctas() > 1) cluster_sync();  // the other CTA has initialised its barriers
 
-    constexpr auto kRegisters = C::kRegisters;
-    if (warpgroup_id == 0) {
-        set_registers<kRegisters.producer, C::kThreads, 1>();
-        const int warp = warpgroup::warpid();
-        if (warp == 0)
-            load_keys_and_queries(g, smem);
-        else if (warp == 1)
-            sum_transposed_gates(g, smem);
-        else if (warp == 2)
-            scale_transposed_gates(g, smem);
-        else
-            load_values_and_store_outputs(g, smem);
-    } else if (warpgroup_id == 1) {
-        set_registers<kRegisters.scores, C::kThreads, 1>();
-        make_transposed_scores(g, smem);
-    } else {
-        set_registers<kRegisters.state, C::kThreads, 1>();
-        walk_transposed_state(g, smem, warpgroup_id - 2);
+        constexpr auto kRegisters = C::kRegisters;
+        if (warpgroup_id == 0) {
+            set_registers<kRegisters.producer, C::kThreads, 1>();
+            const int warp = warpgroup::warpid();
+            if (warp == 0)
+                load_keys_and_queries(g, smem);
+            else if (warp == 1)
+                sum_transposed_gates(g, smem);
+            else if (warp == 2)
+                scale_transposed_gates(g, smem);
+            else
+                load_values_and_store_outputs(g, smem);
+        } else if (warpgroup_id == 1) {
+            set_registers<kRegisters.scores, C::kThreads, 1>();
+            make_transposed_scores(g, smem);
+        } else {
+            set_registers<kRegisters.state, C::kThreads, 1>();
+            walk_transposed_state(g, smem, warpgroup_id - 2);
+        }
+        if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
     }
-    if (cluster_ctas() > 1) cluster_sync();  // the other CTA may still write to this one's shared memory
 }
 
 }  // namespace tfla_tk::mlstm

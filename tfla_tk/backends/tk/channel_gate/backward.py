@@ -28,7 +28,7 @@ from tfla_tk.backends.tk.channel_gate.call import (
 )
 from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, Operand, as_operand, as_state, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Launches, Result, Scratch, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, Result, Scratch, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Cut, Kept, MaybeTensor
@@ -99,8 +99,9 @@ class Backward:
         self._device, self._needs_dg = shape.device, needs_dg
         of_k, of_v = slices_of_k(shape.dim_k), slices_of_v(shape.dim_v)
         has_sums = len(of_v) > 1
-        mirror = build.load(instances.gla("backward", of_k[0].dim))
-        states = build.load(instances.gla_states(of_v[0].dim))
+        walks = [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
+        build.load_all((walk.launcher, walk) for walk in walks)
+        mirror, states = build.load(instances.GLA_BACKWARD), build.load(instances.GLA_STATES)
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
@@ -120,7 +121,7 @@ class Backward:
                 inflow = operand_at(inflow_at, torch.empty(core.g.shape, device="meta"))
             if dht is not None:
                 flows_at = scratch.take(shape.sequences * shape.heads * shape.dim_k * _FLOAT)
-            anchor_bytes = states.anchor_bytes(of)  # of a slice of V
+            anchor_bytes = states.anchor_bytes(of, shape.tile_v)  # of a slice of V
             anchors_at = scratch.take(anchor_bytes * len(of_v))
         # the mirror is done when the walks over the states begin
         part_bytes = mirror.part_bytes(of, shape.walkers) if len(of_k) > 1 else 0
@@ -135,7 +136,7 @@ class Backward:
                 k_of.of(q, core.q.dtype), k_of.of(k, core.k.dtype), dout, dv,
                 k_of.of(g, core.g.dtype), of_gates,
                 k_of.of_states(dht_at, shape.dim_v), k_of.of_states(dh0_at, shape.dim_v),
-                core.scale, shape.walkers, k_of.of_states(d_borders_at, shape.dim_v),
+                core.scale, shape.tile_k, shape.walkers, k_of.of_states(d_borders_at, shape.dim_v),
                 k_of.with_part(part_at) if len(of_k) > 1 else None,
             )  # fmt: skip
 
@@ -149,7 +150,7 @@ class Backward:
             return walk(
                 shape._replace(dim_v=v_of.dim).with_offsets(offsets_at),
                 q, k, v_of.of(v, core.v.dtype), v_of.of(dout, do.dtype), g, of_gates,
-                result, gates, v_of.of_states(entering_at), core.scale, shape.walkers_of_states,
+                result, gates, v_of.of_states(entering_at), core.scale, shape.tile_v, shape.walkers_of_states,
                 (v_of.of_states(borders_at), v_of.of_states(d_borders_at)),
                 (v_of.others, sums_at, is_first, is_last) if has_sums else None,
             )  # fmt: skip
@@ -164,14 +165,13 @@ class Backward:
         if d_borders_at:
             before += [borders_of(q, dout, dht_at, d_borders_at, core.scale, True)]
         numbers = range(len(of_v))
-        self._launches = Launches.of(
-            mirror,
+        self._run = build.launches(
             [
                 *before,
                 *(mirror_of(k_of) for k_of in of_k),
                 *(states_of(states.left, dq, initial_at, n) for n in numbers),
                 *(states_of(states.right, dk, dht_at, n) for n in numbers),
-            ],
+            ]
         )
 
     def __call__(
@@ -192,7 +192,7 @@ class Backward:
         scratch = core.q.new_empty(self._scratch_size) if self._scratch_size else None
         dh0_written, borders = None if dh0 is None else dh0.written, None if kept is None else kept.tensors[0]
         at += starts(*written[:3], dg, dh0_written, borders, scratch)
-        self._launches.run(at, current_stream(self._device))
+        self._run(at, current_stream(self._device))
         if not self._are_direct:
             results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
         dq, dk, dv = results[:3]

@@ -9,6 +9,7 @@ import torch
 from tfla_tk.backends.tk.channel_gate.segments import find_cut
 from tfla_tk.backends.tk.operands import Operand, as_operand, as_state, multiprocessors
 from tfla_tk.build import instances
+from tfla_tk.build.instances import Instance
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import Cut
 
@@ -80,6 +81,26 @@ class Shape(NamedTuple):
         if self.batch_invariant:
             return 2
         return 1 if self.cut.segments * self.heads * columns <= multiprocessors(self.device) else 2
+
+    @property
+    def tile_k(self) -> int:
+        """Channels of the kernels of the forward and of its mirror, of one launch."""
+        return instances.tile_of(slices_of_k(self.dim_k)[0].dim, instances.GLA_TILES)
+
+    @property
+    def tile_v(self) -> int:
+        """Columns of V of the walks over the states, of one launch."""
+        return instances.tile_of(slices_of_v(self.dim_v)[0].dim, instances.GLA_STATES_TILES)
+
+    def walk(self, direction: str) -> Instance:
+        """The kernel of the forward, or of its mirror: CTAs take turns where slices of V are even in number."""
+        slices = -(-self.dim_v // _SLICE_V)
+        makers = 2 if self.walkers == 2 and slices % 2 == 0 else 1
+        return instances.gla_walk(direction, self.tile_k, self.half, self.walkers, makers)
+
+    def states_walk(self, walk: str) -> Instance:
+        """The kernel of a walk over the states."""
+        return instances.gla_states(walk, self.tile_v, self.half, self.walkers_of_states)
 
 
 def readable(core: GLACore) -> GLACore:

@@ -23,7 +23,7 @@ from tfla_tk.backends.tk.channel_gate.backward import backward
 from tfla_tk.backends.tk.channel_gate.call import Shape, Slice, layout, readable, slices_of_k
 from tfla_tk.backends.tk.channel_gate.segments import borders_bytes, launch_segments
 from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, current_stream
-from tfla_tk.backends.tk.prepared import Addresses, Launches, operand_at, starts
+from tfla_tk.backends.tk.prepared import Addresses, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.gla import GLACore
 from tfla_tk.core.layout import DTYPES, Kept, MaybeTensor
@@ -75,7 +75,7 @@ class Forward:
         self._borders_size = borders_bytes(shape) // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
-        kernel = build.load(instances.gla("forward", of_k[0].dim))
+        kernel = build.load(instances.GLA_FORWARD, shape.walk("forward"))
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)
@@ -93,7 +93,7 @@ class Forward:
                 shape._replace(dim_k=of.dim).with_offsets(offsets_at),
                 of.of(q, core.q.dtype), of.of(k, core.k.dtype), v, o, of.of(g, core.g.dtype), of_gates,
                 of.of_states(initial_at, shape.dim_v), of.of_states(last_at, shape.dim_v),
-                core.scale, shape.walkers, of.of_states(borders_at, shape.dim_v),
+                core.scale, shape.tile_k, shape.walkers, of.of_states(borders_at, shape.dim_v),
                 of.with_part(part_at) if len(of_k) > 1 else None,
             )  # fmt: skip
 
@@ -102,7 +102,7 @@ class Forward:
             operands = k, v, g, of_gates
             before = launch_segments(shape, offsets_at, operands, initial_at, borders_at, 1.0, backward=False)
             launches = [before, *launches]
-        self._launches = Launches.of(kernel, launches)
+        self._run = build.launches(launches)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: MaybeTensor, cu_seqlens: MaybeTensor
@@ -117,7 +117,7 @@ class Forward:
         borders = v.new_empty(self._borders_size) if self._borders_size else None
         part = v.new_empty(self._part_size) if self._part_size else None
         at += starts(o, last, borders, part)
-        self._launches.run(at, current_stream(self._device))
+        self._run(at, current_stream(self._device))
         kept = Kept((borders,), self._cut) if self._keep and borders is not None else None
         return o, last, kept
 

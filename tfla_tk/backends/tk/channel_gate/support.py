@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from tfla_tk.backends.tk import device, refusals
+from tfla_tk.backends.tk.channel_gate.call import Shape
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
+from tfla_tk.core.layout import Cut
 from tfla_tk.core.support import SUPPORTED, Support
 
 
@@ -41,16 +45,16 @@ def load(kernel: str, call: LinearCall, variant: str | None = None) -> Support:
     return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call))
 
 
-def _key(call: LinearCall) -> tuple[int, int, bool]:
+def _key(call: LinearCall) -> tuple[int, int, bool, bool]:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    dim_k = min(refusals.tile(call.dim_qk), max(instances.GLA_TILES))
-    dim_v = min(refusals.tile(call.dim_v), max(instances.GLA_STATES_TILES))
-    return dim_k, dim_v, call.requires_grad
+    dims = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+    return *dims, call.dtype == torch.float16, call.requires_grad
 
 
-def _instances_of(dim_k: int, dim_v: int, gradients: bool) -> list[Instance]:
-    """The modules that the kernels of a call are in."""
-    found = [instances.gla("forward", dim_k), instances.gla_segments()]
+def _instances_of(dim_k: int, dim_v: int, half: bool, gradients: bool) -> list[Instance]:
+    """The kernels that most such calls take; what others take is loaded when they are launched."""
+    shape = Shape(8, 8, 16, 8192, dim_k, dim_v, half, 0, False, Cut(8, 8192), True)
+    found = [shape.walk("forward")]
     if gradients:
-        found += [instances.gla("backward", dim_k), instances.gla_states(dim_v)]
+        found += [shape.walk("backward"), shape.states_walk("left"), shape.states_walk("right")]
     return found

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
+from tfla_tk.backends.tk.delta_rule import kernels
 from tfla_tk.backends.tk.delta_rule.call import NO_GATE, NO_OPERAND, Shape, gate_at, number
 from tfla_tk.backends.tk.operands import Gate, Operand, current_stream
-from tfla_tk.backends.tk.prepared import Launches, Result, operand_at, starts
+from tfla_tk.backends.tk.prepared import Result, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import DTYPES, MaybeTensor, as_dtype
@@ -50,7 +51,8 @@ class Inputs:
         self._device = shape.device
         # nothing is left to be made
         self._options = core.scale, False, False, False, core.batch_invariant
-        kernel = build.load(instances.delta_rule("forward", shape.dim_k))
+        build.load_all(kernels.of_inputs(shape, backward=False))
+        kernel = build.load(instances.DELTA_FORWARD)
         at, addresses = number(core)
         of_units = [(addresses.next(given=wanted.norm), x) for x in (given.q, given.k)]
         unit_q, unit_k = (
@@ -59,13 +61,12 @@ class Inputs:
         )
         strength, log_decay = addresses.next(given=wanted.strength), addresses.next(given=wanted.decay)
         q, k, gates = _raw(at, core, wanted)
-        self._launches = Launches.of(
-            kernel,
+        self._run = build.launches(
             [
                 kernel.inputs(
                     shape.with_offsets(0), q, k, unit_q, unit_k, *gates, strength, log_decay, core.neg_eigval
                 )
-            ],
+            ]
         )
 
     def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore) -> DeltaRuleCore:
@@ -82,7 +83,7 @@ class Inputs:
             g = log_decay = _floats_like(g)
             a_log = dt_bias = None
         at = starts(*tensors, unit_q, unit_k, strength, log_decay)
-        self._launches.run(at, current_stream(self._device))
+        self._run(at, current_stream(self._device))
         made = q, k, v, g, beta, a_log, dt_bias, initial_state, cu_seqlens
         return DeltaRuleCore._make((*made, *self._options))
 
@@ -112,7 +113,8 @@ class Gradients:
     ) -> None:
         shape, self._wanted = Shape.of(core), wanted
         self._device = shape.device
-        kernel = build.load(instances.delta_rule("backward", shape.dim_k))
+        build.load_all(kernels.of_inputs(shape, backward=True))
+        kernel = build.load(instances.DELTA_BACKWARD)
         parts = -(-shape.batch * shape.seq // kernel.INPUT_TOKENS)
         self._sums_shape = (2, parts, shape.heads)
         at, addresses = number(core)
@@ -130,8 +132,7 @@ class Gradients:
             if wanted.decay and given.g is not None
             else NO_GATE,
         )
-        self._launches = Launches.of(
-            kernel,
+        self._run = build.launches(
             [
                 kernel.inputs_backward(
                     shape.with_offsets(0), q, k, dq, dk, *gates, d_strength, d_log_decay, *written, sums,
@@ -152,7 +153,7 @@ class Gradients:
             assert given.g is not None
             dg, sums = torch.empty_like(given.g), core.v.new_empty(self._sums_shape, dtype=torch.float32)
         # those that the kernel leaves alone have numbers, too, which no launch looks at
-        self._launches.run(
+        self._run(
             starts(*core[:9], dq, dk, d_strength, dbeta, d_log_decay, dg, sums), current_stream(self._device)
         )
         if self._wanted.norm:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tfla_tk import build
-from tfla_tk.backends.tk.delta_rule import inputs
+from tfla_tk.backends.tk.delta_rule import inputs, kernels
 from tfla_tk.backends.tk.delta_rule.call import (
     NO_OPERAND,
     Left,
@@ -50,7 +50,7 @@ from tfla_tk.backends.tk.operands import (
     as_state,
     current_stream,
 )
-from tfla_tk.backends.tk.prepared import Launch, Launches, Result, Scratch, operand_at, starts
+from tfla_tk.backends.tk.prepared import Launch, Result, Scratch, operand_at, starts
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import Kept, MaybeTensor
@@ -244,7 +244,8 @@ class Walk:
         self._device = shape.device
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state = output_final_state
-        kernel = build.load(instances.delta_rule("forward", shape.dim_k))
+        build.load_all(kernels.of_forward(shape))
+        kernel = build.load(instances.DELTA_FORWARD)
         at, addresses = number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
@@ -282,7 +283,7 @@ class Walk:
                 kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, left.leads, maps),
                 kernel.carry(of, carried_at, left.leads, transposed_at, left.borders),
             ]
-        self._launches = Launches.of(kernel, [*before, walk])
+        self._run = build.launches([*before, walk])
 
     def __call__(self, v: Tensor, like: Tensor, at: list[int]) -> Outputs:
         """`forward` of the tensors of a call, which begin at `at`."""
@@ -292,7 +293,7 @@ class Walk:
         scratch = v.new_empty(self._scratch_size) if self._scratch_size else None
         left = v.new_empty(self._kept_size) if self._kept_size else None
         at += starts(written, last, scratch, left)
-        self._launches.run(at, current_stream(self._device))
+        self._run(at, current_stream(self._device))
         kept = None if left is None else Kept((left,))
         return o if self._is_direct else o.copy_(written), last, kept
 
@@ -309,7 +310,8 @@ class Walks:
     ) -> None:
         shape = Shape.of(core, trains=True)
         self._device, self._needs_dg = shape.device, needs_dg
-        kernel = build.load(instances.delta_rule("backward", shape.dim_k))
+        build.load_all(kernels.of_backward(shape, needs_dg=needs_dg and given.g is not None))
+        kernel = build.load(instances.DELTA_BACKWARD)
         at, addresses = number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))
@@ -365,7 +367,7 @@ class Walks:
         dbeta = gate_at(dbeta_at, torch.empty_like(given.beta, device="meta"))
         launches.append(kernel.strength(shape.with_offsets(0), parts_at, parts, dbeta))
         self._scratch_size = scratch.bytes // core.v.itemsize
-        self._launches = Launches.of(kernel, launches)
+        self._run = build.launches(launches)
 
     def __call__(self, given: DeltaRuleCore, core: DeltaRuleCore, at: list[int]) -> Gradients:
         """The gradients of a call whose tensors, do, dht and what the forward has kept begin at `at`."""
@@ -377,7 +379,7 @@ class Walks:
         dh0 = None if initial is None else Result.of_state(torch.empty_like(initial))
         scratch = core.v.new_empty(self._scratch_size)
         at += starts(*written, dg, dbeta, None if dh0 is None else dh0.written, scratch)
-        self._launches.run(at, current_stream(self._device))
+        self._run(at, current_stream(self._device))
         if not self._are_direct:
             results = [Result(x, y).filled() for x, y in zip(results, written, strict=True)]
         dq, dk, dv = results

@@ -99,7 +99,7 @@ def launch_states(
         mirror: prepares the mirror, which makes the right part of dk at an operand, and its sums at
             addresses, where these are not 0.
     """
-    kernel = build.load(instances.delta_states(shape.dim_v))
+    kernel = build.load(instances.DELTA_STATES)
     of = shape.with_offsets(at.cu_seqlens, shape.cut)
     makes_right = shape.makes_right
     # parts of dk for the last walk: the left one, or those of every head and slice of V that the mirror makes
@@ -119,7 +119,7 @@ def launch_states(
     )
     sums, of_walks, last_at, dh0_at = None, [(0, 0, 0, 0)] * 2, 0, 0
     if dg is not None:
-        around = build.load(instances.for_scalar_decay(instances.mlstm_bwd()))
+        around = build.load(instances.AROUND_WALKS[True])
         workspace_bytes = around.mlstm_bwd_gates_workspace_bytes(shape.heads, shape.sequences)
         offsets = Sums.of(shape, kernel.anchor_bytes(of), workspace_bytes)
         sums = offsets.at(scratch.take(offsets.bytes))

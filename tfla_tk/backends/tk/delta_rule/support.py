@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from tfla_tk.backends.tk import device, refusals
+from tfla_tk.backends.tk.delta_rule import kernels
+from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
+from tfla_tk.core.layout import CHUNK
 from tfla_tk.core.support import SUPPORTED, Support
 
 # what the kernels make themselves of the raw inputs
@@ -38,16 +45,47 @@ def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Suppor
     return SUPPORTED if call.is_empty else device.load(_instances_of, *_key(call))
 
 
-def _key(call: DeltaRuleCall) -> tuple[int, int, bool]:
-    """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-    return *tiles, call.requires_grad
+def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
+    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as symbols."""
+    dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
+    options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
+    sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
+    if call.device.index is None or any(type(size) is not int for size in sizes):
+        return dims, options, None
+    return dims, options, (*sizes, call.device.index, call.varlen, call.batch_invariant)
 
 
-def _instances_of(dim_k: int, dim_v: int, gradients: bool) -> list[Instance]:
-    """The modules that the kernels of a call are in."""
-    found = [instances.delta_rule("forward", dim_k)]
-    if gradients:
-        found.append(instances.delta_rule("backward", dim_k))
-        found += [instances.delta_states(dim_v), instances.for_scalar_decay(instances.mlstm_bwd())]
-    return found
+def _instances_of(
+    dims: tuple[int, int], options: tuple[bool, bool, bool, bool], sizes: tuple[int, ...] | None
+) -> list[Instance]:
+    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when they are
+    launched."""
+    half, raw, decays, trains = options
+    sequences, batch, value_heads, seq, heads, device, packed, invariant = sizes or _TYPICAL
+    shape = Shape(
+        sequences=sequences,
+        slots=-(-seq // CHUNK) + (sequences if packed else 0),
+        batch=batch,
+        heads=value_heads,
+        seq=seq,
+        dim_k=dims[0],
+        dim_v=dims[1],
+        group=value_heads // heads,
+        half=half,
+        device=device,
+        packed_64bit=False,
+        packed=bool(packed),
+        batch_invariant=bool(invariant),
+        decays=decays,
+        trains=trains,
+    )
+    uses = kernels.of_forward(shape)
+    if trains:
+        uses += kernels.of_backward(shape, needs_dg=decays)
+    if raw:
+        uses += [use for backward in (False, trains) for use in kernels.of_inputs(shape, backward=backward)]
+    return list(dict.fromkeys(instance for _, instance in uses))
+
+
+# sequences, batch, heads of v, tokens, heads of q and k, device, packed, batch_invariant
+_TYPICAL = (8, 8, 16, 8192, 16, 0, False, False)

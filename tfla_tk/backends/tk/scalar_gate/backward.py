@@ -39,10 +39,16 @@ from tfla_tk.backends.tk.operands import (
 )
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
-from tfla_tk.backends.tk.prepared import Addresses, Launches
+from tfla_tk.backends.tk.prepared import Addresses
 from tfla_tk.backends.tk.scalar_gate import launches
 from tfla_tk.backends.tk.scalar_gate.launches import Call, Grads
-from tfla_tk.backends.tk.scalar_gate.walks import Sizes, cut_sequences, instances_of, make_plan
+from tfla_tk.backends.tk.scalar_gate.walks import (
+    Sizes,
+    cut_sequences,
+    instances_of,
+    instances_of_cut,
+    make_plan,
+)
 from tfla_tk.calls.mlstm import MaybeGrads
 from tfla_tk.core.layout import DTYPES, KeptStates, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
@@ -247,7 +253,7 @@ class Backward:
         gates = [launches.of_gates(call, written)] if options.needs_df else []
         # the gates read dn_initial
         groups = (before, walks, gates) if self._parts else (before, walks + gates, [])
-        self._before, self._walks, self._gates = (Launches.of(call.plan.around, group) for group in groups)
+        self._before, self._walks, self._gates = (build.launches(group) for group in groups)
 
     def __call__(self, tensors: Tensors, states: KeptStates | None, like: Tensors | None) -> Gradients:
         """`run` of these tensors."""
@@ -261,14 +267,14 @@ class Backward:
         starts.append(0 if states is None else states.workspace.data_ptr())
         stream = _current_stream(self._device)
         # the gradients only then, so that a GPU that waits for the host has work early
-        self._before.run(starts, stream)
+        self._before(starts, stream)
         grads = _allocate(tensors if like is None else like, self._options)
         written = self._as_written(grads) if self._unwritable else grads
         starts += [0 if x is None else x.data_ptr() for x in written]
         if self._parts:
             self._run_parts(starts, stream, written[6])
         else:
-            self._walks.run(starts, stream)
+            self._walks(starts, stream)
         for place in self._unwritable:
             grads[place].copy_(written[place])
         return grads
@@ -277,9 +283,9 @@ class Backward:
         """The walks, which have a dn_initial for each part of V, their sum, and the gates."""
         of_parts = dn_initial.new_empty((self._parts, *dn_initial.shape))
         starts.append(of_parts.data_ptr())
-        self._walks.run(starts, stream)
+        self._walks(starts, stream)
         torch.sum(of_parts, dim=0, out=dn_initial)
-        self._gates.run(starts, stream)
+        self._gates(starts, stream)
 
     def _as_written(self, grads: Gradients) -> Gradients:
         """The gradients as they lie where the kernels can write them so, else contiguous ones."""
@@ -337,13 +343,18 @@ def _describe(
         batch_invariant=invariant,
     )
     states_given = states is not None and states.cut == cut
+    kinds = {"half": q.dtype == torch.float16, "normalize": normalize, "decay": options.decay}
+    kernels = instances_of(*sizes[3:], **kinds, sigmoid_gate=options.sigmoid_gate and not options.decay)
+    if cut.segments > sequences:
+        kernels += instances_of_cut(*sizes[3:], **kinds)
+    build.load_all((kernel.launcher, kernel) for kernel in kernels)
     plan = make_plan(
-        tuple(map(build.load, instances_of(*sizes[3:], decay=options.decay))),
         sizes,
         sequences,
         chunk_slots(sizes[2], cu_seqlens),
         cut,
         normalize=normalize,
+        decay=options.decay,
         states_given=states_given,
         batch_invariant=invariant,
     )
@@ -378,6 +389,7 @@ def _describe(
         group=group,
         half=q.dtype == torch.float16,
         device=q.get_device(),
+        decay=options.decay,
     )
     dq, dk, dv, di, df, _, dn_initial = grads
     written = Grads(

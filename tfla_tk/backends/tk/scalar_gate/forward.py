@@ -6,7 +6,6 @@ Most calls of a process are like an earlier one but for the addresses: a `Forwar
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -19,6 +18,7 @@ from tfla_tk.backends.tk.operands import ADDRESS_ALIGNMENT, as_operand, as_state
 from tfla_tk.backends.tk.operands import current_stream as _current_stream
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
+from tfla_tk.backends.tk.prepared import Addresses
 from tfla_tk.backends.tk.scalar_gate import walks as tk_walks
 from tfla_tk.build import instances
 from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
@@ -51,6 +51,7 @@ FwdResult: TypeAlias = tuple[
 ]
 
 NARROW_SLICE = 64
+NO_GATE = (0, 0, 0, 0, 0)
 _NONE = (0, 0, 0)  # the addresses of three tensors that there are not
 
 
@@ -165,8 +166,15 @@ class Forward:
             and not invariant
             and takes_narrow_slices(dim_qk, dim_v, sequences * heads, multiprocessors)
         )
-        instance, slices = _instance(dim_qk, dim_v, options.decay, narrow, options.sequential)
-        kernel = build.load(instance)
+        tile = instances.mlstm_tile(dim_qk, NARROW_SLICE if narrow else dim_v)
+        slices, launcher = -(-dim_v // tile[1]), instances.FORWARD[options.decay]
+        if options.sequential:
+            launcher = instances.SEQUENTIAL_FORWARD
+        kinds = tile, q.dtype == torch.float16, options.normalize
+        kernel = build.load(
+            launcher,
+            instances.mlstm_fwd(*kinds, options.sigmoid_gate, options.decay, options.sequential),
+        )
         if options.keep_states or invariant:
             cut = tk_walks.cut_sequences(
                 sizes, sequences, multiprocessors, packed=packed, batch_invariant=invariant
@@ -174,28 +182,53 @@ class Forward:
             kept = options.keep_states and cut.segments > sequences
         if not (kept or invariant):
             find = segments.cut_packed if packed else segments.cut
-            cut = find(sequences, seq, heads * slices, multiprocessors * kernel.CTAS_PER_MULTIPROCESSOR)
+            cut = find(
+                sequences, seq, heads * slices, multiprocessors * kernel.ctas_per_multiprocessor(*tile)
+            )
         slots = (cut.segments - sequences) * heads
         self._options = options
         self._device = device
         self._has_initial = any(x is not None for x in initial)
-        self._workspace_size = -(-kernel.mlstm_fwd_workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
+        if slots:
+            build.load(
+                launcher,
+                instances.mlstm_fwd_states(*kinds, options.decay),
+                instances.mlstm_fwd_combine(options.decay),
+            )
+        self._workspace_size = -(-kernel.workspace_bytes(slots, dim_qk, dim_v) // q.itemsize)
         # what a forward leaves, but for the workspace
-        self._left = (cut, tuple(kernel.workspace_offsets(slots, dim_qk, dim_v))) if kept else None
+        self._left = (cut, kernel.workspace_offsets(slots, dim_qk, dim_v)) if kept else None
         self._state = (sequences, heads, dim_qk, dim_v)
-        self._launch = kernel.Forward(
-            *(descriptor_strides(x.shape, x.stride()) for x in (q, k, v, h)),
-            *((0, 0, 0, 0) if x is None else (*x.stride(), _GATE_DTYPES[x.dtype]) for x in (i, f)),
-            (cu_seqlens is not None and cu_seqlens.dtype == torch.int64, sequences, *cut),
+        addresses = Addresses()
+        operands = [
+            (addresses.next(), *(descriptor_strides(x.shape, x.stride()) or ())) for x in (q, k, v, h)
+        ]
+        gates = [
+            NO_GATE if x is None else (at, *x.stride(), _GATE_DTYPES[x.dtype])
+            for at, x in ((addresses.next(), i), (addresses.next(), f))
+        ]
+        states = [addresses.next() for _ in range(6)]  # c, n, m of the initial and of the last state
+        rows = [addresses.next() for _ in range(3)]
+        offsets, workspace = addresses.next(given=packed), addresses.next(given=slots > 0)
+        is_64bit = cu_seqlens is not None and cu_seqlens.dtype == torch.int64
+        prepared = kernel.forward(
+            *operands,
+            *gates,
+            states,
+            rows,
+            (offsets, is_64bit, sequences, *cut),
+            workspace,
             sizes,
             heads // key_heads,
+            tile,
             dim_qk**-0.5 if options.scale is None else options.scale,
             options.eps,
             q.dtype == torch.float16,
             options.sigmoid_gate,
             options.normalize,
             device,
-        ).launch
+        )
+        self._launch = build.launches([prepared])
 
     def __call__(
         self,
@@ -231,17 +264,19 @@ class Forward:
             row_n, row_m, chunk_m = self._rows(q, cu_seqlens)
             rows = _pointer(row_n), _pointer(row_m), _pointer(chunk_m)
         self._launch(
-            at_q,
-            at_k,
-            at_v,
-            written.data_ptr(),
-            0 if i is None else i.data_ptr(),
-            f.data_ptr(),
-            initial,
-            last,
-            rows,
-            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-            0 if workspace is None else workspace.data_ptr(),
+            [
+                at_q,
+                at_k,
+                at_v,
+                written.data_ptr(),
+                0 if i is None else i.data_ptr(),
+                f.data_ptr(),
+                *initial,
+                *last,
+                *rows,
+                0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+                0 if workspace is None else workspace.data_ptr(),
+            ],
             _current_stream(self._device),
         )
         if written is not h:
@@ -296,18 +331,6 @@ def takes_narrow_slices(dim_qk: int, dim_v: int, heads: int, multiprocessors: in
     """
     fits = 64 < dim_qk <= 128 and NARROW_SLICE < dim_v <= 2 * NARROW_SLICE
     return fits and 2 * heads <= multiprocessors
-
-
-@functools.cache
-def _instance(
-    dim_qk: int, dim_v: int, decay: bool = False, narrow: bool = False, sequential: bool = False
-) -> tuple[build.Instance, int]:
-    """The kernel instance and in how many slices of V its CTAs share a head."""
-    instance = instances.mlstm_fwd(dim_qk, NARROW_SLICE if narrow else dim_v, sequential)
-    if decay:
-        instance = instances.for_scalar_decay(instance)
-    slice_v = int(dict(instance.defines)["TFLA_SLICE_V"])
-    return instance, -(-dim_v // slice_v)
 
 
 def _fp32(like: Tensor, *shape: int) -> Tensor:

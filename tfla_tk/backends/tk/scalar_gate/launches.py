@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
+from tfla_tk import build
 from tfla_tk.backends.tk.operands import Gate, Operand
 from tfla_tk.backends.tk.prepared import Launch
 from tfla_tk.backends.tk.scalar_gate.walks import INT, PART_COLUMNS, Memory, Plan, Sizes
+from tfla_tk.build import instances
 from tfla_tk.core.layout import ANCHOR_CHUNKS, GRADIENTS
 
 # prepared addresses, of states or their gradients 0 where there is none
@@ -33,6 +35,7 @@ class Call:
         c_initial to dn_last: [N, NH, K, V] and [N, NH, K], fp32, contiguous.
         scale: of q k^T.
         group: heads that share one of q and k.
+        decay: there is a scalar decay in the place of gates.
     """
 
     plan: Plan
@@ -61,6 +64,25 @@ class Call:
     group: int
     half: bool
     device: int
+    decay: bool
+
+    def around(self, *kernels: instances.Instance) -> ModuleType:
+        """What launches the kernels around the walks, these among them."""
+        return build.load(instances.AROUND_WALKS[self.decay], *kernels)
+
+    def walks(self, *kernels: instances.Instance) -> ModuleType:
+        """What launches the walks, these among them."""
+        return build.load(instances.WALKS[self.decay], *kernels)
+
+    @property
+    def normalize(self) -> bool:
+        """Whether there is a normaliser."""
+        return self.row_n != 0
+
+    @property
+    def gates(self) -> instances.Instance:
+        """The kernels for the gates."""
+        return instances.mlstm_bwd_gates(self.sigmoid_gate and not self.decay, self.decay)
 
 
 class Grads(NamedTuple):
@@ -102,13 +124,12 @@ def of_gradients(x: Call, written: Grads) -> list[Launch]:
 
 def _of_rows(x: Call) -> Launch:
     """e_t of every token, from dh and h, and log2 w_t."""
-    return x.plan.around.mlstm_bwd_rows(
+    return x.around(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_rows(
         x.dh,
         x.h,
-        (x.row_n, x.row_m),
+        (x.row_n, x.row_m, x.eps),
         (x.memory.log2_w, x.memory.e, x.plan.e_stride),
         (*x.sizes[:3], x.sizes[4], PART_COLUMNS),
-        x.eps,
         x.half,
         x.device,
     )
@@ -116,16 +137,15 @@ def _of_rows(x: Call) -> Launch:
 
 def _of_scan(x: Call) -> Launch:
     """The gates of every chunk as the walks take them."""
-    return x.plan.around.mlstm_bwd_scan(
+    return x.around(x.gates).mlstm_bwd_scan(
         x.i,
         x.f,
-        (x.row_n, x.row_m),
+        (x.row_n, x.row_m, x.eps),
         x.chunk_m,
         x.memory.gates,
         x.memory.tickets if x.plan.parts > 1 else 0,
         x.cut[:3],
         x.sizes[:3],
-        x.eps,
         x.scale,
         x.sigmoid_gate,
         x.device,
@@ -136,12 +156,11 @@ def _of_factors(x: Call) -> Launch:
     """e_t of every token, from the dots of "dv"."""
     batch, heads, seq, *_ = x.sizes
     rows = batch * heads * seq
-    return x.plan.around.mlstm_bwd_factors(
+    return x.around(instances.mlstm_bwd_rows(x.half)).mlstm_bwd_factors(
         (x.memory.dots, rows, x.plan.dot_slices, x.plan.part_slices),
-        (x.row_n, x.row_m),
+        (x.row_n, x.row_m, x.eps),
         (0, x.memory.e, x.plan.e_stride),
         rows,
-        x.eps,
         x.device,
     )
 
@@ -169,27 +188,34 @@ def _of_segments_of_dk(x: Call) -> list[Launch]:
 def _sum_segments(x: Call, name: str, keys: Operand, values: Operand, boundary: Triple) -> Launch:
     """What every segment adds by itself at the boundary over which the walk leaves it."""
     *size, dim_qk, dim_v = x.sizes
-    return x.plan.dq_and_dk.mlstm_pass_segments(
-        GRADIENTS[name],
-        keys,
-        values,
+    kernels = instances.mlstm_walk_segments(x.plan.tile, x.half, x.normalize, x.decay)
+    return x.walks(kernels).segments(
+        _walk(x, name, x.plan.tile, keys, values, boundary, (*size, dim_v, dim_qk)),
         x.i,
         x.f,
-        (x.memory.log2_w if x.row_n else 0, *_e(x), x.chunk_m),
-        boundary,
-        x.cut,
-        (*size, dim_v, dim_qk),
-        x.group,
+        x.memory.log2_w if x.normalize else 0,
+        x.chunk_m,
         x.scale,
-        x.half,
         x.sigmoid_gate,
-        x.device,
     )
+
+
+def _walk(
+    x: Call,
+    name: str,
+    tile: tuple[int, int],
+    keys: Operand,
+    values: Operand,
+    boundary: Triple,
+    sizes: tuple[int, ...],
+) -> tuple[object, ...]:
+    """What a walk and the sums of its segments have in common."""
+    return GRADIENTS[name], *tile, keys, values, *_e(x), boundary, x.cut, sizes, x.group, x.half, x.device
 
 
 def _combine(x: Call, boundaries: Triple, norm_parts: int, entering: Pair, *, backward: bool) -> Launch:
     """Carries what enters the sequences on over the boundaries, in place."""
-    return x.plan.around.mlstm_bwd_combine(
+    return x.around(instances.mlstm_bwd_combine(x.decay)).mlstm_bwd_combine(
         boundaries,
         norm_parts,
         entering,
@@ -207,13 +233,13 @@ def _of_dq_and_dk(x: Call, written: Grads) -> list[Launch]:
     sizes = (batch, heads, seq, dim_v, dim_qk)
     anchors = (memory.anchors, memory.flows)
     of_dq = _prepare_walk(
-        x, "dq", x.plan.dq_and_dk, x.dh, x.v, x.k, written.dq, sizes,
+        x, "dq", x.dh, x.v, x.k, written.dq, sizes,
         entering=(x.c_initial, x.n_initial),
         boundary=_boundary(x, memory.state_c, memory.state_n, memory.state_decay),
         factor=x.q, sums=(memory.q_dq, memory.q_dq_inter), anchors=anchors, ticket=memory.tickets,
     )  # fmt: skip
     of_dk = _prepare_walk(
-        x, "dk", x.plan.dq_and_dk, x.v, x.dh, x.q, written.dk, sizes,
+        x, "dk", x.v, x.dh, x.q, written.dk, sizes,
         entering=(x.dc_last, x.dn_last),
         leaving=(0, written.dn_of_parts or written.dn_initial),
         boundary=_boundary(x, memory.grad_c, memory.grad_n, memory.grad_decay),
@@ -230,7 +256,7 @@ def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
     """
     memory = x.memory
     return _prepare_walk(
-        x, "dv", x.plan.dv, x.k, x.q, x.dh, written.dv, x.sizes,
+        x, "dv", x.k, x.q, x.dh, written.dv, x.sizes,
         entering=(x.dc_last, 0),
         leaving=(written.dc_initial, 0),
         boundary=_boundary(x, memory.grad_c, 0, memory.grad_decay),
@@ -242,7 +268,6 @@ def _of_dv(x: Call, written: Grads, *, dots: bool) -> Launch:
 def _prepare_walk(
     x: Call,
     name: str,
-    kernel: ModuleType,
     queries: Operand,
     keys: Operand,
     values: Operand,
@@ -274,32 +299,25 @@ def _prepare_walk(
         anchors: the states that "dq" leaves for "dk" and the flows that "dk" makes of them.
         ticket: by which the CTAs of several parts of V count themselves.
     """
-    return kernel.mlstm_pass(
-        GRADIENTS[name],
+    tile, gradients = (x.plan.tile_of_dv, "dv") if name == "dv" else (x.plan.tile, "dq and dk")
+    return x.walks(instances.mlstm_walk(gradients, tile, x.half, x.normalize, x.decay)).walk(
+        _walk(x, name, tile, keys, values, boundary, sizes),
+        x.memory.gates,
         queries,
-        keys,
-        values,
         out,
         factor,
-        (x.memory.gates, *_e(x)),
         entering,
         leaving,
-        boundary,
         sums,
         anchors,
         ticket,
-        x.cut,
-        sizes,
-        x.group,
-        x.half,
-        x.device,
     )
 
 
 def of_gates(x: Call, written: Grads) -> Launch:
     """di and df from the walks' row sums."""
     memory, plan = x.memory, x.plan
-    return x.plan.around.mlstm_bwd_gates(
+    return x.around(x.gates).mlstm_bwd_gates(
         (memory.q_dq, memory.q_dq_inter, plan.sums),
         (memory.k_dk, memory.k_dk_inter, plan.sums),
         (memory.flows, memory.flows, plan.flow_parts, ANCHOR_CHUNKS),
@@ -320,7 +338,7 @@ def of_gates(x: Call, written: Grads) -> Launch:
 
 def _e(x: Call) -> tuple[int, int]:
     """e, and from a part's to the next one's; none without normaliser."""
-    return (x.memory.e, x.plan.e_stride) if x.row_n else (0, 0)
+    return (x.memory.e, x.plan.e_stride) if x.normalize else (0, 0)
 
 
 def _boundary(x: Call, c: int, n: int, log2_decay: int) -> Triple:

@@ -19,6 +19,7 @@ from tfla_tk.backends.tk.scalar_gate.step import (
     State,
     in_place,
     readable_gates,
+    state_dtypes,
     stored,
     width_of,
     with_new_state,
@@ -47,7 +48,8 @@ def _launch(
     batch, heads, tokens, dim_qk = q.shape
     dim_v = v.shape[-1]
     device = q.get_device()
-    kernel = build.load(instances.mlstm_sequence(tokens))
+    fp32, dtypes = q.dtype == torch.float32, state_dtypes(before, after)
+    kernel = build.load(instances.SEQUENCE, instances.mlstm_sequence(tokens, *dtypes, fp32))
     i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, tokens, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v, _widest(tokens, q.dtype))

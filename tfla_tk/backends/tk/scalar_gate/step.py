@@ -18,8 +18,8 @@ from tfla_tk.backends.tk.operands import gate as _gate
 from tfla_tk.backends.tk.operands import multiprocessors as _multiprocessors
 from tfla_tk.backends.tk.operands import pointer as _pointer
 from tfla_tk.build import instances
+from tfla_tk.core.layout import DTYPE_NAMES, MAX_SLICES, MaybeTensor
 from tfla_tk.core.layout import DTYPES as _GATE_DTYPES
-from tfla_tk.core.layout import MAX_SLICES, MaybeTensor
 
 _VECTOR = 16  # bytes of a thread's load
 _MOST_LANES, _FEWEST_LANES = 16, 4  # threads side by side in a row of C
@@ -107,6 +107,11 @@ def write_back(given: State, state: State) -> None:
             target.copy_(result)
 
 
+def state_dtypes(before: State, after: State) -> tuple[str, str]:
+    """Of C, as the kernels' instances name them."""
+    return DTYPE_NAMES[before[0].dtype], DTYPE_NAMES[after[0].dtype]
+
+
 def _launch(
     q: Tensor,
     k: Tensor,
@@ -123,7 +128,7 @@ def _launch(
     batch, heads, dim_qk = q.shape
     dim_v = v.shape[-1]
     device = q.get_device()
-    kernel = build.load(instances.mlstm_step())
+    kernel = build.load(instances.STEP, instances.mlstm_step(*state_dtypes(before, after)))
     i, f = readable_gates(i, f)
     h = torch.empty((batch, heads, dim_v), dtype=q.dtype, device=q.device)
     width = width_of(before[0], after[0], dim_v)

@@ -9,7 +9,7 @@ from tfla_tk.backends.tk.scalar_gate import walks
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
-from tfla_tk.core.layout import MAX_SLICES
+from tfla_tk.core.layout import DTYPE_NAMES, MAX_SLICES
 from tfla_tk.core.support import SUPPORTED, Support
 
 _MOST_HEADS = (2**31 - 1) // MAX_SLICES  # of all sequences, which the kernels count in an int
@@ -126,31 +126,40 @@ def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
     return device.supports(call.device, _instances_of, *_kernel_key(kernel, call))
 
 
-KernelKey = tuple[str, int, int, bool]  # kernel, tiles of K and V or of tokens, gradients
+# kernel; tiles of K and V, or tokens and 0; operands' dtype; normaliser, sigmoid gate, gradients
+KernelKey = tuple[str, int, int, str, bool, bool, bool]
 
 
 def _kernel_key(kernel: str, call: MLSTMCall | LinearCall) -> KernelKey:
     """What tells the kernels of a call: plain numbers, also where torch.compile has the sizes as symbols."""
-    if call.requires_grad and kernel != "simple_gla":
-        # of one token, too: the chunkwise kernel has the gradients
-        kernel = "mlstm"
-    if kernel in ("mlstm", "simple_gla"):
+    dtype = DTYPE_NAMES[call.dtype]
+    if isinstance(call, LinearCall):
         tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
-        return kernel, *tiles, call.requires_grad
+        return kernel, *tiles, dtype, False, True, call.requires_grad
+    if kernel == "mlstm" or call.requires_grad:  # of one token, too: the chunkwise kernel has the gradients
+        tiles = refusals.tile(call.dim_qk), refusals.tile(call.dim_v)
+        return "mlstm", *tiles, dtype, call.normalize, call.sigmoid_gate, call.requires_grad
     tokens = 1
     for tile in instances.SEQUENCE_TILES:
         if tokens < call.seq:
             tokens = tile
-    return kernel, tokens, 0, False
+    return kernel, tokens, 0, dtype, False, False, False
 
 
-def _instances_of(kernel: str, first: int, second: int, gradients: bool) -> list[Instance]:
-    """The modules that the kernels of a call are in."""
+def _instances_of(
+    kernel: str, first: int, second: int, dtype: str, normalize: bool, sigmoid_gate: bool, gradients: bool
+) -> list[Instance]:
+    """The kernels that nearly every such call takes; what others take is loaded when they are launched."""
     if kernel == "mlstm_step":
-        return [instances.mlstm_step()]
+        return [instances.mlstm_step("fp32", "fp32")]
     if kernel == "mlstm_sequence":
-        return [instances.mlstm_sequence(first)]
-    forward, decay = instances.mlstm_fwd(first, second), kernel == "simple_gla"
-    if decay:
-        forward = instances.for_scalar_decay(forward)
-    return [forward, *walks.instances_of(first, second, decay=decay)] if gradients else [forward]
+        return [instances.mlstm_sequence(first, "fp32", "fp32", dtype == "fp32")]
+    half, decay = dtype == "fp16", kernel == "simple_gla"
+    of_call = {
+        "half": half,
+        "normalize": normalize,
+        "sigmoid_gate": sigmoid_gate and not decay,
+        "decay": decay,
+    }
+    forward = instances.mlstm_fwd(instances.mlstm_tile(first, second), **of_call)
+    return [forward, *(walks.instances_of(first, second, **of_call) if gradients else ())]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 from tfla_tk import build
 from tfla_tk.backends.tk import segments
 from tfla_tk.build import instances
+from tfla_tk.build.instances import Instance
 from tfla_tk.core.layout import ANCHOR_CHUNKS, Cut
 
 ALIGNMENT = 256  # bytes
@@ -77,7 +77,7 @@ class Plan:
     """How a backward is launched.
 
     Attributes:
-        around, dv, dq_and_dk: the modules of the kernels around the walks, and of the walks.
+        tile_of_dv, tile: of the walk for dv, and of those for dq and dk (`instances.walk_tile`).
         parts: of V: the shares of the walks for dq and dk.
         e_stride: elements from a part's e to the next one's.
         dot_slices, part_slices: of dots, all and of a part.
@@ -89,9 +89,8 @@ class Plan:
         offsets: of what it holds.
     """
 
-    around: ModuleType
-    dv: ModuleType
-    dq_and_dk: ModuleType
+    tile_of_dv: tuple[int, int]
+    tile: tuple[int, int]
     parts: int
     e_stride: int
     dot_slices: int
@@ -109,31 +108,40 @@ class Plan:
         return Memory._make([address + offset for offset in self.offsets])
 
 
-@functools.cache
+def tiles_of(dim_qk: int, dim_v: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The tile of the walk for dv, and of those for dq and dk."""
+    of_dv = instances.walk_tile("dv", dim_qk, dim_v)
+    return of_dv, instances.walk_tile("dq", min(dim_v, PART_COLUMNS), dim_qk)
+
+
 def instances_of(
-    dim_qk: int, dim_v: int, *, decay: bool = False
-) -> tuple[build.Instance, build.Instance, build.Instance]:
-    """Around the walks, the walk for dv, and those for dq and dk: both in one module.
+    dim_qk: int, dim_v: int, *, half: bool, normalize: bool, sigmoid_gate: bool, decay: bool
+) -> list[Instance]:
+    """The kernels of every backward. Where sequences are cut, it takes those of `instances_of_cut`, too.
 
     Args:
-        decay: those for a scalar decay.
+        half: operands are fp16. decay: with a scalar decay.
     """
-    found = (
-        instances.mlstm_bwd(),
-        instances.mlstm_pass("dv", dim_qk, dim_v),
-        instances.mlstm_pass("dq", min(dim_v, PART_COLUMNS), dim_qk),
-    )
-    if not decay:
-        return found
-    around, dv, dq_and_dk = map(instances.for_scalar_decay, found)
-    return around, dv, dq_and_dk
+    of_dv, tile = tiles_of(dim_qk, dim_v)
+    return [
+        instances.mlstm_walk("dq and dk", tile, half, normalize, decay),
+        instances.mlstm_walk("dv", of_dv, half, decay=decay),
+        instances.mlstm_bwd_gates(sigmoid_gate, decay),
+        *([instances.mlstm_bwd_rows(half)] if normalize else []),
+    ]
+
+
+def instances_of_cut(dim_qk: int, dim_v: int, *, half: bool, normalize: bool, decay: bool) -> list[Instance]:
+    """What a backward takes besides where sequences are cut."""
+    _, tile = tiles_of(dim_qk, dim_v)
+    return [instances.mlstm_walk_segments(tile, half, normalize, decay), instances.mlstm_bwd_combine(decay)]
 
 
 @functools.cache
 def ctas_of_a_walk(dim_qk: int, dim_v: int) -> int:
     """CTAs that the walks for dq and dk have for one segment of a head: slices of K times parts of V."""
-    *_, instance = instances_of(dim_qk, dim_v)
-    return -(-dim_qk // _slice(instance)) * _parts(dim_v)
+    _, (_, slice_k) = tiles_of(dim_qk, dim_v)
+    return -(-dim_qk // slice_k) * _parts(dim_v)
 
 
 def cut_sequences(
@@ -153,41 +161,41 @@ def cut_sequences(
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(
-    kernels: tuple[ModuleType, ModuleType, ModuleType],
     sizes: Sizes,
     sequences: int,
     chunk_slots: int,
     cut: Cut,
     *,
     normalize: bool,
+    decay: bool = False,
     states_given: bool = False,
     batch_invariant: bool = False,
 ) -> Plan:
     """The plan of calls of these sizes.
 
     Args:
-        kernels: the modules of `instances_of`.
         sequences: of the batch, or packed.
         chunk_slots: per head, of what there is once per chunk.
-        normalize: whether there is a normaliser.
+        normalize: whether there is a normaliser. decay: whether there is a scalar decay.
         states_given: the forward has left the states at the boundaries: state_c and state_n are in its
             workspace, not in this allocation, and nobody reads state_decay.
         batch_invariant: e of every token comes from its kernel of rows, whether something is cut or not.
     """
-    around, dv, dq_and_dk = kernels
+    around, walks = build.load(instances.AROUND_WALKS[decay]), build.load(instances.WALKS[decay])
     batch, heads, seq, dim_qk, dim_v = sizes
     boundaries = (cut.segments - sequences) * heads
     own_states = 0 if states_given else boundaries
     has_rows = normalize and (boundaries > 0 or batch_invariant)
     row_bytes = _aligned(FLOAT * batch * heads * seq) if normalize else 0
-    _, of_dv, _ = instances_of(dim_qk, dim_v)
-    dots_slice = _slice(of_dv)
+    of_dv, tile = tiles_of(dim_qk, dim_v)
+    _, dots_slice = of_dv
     dot_slices = -(-dim_v // dots_slice)
     parts = _parts(dim_v)
     sums = ctas_of_a_walk(dim_qk, dim_v)
     sum_bytes = FLOAT * sums * batch * heads * seq
     inter_bytes = 2 * FLOAT * sums * batch * heads * chunk_slots
-    flow_parts = dq_and_dk.flow_parts(dim_v, dim_qk)
+    of_walks = batch, heads, dim_v, dim_qk, *tile
+    flow_parts = walks.flow_parts(*of_walks)
     taken = Memory(
         gates=around.chunk_gates_bytes() * batch * heads * chunk_slots,
         log2_w=row_bytes if has_rows else 0,
@@ -203,16 +211,15 @@ def make_plan(
         q_dq_inter=inter_bytes,
         k_dk=sum_bytes,
         k_dk_inter=inter_bytes,
-        anchors=dq_and_dk.anchor_bytes(batch, heads, chunk_slots, dim_v, dim_qk),
+        anchors=walks.anchor_bytes(*of_walks, chunk_slots),
         flows=FLOAT * batch * heads * (chunk_slots // ANCHOR_CHUNKS + 1) * flow_parts,
         workspace=around.mlstm_bwd_gates_workspace_bytes(heads, sequences),
         tickets=2 * INT if parts > 1 else 0,
     )
     *offsets, size = itertools.accumulate(map(_aligned, taken), initial=0)
     return Plan(
-        around,
-        dv,
-        dq_and_dk,
+        of_dv,
+        tile,
         parts,
         row_bytes // FLOAT,
         dot_slices,
@@ -225,11 +232,6 @@ def make_plan(
         size,
         Memory._make(offsets),
     )
-
-
-def _slice(instance: build.Instance) -> int:
-    """Columns of the values that a CTA of a walk owns."""
-    return int(dict(instance.defines)["TFLA_SLICE"])
 
 
 def _parts(dim_v: int) -> int:

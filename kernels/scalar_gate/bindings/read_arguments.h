@@ -1,0 +1,27 @@
+// The arguments that functions of the launchers with one decay per token and head take.
+#pragma once
+
+#include "scalar_gate/bindings/params.h"
+#include "scalar_gate/bindings/params_decode.h"
+#include "sequence/read_arguments.h"
+
+namespace tfla_tk {
+
+inline std::vector<std::pair<const char*, std::int64_t>> layout_and(
+    std::vector<std::pair<const char*, std::int64_t>> more) {
+    more.push_back({"ANCHOR_CHUNKS", kAnchorChunks});
+    return constants_and(std::move(more));
+}
+
+// c, n, log2_decay; 0 where there is none.
+inline Boundaries read_boundaries(Arguments& x) { return {x.pointer(), x.pointer(), x.pointer<double>()}; }
+
+// c, n, m; 0 where there is none.
+inline State read_state(Arguments& x) { return {x.pointer(), x.pointer(), x.pointer()}; }
+
+// c, n, m (0 with the sigmoid gate), and their DTypes.
+inline StoredState read_stored_state(Arguments& x) {
+    return {x.pointer<void>(), x.pointer<void>(), x.pointer<void>(), x.dtype(), x.dtype(), x.dtype()};
+}
+
+}  // namespace tfla_tk
