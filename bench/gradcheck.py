@@ -245,7 +245,7 @@ def _registered_op(problem: Problem, *, return_last_states: bool = False, **tens
         eps=1e-6,
         chunk_size=CHUNK,
     )
-    return ops.mlstm(call, "auto", q, k, v, i, f, c, n, m, tensors.get(OFFSETS))
+    return ops.mlstm(call, q, k, v, i, f, c, n, m, tensors.get(OFFSETS))
 
 
 def has_failed(found: Iterable[Checked]) -> bool:

@@ -72,7 +72,7 @@ LEFT = KeptStates(torch.arange(3.0), Cut(4, 2), (8, 16))  # what a forward leave
 
 def forward_kernel(*args: Any) -> tuple[Tensor | None, ...]:
     """The op's CPU code as the kernels return it: None in place of empty tensors, and what they leave."""
-    args, keep_states = args[:16], args[16:] == (True,)
+    args, keep_states = args[:15], args[15:] == (True,)
     found = (None if x.numel() == 0 else x for x in ops._fwd_cpu(*args))
     return *found, LEFT._replace(workspace=LEFT.workspace.clone()) if keep_states else None
 
@@ -110,7 +110,7 @@ class FakeForward(ModuleType):
         def run(*tensors: Any) -> Any:
             assert layouts(tensors) == expected
             keeps = (True,) if options.keep_states else ()
-            return self.mlstm_fwd(*tensors, *options[:7], *keeps)  # as the op takes them
+            return self.mlstm_fwd(*tensors, *options[:6], *keeps)  # as the op takes them
 
         return run
 

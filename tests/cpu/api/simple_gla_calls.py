@@ -49,7 +49,7 @@ class Kernels(ModuleType):
         self.tensors: tuple[Any, ...] = ()
 
     def simple_gla_fwd(self, *args: Any) -> tuple[Tensor | None, ...]:
-        args, keeps = args[:10], args[10:] == (True,)
+        args, keeps = args[:9], args[9:] == (True,)
         self.calls.append("forward, kept" if keeps else "forward")
         self.tensors = args[:6]
         o, last = simple_gla_ops._fwd_cpu(*args)
@@ -58,7 +58,7 @@ class Kernels(ModuleType):
 
     def prepare_simple_gla_fwd(self, *args: Any) -> Callable[..., Any]:
         """Calls `simple_gla_fwd`; a decay per head comes as [HV]."""
-        (*expected, options), keeps = (*map(layout, args[:6]), args[6:10]), args[10]
+        (*expected, options), keeps = (*map(layout, args[:6]), args[6:9]), args[9]
 
         def run(*tensors: Any) -> Any:
             assert [*map(layout, tensors)] == expected

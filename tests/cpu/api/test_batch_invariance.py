@@ -121,10 +121,10 @@ def test_mlstm(
         return call
 
     fake_tk.verdict = Support(True)
-    monkeypatch.setattr(fake_tk.forward, "mlstm_fwd", noting("fwd", 15, fake_tk.forward.mlstm_fwd))
-    monkeypatch.setattr(fake_tk.backward, "mlstm_bwd", noting("bwd", 21 + 1, fake_tk.backward.mlstm_bwd))
-    monkeypatch.setattr(ops, "_fwd", noting("fwd", 15, ops._fwd))
-    monkeypatch.setattr(ops, "_bwd", noting("bwd", 21 + 1, ops._bwd))
+    monkeypatch.setattr(fake_tk.forward, "mlstm_fwd", noting("fwd", 14, fake_tk.forward.mlstm_fwd))
+    monkeypatch.setattr(fake_tk.backward, "mlstm_bwd", noting("bwd", 21, fake_tk.backward.mlstm_bwd))
+    monkeypatch.setattr(ops, "_fwd", noting("fwd", 14, ops._fwd))
+    monkeypatch.setattr(ops, "_bwd", noting("bwd", 21, ops._bwd))
     if not eager:
         monkeypatch.setattr(memo, "KNOWS_EAGER_CALLS", False)
     x = {name: t.requires_grad_() for name, t in make_inputs().items()}
@@ -142,7 +142,7 @@ def test_simple_gla(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = kernels.simple_gla_fwd, kernels.simple_gla_bwd
 
     def fwd(*args: Any) -> Any:
-        seen.append(("fwd", args[9]))
+        seen.append(("fwd", args[8]))
         return forward(*args)
 
     def bwd(*args: Any) -> Any:
@@ -236,7 +236,7 @@ def test_compiled_calls_follow_it(kernels: Kernels) -> None:
     for value in (False, True, False, True):
         with batch_invariant(value):
             compiled(**x, backend="tk")
-    assert [options[3:] for options in ops_of(graphs)] == [(False,), (True,)]
+    assert [options[2:] for options in ops_of(graphs)] == [(False,), (True,)]
     torch._dynamo.reset()
 
 
@@ -255,6 +255,6 @@ def test_within_compiled_code(kernels: Kernels) -> None:
 
     torch._dynamo.reset()
     torch.compile(function, backend=backend)(draw())
-    assert [options[3:] for options in ops_of(graphs)] == [(True,), (False,)]
+    assert [options[2:] for options in ops_of(graphs)] == [(True,), (False,)]
     assert not is_batch_invariant()
     torch._dynamo.reset()
