@@ -61,8 +61,8 @@ __device__ inline int peek_from_device(const int* place) {
 // already: tickets see to it where a CTA waits for one of its own launch. What does not come true in 2^28
 // looks, at least half a minute, never will. Then this traps, and the host gets cudaErrorLaunchFailure,
 // "unspecified launch failure". NOTES: no message, since what prints is an extern call, for which ptxas
-// serialises all wgmmas of a kernel (C7510). Looks, not time, since a debugger, a sanitizer or another process
-// on the GPU slows these down, too.
+// serialises all wgmmas of a kernel (C7510). Looks, not time, since a debugger, a sanitizer or another
+// process on the GPU slows these down, too.
 template <class ComeTrue> __device__ inline void wait_for_cta(int nanoseconds, ComeTrue come_true) {
     constexpr int kMostLooks = 1 << 28;
     for (int looks = 0; !come_true(); looks++) {

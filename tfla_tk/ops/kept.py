@@ -10,8 +10,8 @@ activation checkpointing. The kernels of such a family also have
 
 which follows from the metadata of core alone. It is an argument of <name>_fwd_kept, and of <name>_bwd_kept
 behind what is kept. A graph from torch's cache on disk may have the layout of other kernels. Then what is
-returned has that size, with nothing in it, and the backward of the kernels, whose layout is another one, makes
-the forward again.
+returned has that size, with nothing in it, and the backward of the kernels, whose layout is another one,
+makes the forward again.
 """
 
 from __future__ import annotations

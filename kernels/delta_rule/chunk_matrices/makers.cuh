@@ -13,10 +13,10 @@
 // the walk has loaded the chunk that is `ahead` chunks before its next one. It has stored and published
 // its own results then.
 //
-// CTAs draw tickets in the order in which they begin, and the first ones are makers. So when a CTA of the walk
-// begins, all makers have begun, in whatever order the GPU starts the CTAs of a grid. Makers wait for a walk,
-// which may not have begun, only for a limited time. So the walk waits only for CTAs that are sure to end,
-// whatever else the GPU has to do.
+// CTAs draw tickets in the order in which they begin, and the first ones are makers. So when a CTA of the
+// walk begins, all makers have begun, in whatever order the GPU starts the CTAs of a grid. Makers wait for a
+// walk, which may not have begun, only for a limited time. So the walk waits only for CTAs that are sure to
+// end, whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
