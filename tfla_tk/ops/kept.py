@@ -123,8 +123,8 @@ class KeepingOps:
         core, (output_final_state, layout) = self._ops.split(args)
         forward = self._ops.family.kernels().forward
         o, last, kept = forward(core, output_final_state=output_final_state, keep=True)
-        is_expected = kept is not None and kept.layout == tuple(layout)
-        return o, present(last, o), kept.tensors[0] if is_expected else o.new_empty(layout[0])
+        left = kept.tensors[0] if kept is not None and kept.layout == tuple(layout) else None
+        return o, present(last, o), o.new_empty(layout[0]) if left is None else left
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
         left, layout = args[self._place : self._place + 2]
