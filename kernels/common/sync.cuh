@@ -60,7 +60,7 @@ __device__ inline int peek_from_device(const int* place) {
 // Waits until come_true(), which looks at what another CTA writes to device memory. That CTA has to run
 // already: tickets see to it where a CTA waits for one of its own launch. What does not come true in 2^28
 // looks, at least half a minute, never will. Then this traps, and the host gets cudaErrorLaunchFailure,
-// "unspecified launch failure". NOTES: no message, since what prints is an extern call, for which ptxas
+// "unspecified launch failure". NOTES: no message, since what prints is a call, for which ptxas
 // serialises all wgmmas of a kernel (C7510). Looks, not time, since a debugger, a sanitizer or another
 // process on the GPU slows these down, too.
 template <class ComeTrue> __device__ inline void wait_for_cta(int nanoseconds, ComeTrue come_true) {
