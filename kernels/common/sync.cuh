@@ -57,6 +57,20 @@ __device__ inline int peek_from_device(const int* place) {
     return number;
 }
 
+// Waits until come_true(), which looks at what another CTA writes to device memory. That CTA has to run
+// already: tickets see to it where a CTA waits for one of its own launch. What does not come true in 2^28
+// looks, at least half a minute, never will. Then this traps, and the host gets cudaErrorLaunchFailure,
+// "unspecified launch failure". NOTES: no message, since what prints is a call, for which ptxas
+// serialises all wgmmas of a kernel (C7510). Looks, not time, since a debugger, a sanitizer or another
+// process on the GPU slows these down, too.
+template <class ComeTrue> __device__ inline void wait_for_cta(int nanoseconds, ComeTrue come_true) {
+    constexpr int kMostLooks = 1 << 28;
+    for (int looks = 0; !come_true(); looks++) {
+        if (looks == kMostLooks) __trap();
+        __nanosleep(nanoseconds);
+    }
+}
+
 // Sets bits of a number of other CTAs, without any order against other accesses.
 __device__ inline void or_to_device(int* place, int bits) {
     asm volatile("red.relaxed.gpu.global.or.b32 [%0], %1;\n" ::"l"(place), "r"(bits) : "memory");

@@ -113,7 +113,7 @@ struct WalkTask : Task {
             return g.carried +
                    (static_cast<int64_t>(task.first_carried + number - 1) * g.heads + task.head) * size;
         };
-        const float* entering = g.entering ? g.entering + task.state * size : nullptr;
+        const float* entering = nullptr;
         float* leaving = g.leaving ? g.leaving + task.state * size : nullptr;
         int first_own = 0, last_own = task.chunks - 1;
         const int segment = block / g.ctas;  // and head
@@ -123,7 +123,6 @@ struct WalkTask : Task {
             if constexpr (!C::kBackward)
                 asked |= !ends && g.maps && g.leads[g.cut.segments * g.heads + segment] == kCarried;
             if (!asked) task.tokens = -1;
-            if (!begins) entering = nullptr;
         } else if (const int lead = begins ? 0 : g.leads[segment]; lead == kCarried) {
             entering = carried(task.number + C::kBackward);
         } else if (lead > 0) {
@@ -138,8 +137,8 @@ struct WalkTask : Task {
                 task.first_slot -= lead, task.first_chunk -= lead;
                 first_own += lead, last_own += lead;
             }
-            if (!begins) entering = nullptr;
         }
+        if (begins && g.entering) entering = g.entering + task.state * size;
         if (!ends) leaving = C::kStatesAlone ? carried(task.number + !C::kBackward) : nullptr;
         return {task, entering, leaving, first_own, last_own};
     }
@@ -194,12 +193,11 @@ __device__ inline int wait_made(const WalkGlobals& g, const Task& task, int chun
     const int asked = chunk + fresh_laneid(), head = task.batch * g.heads + task.head;
     const int* const flag = g.made + head * g.slots + task.first_slot + asked;
     int made = 0;
-    while (true) {
+    wait_for_cta(32, [&] {
         const bool is_made = asked < task.chunks && peek_from_device(flag) != 0;
         made = __clz(__brev(~__ballot_sync(0xffffffff, is_made)));
-        if (made > 0) break;
-        __nanosleep(32);
-    }
+        return made > 0;
+    });
     if (fresh_laneid() < made) acquire_from_device(flag);
     __syncwarp();
     fence_async_global();

@@ -67,6 +67,29 @@ def test_makers_beside_two_walkers_change_no_bit(
             assert_equal(both(x), expected)
 
 
+@pytest.mark.parametrize("dims", [(64, 128), (128, 128)], ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize("makers", [1, 4, 300])
+def test_more_ctas_than_run_at_once(
+    makers: int,
+    dims: tuple[int, int],
+    make_beside: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """512 of the walk, which wait for makers, and up to 300 of makers, which wait a little for walks that
+    have yet to begin. On several streams at once, too."""
+    for name, value in {"split": None, "walk_makes_matrices": False, "forward_walkers": 1}.items():
+        monkeypatch.setattr(Shape, name, value)
+    x = draw(4, 700, 64, 64, dims)
+    make_beside(False)
+    expected = both(x)
+    monkeypatch.setattr(Shape, "makers", makers)
+    forget_calls()
+    for _ in range(REPEATS):
+        assert_equal(both(x), expected)
+    outputs = {name: expected[name] for name in ("o", "final_state")}
+    assert_equal_on_streams(lambda: run(x, function=chunk_gated_delta_rule), outputs, 3)
+
+
 def test_a_graph_replays_makers(make_beside: Callable[[bool], None]) -> None:
     """Each time the flags of the chunks are cleared."""
     x, other = draw(1, 3000, 8, 16), draw(1, 3000, 8, 16, seed=1)

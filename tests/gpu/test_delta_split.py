@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tfla_tk import batch_invariant, chunk_delta_rule, chunk_gated_delta_rule
 from tfla_tk.backends.tk.delta_rule import launch
 from tfla_tk.backends.tk.delta_rule import split as costs
 from tfla_tk.backends.tk.delta_rule.call import Left, Shape
-from tfla_tk.backends.tk.prepared import Scratch
+from tfla_tk.backends.tk.prepared import Launches, Scratch
 from tfla_tk.calls.delta_rule import DeltaRuleCore
 from tfla_tk.core.layout import ADDRESS_BITS, CHUNK, SEGMENT_CHUNKS
 
@@ -118,6 +119,22 @@ def test_any_length(by_mirror: bool, longest: int, more: int, borders: int, spli
     split_every(borders, longest, by_mirror=by_mirror)
     for count in (1, 2, 3):
         check(draw(1, count * borders * SEGMENT_TOKENS + more, 2))
+
+
+def test_a_walk_without_a_lead_begins_with_zero(split_every: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunk matrices and the walk alone, so that leads are those of memory full of zeros."""
+    split_every(1)
+    x = draw(1, 2 * SEGMENT_TOKENS, 2)
+    behind = {name: t[:, SEGMENT_TOKENS:].clone() for name, t in x.items() if name != "initial_state"}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
+        matrices_and_walk = SimpleNamespace(of=lambda kernel, all_: Launches.of(kernel, [all_[0], all_[-1]]))
+        patch.setattr(launch, "Launches", matrices_and_walk)
+        found = run(x, function=chunk_gated_delta_rule)
+    split_every(0)
+    expected = run(behind, function=chunk_gated_delta_rule)
+    found["o"] = found["o"][:, SEGMENT_TOKENS:]
+    assert_accurate(found, expected, x["v"].dtype)
 
 
 @pytest.mark.parametrize("gates", ["none", "slow", "-10", "mixed", "closed", "half closed"])

@@ -5,12 +5,13 @@ first one also returns what the kernels have kept, one tensor of v's dtype, whic
 dht. <name>_fwd records them where it can, so that no backward makes the forward again under torch.compile and
 activation checkpointing. The kernels of such a family also have
 
-    kept_size(core) -> how many elements of v's dtype a forward with `keep` leaves, in one tensor, whose
-                       layout is None
+    kept_layout(core) -> the layout of what a forward with `keep` leaves in one tensor of v's dtype: ints, of
+                         which the first one is the number of elements
 
-which follows from the metadata of core alone. It is an argument of <name>_fwd_kept. A graph from torch's
-cache on disk may have the size of other kernels. Then what is returned is of that size, with nothing in it,
-and the backward of the kernels, which wants another size, makes the forward again.
+which follows from the metadata of core alone. It is an argument of <name>_fwd_kept, and of <name>_bwd_kept
+behind what is kept. A graph from torch's cache on disk may have the layout of other kernels. Then what is
+returned has that size, with nothing in it, and the backward of the kernels, whose layout is another one,
+makes the forward again.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ class KeepingOps:
     def __init__(self, ops: LinearOps) -> None:
         self._ops = ops
         self._inputs = len(ops.family.inputs)
-        self._place = self._inputs + 2  # of what is kept, among the arguments of bwd
+        self._place = self._inputs + 2  # of what is kept and its layout, among the arguments of bwd
         self._names = f"{ops.family.name}_fwd_kept", f"{ops.family.name}_bwd_kept"
         self._define()
         self.fwd, self.bwd = (getattr(torch.ops.tfla_tk, name).default for name in self._names)
         self._implement()
         self._register()
 
-    def size(self, args: Sequence[Any]) -> int:
-        """Elements of what a recorded call of <name>_fwd with these arguments should keep. 0 where no kernels
-        run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
+    def layout(self, args: Sequence[Any]) -> tuple[int, ...] | None:
+        """The layout of what a recorded call of <name>_fwd with these arguments should keep. None where no
+        kernels run, a transform of torch.func would batch it, hooks would move it, or sizes are not known."""
         if not self._has_kernels(args[0]) or transforms.are_active() or not may_keep():
-            return 0
+            return None
         sizes = [size for x in args[: self._inputs] if x is not None for size in x.shape]
         if not all(isinstance(size, int) for size in sizes) or args[2].numel() == 0:
-            return 0
+            return None
         core, _ = self._ops.split(tuple(args))
-        size: int = self._ops.family.kernels().kept_size(core)
-        return size
+        layout: tuple[int, ...] = self._ops.family.kernels().kept_layout(core)
+        return layout
 
     def _has_kernels(self, q: Tensor) -> bool:
         # fake tensors of a GPU are also on machines without one
@@ -65,18 +66,18 @@ class KeepingOps:
 
     def _without(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of <name>_bwd."""
-        return *args[: self._place], *args[self._place + 1 :]
+        return *args[: self._place], *args[self._place + 2 :]
 
     def _define(self) -> None:
         forward, backward = self._names
         inputs, options, grads = self._ops.arguments()
         define = library.get().define
         define(
-            f"{forward}({inputs}, {options}, bool output_final_state, int size)"
+            f"{forward}({inputs}, {options}, bool output_final_state, int[] layout)"
             " -> (Tensor o, Tensor final_state, Tensor kept)"
         )
         define(
-            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, {options},"
+            f"{backward}({inputs}, Tensor do, Tensor? dht, Tensor kept, int[] layout, {options},"
             f" bool needs_gates) -> ({grads})"
         )
 
@@ -111,21 +112,20 @@ class KeepingOps:
             flops.register(name, count)
 
     def _fwd_cpu(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *of_fwd, size = args
-        return *self._ops.fwd(*of_fwd), args[2].new_zeros(size)
+        *of_fwd, layout = args
+        return *self._ops.fwd(*of_fwd), args[2].new_zeros(layout[0])
 
     def _fwd_fake(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *of_fwd, size = args
-        return *self._ops.fwd_fake(*of_fwd), args[2].new_empty(size)
+        *of_fwd, layout = args
+        return *self._ops.fwd_fake(*of_fwd), args[2].new_empty(layout[0])
 
     def _fwd_cuda(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        core, (output_final_state, size) = self._ops.split(args)
+        core, (output_final_state, layout) = self._ops.split(args)
         forward = self._ops.family.kernels().forward
         o, last, kept = forward(core, output_final_state=output_final_state, keep=True)
-        left = None if kept is None else kept.tensors[0]
-        if left is None or left.numel() != size:
-            left = o.new_empty(size)
-        return o, present(last, o), left
+        left = kept.tensors[0] if kept is not None and kept.layout == tuple(layout) else None
+        return o, present(last, o), o.new_empty(layout[0]) if left is None else left
 
     def _bwd_cuda(self, *args: Any) -> tuple[Tensor, ...]:
-        return self._ops.differentiate(Kept((args[self._place],)), self._without(args))
+        left, layout = args[self._place : self._place + 2]
+        return self._ops.differentiate(Kept((left,), tuple(layout)), self._without(args))

@@ -355,31 +355,33 @@ class LinearOps:
     def _record(self, *args: Any) -> Recorded:
         """<name>_fwd with what its backward op takes."""
         inputs, (*options, output_final_state) = args[: self._count], args[self._count :]
-        size, kept = 0 if self.keeping is None else self.keeping.size(args), None
+        layout, kept = None if self.keeping is None else self.keeping.layout(args), None
         with transforms.below_function():
-            if self.keeping is not None and size > 0:
-                o, last, kept = self.keeping.fwd(*args, size)
+            if self.keeping is not None and layout is not None:
+                o, last, kept = self.keeping.fwd(*args, layout)
             else:
                 o, last = self.fwd(*args)
             needs = self._needs_gates(inputs)
             saved = *_saved(inputs), kept
-        return Recorded((o, last), () if output_final_state else (last,), saved, (*options, needs))
+        return Recorded((o, last), () if output_final_state else (last,), saved, (layout, *options, needs))
 
     def _differentiate(
         self, saved: Sequence[Any], options: tuple[Any, ...], grads: tuple[MaybeTensor, ...]
     ) -> Sequence[MaybeTensor]:
-        *inputs, kept = saved
-        return self._differentiate_by_op(_with_grads(inputs, *grads), kept, options)
+        *inputs, left = saved
+        layout, *others = options
+        kept = None if left is None else Kept((left,), layout)
+        return self._differentiate_by_op(_with_grads(inputs, *grads), kept, others)
 
     def _differentiate_by_op(
-        self, tensors: tuple[Any, ...], kept: MaybeTensor, options: tuple[Any, ...]
+        self, tensors: tuple[Any, ...], kept: Kept | None, options: Sequence[Any]
     ) -> Sequence[MaybeTensor]:
-        """Args: tensors: the inputs, do and dht. kept: by the forward, as the op takes it."""
+        """Args: tensors: the inputs, do and dht. kept: by the forward."""
         found: Sequence[Tensor]
         if self.keeping is None or kept is None:
             found = self.bwd(*tensors, *options)
         else:
-            found = self.keeping.bwd(*tensors, kept, *options)
+            found = self.keeping.bwd(*tensors, *kept.tensors, kept.layout, *options)
         return found
 
     def _record_directly(self, *args: Any) -> Recorded:
@@ -403,14 +405,15 @@ class LinearOps:
     ) -> Sequence[MaybeTensor]:
         """The kernels again where the backward is plain, too."""
         kernels, options_of_core, needs, left = options
-        saved, kept = saved[: self._count], tuple(saved[self._count :])
-        tensors = _with_grads(saved, *grads)
-        if not autograd.is_plain_backward((*tensors, *kept), grads):
-            return self._differentiate_by_op(tensors, kept[0] if kept else None, (*options_of_core, needs))
+        inputs, tensors_kept = saved[: self._count], tuple(saved[self._count :])
+        tensors = _with_grads(inputs, *grads)
+        kept = None if left is None else Kept(tensors_kept, left.layout)
+        if not autograd.is_plain_backward((*tensors, *tensors_kept), grads):
+            return self._differentiate_by_op(tensors, kept, (*options_of_core, needs))
         inputs, do, dht, _ = self._split_backward(tensors)
         found: Sequence[MaybeTensor] = named_in_profiles(self.bwd.name(), kernels.backward)(
             self.family.core(*inputs, *options_of_core),
-            None if left is None else Kept(kept, left.layout),
+            kept,
             do,
             dht,
             needs_gates=needs,

@@ -52,14 +52,15 @@ template <class T, int kDimK> void run_matrices(const DeltaMatricesParams& p, cu
     if constexpr (kSomeMake) launch_matrices<T, kDimK, false>(p, stream);
 }
 
-// Launches a walk with p.makers CTAs of makers in front. The results are right for any number of CTAs; the
-// launch is fast where all run at once.
+// Launches a walk with p.makers CTAs of makers. The results are right for any number of CTAs; the launch is
+// fast where all run at once.
 template <auto kKernel, class C, class Memory, class Walk, class Params>
 void launch_with_makers(const Walk& walk, const Params& p, cudaStream_t stream, const char* name) {
-    MakersGlobals makers{matrices_globals(p), p.made, p.makers};
+    const MatricesGlobals matrices = matrices_globals(p);
+    const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * matrices.slots;
+    MakersGlobals makers{matrices, p.made, p.made + flags, p.makers};
     makers.ahead = std::max(kLeastAhead, kChunksInL2 / makers.pairs());
-    const std::size_t flags = static_cast<std::size_t>(p.shape.batch) * p.shape.heads * makers.slots;
-    check_launch(cudaMemsetAsync(p.made, 0, flags * sizeof(*p.made), stream), name);
+    check_launch(cudaMemsetAsync(p.made, 0, (flags + 1) * sizeof(*p.made), stream), name);
     dim3 grid = walk_grid(walk, name);
     grid.x += p.makers;
     constexpr int kBytes = std::max(sizeof(Memory), sizeof(MakersMemory<C>));

@@ -13,9 +13,10 @@
 // the walk has loaded the chunk that is `ahead` chunks before its next one. It has stored and published
 // its own results then.
 //
-// Makers are the first CTAs of the grid and wait for no other CTA without a time limit. When a CTA of the
-// walk runs, all makers have begun. Makers wait for a walk, which may not have begun, only for a limited
-// time. So the walk waits only for CTAs that are sure to end, whatever else the GPU has to do.
+// CTAs draw tickets in the order in which they begin, and the first ones are makers. So when a CTA of the
+// walk begins, all makers have begun, in whatever order the GPU starts the CTAs of a grid. Makers wait for a
+// walk, which may not have begun, only for a limited time. So the walk waits only for CTAs that are sure to
+// end, whatever else the GPU has to do.
 #pragma once
 
 #include "delta_rule/chunk_matrices/chunk.cuh"
@@ -31,9 +32,10 @@ constexpr int kWarpgroupsOfMakers = 4;
 constexpr int kLeastAhead = 9, kChunksInL2 = 576;
 
 struct MakersGlobals : MatricesGlobals {
-    int* made;  // [batch * heads, slots]
-    int ctas;   // of makers
-    int ahead;  // chunks that makers may be ahead of a walk
+    int* made;    // [batch * heads, slots]
+    int* ticket;  // the next one
+    int ctas;     // of makers
+    int ahead;    // chunks that makers may be ahead of a walk
 
     // Pairs of a sequence and a head.
     __host__ __device__ inline int pairs() const { return cut.sequences * heads; }
@@ -225,6 +227,15 @@ __device__ inline void serve_maker(const MakersGlobals& g, Memory& own, int numb
     }
     publish();
     wait_copies();
+}
+
+// By all threads of a CTA. place: in shared memory, whose later contents it may be a part of.
+__device__ inline int draw_ticket(int* ticket, int& place) {
+    if (threadIdx.x == 0) place = atomicAdd(ticket, 1);
+    __syncthreads();
+    const int drawn = __shfl_sync(0xffffffff, place, 0);
+    __syncthreads();
+    return drawn;
 }
 
 // The cta-th CTA of makers.

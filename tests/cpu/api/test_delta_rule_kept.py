@@ -24,21 +24,29 @@ PLAIN = ["forward, kept", "backward, kept"]
 
 
 class KeepingKernels(Kernels):
-    """Kernels that say how much they keep, which the ops then return."""
+    """Kernels that say how they lay out what they keep, which the ops then return.
 
-    def kept_size(self, core: Any) -> int:
-        return self.left.numel()
+    Attributes:
+        split: a part of the layout.
+    """
+
+    split = 4
+
+    def kept_layout(self, core: Any) -> tuple[int, ...]:
+        return self.left.numel(), self.split
 
     def forward(
         self, core: Any, *, output_final_state: bool, keep: bool
     ) -> tuple[Tensor, Tensor | None, Kept | None]:
         o, last, kept = super().forward(core, output_final_state=output_final_state, keep=keep)
-        return o, last, kept and Kept((self.left.to(core.v.dtype),))
+        return o, last, kept and Kept((self.left.to(core.v.dtype),), self.kept_layout(core))
 
     def backward(self, core: Any, kept: Kept | None, do: Tensor, dht: Any, *, needs_gates: bool) -> Any:
-        if kept is not None:
-            assert kept.layout is None and torch.equal(*kept.tensors, self.left.to(core.v.dtype))
+        if kept is not None and kept.layout == self.kept_layout(core):
+            assert torch.equal(*kept.tensors, self.left.to(core.v.dtype))
             kept = Kept((self.left, None), "a layout")
+        else:
+            kept = None
         return super().backward(core, kept, do, dht, needs_gates=needs_gates)
 
 
@@ -84,6 +92,18 @@ def test_compiled_training_runs_the_forward_once(kernels: KeepingKernels) -> Non
     forward, backward = graphs
     assert "delta_rule_fwd_kept" in forward and "delta_rule_bwd_kept" in backward
     assert "delta_rule_fwd" not in backward
+
+
+def test_a_compiled_backward_of_another_split_makes_the_forward_again(kernels: KeepingKernels) -> None:
+    """What they keep has the same size."""
+    x = leaves(draw())
+    o, _ = torch.compile(chunk_gated_delta_rule, backend="aot_eager", fullgraph=True)(**x)
+    kernels.split += 1
+    kernels.calls.clear()
+    found = torch.autograd.grad(o.square().sum(), list(x.values()))
+    assert kernels.calls == ["backward"]
+    expected = torch.autograd.grad(chunk_gated_delta_rule(**x)[0].square().sum(), list(x.values()))
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_sizes_as_symbols_keep_nothing(kernels: KeepingKernels) -> None:
@@ -145,12 +165,19 @@ def test_a_traced_training_step(kernels: KeepingKernels) -> None:
         torch.testing.assert_close(actual, want)
 
 
-def test_a_graph_of_other_kernels(kernels: KeepingKernels) -> None:
-    """From a cache on disk: what it keeps has the size that the graph has, and nothing in it."""
+@pytest.mark.parametrize("layout", [(5, 4), (3, 8)], ids=["size", "split"])
+def test_a_graph_of_other_kernels(layout: tuple[int, ...], kernels: KeepingKernels) -> None:
+    """From a cache on disk: what it keeps has the size that the graph has, and the backward does not read
+    it."""
     x = draw()
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, None
-    found = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, True, 5)
-    assert found[2].shape == (5,)
+    options = 0.25, *[False] * 4
+    found = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, *options, True, layout)
+    assert found[2].shape == layout[:1]
+    given = torch.ones_like(found[0]), None
+    kernels.calls.clear()
+    torch.ops.tfla_tk.delta_rule_bwd_kept(*inputs, *given, found[2], layout, *options, True)
+    assert kernels.calls == ["backward"]
     x["initial_state"] = None
     expected = chunk_gated_delta_rule(**x, scale=0.25, output_final_state=True)
     for actual, want in zip(found[:2], expected, strict=True):
@@ -238,16 +265,17 @@ def test_opcheck(packed: bool) -> None:
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, x["initial_state"], offsets
     options = (0.25, False, False, False, False)
     registered = torch.ops.tfla_tk
-    torch.library.opcheck(registered.delta_rule_fwd_kept, (*inputs, *options, True, 7))
-    o, state, kept = registered.delta_rule_fwd_kept(*inputs, *options, True, 7)
-    assert kept.shape == (7,)
-    given = torch.randn_like(o), torch.randn_like(state), kept
+    layout = (7, 4, 1)
+    torch.library.opcheck(registered.delta_rule_fwd_kept, (*inputs, *options, True, layout))
+    o, state, kept = registered.delta_rule_fwd_kept(*inputs, *options, True, layout)
+    assert kept.shape == layout[:1]
+    given = torch.randn_like(o), torch.randn_like(state), kept, layout
     torch.library.opcheck(registered.delta_rule_bwd_kept, (*inputs, *given, *options, True))
 
 
 def test_the_forward_that_keeps_has_no_gradients() -> None:
     x = leaves(draw(seq=10))
     inputs = *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, None
-    o, *_ = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, True, 0)
+    o, *_ = torch.ops.tfla_tk.delta_rule_fwd_kept(*inputs, 0.25, *[False] * 4, True, [0])
     with pytest.raises(RuntimeError, match=r"delta_rule_fwd_kept records nothing; delta_rule_fwd does"):
         o.sum().backward()

@@ -85,10 +85,11 @@ def cotangents(*outputs: Tensor | None) -> list[Tensor]:
     return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs if x is not None]
 
 
-def size_of(kept: Kept) -> int:
+def assert_kept(kept: Kept, core: DeltaRuleCore) -> None:
+    """It is what such a call leaves."""
     (left,) = kept.tensors
     assert left is not None and left.dim() == 1
-    return left.numel()
+    assert kept.layout == launch.kept_layout(core) and left.numel() == kept.layout[0]
 
 
 def check(core: DeltaRuleCore, keep: bool = True, *, needs_gates: bool = True) -> None:
@@ -96,7 +97,8 @@ def check(core: DeltaRuleCore, keep: bool = True, *, needs_gates: bool = True) -
     g = core.beta.new_zeros(core.beta.shape) if core.g is None else core.g
     o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
     assert (kept is None) == (not keep)
-    assert kept is None or (kept.layout is None and size_of(kept) == launch.kept_size(core))
+    if kept is not None:
+        assert_kept(kept, core)
     inputs = (core.q, core.k, core.v, g, core.beta)
     options: dict[str, Any] = {
         "scale": SCALE,
@@ -248,7 +250,8 @@ def raw(core: DeltaRuleCore, norm: bool, strength: bool, decay: bool) -> DeltaRu
 def check_raw(core: DeltaRuleCore, keep: bool = True) -> None:
     """Both directions against the op on a CPU, which is the reference."""
     o, last, kept = launch.forward(core, output_final_state=True, keep=keep)
-    assert kept is None or size_of(kept) == launch.kept_size(core)
+    if kept is not None:
+        assert_kept(kept, core)
     expected = torch.ops.tfla_tk.delta_rule_fwd(*core, True)
     assert error(o, expected[0]) < 5e-3 and error(last, expected[1]) < 5e-3
     given = cotangents(o, expected[1])
@@ -383,29 +386,58 @@ def test_what_is_kept_may_lie_elsewhere(move: Any, kernel: Kernel) -> None:
     assert kept is not None
     grads = cotangents(o, last)
     expected = launch.backward(core, kept, *grads, needs_gates=True)
-    found = launch.backward(core, Kept((move(kept.tensors[0]),)), *grads, needs_gates=True)
+    found = launch.backward(core, kept._replace(tensors=(move(kept.tensors[0]),)), *grads, needs_gates=True)
     for x, y in zip(found, expected, strict=True):
         assert (x is None and y is None) or torch.equal(x, y)
 
 
-def test_the_size_of_what_is_kept_is_known_of_fake_tensors(kernel: Kernel) -> None:
+def test_the_layout_of_what_is_kept_is_known_of_fake_tensors(kernel: Kernel) -> None:
     """Of a GPU, on any machine: what torch.compile asks."""
     core = draw((128, 128), group=2, packed=True)
     with FakeTensorMode():
         fake = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda:0") for x in core[:9]]
-        size = launch.kept_size(DeltaRuleCore._make((*fake, *core[9:])))
-        *_, kept = torch.ops.tfla_tk.delta_rule_fwd_kept(*fake, *core[9:], True, size)
-    assert size == launch.kept_size(core) and kept.shape == (size,)
+        layout = launch.kept_layout(DeltaRuleCore._make((*fake, *core[9:])))
+        *_, kept = torch.ops.tfla_tk.delta_rule_fwd_kept(*fake, *core[9:], True, layout)
+    assert layout == launch.kept_layout(core) and kept.shape == layout[:1]
     assert kept.device.type == "cuda" and kept.dtype == core.v.dtype
 
 
 def test_what_is_kept_of_another_size_is_made_again(kernel: Kernel) -> None:
     core = draw(tokens=70)
     o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+    assert kept is not None
     grads = cotangents(o, last)
     expected = launch.backward(core, kept, *grads, needs_gates=True)
-    other = Kept((torch.full((launch.kept_size(core) - 128,), torch.nan).bfloat16(),))
-    for x, y in zip(launch.backward(core, other, *grads, needs_gates=True), expected, strict=True):
+    size, *others = kept.layout
+    left = torch.full((size - 128,), torch.nan).bfloat16()
+    for other in (Kept((left,), (size - 128, *others)), Kept((left,), kept.layout)):
+        for x, y in zip(launch.backward(core, other, *grads, needs_gates=True), expected, strict=True):
+            assert (x is None and y is None) or torch.equal(x, y)
+
+
+@pytest.mark.parametrize("longest", [0, None], ids=["carried", "leads"])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_what_is_kept_of_another_split_is_made_again(
+    packed: bool, longest: int | None, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same size: two segments of 3 and 2 chunks, then of 4 and 1. In a graph from torch's cache on
+    disk, for example, which kernels of another version have made."""
+    core = draw(packed=packed, tokens=5 * CHUNK)
+    found = []
+    for chunks in (3, 4):
+        forget_calls()
+        split_into(monkeypatch, chunks, longest)
+        o, last, kept = launch.forward(core, output_final_state=True, keep=True)
+        assert kept is not None
+        found.append(kept)
+    grads = cotangents(o, last)
+    of_other, of_own = found
+    assert of_other.layout[0] == of_own.layout[0]
+    expected = launch.backward(core, of_own, *grads, needs_gates=True)
+    kernel.launches.clear()
+    again = launch.backward(core, of_other, *grads, needs_gates=True)
+    assert [x.name for x in kernel.launches].count("forward") == 1
+    for x, y in zip(again, expected, strict=True):
         assert (x is None and y is None) or torch.equal(x, y)
 
 

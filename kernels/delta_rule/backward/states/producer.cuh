@@ -69,7 +69,7 @@ template <class C> __device__ inline void scan_gates(const StatesGlobals& g, Sta
 // stored to its own results in fp32 (turns.cuh). `written` counts the chunks of a CTA that are in device
 // memory. Returns how many that are, at least `chunks`.
 __device__ inline int wait_written(const int* written, int chunks) {
-    while (peek_from_device(written) < chunks) __nanosleep(32);
+    wait_for_cta(32, [&] { return peek_from_device(written) >= chunks; });
     const int found = acquire_from_device(written);
     fence_async_global();
     return __shfl_sync(0xffffffff, found, 0);  // the first lane loads

@@ -46,7 +46,7 @@ __device__ inline int* shares_stored(const PassGlobals& g, const PassTask& task,
 template <class C>
 __device__ inline void wait_for_turn(const PassGlobals& g, const PassTask& task, int chunk) {
     if (task.share == 0) return;
-    while (acquire_from_device(shares_stored<C>(g, task, chunk)) < task.share) __nanosleep(100);
+    wait_for_cta(100, [&] { return acquire_from_device(shares_stored<C>(g, task, chunk)) >= task.share; });
     fence_async_global();
 }
 template <class C>

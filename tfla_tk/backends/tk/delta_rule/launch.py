@@ -106,11 +106,13 @@ def prepare(core: DeltaRuleCore, *, output_final_state: bool, keep: bool) -> Cal
     return run
 
 
-def kept_size(core: DeltaRuleCore) -> int:
-    """Elements of v's dtype of what the forward of a call leaves with `keep`."""
-    of_backward = Scratch(0)
-    Left.of(Shape.of(core, trains=True), of_backward)
-    return of_backward.bytes // core.v.itemsize
+def kept_layout(core: DeltaRuleCore) -> tuple[int, ...]:
+    """What says how things lie in what the forward of a call leaves with `keep`, beside the call itself: its
+    elements of v's dtype, the chunks of a segment where sequences are split, else 0, and the matrices of each
+    chunk."""
+    shape, of_backward = Shape.of(core, trains=True), Scratch(0)
+    Left.of(shape, of_backward)
+    return of_backward.bytes // core.v.itemsize, shape.split.chunks if shape.split else 0, shape.matrices
 
 
 def backward(
@@ -124,7 +126,7 @@ def backward(
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0.
 
     Args:
-        kept: by the forward of such a call; where it has another size than theirs it is made again.
+        kept: by the forward of such a call; where its layout is not `kept_layout` it is made again.
 
     Raises:
         BuildError: A kernel is not compiled yet and cannot be.
@@ -194,7 +196,7 @@ class Backward:
         self._inputs = Inputs(core, read, wanted) if any(wanted) else None
         self._wanted = wanted._replace(decay=wanted.decay and needs_gates)  # gradients
         self._needs_dg = needs_gates and core.g is not None
-        self._kept_size = kept_size(read)
+        self._kept_layout = kept_layout(read)
         self._walks: Walks | None = None
         self._gradients: inputs.Gradients | None = None
 
@@ -211,8 +213,8 @@ class Backward:
             made = self._inputs(core, read)
             given = made if read is core else self._inputs.given(core, made)
             at[:9] = starts(*made[:9])
-        left = None if kept is None else kept.tensors[0]
-        if left is None or left.numel() != self._kept_size:
+        left = kept.tensors[0] if kept is not None and kept.layout == self._kept_layout else None
+        if left is None or left.numel() != self._kept_layout[0]:
             _, _, kept = forward(made, output_final_state=False, keep=True)
             assert kept is not None
             (left,) = kept.tensors
@@ -260,7 +262,8 @@ class Walk:
             left = Left(scratch.take(matrices_bytes), leads=scratch.take(shape.leads_bytes))
         matrices = shape.matrices_at(left.matrices)
         # of v's dtype because that need not be said to torch, which is half of the time
-        self._scratch_size, self._kept_size = (x.bytes // core.v.itemsize for x in (scratch, of_backward))
+        self._scratch_size = scratch.bytes // core.v.itemsize
+        self._kept_layout = kept_layout(core) if keep else None
         whole, of = (shape.with_offsets(at.cu_seqlens, cut) for cut in (None, shape.split))
         gates = (gate_at(at.g, core.g), gate_at(at.beta, core.beta))
         q, k, v = (operand_at(*x) for x in ((at.q, core.q), (at.k, core.k), (at.v, core.v)))
@@ -291,10 +294,10 @@ class Walk:
         written = o if self._is_direct else Result.of(o).written
         last = v.new_empty(self._last_shape, dtype=torch.float32) if self._output_final_state else None
         scratch = v.new_empty(self._scratch_size) if self._scratch_size else None
-        left = v.new_empty(self._kept_size) if self._kept_size else None
+        left = v.new_empty(self._kept_layout[0]) if self._kept_layout else None
         at += starts(written, last, scratch, left)
         self._run(at, current_stream(self._device))
-        kept = None if left is None else Kept((left,))
+        kept = None if left is None else Kept((left,), self._kept_layout)
         return o if self._is_direct else o.copy_(written), last, kept
 
 
