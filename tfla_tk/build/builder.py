@@ -49,7 +49,8 @@ _load_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Built:
-    """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the extension.
+    """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the
+    extension.
 
     Attributes:
         artifacts: What was asked for.
@@ -86,14 +87,14 @@ def is_cached(instance: Instance) -> bool:
 
 
 def load(launcher: Launcher, *instances: Instance) -> ModuleType:
-    """The functions and constants of a launcher, once it can launch these instances; compiled now where the cache
-    lacks them, side by side.
+    """The functions and constants of a launcher, once it can launch these instances; compiled now where the
+    cache lacks them, side by side.
 
     The first call of a process checks the cache; later ones return the same module.
 
     Raises:
-        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel that the
-            user's ptxas serialises, a launcher that disagrees with this package (`exports`).
+        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel
+            that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
         CaptureError: A CUDA graph is being captured and something would have to be compiled.
     """
     if not _attached.get(launcher, frozenset()).issuperset(instances) or launcher not in _launchers:
@@ -133,8 +134,8 @@ def ensure(
     jobs: int | None = None,
     progress: Callable[[Built], None] | None = None,
 ) -> list[Built]:
-    """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype together, a few
-    at a time, which takes less time than each by itself.
+    """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype
+    together, a few at a time, which takes less time than each by itself.
 
     Args:
         artifacts: What to compile.
@@ -175,13 +176,15 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
 
 
 def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:
-    """What runs prepared launches one after the other, from where the tensors of a call begin and the stream."""
+    """What runs prepared launches one after the other, from where the tensors of a call begin and the
+    stream."""
     run: Callable[[list[int], int], None] = _extension().Launches(prepared).run
     return run
 
 
 def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:
-    """What is compiled together: instances with the same launcher, header and dtype, up to so many kernels."""
+    """What is compiled together: instances with the same launcher, header and dtype, up to so many
+    kernels."""
     alone: list[list[Artifact]] = []
     together: dict[Any, list[Artifact]] = {}
     for artifact in artifacts:

@@ -46,7 +46,8 @@ def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Suppor
 
 
 def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
-    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as symbols."""
+    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as
+    symbols."""
     dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
     options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
     sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
@@ -58,8 +59,8 @@ def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
 def _instances_of(
     dims: tuple[int, int], options: tuple[bool, bool, bool, bool], sizes: tuple[int, ...] | None
 ) -> list[Instance]:
-    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when they are
-    launched."""
+    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when
+    they are launched."""
     half, raw, decays, trains = options
     sequences, batch, value_heads, seq, heads, device, packed, invariant = sizes or _TYPICAL
     shape = Shape(
