@@ -102,7 +102,11 @@ def _build(arguments: argparse.Namespace) -> int:
         return 0
     jobs = arguments.jobs or env.build_jobs()
     # launchers take the longest
-    artifacts = [build.EXTENSION, *dict.fromkeys(instance.launcher for instance in chosen), *chosen]
+    artifacts: list[build.Artifact] = [
+        build.EXTENSION,
+        *dict.fromkeys(instance.launcher for instance in chosen),
+        *chosen,
+    ]
     console = Console()
     with _progress(console) as progress:
         task = progress.add_task("compiling", total=len(chosen if arguments.sass else artifacts))

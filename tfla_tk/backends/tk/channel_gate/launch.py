@@ -75,7 +75,7 @@ class Forward:
         self._borders_size = borders_bytes(shape) // core.v.itemsize
         self._output_final_state, self._keep = output_final_state, keep
         of_k = slices_of_k(shape.dim_k)
-        kernel = build.load(instances.GLA_FORWARD, shape.walk("forward"))
+        kernel = build.load(instances.GLA, shape.walk("forward"))
         addresses = Addresses()
         q, k, v, g = (operand_at(addresses.next(), x) for x in (core.q, core.k, core.v, core.g))
         initial_at = addresses.next(given=core.initial_state is not None)

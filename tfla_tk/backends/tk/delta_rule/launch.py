@@ -246,8 +246,7 @@ class Walk:
         self._device = shape.device
         self._last_shape = (shape.sequences, shape.heads, shape.dim_k, shape.dim_v)
         self._output_final_state = output_final_state
-        build.load_all(kernels.of_forward(shape))
-        kernel = build.load(instances.DELTA_FORWARD)
+        kernel = build.load(instances.DELTA_RULE, *kernels.of_forward(shape))
         at, addresses = number(core)
         o_at, last_at = addresses.next(), addresses.next(given=output_final_state)
         scratch, of_backward = Scratch(addresses.next()), Scratch(addresses.next())
@@ -284,7 +283,7 @@ class Walk:
             before += [
                 kernel.leads(of, bounds_at, left.leads, shape.longest_lead, keep),
                 kernel.maps(of, k, v, *gates, matrices[0], at.initial_state, carried_at, left.leads, maps),
-                kernel.carry(of, carried_at, left.leads, transposed_at, left.borders),
+                kernel.carry(of, carried_at, left.leads, transposed_at, left.borders, False),
             ]
         self._run = build.launches([*before, walk])
 
@@ -313,8 +312,8 @@ class Walks:
     ) -> None:
         shape = Shape.of(core, trains=True)
         self._device, self._needs_dg = shape.device, needs_dg
-        build.load_all(kernels.of_backward(shape, needs_dg=needs_dg and given.g is not None))
-        kernel = build.load(instances.DELTA_BACKWARD)
+        has_dg = needs_dg and given.g is not None
+        kernel = build.load(instances.DELTA_RULE, *kernels.of_backward(shape, needs_dg=has_dg))
         at, addresses = number(core)
         do_at, dht_at = addresses.next(), addresses.next(given=dht is not None)
         left = Left.of(shape, Scratch(addresses.next()))
@@ -343,7 +342,7 @@ class Walks:
                     of, q, k, dout, NO_OPERAND, NO_OPERAND, *gates, matrices, 0, dht_at, 0,
                     carried_at, leads, 0, core.scale, shape.mirror_walkers, True, NO_OPERAND, (0, 0, 0),
                 ),
-                kernel.carry(of, carried_at, leads, left.maps, d_borders_at),
+                kernel.carry(of, carried_at, leads, left.maps, d_borders_at, True),
             ]  # fmt: skip
 
         def mirror(right: Operand, sums: tuple[int, int, int]) -> Launch:

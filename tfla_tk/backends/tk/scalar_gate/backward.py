@@ -49,6 +49,7 @@ from tfla_tk.backends.tk.scalar_gate.walks import (
     instances_of_cut,
     make_plan,
 )
+from tfla_tk.build import instances
 from tfla_tk.calls.mlstm import MaybeGrads
 from tfla_tk.core.layout import DTYPES, KeptStates, MaybeTensor, chunk_slots
 from tfla_tk.core.memo import Memo
@@ -347,7 +348,7 @@ def _describe(
     kernels = instances_of(*sizes[3:], **kinds, sigmoid_gate=options.sigmoid_gate and not options.decay)
     if cut.segments > sequences:
         kernels += instances_of_cut(*sizes[3:], **kinds)
-    build.load_all((kernel.launcher, kernel) for kernel in kernels)
+    build.load(instances.CHUNKWISE[options.decay], *kernels)
     plan = make_plan(
         sizes,
         sequences,

@@ -167,9 +167,9 @@ class Forward:
             and takes_narrow_slices(dim_qk, dim_v, sequences * heads, multiprocessors)
         )
         tile = instances.mlstm_tile(dim_qk, NARROW_SLICE if narrow else dim_v)
-        slices, launcher = -(-dim_v // tile[1]), instances.FORWARD[options.decay]
+        slices, launcher = -(-dim_v // tile[1]), instances.CHUNKWISE[options.decay]
         if options.sequential:
-            launcher = instances.SEQUENTIAL_FORWARD
+            launcher = instances.SEQUENTIAL
         kinds = tile, q.dtype == torch.float16, options.normalize
         kernel = build.load(
             launcher,

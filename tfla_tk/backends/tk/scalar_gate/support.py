@@ -6,7 +6,7 @@ import torch
 
 from tfla_tk.backends.tk import device, refusals
 from tfla_tk.backends.tk.scalar_gate import walks
-from tfla_tk.build import Instance, instances
+from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.calls.mlstm import MLSTMCall
 from tfla_tk.core.layout import DTYPE_NAMES, MAX_SLICES
@@ -118,12 +118,12 @@ def load(kernel: str, call: MLSTMCall | LinearCall, variant: str | None = None) 
     """
     if call.is_empty:
         return SUPPORTED
-    return device.load(_instances_of, *_kernel_key(kernel, call))
+    return device.load(_kernels_of, *_kernel_key(kernel, call))
 
 
 def _on_this_machine(kernel: str, call: MLSTMCall | LinearCall) -> Support:
     """Whether the kernels of a call, which they take, can be had and run here; nothing is loaded."""
-    return device.supports(call.device, _instances_of, *_kernel_key(kernel, call))
+    return device.supports(call.device, _kernels_of, *_kernel_key(kernel, call))
 
 
 # kernel; tiles of K and V, or tokens and 0; operands' dtype; normaliser, sigmoid gate, gradients
@@ -146,14 +146,14 @@ def _kernel_key(kernel: str, call: MLSTMCall | LinearCall) -> KernelKey:
     return kernel, tokens, 0, dtype, False, False, False
 
 
-def _instances_of(
+def _kernels_of(
     kernel: str, first: int, second: int, dtype: str, normalize: bool, sigmoid_gate: bool, gradients: bool
-) -> list[Instance]:
+) -> device.Kernels:
     """The kernels that nearly every such call takes; what others take is loaded when they are launched."""
     if kernel == "mlstm_step":
-        return [instances.mlstm_step("fp32", "fp32")]
+        return instances.DECODING, (instances.mlstm_step("fp32", "fp32"),)
     if kernel == "mlstm_sequence":
-        return [instances.mlstm_sequence(first, "fp32", "fp32", dtype == "fp32")]
+        return instances.DECODING, (instances.mlstm_sequence(first, "fp32", "fp32", dtype == "fp32"),)
     half, decay = dtype == "fp16", kernel == "simple_gla"
     of_call = {
         "half": half,
@@ -162,4 +162,5 @@ def _instances_of(
         "decay": decay,
     }
     forward = instances.mlstm_fwd(instances.mlstm_tile(first, second), **of_call)
-    return [forward, *(walks.instances_of(first, second, **of_call) if gradients else ())]
+    of_backward = walks.instances_of(first, second, **of_call) if gradients else ()
+    return instances.CHUNKWISE[decay], (forward, *of_backward)
