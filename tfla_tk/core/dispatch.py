@@ -99,6 +99,21 @@ def choose(op: str, kernel: str, call: Any, backend: str, *, load: bool = True) 
     return name, variant
 
 
+def describe(op: str, *args: Any, **kwargs: Any) -> tuple[str, str, Any]:
+    """The backend that a call of a public function asks for, the kernel's name, and the call's description.
+
+    Raises:
+        TypeError, ValueError: whatever the call itself would raise about its arguments.
+    """
+    entry = OPERATORS[op]
+    try:
+        bound = inspect.signature(entry.function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op}: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments["backend"], *entry.describe(**bound.arguments)
+
+
 def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """Say which backend a call would use, and why not the others. Nothing is computed, loaded or compiled.
 
@@ -119,14 +134,7 @@ def which(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if name not in OPERATORS:
         fail("op", f"one of {', '.join(sorted(OPERATORS))}", repr(name))
-    entry = OPERATORS[name]
-    try:
-        bound = inspect.signature(entry.function).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
-    bound.apply_defaults()
-    backend = bound.arguments["backend"]
-    kernel, call = entry.describe(**bound.arguments)
+    backend, kernel, call = describe(name, *args, **kwargs)
     chosen, variant = choose(name, kernel, call, backend, load=False)
     reasons = {candidate: support(candidate, kernel, call) for candidate in BACKENDS}
     label = chosen if variant is None else f"{chosen}:{variant}"
