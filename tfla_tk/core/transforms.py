@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -93,7 +93,14 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not are_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+        return _of_one_level(function).apply(*args)
+
+
+@cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    """The function as torch makes it for a level of its own: without what goes through the transforms."""
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function)(function.__name__, (torch.autograd.Function.__base__,), methods)
 
 
 class _Excluding:
