@@ -14,6 +14,7 @@ import pytest
 
 import tfla_tk
 from tfla_tk import env
+from tfla_tk._first import OLDEST_TORCH
 from tfla_tk.build import BuildError, sources
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +53,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def test_reference_and_bench_in_a_checkout(copy: Path) -> None:
-    """Its tfla_tk/ comes before what is installed: nothing, in -S, which reads no .pth file, or another one."""
+    """Its tfla_tk/ comes before what is installed: nothing (-S reads no .pth file) or another one."""
     beside = [copy / "reference", copy / "bench"]
     assert found_from(copy, "-S") == beside
     assert found_from(copy) == beside
@@ -73,6 +74,13 @@ def test_one_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", tfla_tk.__version__)
     assert importlib.metadata.version("tfla_tk") == tfla_tk.__version__
     assert config.read_configuration(ROOT / "pyproject.toml")["project"]["version"] == tfla_tk.__version__
+
+
+def test_one_oldest_torch() -> None:
+    """Of the requirement, of the warning at import, and of what the README says."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    assert f'"torch>={oldest}",' in (ROOT / "pyproject.toml").read_text()
+    assert f"PyTorch {oldest}, the first supported release" in (ROOT / "README.md").read_text()
 
 
 def test_the_readme_names_every_environment_variable() -> None:
