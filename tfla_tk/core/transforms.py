@@ -6,6 +6,7 @@ read, so without a check the tangent would be lost and the derivative come out a
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -100,7 +101,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 def _of_one_level(function: type[torch.autograd.Function]) -> Any:
     """The function as torch makes it for a level of its own: without what goes through the transforms."""
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
-    return type(function)(function.__name__, (torch.autograd.Function.__base__,), methods)
+    base = torch.autograd.Function.__base__
+    return types.new_class(function.__name__, (base,), exec_body=lambda body: body.update(methods))
 
 
 class _Excluding:
