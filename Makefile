@@ -10,6 +10,7 @@ VENV ?= .venv
 PYTHON ?=
 # More arguments for pip (an index, say), for the program behind a target, and for pytest's worker processes.
 PIP_ARGS ?=
+CONSTRAINTS ?= --constraint constraints.txt
 ARGS ?=
 WORKERS ?= 2
 SANITIZER ?= memcheck
@@ -47,6 +48,17 @@ run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
 .PHONY: test
 test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
 	@$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# a build of torch for CUDA takes 5 GB
+OLDEST_TORCH = $(shell sed -n 's/^ *"torch>=\([0-9.]*\)",/\1/p' pyproject.toml)
+TORCH_TESTS := tests/cpu/api tests/cpu/reference
+.PHONY: matrix
+matrix: ## run the tests that depend on torch with the oldest supported and the newest release, in build/torch-*
+	@rm -f build/torch-newest/.installed
+	@$(MAKE) test VENV=build/torch-oldest CONSTRAINTS= PIP_ARGS="$(PIP_ARGS) torch==$(OLDEST_TORCH).*" \
+		ARGS="$(TORCH_TESTS) $(ARGS)"
+	@$(MAKE) test VENV=build/torch-newest CONSTRAINTS= PIP_ARGS="$(PIP_ARGS) --upgrade torch" \
+		ARGS="$(TORCH_TESTS) $(ARGS)"
 
 .PHONY: kernels
 kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs nvcc, no GPU; ARGS=--all: every one)
@@ -135,12 +147,12 @@ else
 	echo "setting up $(VENV) with $$("$$python" --version) (the first time PyTorch is downloaded)"; \
 	"$$python" -m venv $(VENV) || \
 		{ echo "$$python cannot make a virtual environment: install python3-venv, or name another PYTHON=..." >&2; exit 1; }
-	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,baselines,xlstm]'
+	@$(PY) -m pip install --quiet $(PIP_ARGS) $(CONSTRAINTS) --editable '.[test,baselines,xlstm]'
 endif
 	@touch $@
 
 ifneq ($(strip $(VENV)),)
 $(DEV_STAMP): $(STAMP)
-	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@$(PY) -m pip install --quiet $(PIP_ARGS) $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 endif
