@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfla_tk.backends.tk import device, refusals
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.linear import LinearCall
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 SCHEDULES = ("auto", *instances.GLA_SCHEDULES)
 
@@ -17,9 +17,11 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     """
     refusals.check_schedule(variant, SCHEDULES)
     return (
-        refusals.of_operands(call)
-        or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
-        or _refusal_of_value_heads(call)
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
+            _refusal_of_value_heads(call),
+        )
         or refusals.of_count("heads", call.sequences * call.heads)
         or device.supports(call.device, _instances_of, *_key(call, variant))
     )

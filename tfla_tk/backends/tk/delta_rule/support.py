@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfla_tk.backends.tk import device, refusals
 from tfla_tk.build import Instance, instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 # what the kernels make themselves of the raw inputs
 NATIVE = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
@@ -19,9 +19,11 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
     """
     refusals.check_schedule(variant, SCHEDULES)
     return (
-        refusals.of_operands(call)
-        or refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V)
-        or refusals.of_scale(call)
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V),
+            refusals.of_scale(call),
+        )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
         or device.supports(call.device, _instances_of, *_key(call, variant))
     )
