@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tfla_tk.backends.triton.variants import variants
+from tfla_tk.core.checks import shown_name
 from tfla_tk.core.layout import SCHEDULES
 
 from .operators import OPERATORS, Operator
@@ -109,7 +110,8 @@ def check_named(
     for name in backends or ():
         family, colon, detail = name.partition(":")
         if family not in families or (colon and not detail):
-            raise UsageError(f"--backends: expected {', '.join(families)} or name:variant, got {name!r}")
+            got = shown_name(name, families)
+            raise UsageError(f"--backends: expected {', '.join(families)} or name:variant, got {got}")
         if name in RIVALS and not rivals:
             raise UsageError(f"--backends: expected a backend of the public functions, got {name!r}")
         if any(_has(operator, name) for operator in operators):
@@ -120,7 +122,8 @@ def check_named(
         known = dict.fromkeys(
             call for operator in OPERATORS.values() for call in _variants_of(operator, family, rivals=rivals)
         )
-        raise UsageError(f"--backends: expected a variant such as {', '.join(known)}, got {name!r}")
+        got = shown_name(name, known)
+        raise UsageError(f"--backends: expected a variant such as {', '.join(known)}, got {got}")
     if schedules is None or {*schedules} == {*SCHEDULES}:
         return
     own = {schedule for operator in operators for schedule in _schedules(operator)}

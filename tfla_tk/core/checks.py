@@ -33,7 +33,7 @@ def fail(name: str, expected: str, got: Any, error: type[Exception] = ValueError
 
 def shown_name(name: str, known: Iterable[str]) -> str:
     """A name that is not known, with the one that it is close to, if any."""
-    close = difflib.get_close_matches(name, list(known), 1)
+    close = difflib.get_close_matches(str(name), [str(each) for each in known], 1)
     return f"{name!r} (did you mean {close[0]!r}?)" if close else repr(name)
 
 
