@@ -343,7 +343,6 @@ def run(args: argparse.Namespace) -> int:
             "band": band._asdict(),
             "trainings": [training.figures() for training in trainings],
         }
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
     if args.plot:
         curves = {f"{each.name}, {each.dtype}": each.curve for each in trainings if each.curve}

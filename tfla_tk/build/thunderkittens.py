@@ -143,12 +143,12 @@ def _git(arguments: list[str], commit: str, root: Path, origin: str) -> None:
 
 def _not_found(commit: str, root: Path, clone_fault: str) -> BuildError:
     url = env.THUNDERKITTENS_URL
-    correct = f"correct or unset {url.name}; " if url.get() else ""
+    fix = f"correct or unset {url.name}; " if url.get() else ""
     return BuildError(
         "ThunderKittens was not found by any of the three look-ups:\n"
         f"  1. {env.THUNDERKITTENS_ROOT.name}: not set\n"
         f"  2. the cache: no {_HEADER} in {root}\n"
         f"  3. {clone_fault}",
-        f"{correct}run `tfla-tk build`, which fetches it; on a machine without network, copy a "
-        f"ThunderKittens checkout (commit {commit}) here and set {env.THUNDERKITTENS_ROOT.name} to it, or put it at {root}",
+        f"{fix}run `tfla-tk build`, which fetches it; on a machine without network, copy a ThunderKittens "
+        f"checkout (commit {commit}) here, and set {env.THUNDERKITTENS_ROOT.name} to it or put it at {root}",
     )
