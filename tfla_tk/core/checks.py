@@ -119,9 +119,10 @@ def check_int(name: str, value: Any, expected: str = "an int") -> int:
     """An integer, Python's or NumPy's, and no bool; returned as Python's."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         fail(name, expected, shown(value), TypeError)
-    if not -_LARGEST_INT <= value < _LARGEST_INT:
-        fail(name, f"{expected} of at most 64 bits", value)
-    return int(value)
+    number = int(value)
+    if not -_LARGEST_INT <= number < _LARGEST_INT:
+        fail(name, f"{expected} of at most 64 bits", number)
+    return number
 
 
 def check_number(name: str, value: Any, expected: str = "a number") -> float:
