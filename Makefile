@@ -39,15 +39,20 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# on a CPU: what is compared and tested is small
-ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 .PHONY: run
 run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
-	@$(ONE_THREAD) $(PY) -m tfla_tk compare $(ARGS)
+	@$(PY) -m tfla_tk compare $(ARGS)
 
+# on a CPU: what is tested is small
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: test
 test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
-	@$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@echo "all tests: about 12 minutes on two cores without a GPU; make test-quick takes less than two"
+	@$(PYTEST) $(ARGS)
+
+.PHONY: test-quick
+test-quick: $(STAMP) ## run one case of each test that needs no GPU and is short: less than two minutes
+	@$(PYTEST) tests/cpu --quick $(ARGS)
 
 # a build of torch for CUDA takes 5 GB
 OLDEST_TORCH = $(shell sed -n 's/^ *"torch>=\([0-9.]*\)",/\1/p' pyproject.toml)
@@ -147,12 +152,14 @@ else
 	echo "setting up $(VENV) with $$("$$python" --version) (the first time PyTorch is downloaded)"; \
 	"$$python" -m venv $(VENV) || \
 		{ echo "$$python cannot make a virtual environment: install python3-venv, or name another PYTHON=..." >&2; exit 1; }
-	@$(PY) -m pip install --quiet $(PIP_ARGS) $(CONSTRAINTS) --editable '.[test,baselines,xlstm]'
+	@echo "installing tfla_tk, with what its tests take and the packages that it is compared with:"
+	@$(PY) -m pip install $(PIP_ARGS) $(CONSTRAINTS) --editable '.[test,baselines,xlstm]'
 endif
 	@touch $@
 
 ifneq ($(strip $(VENV)),)
 $(DEV_STAMP): $(STAMP)
-	@$(PY) -m pip install --quiet $(PIP_ARGS) $(CONSTRAINTS) --editable '.[dev]'
+	@echo "installing ruff, mypy, clang-format and the like:"
+	@$(PY) -m pip install $(PIP_ARGS) $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 endif

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Run the command that the arguments name; what it raises becomes a message and an exit status."""
     arguments = parser.parse_args(argv)
+    if env.OMP_NUM_THREADS.get() is None:
+        # what commands compute on a CPU is small, and on a busy machine threads wait long for one another
+        torch.set_num_threads(1)
     try:
         status: int = arguments.run(arguments)
         return status

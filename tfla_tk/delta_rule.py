@@ -41,7 +41,9 @@ _OPTIONS = (
     "gated",
     "backend",
 )
-_path = CallPath("delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True)
+_path = CallPath(
+    "delta_rule", _TENSORS, _OPTIONS, check_delta_rule, cast=3, strided=True, layout="[B, T, H, K]"
+)
 _WITHOUT_GATE = {
     "g": None,
     "A_log": None,

@@ -16,6 +16,7 @@ _path = CallPath(
     check_gla,
     cast=3,
     strided=True,
+    layout="[B, T, H, K]",
 )
 
 

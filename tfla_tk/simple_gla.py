@@ -24,6 +24,7 @@ _path = CallPath(
     check_simple_gla,
     cast=3,
     strided=True,
+    layout="[B, T, H, K]",
 )
 
 

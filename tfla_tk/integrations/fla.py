@@ -36,7 +36,7 @@ import tfla_tk
 from tfla_tk.backends.triton import fla_own, installation
 from tfla_tk.backends.triton.fla import FLA_OPS
 from tfla_tk.core import dispatch
-from tfla_tk.core.checks import fail
+from tfla_tk.core.checks import fail, shown_name
 from tfla_tk.core.errors import UnsupportedError
 from tfla_tk.core.memo import Memo, signature
 from tfla_tk.delta_rule import check_gated_delta_rule
@@ -191,7 +191,7 @@ def _known(names: Iterable[str] | None) -> list[str]:
     found = list(FUNCTIONS if names is None else names)
     for name in found:
         if name not in FUNCTIONS:
-            fail("names", f"some of {', '.join(FUNCTIONS)}", repr(name))
+            fail("names", f"some of {', '.join(FUNCTIONS)}", shown_name(name, FUNCTIONS))
     return found
 
 

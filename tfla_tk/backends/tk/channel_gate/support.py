@@ -9,7 +9,7 @@ from tfla_tk.backends.tk.channel_gate.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.linear import LinearCall
 from tfla_tk.core.layout import Cut
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 
 def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
@@ -19,9 +19,11 @@ def supports_gla(call: LinearCall, variant: str | None = None) -> Support:
     """
     refusals.check_variant(variant)
     return (
-        refusals.of_operands(call)
-        or refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V)
-        or _refusal_of_value_heads(call)
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, instances.MAX_DIM_QK, instances.MAX_DIM_V),
+            _refusal_of_value_heads(call),
+        )
         or refusals.of_count("heads", call.sequences * call.heads)
         or device.supports(call.device, _kernels_of, *_key(call))
     )

@@ -12,7 +12,7 @@ from tfla_tk.backends.tk.delta_rule.call import Shape
 from tfla_tk.build import instances
 from tfla_tk.calls.delta_rule import DeltaRuleCall
 from tfla_tk.core.layout import CHUNK
-from tfla_tk.core.support import SUPPORTED, Support
+from tfla_tk.core.support import SUPPORTED, Support, together
 
 # what the kernels make themselves of the raw inputs
 NATIVE = frozenset({"qk_l2norm", "beta_sigmoid", "gate"})
@@ -25,9 +25,11 @@ def supports_delta_rule(call: DeltaRuleCall, variant: str | None = None) -> Supp
     """
     refusals.check_variant(variant)
     return (
-        refusals.of_operands(call)
-        or refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V)
-        or refusals.of_scale(call)
+        together(
+            refusals.of_operands(call),
+            refusals.of_head_dims(call, max(instances.DELTA_TILES), instances.MAX_DIM_V),
+            refusals.of_scale(call),
+        )
         or refusals.of_count("value heads", call.sequences * call.value_heads)
         or device.supports(call.device, _kernels_of, *_key(call))
     )
