@@ -70,7 +70,7 @@ def test_calls_that_are_not_alike_are_prepared_anew(launches: Launches) -> None:
         changed(given, **no_states),
         changed(given, dc_last=None),
         changed(given, dn_last=None),
-        (*given[:-3], 1e-3, *given[-2:]),
+        (*given[:-2], 1e-3, given[-1]),
         (*given[:-1], True),
         draw("sig"),
         draw("sig_unnormalised"),
