@@ -44,7 +44,7 @@ def supports(device: torch.device, kernels_of: KernelsOf, *key: Any) -> Support:
     """
     reason, remedy = device_fault(device.index)
     if reason:
-        return Support(False, reason, remedy)
+        return Support(False, reason, remedy, failed=reason in _told)
     reason, remedy = kernel_fault(kernels_of, *key)
     return Support(False, reason, remedy, failed=True) if reason else SUPPORTED
 
@@ -68,7 +68,7 @@ def load(kernels_of: KernelsOf, *key: Any) -> Support:
 
 
 _failed: dict[Kernels, tuple[str, str]] = {}  # what could not be loaded, why, and the remedy
-_told: set[str] = set()  # in the log
+_told: set[str] = set()  # reasons that are in the log, all of what may change while the process runs
 
 
 def load_fault(kernels_of: KernelsOf, *key: Any) -> tuple[str, str]:
@@ -104,8 +104,8 @@ def kernel_fault(kernels_of: KernelsOf, *key: Any) -> tuple[str, str]:
 
 def _tell_and_try_again(error: build.BuildError) -> None:
     """Logs, once, why "auto" goes on to the next backend."""
-    if str(error) not in _told:
-        _told.add(str(error))
+    if error.reason not in _told:
+        _told.add(error.reason)
         _log.warning("the tk kernels cannot be used: %s", error)
     _try_again()
 
