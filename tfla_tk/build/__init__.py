@@ -1,8 +1,8 @@
 """The one build path of the kernels: ahead of time (``tfla-tk build``) and on a kernel's first call.
 
 ``load(launcher, *instances)`` gives the functions of a launcher and compiles what the cache lacks;
-``load_all`` does so for several at once; ``ensure(artifacts)`` compiles many in parallel; ``compile_instance`` and
-``disassemble`` serve the tests and ``make sass``.
+``load_all`` does so for several at once; ``ensure(artifacts)`` compiles many in parallel;
+``compile_instance`` and ``disassemble`` serve the tests and ``make sass``.
 """
 
 from tfla_tk.build.builder import (

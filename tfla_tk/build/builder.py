@@ -43,13 +43,15 @@ _log = logging.getLogger("tfla_tk.build")
 _MOST_OF_A_BUNDLE = 8  # kernels
 _launchers: dict[Launcher, ModuleType] = {}
 _attached: dict[Launcher, frozenset[Instance]] = {}
+_loaded_files: set[tuple[Launcher, int, int]] = set()  # by device and inode
 _files: dict[Artifact, Path] = {}  # that this process has found or compiled
 _load_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Built:
-    """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the extension.
+    """What ``ensure`` has brought into the cache: instances that are one compilation, a launcher, or the
+    extension.
 
     Attributes:
         artifacts: What was asked for.
@@ -86,14 +88,14 @@ def is_cached(instance: Instance) -> bool:
 
 
 def load(launcher: Launcher, *instances: Instance) -> ModuleType:
-    """The functions and constants of a launcher, once it can launch these instances; compiled now where the cache
-    lacks them, side by side.
+    """The functions and constants of a launcher, once it can launch these instances; compiled now where the
+    cache lacks them, side by side.
 
     The first call of a process checks the cache; later ones return the same module.
 
     Raises:
-        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel that the
-            user's ptxas serialises, a launcher that disagrees with this package (`exports`).
+        BuildError: No nvcc, no ThunderKittens, an unusable cache directory, a failed compilation, a kernel
+            that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
         CaptureError: A CUDA graph is being captured and something would have to be compiled.
     """
     if not _attached.get(launcher, frozenset()).issuperset(instances) or launcher not in _launchers:
@@ -124,7 +126,7 @@ def load_all(uses: Iterable[tuple[Launcher, Instance | None]]) -> None:
             if launcher not in _launchers:
                 _launchers[launcher] = _opened(extension, launcher)
             if instance is not None and instance not in _attached.get(launcher, ()):
-                _launchers[launcher].load_kernels(str(_files[instance]))
+                _load_kernels(launcher, _files[instance])
                 _attached[launcher] = _attached.get(launcher, frozenset()) | {instance}
 
 
@@ -133,8 +135,8 @@ def ensure(
     jobs: int | None = None,
     progress: Callable[[Built], None] | None = None,
 ) -> list[Built]:
-    """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype together, a few
-    at a time, which takes less time than each by itself.
+    """Compile every artifact that the cache lacks, in parallel; instances of one launcher and dtype
+    together, a few at a time, which takes less time than each by itself.
 
     Args:
         artifacts: What to compile.
@@ -175,13 +177,15 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
 
 
 def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:
-    """What runs prepared launches one after the other, from where the tensors of a call begin and the stream."""
+    """What runs prepared launches one after the other, from where the tensors of a call begin and the
+    stream."""
     run: Callable[[list[int], int], None] = _extension().Launches(prepared).run
     return run
 
 
 def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:
-    """What is compiled together: instances with the same launcher, header and dtype, up to so many kernels."""
+    """What is compiled together: instances with the same launcher, header and dtype, up to so many
+    kernels."""
     alone: list[list[Artifact]] = []
     together: dict[Any, list[Artifact]] = {}
     for artifact in artifacts:
@@ -282,6 +286,15 @@ def _compiled(
 def _capturing() -> bool:
     """Whether the current stream is being captured; never initialises CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _load_kernels(launcher: Launcher, cubin: Path) -> None:
+    """Once for all instances that are compiled to one file."""
+    state = cubin.stat()
+    file = launcher, state.st_dev, state.st_ino
+    if file not in _loaded_files:
+        _launchers[launcher].load_kernels(os.fspath(cubin))
+        _loaded_files.add(file)
 
 
 @functools.cache

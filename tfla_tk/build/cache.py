@@ -1,6 +1,7 @@
 """The cache of what is compiled: keys, verified entries, lock, atomic publication.
 
-An entry is one cubin (`Instance`), one launcher's library (`Launcher`) or the extension of Python (`EXTENSION`).
+An entry is one cubin (`Instance`), one launcher's library (`Launcher`) or the extension of Python
+(`EXTENSION`).
 """
 
 from __future__ import annotations
@@ -109,9 +110,10 @@ def count_modules() -> int:
 def cache_key(artifact: Artifact, toolchain: Toolchain, kittens: ThunderKittens) -> str:
     """The key of an artifact: 32 hexadecimal digits.
 
-    It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with ThunderKittens,
-    with the flags (nvcc's own environment variables too) and whether serialised kernels are taken, with the compilers
-    and, of the extension alone, with pybind11 and with Python's ABI.
+    It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with
+    ThunderKittens,
+    with the flags (nvcc's own environment variables too) and whether serialised kernels are taken, with the
+    compilers and, of the extension alone, with pybind11 and with Python's ABI.
 
     Raises:
         BuildError: A source cannot be read, or includes what a macro names.
@@ -165,13 +167,13 @@ def find_entry(artifact: Artifact, key: str) -> Entry | None:
 def find_or_build(
     wanted: dict[Artifact, str], compile_into: Callable[[list[Artifact], Path], tuple[Path, str]]
 ) -> dict[Artifact, Entry]:
-    """The entries of artifacts by their keys; those that there are none of are compiled together, to one file, under a
-    lock that other processes wait on.
+    """The entries of artifacts by their keys; those that there are none of are compiled together, to one
+    file, under a lock that other processes wait on.
 
     Args:
         wanted: What to find, with its key.
-        compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path and the
-            ptxas log.
+        compile_into: Takes what to compile and a scratch directory, leaves the file there, returns its path
+            and the ptxas log.
 
     Raises:
         BuildError: The cache directory cannot be used, or ``compile_into`` raises it.

@@ -1,4 +1,5 @@
-"""The compiler commands: instances to a cubin, a launcher to a library, the Python extension that all share."""
+"""The compiler commands: instances to a cubin, a launcher to a library, the Python extension that all
+share."""
 
 from __future__ import annotations
 
@@ -66,16 +67,19 @@ class Slots:
 
 
 def source_of(instances: Sequence[Instance]) -> str:
-    """The text that instances are compiled from: their headers, and what has the compiler emit their kernels."""
+    """The text that instances are compiled from: their headers, and what has the compiler emit their
+    kernels."""
     headers = "".join(f'#include "{header}"\n' for header in dict.fromkeys(x.header for x in instances))
     lines = []
     for n, instance in enumerate(instances):
         kernels = "".join(f"\n    &{kernel}," for kernel in instance.kernels).rstrip(",")
-        lines.append(
-            f"namespace tfla_tk::{instance.namespace} {{\ntemplate <auto... kKernels> struct Emitted{n} {{}};\n"
-            f"template struct Emitted{n}<{kernels}>;\n}}\n"
-        )
-    return headers + "".join(lines)
+        lines += [
+            f"namespace tfla_tk::{instance.namespace} {{",
+            f"template <auto... kKernels> struct Emitted{n} {{}};",
+            f"template struct Emitted{n}<{kernels}>;",
+            "}\n",
+        ]
+    return headers + "\n".join(lines)
 
 
 def compile_cubin(

@@ -77,18 +77,20 @@ def check_ptxas_log(log: str, name: str = "kernel") -> None:
 
 
 def check_serialised(log: str, name: str, toolkit: str) -> None:
-    """Refuse a kernel whose wgmma instructions the user's ptxas serialises: it is right, but several times slower.
+    """Refuse a kernel whose wgmma instructions the user's ptxas serialises: it is right, but several times
+    slower.
 
     Args:
         toolkit: The compiler, for the message.
 
     Raises:
-        BuildError: Quotes the lines; the remedy names a compiler that does not, and how to take the kernel as it is.
+        BuildError: Quotes the lines; the remedy names a compiler that does not, and how to take the kernel
+            as it is.
     """
     found = [line.strip() for line in log.splitlines() if _SERIALISED.search(line)]
     if found:
         raise BuildError(
             f"{name}: {toolkit} serialises its matrix products\n  " + "\n  ".join(found),
-            f"name an nvcc of CUDA 13.0 in {env.NVCC.name}, or set {env.PTXAS_GATE.name}=off to take the kernel, "
-            "slow as it is",
+            f"name an nvcc of CUDA 13.0 in {env.NVCC.name}, or set {env.PTXAS_GATE.name}=off to take the "
+            "kernel, slow as it is",
         )

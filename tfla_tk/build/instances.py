@@ -1,7 +1,7 @@
 """What is compiled: launchers, the host halves of kernels, and instances, kernels in machine code.
 
-A launcher has the launches of its kernels for all head dims and dtypes. An instance is one cubin: the few kernels
-that a call launches together, for one tile and one dtype.
+A launcher has the launches of its kernels for all head dims and dtypes. An instance is one cubin: the few
+kernels that a call launches together, for one tile and one dtype.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def mlstm_tile(dim_qk: int, dim_v: int) -> tuple[int, int]:
 
 
 def walk_tile(gradient: str, dim_keys: int, dim_values: int) -> tuple[int, int]:
-    """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its operands,
-    else the largest slice.
+    """The tile of the keys and the slice of the values of a walk of the backward, the smallest that hold its
+    operands, else the largest slice.
 
     Args:
         gradient: "dq", "dk" or "dv", what the walk makes.
@@ -359,7 +359,8 @@ def delta_forward(tile: int, half: bool, walkers: int, matrices: str = "given") 
 
     Args:
         walkers: 1 or 2.
-        matrices: "given", "by makers" beside the walk, or "in the walk", which takes two walkers and a tile of 128.
+        matrices: "given", "by makers" beside the walk, or "in the walk", which takes two walkers and a tile
+            of 128.
     """
     suffix = {"given": "", "by makers": "_makers", "in the walk": "_in_walk"}[matrices]
     more = {"given": "", "by makers": ", kWarpgroupsOfMakers", "in the walk": ", 0, true"}[matrices]
@@ -401,7 +402,8 @@ def delta_mirror(tile: int, half: bool, walkers: int, makes: str = "values") -> 
     """The mirror walk of the delta rule's backward.
 
     Args:
-        makes: "values", "states", "right_part" or "right_part_and_sums", as MirrorMakes in backward/config.cuh.
+        makes: "values", "states", "right_part" or "right_part_and_sums", as MirrorMakes in
+            backward/config.cuh.
     """
     kernel = f"delta_mirror_kernel<MirrorConfig<{_TYPES[half]}, {tile}, {walkers}, MirrorMakes::{makes}>>"
     suffix = "" if makes == "values" else f"_{makes}"

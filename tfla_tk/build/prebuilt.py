@@ -35,8 +35,8 @@ class Index:
 
 
 def index() -> Index | None:
-    """What the package brings; None where it brings nothing, or where an environment variable asks for kernels of the
-    user's own making."""
+    """What the package brings; None where it brings nothing, or where an environment variable asks for
+    kernels of the user's own making."""
     return None if any(variable.get() for variable in _OWN) else _read(FOLDER)
 
 

@@ -1,7 +1,7 @@
 """What can run on this machine and why not: the GPU, its driver, the compiler, and the kernels.
 
-Families say by a function and plain numbers which instances a call takes (`InstancesOf`): torch.compile, which
-may have sizes as symbols, sees the answers as constants.
+Families say by a function and plain numbers which instances a call takes (`InstancesOf`): torch.compile,
+which may have sizes as symbols, sees the answers as constants.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ def _driver_fault(toolkit: tuple[int, int]) -> tuple[str, str]:
     if driver is None or driver[0] >= toolkit[0]:
         return "", ""
     return (
-        f"the driver runs CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA {toolkit[0]}.{toolkit[1]}",
+        f"the driver runs CUDA {driver[0]}.{driver[1]}, the kernels are compiled by CUDA "
+        f"{toolkit[0]}.{toolkit[1]}",
         f"update the driver, or name an nvcc of CUDA 12.8 or 12.9 in {env.NVCC.name}; then start Python anew",
     )
 

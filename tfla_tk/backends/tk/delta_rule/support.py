@@ -46,11 +46,13 @@ def load(kernel: str, call: DeltaRuleCall, variant: str | None = None) -> Suppor
 
 
 def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
-    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as symbols."""
+    """What tells the kernels of a call: plain numbers, the head dims alone where torch.compile has sizes as
+    symbols."""
     dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
     options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
     sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
-    if call.device.index is None or any(type(size) is not int for size in sizes):
+    symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
+    if symbolic or call.device.index is None:
         return dims, options, None
     return dims, options, (*sizes, call.device.index, call.varlen, call.batch_invariant)
 
@@ -58,8 +60,8 @@ def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
 def _instances_of(
     dims: tuple[int, int], options: tuple[bool, bool, bool, bool], sizes: tuple[int, ...] | None
 ) -> list[Instance]:
-    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when they are
-    launched."""
+    """The kernels of a call; without sizes those that most such calls take. What others take is loaded when
+    they are launched."""
     half, raw, decays, trains = options
     sequences, batch, value_heads, seq, heads, device, packed, invariant = sizes or _TYPICAL
     shape = Shape(
