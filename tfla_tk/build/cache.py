@@ -111,17 +111,17 @@ def cache_key(artifact: Artifact, toolchain: Toolchain, kittens: ThunderKittens)
     """The key of an artifact: 32 hexadecimal digits.
 
     It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with
-    ThunderKittens,
-    with the flags (nvcc's own environment variables too) and whether serialised kernels are taken, with the
-    compilers and, of the extension alone, with pybind11 and with Python's ABI.
+    ThunderKittens, with the flags (nvcc's own environment variables too) and whether serialised kernels are
+    taken, with the compilers and, of the extension alone, with pybind11 and with Python's ABI.
 
     Raises:
         BuildError: A source cannot be read, or includes what a macro names.
     """
-    nvcc_flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
-    return _digest_of(
-        [source_key(artifact, kittens.identity), nvcc_flags, env.refuses_slow_kernels(), toolchain.identity]
-    )
+    flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
+    of_machine = [flags, env.refuses_slow_kernels(), toolchain.identity]
+    if isinstance(artifact, str):
+        of_machine.append(pybind11.__version__)
+    return _digest_of([source_key(artifact, kittens.identity), *of_machine])
 
 
 def source_key(artifact: Artifact, kittens: str) -> str:
@@ -140,7 +140,7 @@ def source_key(artifact: Artifact, kittens: str) -> str:
         files = artifact.source, artifact.bindings, LOADER_SOURCE
         flags = LAUNCHER_FLAGS, HOST_FLAGS, LINK_FLAGS
         return _digest_of([sorted(artifact.defines), _source_digests(files), kittens, flags])
-    python = pybind11.__version__, sysconfig.get_config_var("SOABI")
+    python = sysconfig.get_config_var("SOABI")
     return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS, python])
 
 
@@ -208,6 +208,9 @@ def _publish(artifact: Artifact, key: str, file: Path, log: str) -> Entry:
     folder = _folder(artifact, key)
     prefix = f"{folder.name}-new"
     with file_lock(folder.parent / f"{prefix}.lock"), scratch_directory(folder.parent, prefix) as scratch:
+        standing = find_entry(artifact, key)
+        if standing is not None:  # by a compilation together with others; it may be in use
+            return standing
         try:
             os.link(file, scratch / file.name)
         except OSError:  # a file system without links
@@ -220,8 +223,7 @@ def _publish(artifact: Artifact, key: str, file: Path, log: str) -> Entry:
             "files": {name: _fingerprint(scratch / name) for name in (file.name, PTXAS_LOG)},
         }
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        # what stands there is broken: find_entry refused it under the lock
-        if folder.exists():
+        if folder.exists():  # and is broken
             shutil.rmtree(folder)
         scratch.rename(folder)
     return Entry(folder / file.name, log, built=True)

@@ -20,6 +20,7 @@ REPORT = {
     "torch_sees_gpu": False,
     "nvcc": {},
     "thunderkittens": {},
+    "prebuilt": {"kernels": 0},
     "libraries": dict.fromkeys(("triton", "mlstm_kernels", "fla-core"), "1.0"),
 }
 
