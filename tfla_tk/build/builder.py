@@ -214,9 +214,7 @@ def _in_parallel(bundles: list[list[Artifact]], jobs: int) -> Iterable[Built | B
     toolchain, kittens = find_toolchain(), find_thunderkittens(clone=not capturing)
     slots = Slots(jobs)
     with ThreadPoolExecutor(max_workers=len(bundles)) as pool:
-        running = [
-            pool.submit(_results, bundle, toolchain, kittens, slots, capturing) for bundle in bundles
-        ]
+        running = [pool.submit(_results, bundle, toolchain, kittens, slots, capturing) for bundle in bundles]
         try:
             for future in as_completed(running):
                 yield from future.result()

@@ -249,37 +249,43 @@ def _source_digests(files: Iterable[str]) -> list[tuple[str, str]]:
         if name in found:
             continue
         state = path.stat() if path.exists() else None
-        found[name], included = _scanned(path, root, state and (state.st_mtime_ns, state.st_size))
-        pending += included
+        found[name], includes = _scanned(path, state and (state.st_mtime_ns, state.st_size))
+        for include in includes:
+            pending += _found(include, path.parent, root)
     return sorted(found.items())
 
 
+# what an include has between quotes, and between brackets
+Include: TypeAlias = tuple[bytes, bytes]
+
+
 @functools.lru_cache(maxsize=1024)
-def _scanned(path: Path, root: Path, state: tuple[int, int] | None) -> tuple[str, list[Path]]:
-    """The digest of a file in this state, and the files of ``kernels/`` that it includes."""
-    content = sources.read(path)
-    return hashlib.sha256(content).hexdigest(), _included(path, content, root)
+def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Include]]:
+    """The digest of a file in this state, and its includes.
 
-
-def _included(path: Path, content: bytes, root: Path) -> list[Path]:
-    """The files below ``kernels/`` that a file includes, found as nvcc finds them.
-
-    A condition around an include does not count, nor does a comment. What is not found there belongs to
-    ThunderKittens, CUDA, pybind11 or the compiler, which are in the key by their versions.
+    A condition around an include does not count, nor does a comment.
     """
-    found = []
+    content = sources.read(path)
+    includes = []
     for line in _INCLUDE.findall(content):
         match = _INCLUDED.match(line)
         if match is None:
             text = line.decode(errors="replace").strip()
             raise BuildError(f"{path}: the include of {text!r} cannot be followed", "name the file itself")
-        quoted, bracketed = match.groups()
-        name = (quoted or bracketed).decode()
-        places = ([path.parent] if quoted else []) + [root]
-        for place in places:
-            # not `resolve`: kernels/ may be a link, or hold some
-            included = Path(os.path.normpath(place / name))
-            if included.is_relative_to(root) and os.path.isfile(included):
-                found.append(included)
-                break
-    return found
+        includes.append(match.groups())
+    return hashlib.sha256(content).hexdigest(), includes
+
+
+def _found(include: Include, folder: Path, root: Path) -> list[Path]:
+    """The file of ``kernels/`` that an include in a file of this folder is of, found as nvcc finds it.
+
+    What is not found there belongs to ThunderKittens, CUDA, pybind11 or the compiler, which are in the key by
+    their versions.
+    """
+    quoted, bracketed = include
+    for place in ([folder] if quoted else []) + [root]:
+        # not `resolve`: kernels/ may be a link, or hold some
+        path = Path(os.path.normpath(place / (quoted or bracketed).decode()))
+        if path.is_relative_to(root) and os.path.isfile(path):
+            return [path]
+    return []
