@@ -187,16 +187,15 @@ class FakeCompiler:
 
 
 class FakeExtension:
-    """Stands for the extension: notes which files are opened and loaded."""
+    """Stands for the extension: tells the constants of launchers, and notes which cubins are loaded."""
 
     def __init__(self) -> None:
+        self.constants = {"CHUNK": 64, "CODES.one": 1}
         self.loaded: list[Path] = []
 
     def Library(self, path: str) -> SimpleNamespace:
         assert Path(path).is_file()
-        return SimpleNamespace(
-            constants=lambda: {"CHUNK": 64, "CODES.one": 1}, functions=dict, load_kernels=self._load
-        )
+        return SimpleNamespace(constants=lambda: self.constants, functions=dict, load_kernels=self._load)
 
     def _load(self, cubin: str) -> None:
         if not Path(cubin).is_file():
