@@ -272,7 +272,8 @@ def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Inclu
         if match is None:
             text = line.decode(errors="replace").strip()
             raise BuildError(f"{path}: the include of {text!r} cannot be followed", "name the file itself")
-        includes.append(match.groups())
+        quoted, bracketed = match.groups()
+        includes.append((quoted, bracketed))
     return hashlib.sha256(content).hexdigest(), includes
 
 
