@@ -38,7 +38,7 @@ _POSITION = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"
 DEVICE_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O3", "--use_fast_math", "-Xptxas=-v,--warn-on-spills")
 LAUNCHER_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O1", "-DTFLA_LAUNCHER", _POSITION)
 HOST_FLAGS = (*_LANGUAGE, "-O1", _POSITION)
-LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic")
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic,-s")
 
 
 @dataclass(frozen=True)
