@@ -69,6 +69,13 @@ matrix: ## run the tests that depend on torch with the oldest supported and the 
 kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs nvcc, no GPU; ARGS=--all: every one)
 	@$(PY) -m tfla_tk build $(ARGS)
 
+.PHONY: wheel
+wheel: $(STAMP) ## a wheel with the kernels compiled, for this platform, Python and CUDA, into dist (ARGS="--dtype bf16")
+	@rm -rf build/compiled build/lib.*
+	@$(PY) -m tfla_tk build --copy build/compiled $(ARGS)
+	@TFLA_TK_COMPILED=build/compiled $(PY) -m pip wheel --quiet --no-deps $(PIP_ARGS) --wheel-dir dist .
+	@ls -sh dist/*+cu*.whl
+
 MLSTM := --op mlstm_exp,mlstm_sig
 # a named package that serves nothing would end the command
 FLASH_QLA = $(shell $(PY) -c "import importlib.util as u; print(',tilelang' * bool(u.find_spec('flash_qla')))")

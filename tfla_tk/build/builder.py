@@ -33,7 +33,7 @@ from tfla_tk.build.compiler import (
 )
 from tfla_tk.build.errors import BuildError, CaptureError
 from tfla_tk.build.exports import check_exports
-from tfla_tk.build.gate import check_serialised, ptxas_faults
+from tfla_tk.build.gate import SerialisedError, check_serialised, ptxas_faults
 from tfla_tk.build.instances import Instance, Launcher
 from tfla_tk.build.progress import Progress
 from tfla_tk.build.thunderkittens import ThunderKittens, find_thunderkittens
@@ -43,7 +43,7 @@ _log = logging.getLogger("tfla_tk.build")
 _MOST_OF_A_BUNDLE = 16  # kernels
 _launchers: dict[Launcher, ModuleType] = {}
 _attached: dict[Launcher, frozenset[Instance]] = {}
-_loaded_files: set[tuple[Launcher, int, int]] = set()  # by device and inode
+_loaded_files: set[tuple[Launcher, int, int, int]] = set()  # by device, inode and time
 _files: dict[Artifact, Path] = {}  # that this process has found or compiled
 _load_lock = threading.Lock()
 
@@ -54,13 +54,13 @@ class Built:
     extension.
 
     Attributes:
-        artifacts: What was asked for.
+        files: What was asked for, and the file of each.
         ptxas_log: Registers and memory per kernel: ``parse_ptxas_log`` reads it.
         compiled: False where the cache held all of it already.
         seconds: Time spent on it.
     """
 
-    artifacts: tuple[Artifact, ...]
+    files: dict[Artifact, Path]
     ptxas_log: str
     compiled: bool
     seconds: float
@@ -103,14 +103,18 @@ def load(launcher: Launcher, *instances: Instance) -> ModuleType:
         return module
     with _load_lock:
         artifacts: list[Artifact] = [EXTENSION, launcher, *instances]
-        _build_for_a_call([artifact for artifact in artifacts if artifact not in _files])
-        if launcher not in _launchers:
-            _attached[launcher] = frozenset()
-            _launchers[launcher] = _opened(_extension(), launcher)
-        for instance in instances:
-            if instance not in _attached[launcher]:
-                _load_kernels(launcher, _files[instance])
-        _attached[launcher] |= frozenset(instances)
+        try:
+            _build_for_a_call([artifact for artifact in artifacts if artifact not in _files])
+            if launcher not in _launchers:
+                _attached[launcher] = frozenset()
+                _launchers[launcher] = _opened(_extension(), launcher)
+            for instance in instances:
+                if instance not in _attached[launcher]:
+                    _load_kernels(launcher, _files[instance])
+            _attached[launcher] |= frozenset(instances)
+        except BuildError:
+            _files.clear()  # another try looks for them again: the cache may have been emptied
+            raise
         return _launchers[launcher]
 
 
@@ -187,17 +191,18 @@ def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:
 
 def _in_parallel(bundles: list[list[Artifact]], jobs: int) -> Iterable[Built | BuildError]:
     """Brings bundles into the cache; each result as it is done."""
+    if not bundles:
+        return
+    capturing = _capturing()  # asked here: the threads of the pool have streams of their own
+    toolchain, kittens = find_toolchain(), find_thunderkittens(clone=not capturing)
     slots = Slots(jobs)
-    with ThreadPoolExecutor(max_workers=max(len(bundles), 1)) as pool:
-        running = [pool.submit(_timed_build, bundle, slots) for bundle in bundles]
+    with ThreadPoolExecutor(max_workers=len(bundles)) as pool:
+        running = [pool.submit(_results, bundle, toolchain, kittens, slots, capturing) for bundle in bundles]
         try:
             for future in as_completed(running):
-                try:
-                    yield future.result()
-                except BuildError as error:
-                    yield error
+                yield from future.result()
         except BaseException:  # also an interrupt: what has not begun does not begin
-            pool.shutdown(wait=False, cancel_futures=True)
+            slots.close()
             raise
 
 
@@ -218,21 +223,24 @@ def _build_for_a_call(artifacts: list[Artifact]) -> None:
             progress.advance()
 
 
-def _timed_build(bundle: list[Artifact], slots: Slots) -> Built:
+def _results(bundle: list[Artifact], *machine: Any) -> list[Built | BuildError]:
+    """What comes of a bundle; of one with a kernel that is refused, what comes of each by itself."""
+    try:
+        return [_timed_build(bundle, *machine)]
+    except SerialisedError as error:
+        alone = [] if len(bundle) == 1 else [_results([artifact], *machine) for artifact in bundle]
+        return [result for results in alone for result in results] or [error]
+    except BuildError as error:
+        return [error]
+
+
+def _timed_build(
+    bundle: list[Artifact], toolchain: Toolchain, kittens: ThunderKittens, slots: Slots, capturing: bool
+) -> Built:
     started = time.monotonic()
-    entries = _build(bundle, slots)
-    _files.update({artifact: entry.file for artifact, entry in entries.items()})
-    log = next(iter(entries.values())).ptxas_log
-    compiled = any(entry.built for entry in entries.values())
-    return Built(tuple(bundle), log, compiled, time.monotonic() - started)
-
-
-def _build(bundle: list[Artifact], slots: Slots) -> dict[Artifact, cache.Entry]:
-    toolchain = find_toolchain()
-    kittens = find_thunderkittens(clone=not _capturing())
 
     def compile_into(missing: list[Artifact], scratch: Path) -> tuple[Path, str]:
-        if _capturing():
+        if capturing:
             raise CaptureError(
                 f"{name_of(missing[0])} would have to be compiled while a CUDA graph is being captured",
                 "call the operator once before the capture, or run `tfla-tk build`",
@@ -240,7 +248,11 @@ def _build(bundle: list[Artifact], slots: Slots) -> dict[Artifact, cache.Entry]:
         return _compiled(missing, toolchain, kittens, scratch, slots)
 
     keys = {artifact: cache.cache_key(artifact, toolchain, kittens) for artifact in bundle}
-    return cache.find_or_build(keys, compile_into)
+    entries = cache.find_or_build(keys, compile_into)
+    files = {artifact: entries[artifact].file for artifact in bundle}
+    _files.update(files)
+    compiled = any(entry.built for entry in entries.values())
+    return Built(files, entries[bundle[0]].ptxas_log, compiled, time.monotonic() - started)
 
 
 def _compiled(
@@ -273,11 +285,14 @@ def _capturing() -> bool:
 
 def _load_kernels(launcher: Launcher, cubin: Path) -> None:
     """Once for all instances that are compiled to one file."""
-    state = cubin.stat()
-    file = launcher, state.st_dev, state.st_ino
-    if file not in _loaded_files:
-        _launchers[launcher].load_kernels(os.fspath(cubin))
-        _loaded_files.add(file)
+    try:
+        state = cubin.stat()
+        file = launcher, state.st_dev, state.st_ino, state.st_mtime_ns
+        if file not in _loaded_files:
+            _launchers[launcher].load_kernels(os.fspath(cubin))
+            _loaded_files.add(file)
+    except (OSError, RuntimeError) as error:
+        raise BuildError(f"{cubin} was built but does not load: {error}") from error
 
 
 @functools.cache

@@ -38,7 +38,7 @@ _POSITION = "-Xcompiler=-fPIC,-fvisibility=hidden,-Wno-psabi"
 DEVICE_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O3", "--use_fast_math", "-Xptxas=-v,--warn-on-spills")
 LAUNCHER_FLAGS = (*_LANGUAGE, *_FOR_SM90, "-O1", "-DTFLA_LAUNCHER", _POSITION)
 HOST_FLAGS = (*_LANGUAGE, "-O1", _POSITION)
-LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic")
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL,-Bsymbolic,-s")
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,21 @@ class Slots:
 
     def __init__(self, jobs: int) -> None:
         self._semaphore = threading.BoundedSemaphore(jobs)
+        self._closed = False
+
+    def close(self) -> None:
+        """Begin no further process."""
+        self._closed = True
 
     def run(self, command: Sequence[str], what: str) -> str:
         """Run one compiler command and return its output.
 
         Raises:
-            BuildError: It fails; the message ends with the last lines of its output.
+            BuildError: It fails; the message ends with the last lines of its output. Or none may begin.
         """
         with self._semaphore:
+            if self._closed:
+                raise BuildError(f"{what}: the build has ended before")
             return _run(command, what)
 
 

@@ -23,6 +23,7 @@ REPORT = {
     "torch_sees_gpu": False,
     "nvcc": {"error": "no usable nvcc: looked everywhere\n  PATH: nothing", "remedy": "set CUDA_HOME"},
     "thunderkittens": {"error": "not found", "remedy": "set THUNDERKITTENS_ROOT"},
+    "prebuilt": {"kernels": 0},
     "libraries": {"triton": "3.7.1", "mlstm_kernels": None, "fla-core": None},
 }
 
@@ -428,10 +429,15 @@ def test_nothing_is_missing_where_all_is_there(monkeypatch) -> None:
         "torch_sees_gpu": True,
         "nvcc": {},
         "thunderkittens": {},
+        "prebuilt": {"kernels": 0},
         "libraries": dict.fromkeys(REPORT["libraries"], "1.0"),
     }
     monkeypatch.setattr(doctor, "report", lambda: full)
     monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert environment.missing() == []
+    monkeypatch.setattr(doctor, "report", lambda: full | {"nvcc": REPORT["nvcc"]})
+    assert [line.partition(",")[0] for line in environment.missing()] == ["no nvcc"]
+    full["prebuilt"] = {"kernels": 1}
     assert environment.missing() == []
     monkeypatch.setattr(environment.torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(environment.torch.cuda, "get_device_name", lambda: "NVIDIA A100")

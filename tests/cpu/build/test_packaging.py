@@ -15,7 +15,8 @@ import pytest
 import tfla_tk
 from tfla_tk import env
 from tfla_tk._first import OLDEST_TORCH
-from tfla_tk.build import BuildError, sources
+from tfla_tk.build import BuildError, all_instances, sources
+from tfla_tk.build.compiler import source_of
 
 ROOT = Path(__file__).parents[3]
 MAPPED = {"tfla_tk": "tfla_tk", "reference": "tfla_tk.reference", "bench": "tfla_tk.bench"}
@@ -110,8 +111,8 @@ def test_every_header_is_part_of_a_kernel() -> None:
     """What nothing includes would still be shipped, and change the key of every module."""
     included = {
         name.rsplit("/", 1)[-1]
-        for path in kernel_sources()
-        for name in re.findall(r'#include "([^"]+)"', path.read_text(encoding="utf-8"))
+        for text in (source_of(all_instances()), *(path.read_text() for path in kernel_sources()))
+        for name in re.findall(r'#include "([^"]+)"', text)
     }
     headers = {path.name for path in kernel_sources() if path.suffix in {".cuh", ".h"}}
     assert headers <= included
