@@ -36,8 +36,8 @@ def test_one_version() -> None:
     assert config.read_configuration(ROOT / "pyproject.toml")["project"]["version"] == tfla_tk.__version__
 
 
-def test_the_readme_names_every_environment_variable() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_docs_name_every_environment_variable() -> None:
+    text = (ROOT / "docs/install.md").read_text()
     assert [variable.name for variable in env.VARIABLES if f"`{variable.name}`" not in text] == []
 
 
