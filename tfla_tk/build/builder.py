@@ -43,6 +43,7 @@ _log = logging.getLogger("tfla_tk.build")
 _MOST_OF_A_BUNDLE = 8  # kernels
 _launchers: dict[Launcher, ModuleType] = {}
 _attached: dict[Launcher, frozenset[Instance]] = {}
+_loaded_files: set[tuple[Launcher, int, int]] = set()  # by device and inode
 _files: dict[Artifact, Path] = {}  # that this process has found or compiled
 _load_lock = threading.Lock()
 
@@ -125,7 +126,7 @@ def load_all(uses: Iterable[tuple[Launcher, Instance | None]]) -> None:
             if launcher not in _launchers:
                 _launchers[launcher] = _opened(extension, launcher)
             if instance is not None and instance not in _attached.get(launcher, ()):
-                _launchers[launcher].load_kernels(str(_files[instance]))
+                _load_kernels(launcher, _files[instance])
                 _attached[launcher] = _attached.get(launcher, frozenset()) | {instance}
 
 
@@ -285,6 +286,15 @@ def _compiled(
 def _capturing() -> bool:
     """Whether the current stream is being captured; never initialises CUDA."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _load_kernels(launcher: Launcher, cubin: Path) -> None:
+    """Once for all instances that are compiled to one file."""
+    state = cubin.stat()
+    file = launcher, state.st_dev, state.st_ino
+    if file not in _loaded_files:
+        _launchers[launcher].load_kernels(os.fspath(cubin))
+        _loaded_files.add(file)
 
 
 @functools.cache

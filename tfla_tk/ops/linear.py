@@ -381,7 +381,7 @@ class LinearOps:
         if self.keeping is None or kept is None:
             found = self.bwd(*tensors, *options)
         else:
-            found = self.keeping.bwd(*tensors, *kept.tensors, kept.layout, *options)
+            found = self.keeping.bwd(*tensors, kept.tensors[0], kept.layout, *options)
         return found
 
     def _record_directly(self, *args: Any) -> Recorded:

@@ -17,7 +17,7 @@ from tfla_tk.core.layout import Kept
 from tfla_tk.ops import delta_rule as ops
 
 from .delta_rule import LAUNCH, draw, serve_by
-from .linear import Kernels, assert_same, gradients, leaves
+from .linear import LAYOUT, Kernels, assert_same, gradients, leaves
 from .served import Operators
 
 PLAIN = ["forward, kept", "backward, kept"]
@@ -44,7 +44,7 @@ class KeepingKernels(Kernels):
     def backward(self, core: Any, kept: Kept | None, do: Tensor, dht: Any, *, needs_gates: bool) -> Any:
         if kept is not None and kept.layout == self.kept_layout(core):
             assert torch.equal(*kept.tensors, self.left.to(core.v.dtype))
-            kept = Kept((self.left, None), "a layout")
+            kept = Kept((self.left, None), LAYOUT)
         else:
             kept = None
         return super().backward(core, kept, do, dht, needs_gates=needs_gates)

@@ -35,7 +35,7 @@ def draw_rates(rate: float) -> Inputs:
 def by_op(*, q: Tensor, k: Tensor, v: Tensor, **x: Tensor) -> Any:
     """The registered op, which computes as the reference on a CPU."""
     tensors = [q, k, v, *(x[name] for name in ("g", "beta", "A_log", "dt_bias"))]
-    options = (q.shape[-1] ** -0.5, False, False, False, False, "auto", False)
+    options = (q.shape[-1] ** -0.5, False, False, False, False, False)
     return torch.ops.tfla_tk.delta_rule_fwd(*tensors, None, None, *options)[0]
 
 

@@ -51,7 +51,8 @@ def _key(call: DeltaRuleCall) -> tuple[Any, ...]:
     dims, raw = (refusals.tile(call.dim_qk), refusals.tile(call.dim_v)), call.qk_l2norm or call.beta_sigmoid
     options = call.dtype == torch.float16, raw or call.gate == "raw", call.gate != "none", call.requires_grad
     sizes = call.sequences, call.batch, call.value_heads, call.seq, call.heads
-    if call.device.index is None or any(type(size) is not int for size in sizes):
+    symbolic = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
+    if symbolic or call.device.index is None:
         return dims, options, None
     return dims, options, (*sizes, call.device.index, call.varlen, call.batch_invariant)
 
