@@ -13,6 +13,8 @@ import pytest
 
 from tfla_tk.bench import readme, results
 
+from ..conftest import has_hopper
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -39,6 +41,9 @@ def test_every_block_runs_by_itself(block: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
+    if "print(" in block:  # what served it
+        served = re.search(r"backend='(\w+)'|^(?:[\d.]+ )?(\w+)$", done.stdout, re.MULTILINE)
+        assert served is not None and (served[1] or served[2]) == ("tk" if has_hopper() else "reference")
 
 
 def test_every_family_and_drop_in_has_a_block() -> None:
