@@ -10,6 +10,7 @@ VENV ?= .venv
 PYTHON ?=
 # More arguments for pip (an index, say), for the program behind a target, and for pytest's worker processes.
 PIP_ARGS ?=
+CONSTRAINTS ?= --constraint constraints.txt
 ARGS ?=
 WORKERS ?= 2
 SANITIZER ?= memcheck
@@ -38,15 +39,31 @@ endif
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# on a CPU: what is compared and tested is small
-ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 .PHONY: run
 run: $(STAMP) ## compare the backends side by side (ARGS="--help" for options)
-	@$(ONE_THREAD) $(PY) -m tfla_tk compare $(ARGS)
+	@$(PY) -m tfla_tk compare $(ARGS)
 
+# on a CPU: what is tested is small
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: test
 test: $(STAMP) ## run the tests; those that need a Hopper GPU skip without one (ARGS="-k name")
-	@$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	@echo "all tests: about 12 minutes on two cores without a GPU; make test-quick takes less than two"
+	@$(PYTEST) $(ARGS)
+
+.PHONY: test-quick
+test-quick: $(STAMP) ## run one case of each test that needs no GPU and is short: less than two minutes
+	@$(PYTEST) tests/cpu --quick $(ARGS)
+
+# a build of torch for CUDA takes 5 GB
+OLDEST_TORCH = $(shell sed -n 's/^ *"torch>=\([0-9.]*\)",/\1/p' pyproject.toml)
+TORCH_TESTS := tests/cpu/api tests/cpu/reference
+.PHONY: matrix
+matrix: ## run the tests that depend on torch with the oldest supported and the newest release, in build/torch-*
+	@rm -f build/torch-newest/.installed
+	@$(MAKE) test VENV=build/torch-oldest CONSTRAINTS= PIP_ARGS="$(PIP_ARGS) torch==$(OLDEST_TORCH).*" \
+		ARGS="$(TORCH_TESTS) $(ARGS)"
+	@$(MAKE) test VENV=build/torch-newest CONSTRAINTS= PIP_ARGS="$(PIP_ARGS) --upgrade torch" \
+		ARGS="$(TORCH_TESTS) $(ARGS)"
 
 .PHONY: kernels
 kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs nvcc, no GPU; ARGS=--all: every one)
@@ -135,12 +152,14 @@ else
 	echo "setting up $(VENV) with $$("$$python" --version) (the first time PyTorch is downloaded)"; \
 	"$$python" -m venv $(VENV) || \
 		{ echo "$$python cannot make a virtual environment: install python3-venv, or name another PYTHON=..." >&2; exit 1; }
-	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[test,baselines,xlstm]'
+	@echo "installing tfla_tk, with what its tests take and the packages that it is compared with:"
+	@$(PY) -m pip install $(PIP_ARGS) $(CONSTRAINTS) --editable '.[test,baselines,xlstm]'
 endif
 	@touch $@
 
 ifneq ($(strip $(VENV)),)
 $(DEV_STAMP): $(STAMP)
-	@$(PY) -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@echo "installing ruff, mypy, clang-format and the like:"
+	@$(PY) -m pip install $(PIP_ARGS) $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 endif

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Run the command that the arguments name; what it raises becomes a message and an exit status."""
     arguments = parser.parse_args(argv)
+    if env.OMP_NUM_THREADS.get() is None:
+        # what commands compute on a CPU is small, and on a busy machine threads wait long for one another
+        torch.set_num_threads(1)
     try:
         status: int = arguments.run(arguments)
         return status
@@ -102,7 +106,11 @@ def _build(arguments: argparse.Namespace) -> int:
         return 0
     jobs = arguments.jobs or env.build_jobs()
     # launchers take the longest
-    artifacts = [build.EXTENSION, *dict.fromkeys(instance.launcher for instance in chosen), *chosen]
+    artifacts: list[build.Artifact] = [
+        build.EXTENSION,
+        *dict.fromkeys(instance.launcher for instance in chosen),
+        *chosen,
+    ]
     console = Console()
     with _progress(console) as progress:
         task = progress.add_task("compiling", total=len(chosen if arguments.sass else artifacts))

@@ -44,6 +44,9 @@ PTXAS_GATE = Variable(
     "off: kernels that serialise or spill are built, too, as racecheck needs; part of the cache key",
 )
 TRITON_INTERPRET = Variable("TRITON_INTERPRET", "1: Triton kernels run on the CPU, read by Triton itself")
+OMP_NUM_THREADS = Variable(
+    "OMP_NUM_THREADS", "threads of PyTorch on a CPU, read by PyTorch itself; without it the commands take one"
+)
 
 VARIABLES = (
     NVCC,
@@ -58,6 +61,7 @@ VARIABLES = (
     NVCC_APPEND_FLAGS,
     PTXAS_GATE,
     TRITON_INTERPRET,
+    OMP_NUM_THREADS,
 )
 
 

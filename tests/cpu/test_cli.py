@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tfla_tk import build, doctor
 from tfla_tk.bench import compare, gradcheck
@@ -46,6 +47,20 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert caught.value.code == 2
     assert "usage: tfla-tk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [(None, 1), ("2", 2)])
+def test_commands_take_one_thread_of_a_cpu_unless_told_otherwise(
+    chosen: str | None, threads: int, shipped: list[Instance], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", chosen or "")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)  # as PyTorch does at its start where it may
+        assert main(["build", "--list"]) == 0
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -272,6 +287,7 @@ def test_a_run_that_is_cut_off_leaves_no_empty_file(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(compare, "run_contest", interrupt)
     (tmp_path / "earlier.csv").write_text("kept")
+    (tmp_path / "new").mkdir()
     files = ("--json", str(tmp_path / "new" / "rows.json"), "--csv", str(tmp_path / "earlier.csv"))
     assert main(["compare", "--op", "gla", "--shapes", "1x16x1x16x16", *files]) == 130
     assert not list((tmp_path / "new").iterdir())

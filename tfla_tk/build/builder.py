@@ -40,7 +40,7 @@ from tfla_tk.build.thunderkittens import ThunderKittens, find_thunderkittens
 from tfla_tk.build.toolchain import Toolchain, find_toolchain
 
 _log = logging.getLogger("tfla_tk.build")
-_MOST_OF_A_BUNDLE = 8  # kernels
+_MOST_OF_A_BUNDLE = 16  # kernels
 _launchers: dict[Launcher, ModuleType] = {}
 _attached: dict[Launcher, frozenset[Instance]] = {}
 _loaded_files: set[tuple[Launcher, int, int]] = set()  # by device and inode
@@ -75,16 +75,16 @@ def cache_key(artifact: Artifact) -> str:
     return cache.cache_key(artifact, find_toolchain(), find_thunderkittens())
 
 
-def is_cached(instance: Instance) -> bool:
-    """Whether the machine code of an instance is there; nothing is compiled or fetched.
+def is_cached(artifact: Artifact) -> bool:
+    """Whether an artifact is there; nothing is compiled or fetched.
 
     Raises:
         BuildError: There is no nvcc or no ThunderKittens, or the sources cannot be read.
     """
-    if instance in _files or prebuilt.find(instance) is not None:
+    if artifact in _files or prebuilt.find(artifact) is not None:
         return True
-    key = cache.cache_key(instance, find_toolchain(), find_thunderkittens(clone=False))
-    return cache.find_entry(instance, key) is not None
+    key = cache.cache_key(artifact, find_toolchain(), find_thunderkittens(clone=False))
+    return cache.find_entry(artifact, key) is not None
 
 
 def load(launcher: Launcher, *instances: Instance) -> ModuleType:
@@ -98,36 +98,20 @@ def load(launcher: Launcher, *instances: Instance) -> ModuleType:
             that the user's ptxas serialises, a launcher that disagrees with this package (`exports`).
         CaptureError: A CUDA graph is being captured and something would have to be compiled.
     """
-    if not _attached.get(launcher, frozenset()).issuperset(instances) or launcher not in _launchers:
-        load_all([(launcher, instance) for instance in instances] or [(launcher, None)])
-    return _launchers[launcher]
-
-
-def load_all(uses: Iterable[tuple[Launcher, Instance | None]]) -> None:
-    """`load` of several launchers and instances at once, all compiled side by side.
-
-    Raises:
-        BuildError, CaptureError: as `load`.
-    """
+    module = _launchers.get(launcher)
+    if module is not None and _attached[launcher].issuperset(instances):
+        return module
     with _load_lock:
-        missing = [
-            (launcher, instance)
-            for launcher, instance in uses
-            if launcher not in _launchers or (instance and instance not in _attached.get(launcher, ()))
-        ]
-        if not missing:
-            return
-        wanted: dict[Artifact, None] = dict.fromkeys([EXTENSION])
-        for launcher, instance in missing:
-            wanted |= dict.fromkeys(x for x in (instance, launcher) if x is not None)
-        _build_for_a_call([artifact for artifact in wanted if artifact not in _files])
-        extension = _extension()
-        for launcher, instance in missing:
-            if launcher not in _launchers:
-                _launchers[launcher] = _opened(extension, launcher)
-            if instance is not None and instance not in _attached.get(launcher, ()):
+        artifacts: list[Artifact] = [EXTENSION, launcher, *instances]
+        _build_for_a_call([artifact for artifact in artifacts if artifact not in _files])
+        if launcher not in _launchers:
+            _attached[launcher] = frozenset()
+            _launchers[launcher] = _opened(_extension(), launcher)
+        for instance in instances:
+            if instance not in _attached[launcher]:
                 _load_kernels(launcher, _files[instance])
-                _attached[launcher] = _attached.get(launcher, frozenset()) | {instance}
+        _attached[launcher] |= frozenset(instances)
+        return _launchers[launcher]
 
 
 def ensure(
@@ -184,15 +168,14 @@ def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:
 
 
 def _bundles(artifacts: Iterable[Artifact]) -> list[list[Artifact]]:
-    """What is compiled together: instances with the same launcher, header and dtype, up to so many
-    kernels."""
+    """What is compiled together: instances with the same launcher and dtype, up to so many kernels."""
     alone: list[list[Artifact]] = []
     together: dict[Any, list[Artifact]] = {}
     for artifact in artifacts:
         if not isinstance(artifact, Instance):
             alone.append([artifact])
             continue
-        key = artifact.launcher, artifact.header, artifact.dtype
+        key = artifact.launcher, artifact.dtype
         bundle = together.setdefault(key, [])
         kernels = sum(len(x.kernels) for x in bundle if isinstance(x, Instance))
         if kernels + len(artifact.kernels) > _MOST_OF_A_BUNDLE:
