@@ -103,13 +103,13 @@ bench: $(STAMP) ## record the benchmarks of this GPU, the tables and the plots (
 	@[ ! -f $(RECORD) ] || $(MAKE) tables
 
 .PHONY: tables
-tables: $(STAMP) ## write the tables of README.md, docs/results.md and docs/results-h100.md, and the plots, from what is on record
-	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md --more $(H100_RECORD)
+tables: $(STAMP) ## write README.md's figure and the tables of docs/results.md and docs/results-h100.md from what is on record
+	@$(PY) -m tfla_tk.bench readme $(RECORD) README.md docs/results.md
 	@$(PY) -m tfla_tk.bench readme $(H100_RECORD) docs/results-h100.md
-	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
-		--dtype bf16
-	@$(PY) -m tfla_tk.bench plot $(RECORD) docs/mlstm_forward_sweep_h200.png --op mlstm_exp,mlstm_sig --pass fwd \
-		--dtype bf16 --shapes sweep
+
+.PHONY: api
+api: $(STAMP) ## write docs/api.md from the docstrings
+	@$(PY) -m tfla_tk.bench api docs/api.md
 
 .PHONY: lint
 # mypy sees the layout of the installed package: reference/ and bench/ below tfla_tk/
