@@ -104,7 +104,7 @@ def test_a_compiler_error_is_quoted_and_the_rest_goes_on(
     nvcc: None, kernel_sources: Path, toy: Instance
 ) -> None:
     (kernel_sources / "other/other.cu").write_text("int answer() { return undeclared; }\n")
-    broken = dataclasses.replace(toy, name="broken", header="other/other.cu")
+    broken = dataclasses.replace(toy, name="broken", header="other/other.cu", dtype="fp16")
     seen: list[Built] = []
     with pytest.raises(BuildError, match="1 compilations failed\nbroken: the compiler fails") as caught:
         build.ensure([broken, toy], progress=seen.append)

@@ -20,14 +20,14 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def instances_of(
+def kernels_of(
     fake_compiler: Any, fake_extension: Any, toys: list[Instance], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], list[Instance]]]:
-    """Of a call on a GPU; what fails is tried again after a fraction of a second."""
+) -> Iterator[device.KernelsOf]:
+    """Those of a call on a GPU; what fails is tried again after a fraction of a second."""
     monkeypatch.setattr(device, "RETRY_S", 0.3)
     monkeypatch.setattr(device, "device_fault", lambda index: ("", ""))
     device.forget_failures()
-    yield lambda: toys
+    yield lambda: (toys[0].launcher, tuple(toys))
     device.forget_failures()
 
 
@@ -57,7 +57,7 @@ def lose_thunderkittens(patch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("break_it", [fill_disk, put_file_in_place_of_cache, lose_thunderkittens])
 def test_a_failure_is_forgotten(
     break_it: Callable[[pytest.MonkeyPatch], str],
-    instances_of: Callable[[], list[Instance]],
+    kernels_of: device.KernelsOf,
     fake_compiler: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -66,30 +66,30 @@ def test_a_failure_is_forgotten(
     call = (torch.zeros(1),), ()
     with pytest.MonkeyPatch.context() as patch:
         reason = break_it(patch)
-        support = device.load(instances_of)
+        support = device.load(kernels_of)
         assert not support.ok and reason in support.reason
         assert reason in caplog.text
     # the cause is gone, but nothing is tried again at once
     assert plans.of(*call, lambda *_, eager: "triton") == "triton"
-    assert not device.load(instances_of).ok and not device.supports(GPU, instances_of).ok
+    assert not device.load(kernels_of).ok and not device.supports(GPU, kernels_of).ok
     assert plans.of(*call, lambda *_, eager: "tk") == "triton"
     deadline = time.monotonic() + 10
-    while not device.supports(GPU, instances_of).ok:
+    while not device.supports(GPU, kernels_of).ok:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert device.load(instances_of).ok
+    assert device.load(kernels_of).ok
     assert {"adds_1", "adds_2", "adds_3"} <= set(fake_compiler.compiled)
     assert plans.of(*call, lambda *_, eager: "tk") == "tk"
 
 
 def test_a_cache_that_cannot_be_written_is_tried_again(
-    instances_of: Callable[[], list[Instance]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kernels_of: device.KernelsOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where the answer alone is remembered, before anything is loaded."""
     (tmp_path / "a file").touch()
     monkeypatch.setenv("TFLA_TK_CACHE_DIR", str(tmp_path / "a file"))
-    assert "adds_1 is not compiled" in device.supports(GPU, instances_of).reason
+    assert "toy_1 is not compiled" in device.supports(GPU, kernels_of).reason
     (tmp_path / "a file").unlink()
-    assert not device.supports(GPU, instances_of).ok
+    assert not device.supports(GPU, kernels_of).ok
     time.sleep(0.6)
-    assert device.supports(GPU, instances_of).ok and device.load(instances_of).ok
+    assert device.supports(GPU, kernels_of).ok and device.load(kernels_of).ok

@@ -17,7 +17,7 @@ import pytest
 import tfla_tk
 
 ROOT = Path(__file__).parents[3]
-MATCH = "mlstm_step_fp32_*"  # three kernels of one launcher
+MATCH = "mlstm_step_*bf16*"  # three instances
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("setuptools", minversion="77.0.3")
@@ -90,7 +90,7 @@ from tfla_tk.build import EXTENSION, instances, prebuilt
 
 wanted = [x for x in build.shipped_instances() if fnmatch.fnmatch(x.name, {MATCH!r})]
 files = {{prebuilt.find(x) for x in (EXTENSION, instances.DECODING, *wanted)}}
-assert len(wanted) == 3 and len(files) == 3 and None not in files
+assert len(wanted) == 3 and None not in files
 assert all(build.is_cached(x) for x in wanted)
 assert build.load(instances.DECODING).MAX_KEYS == 256
 print(doctor.report()["prebuilt"]["kernels"], tfla_tk.__version__, tfla_tk.__file__)
@@ -110,7 +110,7 @@ def test_a_wheel_with_compiled_kernels(checkout: Path, kernel_compiler: None, tm
     assert public == tfla_tk.__version__ and cuda.isdecimal()
     with zipfile.ZipFile(wheel) as archive:
         suffixes = [Path(name).suffix for name in archive.namelist() if "/_prebuilt/" in name]
-    assert sorted(suffixes) == [".cubin", ".json", ".so", ".so"]
+    assert set(suffixes) == {".cubin", ".json", ".so"} and suffixes.count(".so") == 2
 
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
