@@ -65,10 +65,11 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
     const int lane = threadIdx.x & (lanes - 1), group = threadIdx.x >> log2_lanes, warp = threadIdx.x / 32;
     const int column = slice * columns + lane * kWidth;
     const bool inside = column < g.dim_v;
-    const int64_t first =
-        (static_cast<int64_t>(index) * g.dim_qk + group) * g.dim_v + column;  // of this thread's elements
-    const Before* from = static_cast<const Before*>(g.before.c) + first;
-    After* to = static_cast<After*>(g.after.c) + first;
+    auto first_of = [&](int thread) {  // of a thread's elements
+        const int64_t row = static_cast<int64_t>(index) * g.dim_qk + (thread >> log2_lanes);
+        return row * g.dim_v + slice * columns + (thread & (lanes - 1)) * kWidth;
+    };
+    const Before* from = static_cast<const Before*>(g.before.c) + first_of(threadIdx.x);
     const int64_t stride = static_cast<int64_t>(groups) * g.dim_v;  // to its next row
 
     Columns<Before, kWidth> own[kStepInFlight]{};
@@ -105,6 +106,8 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
     __syncthreads();
     if (g.in_place) arrive_at_cluster();
 
+    // NOTES: made only here, from the thread reread: above, registers hold the loads in flight and the token
+    After* to = static_cast<After*>(g.after.c) + first_of(fresh_thread());
     const float decay = gates.decay;
     float value[kWidth];
 #pragma unroll
