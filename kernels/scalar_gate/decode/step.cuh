@@ -119,7 +119,7 @@ __global__ __launch_bounds__(kStepThreads, kStepCtas<Before, After>) void mlstm_
             const int row = base + n * groups;
             const Columns<Before, kWidth> old = own[n];
             load(n, row + kStepInFlight * groups);
-            const float2 factors = shared.key_query[row % kStepThreads];
+            const float2 factors = shared.key_query[static_cast<unsigned>(row) % kStepThreads];
             const bool exists = inside && row < g.dim_qk;
             Columns<After, kWidth> next;
 #pragma unroll
