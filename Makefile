@@ -131,6 +131,10 @@ sass-summary: $(STAMP) ## run the compile gate on every kernel and record regist
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --quiet --write-sass-summary $(ARGS) \
 		tests/cpu/kernels
 
+.PHONY: compilers
+compilers: $(STAMP) ## compile every kernel with the oldest and the newest nvcc 13 and by ptxas 12.8: docs/compilers.md
+	@OMP_NUM_THREADS=1 $(PY) tests/compilers.py $(ARGS)
+
 .PHONY: ncu
 ncu: $(STAMP) ## profile the comparison with Nsight Compute into build/ncu (ARGS choose the shape)
 	@mkdir -p build/ncu
