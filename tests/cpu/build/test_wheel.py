@@ -100,7 +100,7 @@ print(doctor.report()["prebuilt"]["kernels"], tfla_tk.__version__, tfla_tk.__fil
 def test_a_wheel_with_compiled_kernels(checkout: Path, kernel_compiler: None, tmp_path: Path) -> None:
     """It serves an environment that has torch, but neither a compiler nor ThunderKittens."""
     compiled = checkout / "build" / "compiled"
-    run(sys.executable, "-m", "tfla_tk", "build", "--match", MATCH, "--copy", compiled, cwd=tmp_path)
+    run(sys.executable, "-m", "tfla_tk", "build", "--match", MATCH, "--copy", compiled, cwd=checkout)
     wheel = make("wheel", checkout, TFLA_TK_COMPILED=str(compiled))
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     platform = sysconfig.get_platform().replace("-", "_")
