@@ -68,6 +68,6 @@ def test_the_ptx_goes_through_another_ptxas(
     monkeypatch.setenv(env.NVCC.name, str(nvcc))  # and back, as the next
     monkeypatch.setenv(env.NVCC_APPEND_FLAGS.name, "")
     assert ptxas
-    own, others = compilers.compiled(gla_segments(), [nvcc], ptxas).values()
+    own, others = compilers.compiled(gla_segments(64, False, False), [nvcc], ptxas).values()
     kernels = set(compilers.kernels_of(own))
     assert kernels and kernels == set(compilers.kernels_of(others))
