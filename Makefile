@@ -70,7 +70,7 @@ kernels: $(STAMP) ## compile the kernels that auto takes into the cache (needs n
 	@$(PY) -m tfla_tk build $(ARGS)
 
 .PHONY: wheel
-wheel: $(STAMP) ## a wheel with the kernels compiled, for this platform, Python and CUDA, into dist (ARGS="--dtype bf16")
+wheel: $(STAMP) ## a wheel with the kernels compiled, for this platform and CUDA, into dist (ARGS="--dtype bf16")
 	@rm -rf build/compiled build/lib.*
 	@$(PY) -m tfla_tk build --copy build/compiled $(ARGS)
 	@TFLA_TK_COMPILED=build/compiled $(PY) -m pip wheel --quiet --no-deps $(PIP_ARGS) --wheel-dir dist .

@@ -12,7 +12,7 @@ COMPILED = os.environ.get("TFLA_TK_COMPILED")
 
 
 class WithKernels(Distribution):
-    """Of one platform and one Python."""
+    """Of one platform."""
 
     def has_ext_modules(self) -> bool:
         return True
@@ -29,7 +29,10 @@ class BuildWithKernels(build_py):
 if COMPILED:
     cuda, _ = json.loads(Path(COMPILED, "index.json").read_text())["cuda"]
     # not beside the sources, where Python started there would take it for what is installed
-    options = {"egg_info": {"tag_build": f"+cu{cuda}", "egg_base": str(Path(COMPILED).parent)}}
+    options = {
+        "egg_info": {"tag_build": f"+cu{cuda}", "egg_base": str(Path(COMPILED).parent)},
+        "bdist_wheel": {"py_limited_api": "cp310"},
+    }
     setup(distclass=WithKernels, cmdclass={"build_py": BuildWithKernels}, options=options)
 else:
     setup()

@@ -25,7 +25,7 @@ from tfla_tk.core.dispatch import OPERATORS, which
 from tfla_tk.core.errors import UnsupportedError
 
 _BASELINES = ("mlstm_kernels", "fla-core", "flash-linear-attention", "flash-qla", "mamba-ssm")
-LIBRARIES = ("torch", "triton", "einops", "pybind11", *_BASELINES, "xlstm", "transformers", "matplotlib")
+LIBRARIES = ("torch", "triton", "einops", *_BASELINES, "xlstm", "transformers", "matplotlib")
 _GPU_FIELDS = ("name", "driver_version", "compute_cap", "memory.total")
 _SMI_TIMEOUT_S = 30
 

@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -167,7 +166,7 @@ def compile_instance(instance: Instance, out_dir: Path) -> CompileResult:
 def launches(prepared: Sequence[Any]) -> Callable[[list[int], int], None]:
     """What runs prepared launches one after the other, from where the tensors of a call begin and the
     stream."""
-    run: Callable[[list[int], int], None] = _extension().Launches(prepared).run
+    run: Callable[[list[int], int], None] = _extension().launches(prepared)
     return run
 
 
@@ -265,7 +264,7 @@ def _compiled(
         compile_launcher(first, toolchain, kittens, library, slots)
         return library, ""
     if not isinstance(first, Instance):
-        library = scratch / f"{first}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        library = scratch / f"{first}.abi3.so"
         compile_extension(toolchain, library, slots)
         return library, ""
     instances = [artifact for artifact in artifacts if isinstance(artifact, Instance)]
@@ -315,11 +314,11 @@ def _extension() -> ModuleType:
 def _opened(extension: ModuleType, launcher: Launcher) -> ModuleType:
     """A launcher's functions and constants, and `load_kernels`."""
     try:
-        library = extension.Library(os.fspath(_files[launcher]))
+        functions, told = extension.open(os.fspath(_files[launcher]))
     except RuntimeError as error:
         raise BuildError(f"{_files[launcher]} was built but does not load: {error}") from error
     constants: dict[str, Any] = {}
-    for name, value in library.constants().items():
+    for name, value in told.items():
         outer, _, inner = name.partition(".")
         if inner:
             constants.setdefault(outer, {})[inner] = value
@@ -327,5 +326,5 @@ def _opened(extension: ModuleType, launcher: Launcher) -> ModuleType:
             constants[outer] = value
     check_exports(launcher, constants)
     module = ModuleType(launcher.name)
-    module.__dict__.update(constants, **library.functions(), load_kernels=library.load_kernels)
+    module.__dict__.update(constants, **functions)
     return module

@@ -12,13 +12,10 @@ import json
 import os
 import re
 import shutil
-import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
-
-import pybind11
 
 from tfla_tk import env
 from tfla_tk.build import sources
@@ -112,20 +109,18 @@ def cache_key(artifact: Artifact, toolchain: Toolchain, kittens: ThunderKittens)
 
     It changes with what it is, with its sources and whatever file of ``kernels/`` they include, with
     ThunderKittens, with the flags (nvcc's own environment variables too) and whether serialised kernels are
-    taken, with the compilers and, of the extension alone, with pybind11 and with Python's ABI.
+    taken, and with the compilers.
 
     Raises:
         BuildError: A source cannot be read, or includes what a macro names.
     """
     flags = [variable.get() for variable in (env.NVCC_PREPEND_FLAGS, env.NVCC_APPEND_FLAGS)]
-    of_machine = [flags, env.refuses_slow_kernels(), toolchain.identity]
-    if isinstance(artifact, str):
-        of_machine.append(pybind11.__version__)
+    of_machine = flags, env.refuses_slow_kernels(), toolchain.identity
     return _digest_of([source_key(artifact, kittens.identity), *of_machine])
 
 
 def source_key(artifact: Artifact, kittens: str) -> str:
-    """A key of what an artifact is compiled from, the same on every machine but for the extension's Python.
+    """A key of what an artifact is compiled from, the same on every machine.
 
     Args:
         kittens: The identity of ThunderKittens.
@@ -140,8 +135,7 @@ def source_key(artifact: Artifact, kittens: str) -> str:
         files = artifact.source, artifact.bindings, LOADER_SOURCE
         flags = LAUNCHER_FLAGS, HOST_FLAGS, LINK_FLAGS
         return _digest_of([sorted(artifact.defines), _source_digests(files), kittens, flags])
-    python = sysconfig.get_config_var("SOABI")
-    return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS, python])
+    return _digest_of([_source_digests((EXTENSION_SOURCE,)), HOST_FLAGS])
 
 
 def _digest_of(parts: list[object]) -> str:
@@ -280,7 +274,7 @@ def _scanned(path: Path, state: tuple[int, int] | None) -> tuple[str, list[Inclu
 def _found(include: Include, folder: Path, root: Path) -> list[Path]:
     """The file of ``kernels/`` that an include in a file of this folder is of, found as nvcc finds it.
 
-    What is not found there belongs to ThunderKittens, CUDA, pybind11 or the compiler, which are in the key by
+    What is not found there belongs to ThunderKittens, CUDA, Python or the compiler, which are in the key by
     their versions.
     """
     quoted, bracketed = include

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import pybind11
-
 from tfla_tk.build import sources
 from tfla_tk.build.errors import BuildError
 from tfla_tk.build.instances import Instance, Launcher
@@ -155,7 +153,7 @@ def compile_extension(toolchain: Toolchain, library: Path, slots: Slots) -> None
     if not (Path(python) / "Python.h").is_file():
         raise BuildError(f"Python.h is not in {python}", "install Python's headers (python3-dev)")
     root = sources.kernels_root()
-    includes = [f"-I{place}" for place in (root, pybind11.get_include(), python)]
+    includes = [f"-I{root}", f"-I{python}"]
     command = [
         str(toolchain.nvcc),
         *HOST_FLAGS,

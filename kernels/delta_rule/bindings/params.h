@@ -1,4 +1,4 @@
-// Plain argument structs shared by the kernels' host functions and the pybind11 bindings.
+// Plain argument structs shared by the kernels' host functions and the bindings.
 // No CUDA, ThunderKittens or Torch header here, so that the bindings compile in seconds.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Arguments of the backward's host functions around its walks, for their own pybind11 bindings.
+// Arguments of the backward's host functions around its walks, as the bindings read them.
 #pragma once
 
 #include "scalar_gate/bindings/params.h"

@@ -1,4 +1,4 @@
-// Arguments of the host function for a few tokens of mLSTM, for its own pybind11 bindings.
+// Arguments of the host function for a few tokens of mLSTM, as the bindings read them.
 #pragma once
 
 #include "scalar_gate/bindings/params_decode.h"

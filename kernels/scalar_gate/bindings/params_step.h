@@ -1,4 +1,4 @@
-// Arguments of the mLSTM step's host function, for its own pybind11 bindings.
+// Arguments of the mLSTM step's host function, as the bindings read them.
 #pragma once
 
 #include "scalar_gate/bindings/params_decode.h"

@@ -1,4 +1,4 @@
-// Arguments of a walk of the backward, for its own pybind11 bindings.
+// Arguments of a walk of the backward, as the bindings read them.
 #pragma once
 
 #include "scalar_gate/bindings/params.h"

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -193,9 +192,9 @@ class FakeExtension:
         self.constants = {"CHUNK": 64, "CODES.one": 1}
         self.loaded: list[Path] = []
 
-    def Library(self, path: str) -> SimpleNamespace:
+    def open(self, path: str) -> tuple[dict[str, Any], dict[str, int]]:
         assert Path(path).is_file()
-        return SimpleNamespace(constants=lambda: self.constants, functions=dict, load_kernels=self._load)
+        return {"load_kernels": self._load}, self.constants
 
     def _load(self, cubin: str) -> None:
         if not Path(cubin).is_file():
