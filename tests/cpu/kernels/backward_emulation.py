@@ -82,6 +82,15 @@ def shares_of(launch: SimpleNamespace) -> Iterator[SimpleNamespace]:
         yield seen
 
 
+def tokens_at(launch: SimpleNamespace, name: str, dim: int) -> Tensor:
+    """An operand of a walk or its segments kernel, [B, NH, S, dim]; some heads may share one of q and of k."""
+    batch, heads, seq, *_ = launch.sizes
+    if name in (("queries", "keys") if launch.gradient == 2 else ("values", "factor")):
+        found = operand_at(getattr(launch, name), (batch, heads // launch.group, seq, dim))
+        return found if launch.group == 1 else found.repeat_interleave(launch.group, 1)
+    return operand_at(getattr(launch, name), (batch, heads, seq, dim))
+
+
 def exact(x: Tensor) -> Tensor:
     return x
 
@@ -94,6 +103,7 @@ class BackwardFormulas(Kernels):
         anchored: whether the flows at the anchors are used.
         slow_decay: of chunks that decay by less the part through the entering state is not summed by itself.
         segment_chunks: of which sequences are cut into segments.
+        computes: whether results are written.
         row_sums: of the last call's walks by name, whole and inter.
         summed: the gradients for which segments have been summed.
     """
@@ -121,6 +131,7 @@ class BackwardFormulas(Kernels):
         super().__init__()
         self.row_factors, self.gate_gradients = row_factors, gate_gradients
         self.segment_chunks = 10_000
+        self.computes = True
         self.rounded: Callable[[Tensor], Tensor] = exact
         self.anchored = True
         self.slow_decay = SLOW_DECAY
@@ -157,7 +168,8 @@ class BackwardFormulas(Kernels):
         vars(launch).update({name: placed(x, starts) for name, x in vars(launch).items()})
         if hasattr(launch, "of_walk"):
             vars(launch).update(zip(WALK, launch.of_walk, strict=True))
-        getattr(self, f"compute_{launch.name}")(launch)
+        if self.computes:
+            getattr(self, f"compute_{launch.name}")(launch)
 
     def cut(self, sequences: int, tokens: int, *_: Any) -> segments.Cut:
         """For `segments.cut`."""
@@ -213,10 +225,8 @@ class BackwardFormulas(Kernels):
         forward = x.gradient == 0
         walk = Walk.of(x)
         log2_w, e_of_rows = walk.factors
-        batch, heads, seq, dim_keys, dim_values = x.sizes
         all_keys, all_values = (
-            operand_at(operand, (batch, heads, seq, dim))
-            for operand, dim in ((x.keys, dim_keys), (x.values, dim_values))
+            tokens_at(x, name, dim) for name, dim in zip(("keys", "values"), x.sizes[3:], strict=True)
         )
         boundary = walk.boundary(x)
         for sequence in walk.sequences:
@@ -278,10 +288,8 @@ class BackwardFormulas(Kernels):
         forward, turned = x.gradient == 0, x.gradient != 2
         walk = Walk.of(x)
         batch, heads, seq, dim_keys, dim_values = x.sizes
-        queries, keys = (operand_at(y, (batch, heads, seq, dim_keys)) for y in (x.queries, x.keys))
-        values, out, factor = (
-            operand_at(y, (batch, heads, seq, dim_values)) for y in (x.values, x.out, x.factor)
-        )
+        queries, keys = (tokens_at(x, name, dim_keys) for name in ("queries", "keys"))
+        values, out, factor = (tokens_at(x, name, dim_values) for name in ("values", "out", "factor"))
         states = (x.cut[2], heads)
         entering = states_at(x.entering, states, x, torch.float64)
         leaving = states_at(x.leaving, states, x, torch.float64)
@@ -371,13 +379,21 @@ class BackwardFormulas(Kernels):
             name: tuple(y.sum(0) for y in sums_at(given, size, slots))
             for name, given in (("dq", x.q_dq), ("dk", x.k_dk))
         }
-        i, f, di, df = (gate_at(gate, size) for gate in (x.i, x.f, x.di, x.df))
+        f, df = gate_at(x.f, size), gate_at(x.df, size)
+        is_decay = x.i[0] == 0
+        i, di = (torch.empty_like(f), None) if is_decay else (gate_at(gate, size) for gate in (x.i, x.di))
+        if is_decay:  # as gates: sigmoid(i) = 1, and log sigmoid(f) is what is given
+            i.fill_(math.inf)
+            f = f - torch.log(-torch.expm1(f))
         chunk_m = chunk_m_at(x.chunk_m, (batch, heads, slots))
         pointer, before, parts, chunks = x.anchors
         assert before == pointer and chunks == ANCHOR_CHUNKS
         known = flows_at(pointer, parts, parts, (batch, heads), slots) if self.anchored else None
         found = self.gate_gradients(*sums.values(), known, i, f, chunk_m, flows, bounds)
-        di.copy_(found[0]), df.copy_(found[1])
+        if is_decay:
+            df.copy_(found[1] / torch.sigmoid(-f))
+        else:
+            di.copy_(found[0]), df.copy_(found[1])
         self.row_sums = {name: (whole.clone(), inter.clone()) for name, (whole, inter) in sums.items()}
 
 
@@ -391,7 +407,7 @@ class Walk:
     """What a walk and its segments kernel walk over.
 
     Attributes:
-        i, f: [B, NH, S].
+        log_i, log_f: [B, NH, S].
         factors: log2_w and e, [B, NH, S].
         chunk_m: [B, NH, slots], None with the sigmoid gate.
         slots: per head, of what there is once per chunk.
@@ -399,8 +415,8 @@ class Walk:
         scale: of q k^T.
     """
 
-    i: Tensor
-    f: Tensor
+    log_i: Tensor
+    log_f: Tensor
     factors: tuple[Tensor, Tensor]
     chunk_m: Tensor | None
     slots: int
@@ -417,11 +433,17 @@ class Walk:
             tensor_at(pointer, torch.float64, size) if pointer else torch.zeros(size, dtype=torch.float64)
             for pointer in (x.log2_w, x.e)
         )
+        chunk_m, f = chunk_m_at(x.chunk_m, (batch, heads, slots)), gate_at(x.f, size)
+        if x.i[0] == 0:  # a scalar decay
+            log_i, log_f = torch.zeros_like(f), f
+        else:
+            i, log_f = gate_at(x.i, size), logsigmoid(f)
+            log_i = logsigmoid(i) if chunk_m is None else i
         return cls(
-            gate_at(x.i, size),
-            gate_at(x.f, size),
+            log_i,
+            log_f,
             (log2_w, e),
-            chunk_m_at(x.chunk_m, (batch, heads, slots)),
+            chunk_m,
             slots,
             sequences_of(x.cut, heads, seq),
             x.scale,
@@ -435,8 +457,7 @@ class Walk:
 
     def chunk_factors(self, own: slice, slot: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of one chunk s W_tj / w_t, s e^{b_t + m_in - m_t} / w_t, w^end_j, and the state's decay."""
-        log_i = logsigmoid(self.i[:, :, own]) if self.chunk_m is None else self.i[:, :, own]
-        log_f = logsigmoid(self.f[:, :, own])
+        log_i, log_f = self.log_i[:, :, own], self.log_f[:, :, own]
         intra, inter = segment_sum(log_f) + log_i[..., None, :], log_f.cumsum(-1)
         m_t = torch.zeros_like(inter)
         if self.chunk_m is not None:

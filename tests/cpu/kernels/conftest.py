@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,6 @@ from tfla_tk.core.layout import DTYPES
 from tfla_tk.core.memo import Memo
 
 from . import summary
-from .addresses import CHUNK
 from .backward_emulation import BackwardFormulas
 from .compiled import GATED, Compiled, Compiler
 from .order import compile_first
@@ -94,23 +93,9 @@ def load_once(compiler: Compiler) -> Callable[[build.Launcher], ModuleType]:
 
 
 @pytest.fixture
-def cut_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cuts every sequence into segments of one chunk."""
-
-    def cut(sequences: int, tokens: int, *_: Any) -> segments.Cut:
-        return segments.Cut(sequences * -(-tokens // CHUNK), 1)
-
-    def cut_packed(sequences: int, tokens: int, *_: Any) -> segments.Cut:
-        return segments.Cut(sequences + tokens // CHUNK, 1)
-
-    monkeypatch.setattr(segments, "cut", cut)
-    monkeypatch.setattr(segments, "cut_packed", cut_packed)
-
-
-@pytest.fixture
 def backward_formulas(
     monkeypatch: pytest.MonkeyPatch, row_factors: Callable[..., Any], gate_gradients: Callable[..., Any]
-) -> BackwardFormulas:
+) -> Iterator[BackwardFormulas]:
     """tk_backward.mlstm_bwd with the formula of every kernel in its place."""
     found = BackwardFormulas(row_factors, gate_gradients)
     launch_instead(monkeypatch, found, tk_backward)
@@ -120,4 +105,6 @@ def backward_formulas(
     # what the kernels hold in fp32, and gates in fp64
     monkeypatch.setattr(tk_walks, "FLOAT", torch.float64.itemsize)
     monkeypatch.setitem(DTYPES, torch.float64, -1)
-    return found
+    tk_walks.make_plan.cache_clear()
+    yield found
+    tk_walks.make_plan.cache_clear()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tfla_tk import build
-from tfla_tk.build import Instance, Launcher
+from tfla_tk.build import Instance, Launcher, all_instances
 from tfla_tk.core.layout import ADDRESS_BITS
 
 
@@ -45,6 +45,7 @@ class Kernels:
 
     def load(self, launcher: Launcher, *instances: Instance) -> Kernels:
         """For `build.load`."""
+        assert set(instances) <= set(all_instances()), "machine code that no wheel has"
         self.loaded += (x for x in instances if x not in self.loaded)
         return self
 
